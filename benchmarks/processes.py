@@ -38,8 +38,8 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Codec, Frames, Received, encode
 from tandem.config import build_config, config_to_json
-from tandem.launch.run_service import _answer_commands
-from tandem.launch.service import Service, ServiceContext
+from tandem.launch.run_service import Service, _answer_commands
+from tandem.launch.service import ServiceContext
 from tandem.refit.service import RefitService
 from tandem.refit.weight_client import WeightClient
 

@@ -52,9 +52,9 @@ from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.processes.admission import HeartbeatSettings
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import Limits
+from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
-from tandem.coordinator.scheduler.groups.table import GroupTable
+from tandem.coordinator.scheduler.groups.again import GroupTable
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tandem.samples.batch import SAMPLES, Batch

@@ -19,9 +19,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.measure import keep_ratios
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common import curve
-from tandem.common.curve import Admitted, Gatekeeper
+from tandem.common.curve import Admitted
 from tandem.common.messages import MAX_TOKENS_FETCHED, SamplesFetched
 from tandem.common.wire import encode
+from tandem.common.wire.gatekeeper import Gatekeeper
 from tandem.samples.batch import Batch
 from tests.harness.members import MEMBER
 

@@ -40,8 +40,8 @@ from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.bound import bind
-from tandem.refit.digests.task import digest_layout
+from tandem.refit.binding import bind
+from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.transports import encoding, process_group

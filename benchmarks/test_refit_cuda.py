@@ -32,8 +32,10 @@ from tandem.refit.adapters.catalogue import ModelShape, from_config
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.layout import Address
+from tandem.refit.places import device_name
 from tandem.refit.transports import cuda_ipc, shm
-from tandem.refit.weight_client import WeightClient, Weights, device_name
+from tandem.refit.weight_client import WeightClient
+from tandem.refit.weights import Weights
 
 DEVICE = os.environ.get("BENCHMARK_DEVICE", sized("cuda", "cpu"))
 NUM_ROUNDS = 7

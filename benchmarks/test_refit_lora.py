@@ -27,7 +27,8 @@ from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder, contiguous_strides, whole
 from tandem.refit.transports import shm
-from tandem.refit.weight_client import WeightClient, Weights
+from tandem.refit.weight_client import WeightClient
+from tandem.refit.weights import Weights
 
 NUM_LAYERS = int(os.environ.get("BENCHMARK_LAYERS", sized("8", "1")))
 RANK, SCALE = 16, 2.0

@@ -35,7 +35,7 @@ from tandem.refit.adapters.deployment import Deployment, Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.bound import bind
+from tandem.refit.binding import bind
 from tandem.refit.layout import ITEM_SIZES, Layout
 from tandem.refit.transports import process_group
 from tandem.refit.transports.meeting import Meeting

@@ -40,7 +40,8 @@ from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.refit.layout import Box, LayoutBuilder, contiguous_strides
 from tandem.refit.transports import shm
-from tandem.refit.weight_client import WeightClient, Weights
+from tandem.refit.weight_client import WeightClient
+from tandem.refit.weights import Weights
 
 SIZES_MB = {"512 MB": 512, "4 GB": 4096}
 if size := os.environ.get("BENCHMARK_MB", sized("", "63")):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tandem.common import keys, messages
-from tandem.coordinator.processes.reply_rules import rule_of
+from tandem.coordinator.processes.reply_table import rule_of
 from tandem.samples import batch
 
 LINKS: dict[str, UnionType | type[messages.Message]] = {

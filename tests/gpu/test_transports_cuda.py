@@ -17,7 +17,8 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout, program, trials
-from tandem.refit.bound import BoundProgram, bind
+from tandem.refit.binding import bind
+from tandem.refit.bound import BoundProgram
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import plan
 from tandem.refit.transfer import TransferGroup

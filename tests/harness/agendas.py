@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.coordinator.scheduler.agenda import Agenda, Entry, Rule, Table
+from tandem.coordinator.scheduler.agenda import Agenda, Entry
 from tandem.coordinator.scheduler.events import Action
+from tandem.coordinator.scheduler.rule import Rule, Table
 from tandem.coordinator.scheduler.tables import Tables
 
 
@@ -98,11 +99,14 @@ class Checked(AskEverything):
         Free to read are tables that are watched `by_itself`, and what never changes.
         """
         plain = type(table)
-        heard = {
+        heard: dict[str, Any] = {
             attribute: self._heard(attribute, _bits([others.get(attribute, name)]))
             for attribute, value in vars(table).items()
             if not (id(value) in by_itself or callable(value) or attribute in NEVER_CHANGES)
         }
+        if isinstance(table, dict):
+            bit = _bits([name])
+            heard |= {method: self._called(getattr(dict, method), bit) for method in OF_A_DICT}
         object.__setattr__(table, "__class__", type(plain.__name__, (plain,), heard))
 
     def _heard(self, attribute: str, bit: int) -> property:
@@ -120,7 +124,18 @@ class Checked(AskEverything):
 
         return property(get, set_to)
 
+    def _called(self, method: Any, bit: int) -> Any:
+        """Return a method of a dictionary whose calls are noted."""
 
+        def call(table: Any, *given: Any) -> Any:
+            self._read |= bit
+            return method(table, *given)
+
+        return call
+
+
+OF_A_DICT = ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items", "keys", "values")
+"""The methods that read a table that is a dictionary."""
 _RESTORED = "restored groups"
 _NO_TABLE = "what belongs to no table"
 _NAMES: tuple[Table | str, ...] = (*Table, _RESTORED, _NO_TABLE)
@@ -135,6 +150,7 @@ def _bits(names: Iterable[Table | str]) -> int:
 NEVER_CHANGES = {
     "spec",
     "_spec",
+    "is_synchronous",
     "transfers",  # the plan changes for engines that join, which then enter the table of engines
     "_transfers",
     "now",  # what a rule does may depend on the time, but not whether it fires

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 from tests.harness.runs.running import Command
 from tests.page.browser_harness import NEEDS_CHROMIUM, browser, make_run, until, visit
 

@@ -19,7 +19,7 @@ import pytest
 from tandem.observe.run_folder.calls import CallRecord, record_calls
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.sample_record import write_shard
+from tandem.samples.sample_writing import write_shard
 from tests.harness.runs.running import Command, coordinator, steps_of, write_config
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
 

@@ -20,7 +20,8 @@ from tandem.samples.images.columns import image_columns
 from tandem.samples.images.markers import marker
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.sample_files import FOLDER
-from tandem.samples.sample_record import RecordedSample, table_of, write_shard
+from tandem.samples.sample_record import RecordedSample
+from tandem.samples.sample_writing import table_of, write_shard
 from tests.harness.runs.running import Command
 from tests.harness.vision_models import encoded, picture
 from tests.page.browser_harness import NEEDS_CHROMIUM, browser, until, visit

@@ -32,7 +32,7 @@ from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
 from tandem.coordinator.processes.known_processes import KnownProcesses, ProcessesSnapshot
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import Limits
+from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler.events import Event, Joined, Replied
 from tests.harness.members import ANY_ADDRESS, RUN, dealer_to
 

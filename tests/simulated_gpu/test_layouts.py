@@ -26,9 +26,10 @@ from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import Digests, compare
 from tandem.refit.layout import Layout
+from tandem.refit.places import device_name, host_name
 from tandem.refit.planner import plan
 from tandem.refit.transports.meeting import Meeting
-from tandem.refit.weight_client import Weights, device_name, host_name
+from tandem.refit.weights import Weights
 from tandem.trainer.backends import make_backend
 from tests.harness.processes.stream_processes import views
 from tests.harness.trainers import trainer_harness

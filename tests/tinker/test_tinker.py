@@ -22,6 +22,7 @@ import pytest
 from tandem.observe.run_folder.calls import calls_of
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness import leaks
+from tests.harness.processes import large_server
 from tests.harness.runs.pages_harness import quoted
 from tests.harness.runs.running import TIMEOUT_S, all_gone, coordinator, process_of, wait_until
 from tests.harness.tinker.server import ROOT, Served, served, serving, write_certificates
@@ -118,11 +119,12 @@ def test_the_likeliest_tokens_at_each_place_are_those_of_transformers() -> None:
     }
 
 
-def test_the_ends_of_many_samples_are_asked_for_together() -> None:
-    with served() as server:
+@pytest.mark.parametrize("command", ["coordinator", large_server.__name__])
+def test_the_ends_of_many_samples_are_asked_for_together_where_there_are_many_engines(command: str) -> None:
+    with served(command=command) as server:
         found = server.client("many")
         assert "which a newer one has replaced" in found.pop("stale")
-        assert found == {"polls": True, "same": True, "differ": True}
+        assert found == {"polls": command != "coordinator", "same": True, "differ": True}
         target = {"sampling_session_id": "session-0:sample:0"}
         assert server.ask("POST", "retrieve_futures", {"target": target})[0] == 404
         assert server.ask("POST", "retrieve_futures", {"target": target, "prev_cursor": -1})[0] == 422

@@ -22,7 +22,7 @@ from rollout_harness import Rollout, tokens_of
 
 from tandem.common.errors import RefitError
 from tandem.common.messages import Generated, SamplesFinished
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 
 MODEL = {"hidden_size": 64, "head_dim": 32}
 """What vLLM's kernels take, too."""

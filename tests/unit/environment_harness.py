@@ -10,7 +10,8 @@ import msgspec
 from tandem.common.messages import Problem
 from tandem.config import Config, build_config
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.faults import Unscored
+from tandem.rollout.environments.scorer import Scorer
 
 WAIT_S = 30.0
 Result = Score | Turn | Unscored

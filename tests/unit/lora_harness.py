@@ -15,7 +15,7 @@ from tandem.refit.digests.comparison import Digests, Verdict, compare
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides
 from tandem.refit.planner import Plan, plan
 from tandem.refit.transports import shm
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

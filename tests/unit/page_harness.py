@@ -15,7 +15,8 @@ from tandem.observe.page.server import make_app
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.sample_files import FOLDER
-from tandem.samples.sample_record import RecordedSample, table_of, write_shard
+from tandem.samples.sample_record import RecordedSample
+from tandem.samples.sample_writing import table_of, write_shard
 
 _OF_RECORD = ("advantage", "problem_id", "question", "answer", "prompt")
 LOOPBACK = "http://127.0.0.1:8700"

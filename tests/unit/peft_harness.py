@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lora_harness import RANK, SCALE
 
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-def adapted(model: Any, dtype: torch.dtype) -> Any:
+
+def adapted(model: Any, dtype: torch.dtype, layers: Sequence[str] = LAYERS) -> Any:
     """Return a model with adapters of PEFT on its linear layers; weights in `dtype`, adapters in float32."""
     import peft
 
     model = model.to(dtype)
-    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = peft.LoraConfig(r=RANK, lora_alpha=int(SCALE * RANK), target_modules=layers)
+    config = peft.LoraConfig(r=RANK, lora_alpha=int(SCALE * RANK), target_modules=[*layers])
     made = peft.get_peft_model(model, config)
     assert {p.dtype for name, p in made.named_parameters() if "lora_" in name} == {torch.float32}
     train(made)

@@ -16,7 +16,7 @@ from tandem.coordinator.preparing.resuming import Resuming, Start
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples import manifest, sample_files, sample_record
+from tandem.samples import manifest, sample_files, sample_writing
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.trainers.damage import digests_in
 
@@ -99,5 +99,5 @@ def record(run: Run, samples: list[RecordedSample]) -> None:
     folder = run.root.parent / sample_files.FOLDER
     folder.mkdir(exist_ok=True)
     for rollout in {sample.rollout for sample in samples}:
-        table = sample_record.table_of([sample for sample in samples if sample.rollout == rollout])
-        sample_record.write_shard(folder, run.journal.run_id, samples[0].step, rollout, table)
+        table = sample_writing.table_of([sample for sample in samples if sample.rollout == rollout])
+        sample_writing.write_shard(folder, run.journal.run_id, samples[0].step, rollout, table)

@@ -23,7 +23,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Callers, Codec, Frames, encode
 from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
-from tandem.coordinator.scheduler.groups.table import GroupTable
+from tandem.coordinator.scheduler.groups.again import GroupTable
 from tandem.samples.batch import IMAGES, SAMPLES, Batch
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.members import MEMBER

@@ -11,8 +11,9 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address
 from tandem.refit.transfer import Transfer
+from tandem.refit.transports.end import End
 from tandem.refit.transports.memory import destination_side, source_side
-from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 
 class Spool(Transport):

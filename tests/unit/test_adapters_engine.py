@@ -18,7 +18,7 @@ from peft_harness import adapted, parameters_of, train
 
 from tandem.refit.digests.comparison import compare
 from tandem.refit.planner import plan
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 from tandem.rollout.engine import NotHeld, Request
 from tandem.rollout.engines.adapters import AdaptersEngine
 from tandem.rollout.engines.served import ServedSampling

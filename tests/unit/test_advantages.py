@@ -19,7 +19,8 @@ from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
 from tandem.config import Config, build_config
 from tandem.config.schema import AdvEstimator, RewardScaling, RewardShaping
-from tandem.coordinator.algorithms.advantages import decoupled_advantages, group_advantages
+from tandem.coordinator.algorithms.advantages import group_advantages
+from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advantages
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord

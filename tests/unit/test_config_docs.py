@@ -44,6 +44,7 @@ NEW_KEYS = [
     "policy.megatron_cfg.fp4_cfg",
     "policy.megatron_cfg.forwarded",
     "policy.generation.tool_call_parser",
+    "policy.generation.adapter_sets",
     "policy.generation.transformers_cfg.adapter_sets",
     "policy.generation.transformers_cfg.num_slots",
     "eval.max_new_tokens",

@@ -15,7 +15,8 @@ from tandem.observe.page import series, steps
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import Curves, bucketed
 from tandem.observe.page.steps import Steps
-from tandem.observe.run_folder.curves_file import CURVES_NAME, CurvesFile, read_curves
+from tandem.observe.run_folder.curves_file import CurvesFile
+from tandem.observe.run_folder.curves_table import CURVES_NAME, read_curves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 
 NAMES = ("reward", "loss", "val_accuracy", "seconds/total", "seconds/nothing")

@@ -20,7 +20,7 @@ from tandem.coordinator.loop.run import recorded
 from tandem.coordinator.scheduler.events import Finish
 from tandem.observe.diagnosis import CHECKS, diagnose, format_diagnosis
 from tandem.observe.diagnosis.evidence import SampleRow, gather
-from tandem.observe.health import LOW_ENTROPY
+from tandem.observe.health_conditions import LOW_ENTROPY
 from tandem.observe.run_folder.ending import ENDED
 from tandem.observe.run_folder.journal_writer import Journal
 

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
-from tandem.refit import weight_client
+from tandem.refit import weights as held
 from tandem.refit.digests import slices as digest_slices
 from tandem.refit.digests import task as digest_task
-from tandem.refit.digests.task import DigestTask, Sampling, digest_box, digest_layout, everything
+from tandem.refit.digests.at_once import digest_box, digest_layout
+from tandem.refit.digests.slices import everything
+from tandem.refit.digests.task import DigestTask, Sampling
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.planner import plan
 from tandem.refit.program import NOTHING, Places, Quantisation, Regions, Verification
@@ -285,7 +287,7 @@ def test_weights_list_what_they_digest_once_a_program(monkeypatch: pytest.Monkey
     monkeypatch.setattr(digest_task, "DigestList", Counted)
     wanted, _ = hold({"w": values})
     programs = plan({"t": layout}, {"e": msgspec.structs.replace(wanted, host="b")}, allow_alias=False).programs
-    weights = weight_client.Weights(layout, storages)
+    weights = held.Weights(layout, storages)
     for expected in (1, 2):
         weights.install([programs["t"]])
         found = [weights.digest_task(sampling).result().tolist() for sampling in (None, Sampling(0, 16), None)]

@@ -217,6 +217,18 @@ def test_bytes_are_those_of_the_closed_form() -> None:
     assert passed_on == 2 * 7 * 2 * (2 * 80 + 1) * 8192
 
 
+def test_fields_of_the_model_that_are_replaced_are_planned_as_they_are() -> None:
+    sizes = [
+        model_shape(load_config(PLANS / LLAMA, [f"policy.hf_config_overrides.num_hidden_layers={num}"], to_run=False))
+        for num in (1, 2)
+    ]
+    assert not any(isinstance(each, str) for each in sizes)
+    one, two = (each.num_parameters for each in sizes if not isinstance(each, str))
+    hidden, feed_forward = 4096, 14336
+    assert two - one == hidden * (2 * hidden + 2 * 1024 + 3 * feed_forward + 2)
+    assert one - (two - one) == 2 * 128256 * hidden + hidden
+
+
 def test_deepseek_on_512_ranks_takes_less_than_4_gib() -> None:
     script = f"""
 import json, resource, sys

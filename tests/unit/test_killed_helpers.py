@@ -17,10 +17,11 @@ from environment_harness import WAIT_S, config, problem, results, said
 from tandem.common.errors import HelperLost
 from tandem.config import Config
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.guarded import GuardedProcess
+from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.outcomes import Call, Job
-from tandem.rollout.environments.scorer import Scorer, Unscored
-from tandem.rollout.environments.workers import WorkerPool
+from tandem.rollout.environments.processes.guarded import GuardedProcess
+from tandem.rollout.environments.processes.workers import WorkerPool
+from tandem.rollout.environments.scorer import Scorer
 
 Start = Callable[..., Scorer]
 

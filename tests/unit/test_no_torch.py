@@ -20,7 +20,7 @@ import pytest
         "import tandem.observe.exporters.telemetry, tandem.launch.service, tandem.samples.tokenizer",
         "import tandem.refit.planner, tandem.refit.program, tandem.refit.service, tandem.refit.digests.task",
         "import tandem.trainer.cli, tandem.rollout.cli",
-        "import tandem.rollout.environments.fork_server",
+        "import tandem.rollout.environments.processes.fork_server",
     ],
 )
 def test_no_torch(code: str) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from tandem.common.errors import ConfigError
 from tandem.config.schema import Optimizer, SchedulerEntry
-from tandem.trainer.optimizers import advance, make_optimizer, make_scheduler
+from tandem.trainer.backends.held import advance
+from tandem.trainer.optimizers import make_optimizer, make_scheduler
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -31,7 +31,7 @@ def test_a_name_that_is_not_there_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import tandem", "import tandem.common", "import tandem.rollout.environments.channel"]
+    "statement", ["import tandem", "import tandem.common", "import tandem.rollout.environments.processes.channel"]
 )
 def test_importing_it_imports_nothing_else(statement: str) -> None:
     probe = f"{statement}\nimport sys\nprint([m for m in sys.modules if m.startswith('tandem.coordinator')])"

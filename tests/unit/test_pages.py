@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.coordinator.scheduler.agenda import Mode
+from tandem.coordinator.scheduler.rule import Mode
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.rollout.engine import Engine
 

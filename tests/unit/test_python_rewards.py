@@ -27,8 +27,9 @@ from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import check_columns, reward_functions
 from tandem.rollout.environments import Score
+from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.program import Program
-from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.scorer import Scorer
 from tests.harness.members import MEMBER, open_hub
 
 Start = Callable[..., Scorer]

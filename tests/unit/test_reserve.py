@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.descriptors import Reserve
+from tandem.observe.run_folder.descriptor_reserve import Reserve
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness.descriptors import descriptors_left, said_by_limited
 
@@ -61,7 +61,7 @@ PUBLISHING = textwrap.dedent(
     """
     import contextlib, os, sys
     from pathlib import Path
-    from tandem.common.descriptors import Reserve
+    from tandem.observe.run_folder.descriptor_reserve import Reserve
     from tandem.common.errors import CheckpointError
     from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 

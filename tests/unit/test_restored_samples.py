@@ -14,9 +14,11 @@ from tandem.config import Config, build_config
 from tandem.coordinator.loop.restored_samples import RestoredSamples, limits_of
 from tandem.observe.run_folder.journal import RefitRecord
 from tandem.observe.run_folder.journal_writer import Journal
+from tandem.samples.folders_aside import RestoreLimits
 from tandem.samples.sample_files import unfinished_path
-from tandem.samples.sample_folder import RestoreLimits, SampleFolder
-from tandem.samples.sample_record import RecordedSample, UnfinishedFile, table_of, write_shard
+from tandem.samples.sample_folder import SampleFolder
+from tandem.samples.sample_record import RecordedSample
+from tandem.samples.sample_writing import UnfinishedFile, table_of, write_shard
 
 SIZE = 2
 """Samples of a group."""

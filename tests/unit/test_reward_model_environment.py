@@ -19,9 +19,10 @@ from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.rollout.environments import Score
+from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.making import make_reward_model
 from tandem.rollout.environments.reward_model import RewardModel
-from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.scorer import Scorer
 from tests.harness.reward_models import plain_reward, write_reward_model
 
 ASKED = "3 + 4"

@@ -26,9 +26,10 @@ from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments import Score, Turn
+from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.outcomes import checked
-from tandem.rollout.environments.scorer import Scorer, Unscored
-from tandem.rollout.environments.workers import WorkerPool
+from tandem.rollout.environments.processes.workers import WorkerPool
+from tandem.rollout.environments.scorer import Scorer
 
 Start = Callable[[Config], Scorer]
 

@@ -8,10 +8,11 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.messages import Purpose
 from tandem.config.schema import Logger
+from tandem.samples.folders_aside import RestoreLimits, read_limits
 from tandem.samples.recorded_shards import steps
 from tandem.samples.sample_files import LOGPROBS, UNFINISHED, files, shard_path, temporary_path, unfinished_path
-from tandem.samples.sample_folder import RestoreLimits, SampleFolder, read_limits
-from tandem.samples.sample_record import UnfinishedFile, table_of, write_shard
+from tandem.samples.sample_folder import SampleFolder
+from tandem.samples.sample_writing import UnfinishedFile, table_of, write_shard
 
 LIMITS = RestoreLimits(newest_proven=4, quarantined={"rollout-0": (3,)})
 

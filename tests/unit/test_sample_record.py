@@ -22,16 +22,8 @@ from tandem.samples.images.columns import image_columns
 from tandem.samples.recorded_shards import read_shard, read_step, samples_of, steps
 from tandem.samples.routed_experts import COLUMN, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.samples.sample_record import (
-    SCHEMA,
-    SEEING,
-    RecordedSample,
-    UnfinishedFile,
-    keys_of,
-    read_unfinished,
-    table_of,
-    write_shard,
-)
+from tandem.samples.sample_record import SCHEMA, SEEING, RecordedSample
+from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, table_of, write_shard
 
 
 def write(folder: Path, samples: list[RecordedSample], run_id: str = RUN_ID) -> Path:

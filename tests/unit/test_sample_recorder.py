@@ -18,7 +18,7 @@ from tandem.common.messages import Generated, RecordedGroup, SampleScored, Sampl
 from tandem.samples.batch import Batch
 from tandem.samples.recorded_shards import read_step, steps
 from tandem.samples.sample_files import STREAM, UNFINISHED, files
-from tandem.samples.sample_record import keys_of, read_unfinished, table_of, write_shard
+from tandem.samples.sample_writing import keys_of, read_unfinished, table_of, write_shard
 
 Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
 

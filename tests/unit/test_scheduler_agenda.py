@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster
 
-from tandem.coordinator.scheduler.agenda import Agenda, Entry, Mode, Table, no_agenda
+from tandem.coordinator.scheduler.agenda import Agenda, Entry, no_agenda
 from tandem.coordinator.scheduler.events import Action, CommitStep
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.rule import Mode, Table
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.coordinator.scheduler.tables import Tables
 from tests.harness.agendas import Checked

@@ -169,7 +169,7 @@ class Harried(Cluster):
         engines = self.plan.engines
         self.verified |= {engines[name].version for name in engines if engines[name].is_verified}
         owed = {self.id_of(action) for action in self.pending}
-        assert owed >= set(self.plan.requests._by_id), "nobody owes what is waited for"
+        assert owed >= set(self.plan.requests), "nobody owes what is waited for"
 
     def take_note(self, action: Action) -> None:
         match action:

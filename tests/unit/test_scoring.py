@@ -7,7 +7,9 @@ import torch
 from scoring_harness import NUM_TOKENS, VOCABULARY, LargestTensor, inputs, of_full_logits
 
 from tandem.trainer import scoring
-from tandem.trainer.scoring import StudentScores, score_tokens, top_tokens, without_tokens
+from tandem.trainer.scorers.likeliest import top_tokens
+from tandem.trainer.scorers.whole_logits import without_tokens
+from tandem.trainer.scoring import StudentScores, score_tokens
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -21,7 +21,7 @@ def num_sets(most_models: int, **policy: Any) -> int:
     """Return how many versions engines are to hold."""
     whole = {"model_name": "model", "new_model": NEW, "train_micro_batch_size": 1, **policy}
     Path("tinker.yaml").write_text(yaml.safe_dump({"policy": whole, "cluster": {"trainers": 1}}))
-    return load("tinker.yaml", (), most_models).policy.generation.transformers_cfg.adapter_sets
+    return load("tinker.yaml", (), most_models).policy.generation.num_adapter_sets
 
 
 def test_engines_hold_several_versions_where_they_can_and_are_asked_to(
@@ -33,14 +33,11 @@ def test_engines_hold_several_versions_where_they_can_and_are_asked_to(
     assert num_sets(4) == 1
     assert num_sets(4, **ADAPTERS, generation={"transformers_cfg": {"adapter_sets": 2}}) == 2
     assert num_sets(4, **ADAPTERS, generation={"transformers_cfg": {"adapter_sets": 1}}) == 1
-    assert num_sets(4, **ADAPTERS, generation={"backend": "vllm"}) == 1
-    for policy, why in (
-        ({}, r"adapter_sets: 2, but no adapters are trained \(policy.dtensor_cfg.lora_cfg.enabled\)"),
-        ({**ADAPTERS, "generation": {"backend": "vllm"}}, "adapter_sets: 2, but policy.generation.backend is vllm"),
-    ):
-        generation = {**policy.get("generation", {}), "transformers_cfg": {"adapter_sets": 2}}  # type: ignore[dict-item]
-        with pytest.raises(ConfigError, match=why):
-            num_sets(2, **{**policy, "generation": generation})
+    assert num_sets(4, **ADAPTERS, generation={"adapter_sets": 3}) == 3
+    assert num_sets(4, **ADAPTERS, generation={"backend": "vllm"}) == 7
+    assert num_sets(4, **ADAPTERS, generation={"backend": "vllm", "adapter_sets": 1}) == 1
+    with pytest.raises(ConfigError, match=r"adapter_sets: 2, but no adapters are trained \(.*lora_cfg.enabled\)"):
+        num_sets(2, generation={"transformers_cfg": {"adapter_sets": 2}})
 
 
 def test_a_model_has_its_share_and_what_is_more_waits_in_its_order() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.bound import bind
+from tandem.refit.binding import bind
 from tandem.refit.layout import CudaMemory, Layout, LayoutBuilder, PrivateMemory, Storage, contiguous_strides, whole
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram

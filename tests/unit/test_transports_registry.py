@@ -12,7 +12,7 @@ from spool_transport import Spool
 from tandem.common.errors import RefitError
 from tandem.config.schema import LinkRates
 from tandem.refit import program as programs
-from tandem.refit.bound import bind
+from tandem.refit.binding import bind
 from tandem.refit.cost import bucket_memory, cost
 from tandem.refit.layout import (
     CudaMemory,

@@ -13,7 +13,8 @@ from lora_harness import HOST, MODEL
 from tandem.refit.adapters.deployment import Deployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.bound import BoundProgram, bind
+from tandem.refit.binding import bind
+from tandem.refit.bound import BoundProgram
 from tandem.refit.digests.comparison import Verdict, compare
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Layout

@@ -19,7 +19,8 @@ from tandem.config import build_config
 from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.display import Display
-from tandem.coordinator.observers.progress import Progress, ahead_line
+from tandem.coordinator.observers.drawing import ahead_line
+from tandem.coordinator.observers.progress import Progress
 from tandem.coordinator.processes.admission import RegisteredProcess
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+import peft
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.schema.policy import NewModel
 from tandem.coordinator.tinker.proto import _fields
 from tandem.samples.model_files import write_new_model
-from tests.harness.runs.running import TIMEOUT_S, TINY, merged
+from tests.harness.runs.running import TIMEOUT_S, TINY, merged, process_of
 from tests.harness.tinker.server import MODEL, Served, served
 
 _CLOSE = 1e-3
@@ -79,25 +83,35 @@ def _answer(server: Served, path: str, body: dict[str, Any]) -> tuple[int, bytes
 
 def _done(server: Served, path: str, body: dict[str, Any]) -> bytes:
     """Ask, and return the future's result."""
-    request_id = json.loads(_ask(server, path, body))["request_id"]
+    return _result(server, json.loads(_ask(server, path, body))["request_id"])
+
+
+def _result(server: Served, request_id: str) -> bytes:
     deadline = time.monotonic() + TIMEOUT_S
     while not (text := _ask(server, "retrieve_future", {"request_id": request_id})):
-        assert time.monotonic() < deadline, (path, server.command.output())
+        assert time.monotonic() < deadline, (request_id, server.command.output())
     return text
 
 
-def _samples(server: Served, sampler_id: str) -> Found:
-    """Return two samples with their log-probabilities, and the largest ones in the place of each of the prompt's."""
-    body = {
+def _samples(server: Served, sampler_id: str, seq_id: int = 0, num_samples: int = 2) -> Found:
+    """Return samples with their log-probabilities, and the largest ones in the place of each of the prompt's."""
+    body = _question(sampler_id, seq_id, num_samples)
+    return _found(_done(server, "asample", {**body, "topk_prompt_logprobs": 3}))
+
+
+def _question(sampler_id: str, seq_id: int, num_samples: int) -> dict[str, Any]:
+    return {
         "sampling_session_id": sampler_id,
-        "seq_id": 0,
-        "num_samples": 2,
+        "seq_id": seq_id,
+        "num_samples": num_samples,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": _PROMPT}]},
         "sampling_params": {"max_tokens": 6, "seed": 3, "stop": []},
-        "topk_prompt_logprobs": 3,
     }
+
+
+def _found(answer: bytes) -> Found:
     samples, likeliest = [], list[list[float]]()
-    for number, value in _fields(_done(server, "asample", body)):
+    for number, value in _fields(answer):
         assert isinstance(value, bytes)
         parts = dict(_fields(value))
         if number == 1:
@@ -111,13 +125,15 @@ def _samples(server: Served, sampler_id: str) -> Found:
 def _gap(model: Any, found: Found) -> float:
     """Return how far the log-probabilities are from Transformers'."""
     samples, likeliest = found
-    assert [len(tokens) for tokens, _ in samples] == [6, 6]
+    assert {len(tokens) for tokens, _ in samples} == {6}
     worst = 0.0
     for tokens, logprobs in samples:
         with torch.no_grad():
             logits = model(torch.tensor([_PROMPT + tokens])).logits[0]
         own = torch.log_softmax(logits[len(_PROMPT) - 1 : -1], -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         worst = max(worst, float((own - torch.tensor(logprobs)).abs().max()))
+    if not likeliest:
+        return worst
     largest = torch.log_softmax(logits[: len(_PROMPT) - 1], -1).topk(3).values
     return max(worst, float((largest - torch.tensor(likeliest[1:])).abs().max()))
 
@@ -141,3 +157,91 @@ def test_samples_of_vllm_have_the_log_probabilities_of_the_published_weights() -
         for parameter in model.parameters():
             parameter *= 1 - _DECAY["learning_rate"] * _DECAY["weight_decay"]
     assert _gap(model, found) < _CLOSE
+
+
+def _write_adapters(folder: Path) -> None:
+    """Write adapters of PEFT, none of whose products is zero."""
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    made = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+    made.save_pretrained(folder)
+
+
+def _merged(folder: Path, factor: float) -> Any:
+    """Return the model with the adapters merged, their matrices multiplied by a factor."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    made = peft.PeftModel.from_pretrained(model, folder)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter *= factor
+    return made.merge_and_unload()
+
+
+def _check_same(found: Found, before: Found) -> None:
+    """Check that the same tokens were made with the same numbers, whatever else was in the batch."""
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in before[0]]
+    for one, other in ((found[1], before[1]), *((a[1], b[1]) for a, b in zip(found[0], before[0], strict=True))):
+        np.testing.assert_allclose(one, other, rtol=0.0, atol=1e-5)
+
+
+def _num_versions(server: Served) -> int:
+    return len(re.findall(r"version \d+ is published", server.command.output()))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_models_are_sampled_together_and_are_back_in_an_engine_that_replaces_a_killed_one(workers: int) -> None:
+    _write_model()
+    folder = Path("adapters").absolute()
+    _write_adapters(folder)
+    adapters = {"enabled": True, "dim": 4, "alpha": 8, "restore_from": str(folder)}
+    over = {"policy": {"dtensor_cfg": {"lora_cfg": adapters}}}
+    sizes = {"policy": {"generation": {"vllm_cfg": {"tensor_parallel_size": workers}}}}
+    with served(merged(merged(_VLLM, over), sizes), "--models", "2") as server:
+        session_id = json.loads(_ask(server, "create_session", {"sdk_version": "0.38.0"}))["session_id"]
+        seq_ids, sessions = [0, 0], [0]
+
+        def create(number: int) -> str:
+            asked = {"session_id": session_id, "model_seq_id": number, "base_model": MODEL.name}
+            return str(json.loads(_done(server, "create_model", {**asked, "lora_config": {"rank": 4}}))["model_id"])
+
+        models = [create(number) for number in range(2)]
+
+        def do(number: int, call: str, **body: Any) -> Any:
+            seq_ids[number] += 1
+            return json.loads(_done(server, call, {"model_id": models[number], "seq_id": seq_ids[number], **body}))
+
+        def publish(number: int, num_steps: int) -> str:
+            for _ in range(num_steps):
+                do(number, "optim_step", adam_params=_DECAY)
+            sessions[0] += 1
+            made = do(number, "save_weights_for_sampler", sampling_session_seq_id=sessions[0])
+            return str(made["sampling_session_id"])
+
+        def together(samplers: list[str], seq_id: int) -> list[Found]:
+            asked = [_ask(server, "asample", _question(each, seq_id, 16)) for each in samplers]
+            return [_found(_result(server, json.loads(each)["request_id"])) for each in asked]
+
+        samplers = [publish(0, 0), publish(1, 1)]
+        smaller = 1 - _DECAY["learning_rate"] * _DECAY["weight_decay"]
+        meant = [_merged(folder, 1.0), _merged(folder, smaller)]
+        num_versions = _num_versions(server)
+        for seq_id in range(3):
+            for model, other, found in zip(meant, reversed(meant), together(samplers, seq_id), strict=True):
+                assert _gap(model, found) < _CLOSE
+                assert _gap(other, found) > 10 * _CLOSE
+        assert _num_versions(server) == num_versions, "engines hold both"
+        before = _samples(server, samplers[1], 10)
+        samplers[0] = publish(0, 2)
+        _check_same(_samples(server, samplers[1], 11), before)
+        meant[0] = _merged(folder, smaller**2)
+        assert _gap(meant[0], _samples(server, samplers[0], 12)) < _CLOSE
+        process_of(server.command, "rollout").kill()
+        for model, found in zip(meant, together(samplers, 20), strict=True):
+            assert _gap(model, found) < _CLOSE
+        _check_same(_samples(server, samplers[1], 21), before)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 from tandem.rollout import cli
 from tandem.rollout.engines.transformers import TransformersEngine
 from tests.harness.processes import stream_harms

@@ -14,10 +14,11 @@ import msgspec
 import zmq
 
 from tandem.common import keys
-from tandem.common.curve import Admitted, Gatekeeper, hear_processes, new_key_pair, prove
+from tandem.common.curve import Admitted, hear_processes, new_key_pair, prove
 from tandem.common.keys import KeyPair, ProcessKeys, RunKeys, read_run_keys
 from tandem.common.messages import PROTOCOL_VERSION, Hello, KeyAccepted, Refused, ServiceKind
 from tandem.common.wire import Codec, Frames, encode
+from tandem.common.wire.gatekeeper import Gatekeeper
 
 Tampering = Callable[[dict[str, Any], dict[str, Any]], None]
 """Changes a message, as plain values, or the arrays that come with it."""

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from tandem.refit import layout, planner
-from tandem.refit.bound import bind
+from tandem.refit.binding import bind
 from tandem.refit.layout import Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.transports import shm
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.trainer import cli
-from tandem.trainer.scorers import TokenScorer
+from tandem.trainer.scorers.scorer import TokenScorer
 
 SLOW_S = 0.5
 """Longer for each micro-batch."""

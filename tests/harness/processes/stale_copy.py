@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 from tandem.trainer import cli
 
 STALE = "model.layers.1.mlp.down_proj.weight"

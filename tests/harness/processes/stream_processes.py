@@ -31,7 +31,8 @@ from tandem.common.errors import RefitError
 from tandem.common.keys import KeyPair
 from tandem.common.worker_shards import process_of
 from tandem.refit import layout, program
-from tandem.refit.bound import BoundProgram, bind
+from tandem.refit.binding import bind
+from tandem.refit.bound import BoundProgram
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import Plan
 from tandem.refit.program import Merging

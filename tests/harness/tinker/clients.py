@@ -426,20 +426,8 @@ def crowded(url: str) -> Any:
     rows = data_of([(np.arange(20) % 10 + 3, {})])  # 20 tokens
     training.forward(rows, "cross_entropy").result()
 
-    def post(path: str, kind: str, body: bytes) -> tuple[int, str]:
-        headers = {"Content-Type": kind, "X-API-Key": os.environ["TINKER_API_KEY"]}
-        request = urllib.request.Request(f"{url}/api/v1/{path}", body, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
     def gradient(seq: int) -> tuple[int, str]:
-        inputs = types.ForwardBackwardInput(data=rows, loss_fn="cross_entropy")
-        request = types.ForwardBackwardRequest(inputs, training.model_id, seq)
-        body = forward_backward_request_to_proto(request).SerializeToString()
-        return post("forward_backward", "application/x-protobuf", body)
+        return _gradient(url, training.model_id, seq, rows)
 
     def sample(seq: int, count: int) -> tuple[int, str]:
         body = {
@@ -449,7 +437,7 @@ def crowded(url: str) -> Any:
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
             "sampling_params": {"max_tokens": 7},
         }
-        return post("asample", "application/json", json.dumps(body).encode())
+        return _post(url, "asample", "application/json", json.dumps(body).encode())
 
     answers = {"too large": sample(100, 7), "third": gradient(4), "fourth": gradient(5), "fifth": gradient(6)}
     answers |= {"sample": sample(101, 1), "sixth": gradient(7)}
@@ -947,6 +935,53 @@ def withdraws(url: str, path: str, external: str) -> Any:
     rest.unpublish_checkpoint_from_tinker_path(external).result()
     rest.delete_checkpoint_from_tinker_path(external).result()
     return [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints]
+
+
+def keyed(url: str, seed: str, name: str = "") -> Any:
+    """Train, publish, sample and save by a key of one's own; return what came of it, and what the key sees.
+
+    With `name`, another client does so at the same time: they meet twice, with all they have in between. There each has
+    more tokens in progress than a key may have, by gradients that wait for an earlier one.
+    """
+    learner = Learner(url, int(seed))
+    training, rest = learner.training, learner.service.create_rest_client()
+    if name:
+        _meet(f"{name}-begun")
+    learner.run(range(4))
+    paths = [training.save_state("same").result().path, training.save_weights_for_sampler("same").result().path]
+    rows = data_of([(np.arange(20) % 10 + 3, {})] * 25)  # 500 tokens
+    found = {
+        "trained": learner.trained,
+        "sampled": learner.sampled,
+        "model": training.model_id,
+        "paths": paths,
+        "models": [each.training_run_id for each in rest.list_training_runs().result().training_runs],
+        "listed": [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints],
+    }
+    if name:
+        begun = [_gradient(url, training.model_id, 1000 + number, rows) for number in range(4)]
+        Path(f"{name}.json").write_text(json.dumps({**found, "sampler": learner.sampling._sampling_session_id}))
+        _meet(f"{name}-held")
+        found["statuses"] = [*begun, _gradient(url, training.model_id, 1004, rows)]
+    learner.service.close("success").result()
+    return found
+
+
+def _gradient(url: str, model_id: str, seq: int, data: list[types.Datum]) -> tuple[int, str]:
+    """Ask for a gradient without the SDK; return status and text."""
+    inputs = types.ForwardBackwardInput(data=data, loss_fn="cross_entropy")
+    body = forward_backward_request_to_proto(types.ForwardBackwardRequest(inputs, model_id, seq)).SerializeToString()
+    return _post(url, "forward_backward", "application/x-protobuf", body)
+
+
+def _post(url: str, path: str, kind: str, body: bytes) -> tuple[int, str]:
+    headers = {"Content-Type": kind, "X-API-Key": os.environ["TINKER_API_KEY"]}
+    request = urllib.request.Request(f"{url}/api/v1/{path}", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 if __name__ == "__main__":

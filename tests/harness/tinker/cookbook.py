@@ -31,20 +31,28 @@ _DIGITS = range(2, 6)
 _NUM_STEPS, _NUM_ROWS = 60, 16
 
 
-def fill(hub: HubServer) -> None:
-    """Add the model and the data sets."""
-    hub.add(MODEL, _model_files())
+def fill(hub: HubServer, *, width: int = 64, num_layers: int = 2) -> None:
+    """Add the model, of a hidden size and a number of layers, and the data sets."""
+    hub.add(MODEL, _model_files(width, num_layers))
     draw = random.Random(0)
-    rows = [
-        {"question": f"How many legs has a {draw.choice(_ANIMALS)}?", "answer": "It has 4 legs.\n#### 4"}
-        for _ in range(512)
-    ]
+    rows = [{"question": question, "answer": "It has 4 legs.\n#### 4"} for question in questions(512)]
     _add_data(hub, "openai/gsm8k", "main", rows)
     talks = [
         {"messages": [{"role": "user", "content": f"Say {digit}."}, {"role": "assistant", "content": f"{digit}!"}]}
         for digit in draw.choices(range(10), k=512)
     ]
     _add_data(hub, "HuggingFaceH4/no_robots", "default", talks)
+
+
+def questions(num: int) -> list[str]:
+    """Return questions, all of which have the answer 4."""
+    draw = random.Random(1)
+    return [f"How many legs has a {draw.choice(_ANIMALS)}?" for _ in range(num)]
+
+
+def prompt_of(question: str) -> str:
+    """Return what ``rl_loop`` makes of a question."""
+    return f"{_BEFORE}User: {question}{_SUFFIX}\n\nAssistant:"
 
 
 def _add_data(hub: HubServer, name: str, config: str, rows: Sequence[Mapping[str, object]]) -> None:
@@ -56,10 +64,10 @@ def _add_data(hub: HubServer, name: str, config: str, rows: Sequence[Mapping[str
     hub.add(name, {path: text.encode() for path, text in files.items()}, "datasets")
 
 
-def _model_files() -> dict[str, bytes]:
+def _model_files(width: int, num_layers: int) -> dict[str, bytes]:
     """Train a small model for a moment; return its files."""
     answers = [f" \\boxed{{{digit}}}\n\nUser:" for digit in _DIGITS]
-    texts = [f"{_BEFORE}User: How many legs has a {animal}?{_SUFFIX}\n\nAssistant:" for animal in _ANIMALS]
+    texts = [prompt_of(f"How many legs has a {animal}?") for animal in _ANIMALS]
     parts = Tokenizer(models.BPE())
     parts.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     parts.decoder = decoders.ByteLevel()
@@ -73,12 +81,12 @@ def _model_files() -> dict[str, bytes]:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=width // 4,
             max_position_embeddings=512,
             tie_word_embeddings=True,
             initializer_range=0.1,  # adapters do not change embeddings: those of the digits must differ enough

@@ -99,12 +99,17 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(over: dict[str, Any] | None = None, *options: str, keys: dict[str, str] | None = None) -> Iterator[Served]:
+def served(
+    over: dict[str, Any] | None = None,
+    *options: str,
+    keys: dict[str, str] | None = None,
+    command: str = "coordinator",
+) -> Iterator[Served]:
     """Serve a small model with two trainers and an engine; `keys` are those that there are already."""
     if not MODEL.exists():
         write_model()
     Path("tinker.yaml").write_text(yaml.safe_dump(merged(CONFIG, over or {})))
-    with serving(Path("tinker.yaml"), *options, keys=keys) as server:
+    with serving(Path("tinker.yaml"), *options, keys=keys, command=command) as server:
         yield server
 
 

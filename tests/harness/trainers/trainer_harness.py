@@ -27,7 +27,8 @@ from tandem.config import Config, build_config
 from tandem.config.model_groups import model_group_at
 from tandem.config.schema import NewModel
 from tandem.config.schema.columns import Model
-from tandem.refit.digests.task import combine, digest_layout
+from tandem.refit.digests.at_once import digest_layout
+from tandem.refit.digests.task import combine
 from tandem.refit.program import Verification
 from tandem.samples.assignment import NO_RANK, Assignment
 from tandem.samples.batch import Batch

@@ -129,7 +129,7 @@ def test_sharing_goes_with_recomputation_and_bfloat16(key: str, tmp_path: Path) 
 
 def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Path) -> None:
     from tandem.trainer.models import has_linear_head
-    from tandem.trainer.scorers import TokenScorer
+    from tandem.trainer.scorers.scorer import TokenScorer
 
     folder = make_model(tmp_path / "model")
     batch = make_groups(4, 2)

@@ -25,6 +25,7 @@ from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
 from tandem.refit.digests import task as digest
+from tandem.refit.digests.at_once import digest_box
 from tandem.refit.forecast.sides import training
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.samples.model_files import write_new_model
@@ -180,10 +181,7 @@ def test_digest_shares_add_up_to_the_digest_of_the_model_engines_hold(precision:
     config = make_config(folder, precision=precision)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision))
     expected = digest.combine(
-        *(
-            digest.digest_box(name, tuple(p.shape), whole(tuple(p.shape)), p.detach())
-            for name, p in model.named_parameters()
-        )
+        *(digest_box(name, tuple(p.shape), whole(tuple(p.shape)), p.detach()) for name, p in model.named_parameters())
     )
     for world_size in (1, 2, 3):
         shares = run_ranks(world_size, digest_before_and_after, config)

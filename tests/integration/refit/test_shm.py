@@ -19,7 +19,8 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit import layout
-from tandem.refit.bound import BoundProgram, bind
+from tandem.refit.binding import bind
+from tandem.refit.bound import BoundProgram
 from tandem.refit.layout import Layout, SharedMemory
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode

@@ -64,7 +64,7 @@ def serve_trainer(end: Connection, config: Config, index: int, own: KeyPair) -> 
     service = TrainerService(context)  # type: ignore[arg-type]
     while (command := end.recv()) is not None:
         service.handle(*command)
-        end.send((context.sent.pop(), digest_of(service._backend) if service._backend is not None else 0))
+        end.send((context.sent.pop(), digest_of(service._parts.backend) if service._parts is not None else 0))
     service.close()
 
 

@@ -12,7 +12,7 @@ import torch
 from tandem.samples.batch import Batch
 from tandem.trainer.batching.padding import pad
 from tandem.trainer.models import has_linear_head
-from tandem.trainer.scorers import TokenScorer
+from tandem.trainer.scorers.scorer import TokenScorer
 from tests.harness.runs.running import coordinator, steps_of, write_config
 from tests.unit.engine_harness import make_engine, make_model, random_prompts, reference_logprobs, request, run_all
 

@@ -82,13 +82,13 @@ def test_ranks_that_share_16k_tokens_find_the_loss_and_gradient_of_one(
 def train_rank(rank: int, config: Config, batch: Batch) -> tuple[dict[str, float], int]:
     """Train one step; return its metrics, and the most logits that were there at once."""
     numbers: list[int] = []
-    compute = scoring._logits
+    compute = scoring.logits_of
 
     def count(*args: Any) -> torch.Tensor:
         logits = compute(*args)
         numbers.append(logits.numel())
         return logits
 
-    scoring._logits, scoring._LOGITS = count, LOGITS
+    scoring.logits_of, scoring._LOGITS = count, LOGITS
     metrics = train_on(megatron.make(config), batch, config).metrics
     return metrics, max(numbers)

@@ -20,7 +20,7 @@ from tandem.trainer.attention import prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.padding import pad
 from tandem.trainer.models import has_linear_head
-from tandem.trainer.scorers import TokenScorer
+from tandem.trainer.scorers.scorer import TokenScorer
 from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,

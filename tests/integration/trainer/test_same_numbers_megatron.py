@@ -153,8 +153,8 @@ def make_rounding(config: Config, checkpoint: Path | None = None) -> Backend:
     """Make a backend whose rows are as long as with products in float8, in blocks of 16 tokens a rank."""
     backend: Any = make(config, checkpoint)
     for (name, _), held in backend._held.items():
-        held._pipeline.row_divisor = ROW
+        held.pipeline.row_divisor = ROW
         with backend._division_of(name).entered():
-            row = held._pipeline.rows([pad(BATCHES[0], [0], divisible_by=8, device=torch.device("cpu"))])[0]
+            row = held.pipeline.rows([pad(BATCHES[0], [0], divisible_by=8, device=torch.device("cpu"))])[0]
         assert sum(row.sequences.lengths) == ROW
     return backend

@@ -35,7 +35,7 @@ class MemoryMeter:
             _CLEAR_REFS.write_text(_FORGET_PEAK)
             self._at_begin = 0
         except OSError:
-            self._at_begin = _resident("VmRSS")
+            self._at_begin = _kilobytes(_STATUS, "VmRSS")
 
     def use(self) -> MemoryUse:
         """Return the peak since `begin`, and the memory held now."""
@@ -43,8 +43,8 @@ class MemoryMeter:
         if cuda is not None:
             reserved = cuda.max_memory_reserved()
             return MemoryUse(peak=cuda.max_memory_allocated(), held=cuda.memory_allocated(), reserved=reserved)
-        held = _resident("VmRSS")
-        peak = max(self._at_begin, held) if self._at_begin else _resident("VmHWM")
+        held = _kilobytes(_STATUS, "VmRSS")
+        peak = max(self._at_begin, held) if self._at_begin else _kilobytes(_STATUS, "VmHWM")
         return MemoryUse(peak=peak, held=held)
 
 
@@ -61,10 +61,6 @@ def available_bytes() -> int:
     except (OSError, ValueError):  # not in a container, or one without a limit ("max")
         return free
     return min(free, limit - used + (int(cached[1]) if cached else 0))
-
-
-def _resident(field: str) -> int:
-    return _kilobytes(_STATUS, field)
 
 
 def _kilobytes(path: Path, field: str) -> int:

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -378,9 +378,10 @@ class WeightsCopied(Message, frozen=True, kw_only=True, tag=True):
 class AddGradient(Command, frozen=True, kw_only=True, tag=True):
     """Score sequences that a front end gives, and add the gradient of their loss to that of the calls before.
 
-    The loss is a sum over tokens. Frames: ``lengths_S`` and ``rank_S`` (int32) of all sequences; of this rank's,
-    ``token_ids_T`` (int32), ``loss_mask_T`` (bool), and ``weights_T``, ``advantages_T`` and ``logprobs_T`` (float32).
-    Where other tokens are scored in the place of these, ``targets_T`` (int32) as well.
+    The loss is a sum over tokens. Frames: ``lengths_S``, ``rank_S``, ``prompt_S`` and ``prompt_lengths_S`` (int32) of
+    all sequences, where a prompt is what sequences begin with together; of this rank's, ``token_ids_T`` (int32),
+    ``loss_mask_T`` (bool), and ``weights_T``, ``advantages_T`` and ``logprobs_T`` (float32). Where other tokens are
+    scored in the place of these, ``targets_T`` (int32) as well.
     """
 
     loss: LossOfCall

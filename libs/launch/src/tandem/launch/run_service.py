@@ -15,19 +15,35 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.common import descriptors, gc_tuning, signals
 from tandem.common.errors import NotAdmitted, TandemError, WireError
 from tandem.common.keys import ProcessKeys, decode_process_keys, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Command, Hello, ServiceKind, Shutdown
 from tandem.common.process_lifetime import die_with
-from tandem.common.wire import EXIT_NOT_ADMITTED, Link, exit_code
+from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Link, exit_code
 from tandem.config.model_names import fetch_models
-from tandem.launch.service import Service, ServiceContext
+from tandem.launch.service import ServiceContext
 
 _IDLE_POLL_S = 1.0
 _EXIT_INTERRUPTED = 130
+
+
+class Service(Protocol):
+    """The interface that `run_service` drives."""
+
+    def handle(self, command: Any, arrays: Arrays) -> None:
+        """Execute one command and reply through the `ServiceContext`; exceptions become `Failed`."""
+        ...
+
+    def work(self) -> bool:
+        """Do a slice of work between commands; return True if more is ready at once."""
+        ...
+
+    def close(self) -> None:
+        """Release everything that the service holds."""
+        ...
 
 
 def run_service(

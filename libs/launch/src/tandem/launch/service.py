@@ -7,31 +7,23 @@ A service is an object with `handle` (one command in, replies out) and `work` (a
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
-import sys
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from tandem.common.errors import ConfigError, TandemError, WireError
+from tandem.common.errors import ConfigError, WireError
 from tandem.common.messages import (
-    MAX_TEXT,
-    MAX_TRACEBACK,
     Command,
-    Failed,
     Leaving,
     Message,
     Welcome,
 )
-from tandem.common.texts import shortened
 from tandem.common.wire import Arrays, Frames, Link, encode
 from tandem.config import Config, config_from_json
+from tandem.launch.failing import failure
 
-_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Errors of a system that is out of descriptors, memory or processes."""
 _REMEMBERED_COMMANDS = 16
 
 
@@ -98,19 +90,7 @@ class ServiceContext:
 
         `aside` names the activity, if it is not the current phase.
         """
-        phase = aside or self._phase
-        expected = isinstance(error, TandemError) and error.is_final and not _lacks_resources(error)
-        text = shortened(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
-        trace = "" if expected else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
-        with contextlib.suppress(OSError):  # the log may be on the full disk that is reported here
-            print(f"{self.name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
-        failed = Failed(
-            command_id=command_id,
-            phase=phase[:MAX_TEXT],
-            error=text,
-            expected=expected,
-            traceback=trace,
-        )
+        failed = failure(self.name, command_id, error, aside or self._phase)
         if not aside:
             self._set_phase("idle")
         self.reply(command_id, failed)
@@ -131,34 +111,9 @@ class ServiceContext:
         self._link.set_phase(name)
 
 
-def _lacks_resources(error: BaseException | None) -> bool:
-    """Return whether an error comes from a lack of descriptors, memory or processes, which another process may have."""
-    while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _LACKING):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def _config_of(welcome: Welcome) -> Config:
     """Return the run's configuration. Raises `WireError` if it is invalid."""
     try:
         return config_from_json(welcome.config_json)
     except ConfigError as error:
         raise WireError(f"Welcome.config_json: {error}") from error
-
-
-class Service(Protocol):
-    """The interface that `run_service` drives."""
-
-    def handle(self, command: Any, arrays: Arrays) -> None:
-        """Execute one command and reply through the `ServiceContext`; exceptions become `Failed`."""
-        ...
-
-    def work(self) -> bool:
-        """Do a slice of work between commands; return True if more is ready at once."""
-        ...
-
-    def close(self) -> None:
-        """Release everything that the service holds."""
-        ...

@@ -33,9 +33,8 @@ from tandem.samples.sample_record import (
     SEEING,
     UNREADABLE,
     RecordedSample,
-    check_schema,
-    unreadable,
 )
+from tandem.samples.sample_writing import check_schema, unreadable
 
 _SCORED = SampleScored.__struct_fields__
 _FROM_ARROW: dict[str, Callable[[Any], Any]] = {

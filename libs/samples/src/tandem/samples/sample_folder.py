@@ -13,10 +13,15 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from tandem.common.messages import Purpose
 from tandem.config.schema import Logger
+from tandem.samples.folders_aside import (
+    RestoreLimits,
+    folders_aside,
+    invalidate,
+    new_folder_aside,
+    remove_folder_aside,
+)
 from tandem.samples.sample_files import (
     FOLDER,
     LOGPROBS,
@@ -28,24 +33,9 @@ from tandem.samples.sample_files import (
     shard_path,
 )
 
-_ASIDE = "before-resume-"
-"""Prefix of the folders with files from before the run was resumed; a number follows."""
-_LIMITS = "limits.json"
 _Kind = Purpose | Literal["logprobs"]
 _LATEST = 8
 """Number of latest steps to check for log-probabilities, since trainers write them with a delay."""
-
-
-class RestoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on the validity of files that were put aside together."""
-
-    newest_proven: int | None
-    """Newest weights that engines were verified to hold, if they are verified; samples of newer weights are valid
-    only if a step was trained on them."""
-    quarantined: dict[str, tuple[int, ...]] = {}
-    """Versions that an engine was found not to hold at first, with the same effect."""
-    below: int | None = None
-    """Version from which on samples are invalid, because the run has made others with these numbers."""
 
 
 class SampleFolder:
@@ -60,6 +50,8 @@ class SampleFolder:
         """Files of each step, with their bytes; of shards that are written together, the first has the bytes of all."""
         self._awaited: list[int] = []
         """Steps without log-probabilities so far."""
+        self._aside: list[Path] = []
+        """Folders of files that were put aside, the newest first."""
         self._look()
 
     def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int, purpose: Purpose = "train") -> None:
@@ -92,29 +84,25 @@ class SampleFolder:
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
         if not later:
             return
-        newest = max((_number(path) for path in self.aside()), default=0)
-        aside = self.path / f"{_ASIDE}{newest + 1}"
-        aside.mkdir()
-        write_limits(aside, limits)
+        aside = new_folder_aside(self.path, limits)
+        self._aside.insert(0, aside)
         for file in later:
             of_step = self._files.setdefault((file.step, "train"), {})
             of_step[file.path.rename(aside / file.path.name)] = of_step.pop(file.path, 0)
 
     def drop_from(self, version: int) -> None:
         """Invalidate all files that were put aside for this version of the weights and later ones."""
-        for aside in self.aside():
-            with contextlib.suppress(OSError):
-                limits = read_limits(aside)
-                below = version if limits.below is None else min(limits.below, version)
-                write_limits(aside, msgspec.structs.replace(limits, below=below))
+        for aside in self._aside:
+            invalidate(aside, version)
 
     def aside(self) -> list[Path]:
         """Return the folders of files that were put aside, the newest first."""
-        return sorted(filter(_number, self.path.glob(f"{_ASIDE}*")), key=_number, reverse=True)
+        return [*self._aside]
 
     def _look(self) -> None:
         """List all existing files."""
         self._files.clear()
+        self._aside = folders_aside(self.path)
         for file in self._all():
             self._add(file, file.purpose)
         for file in files(self.path / LOGPROBS):
@@ -122,7 +110,7 @@ class SampleFolder:
 
     def _all(self) -> Iterator[RecordFile]:
         """Yield all files of samples."""
-        for folder in (self.path, self.path / UNFINISHED, *self.aside()):
+        for folder in (self.path, self.path / UNFINISHED, *self._aside):
             for purpose in PURPOSES:
                 yield from files(folder, purpose=purpose)
 
@@ -161,7 +149,7 @@ class SampleFolder:
 
     def _delete_leftovers(self, of: set[tuple[int, Purpose]]) -> None:
         """Delete all files of these steps except their shards."""
-        folders = (self.path / UNFINISHED, *self.aside())
+        folders = (self.path / UNFINISHED, *self._aside)
         found = half_written(self.path)
         for folder, purpose in product(folders, PURPOSES):
             found += files(folder, purpose=purpose)
@@ -170,30 +158,9 @@ class SampleFolder:
                 _delete(file.path)
         for aside in self.aside():
             if not files(aside):
-                _delete(aside / _LIMITS)
-                with contextlib.suppress(OSError):
-                    aside.rmdir()
-
-
-def read_limits(aside: Path) -> RestoreLimits:
-    """Return the validity limits of a folder of files put aside. Raises `OSError`."""
-    try:
-        return msgspec.json.decode((aside / _LIMITS).read_bytes(), type=RestoreLimits)
-    except msgspec.MsgspecError as error:
-        raise OSError(None, f"{aside / _LIMITS}: {error}") from error
-
-
-def write_limits(aside: Path, limits: RestoreLimits) -> None:
-    """Write the validity limits of a folder of files put aside, atomically. Raises `OSError`."""
-    temporary = aside / f".{_LIMITS}"
-    temporary.write_bytes(msgspec.json.encode(limits))
-    temporary.rename(aside / _LIMITS)
-
-
-def _number(aside: Path) -> int:
-    """Return the number of a folder of files put aside; zero for any other folder."""
-    number = aside.name.removeprefix(_ASIDE)
-    return int(number) if number.isdecimal() else 0
+                remove_folder_aside(aside)
+                if not aside.exists():
+                    self._aside.remove(aside)
 
 
 def _delete(path: Path) -> None:

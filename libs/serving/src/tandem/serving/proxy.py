@@ -26,7 +26,7 @@ from tandem.common import web
 from tandem.common.http_server import SignalledServer, settings
 from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.engine_servers import read_engine_servers
-from tandem.serving.upstream import BROKEN, Answer, asked
+from tandem.serving.upstream import BROKEN, Answer, Upstream
 
 ROLLOUT_HEADER = "x-tandem-rollout"
 """Header of an answer that names its rollout."""
@@ -60,6 +60,7 @@ async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool
 
     watching = asyncio.create_task(end_with_the_run())
     await server.serve(sockets=[listening])
+    proxy.close()
     has_ended = watching.done()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
@@ -72,9 +73,14 @@ class Proxy:
     def __init__(self, run: Path, token: str | None) -> None:
         self._run = run
         self._token = token
+        self._upstream = Upstream()
         self._num_asked: Counter[str] = Counter()
         """Current number of requests of each rollout."""
         self._num_ever: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """Close the connections to rollouts that are kept."""
+        self._upstream.close()
 
     async def answer(self, request: Request) -> Response:
         """Answer a request."""
@@ -100,7 +106,8 @@ class Proxy:
             self._num_asked[name] += 1
             self._num_ever[name] += 1
             try:
-                async with asked(server, request.method, _target(request), _headers(request), body) as answer:
+                asked = self._upstream.asked(server, request.method, _target(request), _headers(request), body)
+                async with asked as answer:
                     if answer.status != _UNAVAILABLE:
                         await _pass_on(answer, name, send)
                         return

@@ -1,9 +1,16 @@
-"""HTTP requests to a server, with answers that are read as they arrive."""
+"""HTTP requests to servers, with answers that are read as they arrive.
+
+Connections are kept for the next request, since a new one costs both sides about as much as a short request. A server
+may close a kept connection at any time: if it does so before it has begun to answer, the request is sent again on a new
+one. Otherwise each request is sent once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
@@ -14,61 +21,151 @@ from tandem.common.messages import EngineServer
 _CONNECT_S = 5.0
 _SILENT_S = 660.0
 """Longest silence of a server; longer than its own deadline."""
+_KEPT_S = 30.0
+"""Longest time for which a connection is kept idle; shorter than servers keep theirs."""
+_MOST_KEPT = 64
+"""Idle connections to a server."""
 
 BROKEN = (OSError, EOFError, TimeoutError, h11.ProtocolError)
 """Errors of a server that cannot be asked, or does not finish its answer."""
 
 
+class _Connection:
+    """A connection to a server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
+        self.state = h11.Connection(h11.CLIENT)
+        self.idle_since = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing says that the other side has closed it."""
+        return not self.reader.at_eof() and not self._writer.is_closing() and self.reader.exception() is None
+
+    def rest(self) -> bool:
+        """Get ready for the next request; tell whether it can follow."""
+        if not (self.state.our_state is h11.DONE and self.state.their_state is h11.DONE and self.is_open):
+            return False
+        self.state.start_next_cycle()
+        self.idle_since = time.monotonic()
+        return True
+
+    async def ask(self, request: h11.Request, body: bytes) -> h11.Response:
+        """Send a request; return the beginning of the answer. Raises the errors in `BROKEN`."""
+        parts = (request, h11.Data(data=body), h11.EndOfMessage())
+        self._writer.write(b"".join([self.state.send(part) or b"" for part in parts]))
+        await self._writer.drain()
+        head = await self.next()
+        if not isinstance(head, h11.Response):
+            raise EOFError("the server has closed the connection")
+        return head
+
+    async def next(self) -> object:
+        """Return the next event of the final answer, skipping interim ones."""
+        while True:
+            event = self.state.next_event()
+            if event is h11.NEED_DATA:
+                async with asyncio.timeout(_SILENT_S):
+                    self.state.receive_data(await self.reader.read(1 << 16))
+            elif not isinstance(event, h11.InformationalResponse):
+                return event
+
+    def close(self) -> None:
+        """Close it, without waiting."""
+        self._writer.close()
+
+
 class Answer:
     """An answer with its body still to come."""
 
-    def __init__(self, connection: h11.Connection, reader: asyncio.StreamReader, head: h11.Response) -> None:
+    def __init__(self, connection: _Connection, head: h11.Response) -> None:
         self.status = head.status_code
         self.headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
         self._connection = connection
-        self._reader = reader
 
     async def body(self) -> AsyncGenerator[bytes, None]:
         """Yield the parts of the body. Raises the errors in `BROKEN`."""
         while True:
-            event = await _next(self._connection, self._reader)
+            event = await self._connection.next()
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
             else:
                 return
 
 
-@contextlib.asynccontextmanager
-async def asked(
-    server: EngineServer, method: str, target: str, headers: Mapping[str, str], body: bytes
-) -> AsyncIterator[Answer]:
-    """Ask, and yield the answer once it begins; leaving early ends the connection. Raises the errors in `BROKEN`."""
-    parts = urlsplit(server.url)
-    async with asyncio.timeout(_CONNECT_S):
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    try:
-        connection = h11.Connection(h11.CLIENT)
-        all_headers = {**headers, "host": parts.netloc, "connection": "close", "content-length": str(len(body))}
+class Upstream:
+    """Servers, and the connections to them that are kept; all in one event loop."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, deque[_Connection]] = {}
+        """Idle connections by the server's address, the longest idle first."""
+
+    @contextlib.asynccontextmanager
+    async def asked(
+        self, server: EngineServer, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> AsyncIterator[Answer]:
+        """Ask, and yield the answer once it begins; leaving before its end closes the connection.
+
+        Raises the errors in `BROKEN`.
+        """
+        all_headers = {**headers, "host": urlsplit(server.url).netloc, "content-length": str(len(body))}
         if server.token:
             all_headers["authorization"] = f"Bearer {server.token}"
         request = h11.Request(method=method, target=target, headers=[*all_headers.items()])
-        for part in (request, h11.Data(data=body), h11.EndOfMessage()):
-            writer.write(connection.send(part) or b"")
-        await writer.drain()
-        head = await _next(connection, reader)
-        if not isinstance(head, h11.Response):
-            raise EOFError(f"{server.url} has closed the connection")
-        yield Answer(connection, reader, head)
-    finally:
-        writer.close()
+        connection, head = await self._begin(server.url, request, body)
+        try:
+            yield Answer(connection, head)
+        finally:
+            if connection.rest():
+                self._keep(server.url, connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        kept, self._kept = self._kept, {}
+        for connections in kept.values():
+            for connection in connections:
+                connection.close()
+
+    async def _begin(self, url: str, request: h11.Request, body: bytes) -> tuple[_Connection, h11.Response]:
+        while True:
+            connection = self._take(url)
+            is_new = connection is None
+            connection = connection or await _connect(url)
+            try:
+                return connection, await connection.ask(request, body)
+            except BROKEN as error:
+                connection.close()
+                if is_new or isinstance(error, TimeoutError):
+                    raise
+            except BaseException:
+                connection.close()
+                raise
+
+    def _take(self, url: str) -> _Connection | None:
+        """Return a connection that is kept: the one that was used last."""
+        kept = self._kept.get(url)
+        while kept:
+            connection = kept.pop()
+            if connection.is_open and time.monotonic() < connection.idle_since + _KEPT_S:
+                return connection
+            connection.close()
+        return None
+
+    def _keep(self, url: str, connection: _Connection) -> None:
+        """Keep a connection, and close those that are idle for too long, of all servers: some may be gone."""
+        self._kept.setdefault(url, deque()).append(connection)
+        for each, kept in [*self._kept.items()]:
+            while kept and (len(kept) > _MOST_KEPT or connection.idle_since > kept[0].idle_since + _KEPT_S):
+                kept.popleft().close()
+            if not kept:
+                del self._kept[each]
 
 
-async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> object:
-    """Return the next event of the final answer, skipping interim ones."""
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            async with asyncio.timeout(_SILENT_S):
-                connection.receive_data(await reader.read(1 << 16))
-        elif not isinstance(event, h11.InformationalResponse):
-            return event
+async def _connect(url: str) -> _Connection:
+    parts = urlsplit(url)
+    async with asyncio.timeout(_CONNECT_S):
+        return _Connection(*await asyncio.open_connection(parts.hostname, parts.port))

@@ -7,31 +7,24 @@ command. No weights pass through it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar, assert_never
-
-import msgspec
 
 from tandem.common.errors import RefitError
 from tandem.common.messages import (
     CommitVersion,
-    PlannedTransferGroup,
     PlanTransfers,
     RefitCommand,
-    TransfersPlanned,
     VersionCommitted,
 )
 from tandem.common.wire import Arrays
 from tandem.common.worker_shards import process_of
 from tandem.launch.service import ServiceContext
-from tandem.refit import layout, planner, program
-from tandem.refit.cost import cost
+from tandem.refit import layout
 from tandem.refit.digests import comparison
 from tandem.refit.digests.comparison import Digests, Held, Verdict
 from tandem.refit.layout import Layout
-from tandem.refit.planning.flows import Link
-from tandem.refit.program import TransferProgram
-from tandem.refit.transports.sizes import largest_difference
+from tandem.refit.planned import planned
 
 T = TypeVar("T")
 
@@ -73,40 +66,11 @@ class RefitService:
     def _plan(self, command: PlanTransfers) -> None:
         started = time.perf_counter()
         self._sources = _read(command.sources, layout.decode)
-        self._destinations = _read(command.destinations, layout.decode)
-        plan = planner.plan(
-            self._sources, self._destinations, allow_alias=command.allow_alias, alias_frozen=command.alias_frozen
-        )
-        self._destinations = plan.received  # digests are of this layout
-        predicted = cost(plan.links, {**self._sources, **self._destinations}, len(self._sources), self._rates)
-        reply = TransfersPlanned(
-            command_id=command.command_id,
-            programs={member: program.encode(made) for member, made in self._programs(plan).items()},
-            senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
-            transfer_groups=tuple(
-                PlannedTransferGroup(
-                    name=transfer_group.name, members=transfer_group.members, device_type=transfer_group.device_type
-                )
-                for transfer_group in plan.transfer_groups
-            ),
-            num_bytes=_by_link(plan.links),
-            predicted_s=predicted.seconds,
-            bound_s=predicted.bound_s,
-            seconds=time.perf_counter() - started,
-            num_bytes_frozen=_by_link(plan.frozen_links),
+        destinations = _read(command.destinations, layout.decode)
+        reply, self._destinations = planned(
+            command, self._sources, destinations, self._rates, self._differences, started
         )
         self._context.reply(command.command_id, reply)
-
-    def _programs(self, plan: planner.Plan) -> Mapping[str, TransferProgram]:
-        """Return the programs, told to send differences where the configuration wants that."""
-        programs = plan.programs
-        if self._differences == "off" or any(made.merging is not None for made in programs.values()):
-            return programs  # adapters are small, and all of them changes
-        largest = largest_difference(self._rates.network)
-        return {
-            member: msgspec.structs.replace(made, largest_difference=largest) if made.transfer_groups else made
-            for member, made in programs.items()
-        }
 
     def _commit(self, command: CommitVersion) -> None:
         """Make the version current, and report engines with weights that differ from the trainers'."""
@@ -142,13 +106,6 @@ class RefitService:
             if shard in digests:
                 engines.setdefault(process_of(shard), {})[shard] = held, digests[shard]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
-
-
-def _by_link(links: Iterable[Link]) -> dict[str, int]:
-    num_bytes: dict[str, int] = {}
-    for link in links:
-        num_bytes[link.name] = num_bytes.get(link.name, 0) + link.num_bytes
-    return num_bytes
 
 
 def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:

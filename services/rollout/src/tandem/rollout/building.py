@@ -17,7 +17,7 @@ from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
-from tandem.rollout.engines.kind import engine_kind
+from tandem.rollout.engines.kind import adapters_kind, engine_kind
 from tandem.rollout.environments.program import Program
 from tandem.rollout.environments.routing import Environments
 from tandem.rollout.parts import Parts
@@ -149,6 +149,8 @@ def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages |
     policy, generation = config.policy, config.policy.generation
     read_image = (image_folder(config) if received is None else received).get
     kind = engine_kind(generation.backend, tokenizer, read_image, ImageLimits(max_pixels=config.data.max_image_pixels))
+    if (num_sets := generation.num_adapter_sets) > 1:
+        kind = partial(adapters_kind(generation.backend), num_sets=num_sets)
     if generation.backend == "vllm":
         # External requests are few, and do not wait for all waiting samples.
         extra = {"scheduling_policy": "priority"} if generation.takes_external_requests and generation.is_async else {}
@@ -159,10 +161,6 @@ def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages |
             experts=replayed_experts(config),
             config_overrides=policy.engine_config_overrides,
         )
-    if (num_sets := generation.transformers_cfg.adapter_sets) > 1:
-        from tandem.rollout.engines.adapters import AdaptersEngine
-
-        kind = partial(AdaptersEngine, num_sets=num_sets)
     return kind(
         Path(policy.model_name),
         num_slots=generation.transformers_cfg.num_slots,

@@ -12,8 +12,8 @@ from tandem.common.messages import ToRollout
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_to_engine, visible_to_reward_models
 from tandem.config.threads import num_threads
-from tandem.launch.run_service import run_service
-from tandem.launch.service import Service, ServiceContext
+from tandem.launch.run_service import Service, run_service
+from tandem.launch.service import ServiceContext
 from tandem.rollout.engines.vllm import insides
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tandem.common.messages import ImageRef, PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.scorer import Unscored
+from tandem.rollout.environments.faults import Unscored
 from tandem.samples.batch import Batch, Bools, Float32s, Int32s
 from tandem.samples.chat_templates import Messages
 from tandem.samples.images.columns import image_columns

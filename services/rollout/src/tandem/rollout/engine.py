@@ -13,11 +13,11 @@ from tandem.common.errors import DataError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
-from tandem.refit.weight_client import Digesting, Installed
 
 
 class NotHeld(DataError):

@@ -83,14 +83,14 @@ class ExternalRequests:
     def work(self) -> bool:
         """Make one token for each external request; return whether there is more to do. The engine has no other
         requests."""
-        if not self._driver.num_unfinished and not self._driver.num_running:
+        if not self._driver.has_work:
             return False
         try:
             self._driver.work()
         except Exception as error:  # the run finds out for itself
             print(f"external requests are refused: {error}", file=sys.stderr, flush=True)
             self._driver.drop(f"the engine has failed: {error}")
-        return self._driver.num_unfinished > 0
+        return self._driver.has_work
 
     def work_for(self, seconds: float) -> None:
         """Go on for this long, or until there is nothing to do."""

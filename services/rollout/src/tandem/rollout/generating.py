@@ -14,7 +14,8 @@ not depend on how long that takes. With it the engine continues with other sampl
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection
+from typing import Literal
 
 import msgspec
 
@@ -25,24 +26,21 @@ from tandem.launch.service import ServiceContext
 from tandem.rollout.conversation import Conversation
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
+from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.outcomes import beyond_in_sum
 from tandem.rollout.environments.routing import Environments
-from tandem.rollout.environments.scorer import Unscored
 from tandem.rollout.parts import Parts
 from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts
 
-if TYPE_CHECKING:
-    from tandem.rollout.agents.agents import Agents
-
 _REWARD_POLL_S = 0.001
-_UNSCORED = Score(0.0, correct=False)
+UNSCORED = Score(0.0, correct=False)
 """Score of a sample that a limit ended before the environment did; it keeps the rewards of its turns."""
 _EXTERNAL_SHARE, _MOST_EXTERNAL_S = 0.1, 5.0
 """Fraction of a generation's time, and most seconds, for external requests before training takes the device."""
 
 
-_Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
+Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
 """Samples that finished together, by the command that asked for them."""
 
 
@@ -104,10 +102,7 @@ class Generating:
         self.generations[command.command_id] = generation
         for number, conversation in generation.conversations.items():
             self._generation_of[number] = generation
-            if self._parts.agents is not None:
-                self._parts.agents.begin(number, conversation.group, conversation.sample, command)
-            else:
-                self._request(number, conversation, command)
+            self._request(number, conversation, command)
 
     def _request(self, number: int, conversation: Conversation, command: Generate) -> None:
         """Ask the engine for the next response of a sample; `_end_unreadable` deals with what it cannot read."""
@@ -141,15 +136,16 @@ class Generating:
             numbers = conversations.keys()
             for number in numbers:
                 del self._generation_of[number]
-            if self._parts.agents is not None:
-                self._parts.agents.forget(numbers)
-                continue
-            for number in numbers:
-                self._parts.engine.abort(number)
-            self._environments.forget(numbers)
-            self._awaited.difference_update(numbers)
-            self._answered = [number for number in self._answered if number not in numbers]
-            self._unreadable = {number: why for number, why in self._unreadable.items() if number not in numbers}
+            self._forget(numbers)
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        """Stop these samples."""
+        for number in numbers:
+            self._parts.engine.abort(number)
+        self._environments.forget(numbers)
+        self._awaited.difference_update(numbers)
+        self._answered = [number for number in self._answered if number not in numbers]
+        self._unreadable = {number: why for number, why in self._unreadable.items() if number not in numbers}
 
     def give_up_all(self) -> None:
         """Stop all generations."""
@@ -174,29 +170,10 @@ class Generating:
         return self._parts.environments
 
     def _advance(self) -> None:
-        if self._parts.agents is not None:
-            self._play(self._parts.agents)
-        else:
-            self._converse()
+        self._converse()
         for generation in [*self.generations.values()]:
             if not generation.conversations:
                 self._finish(generation)
-
-    def _play(self, agents: Agents) -> None:
-        """Make one token for each request of an agent; take the episodes that have ended."""
-        started = time.perf_counter()
-        phase = "generation" if agents.work() else "rewards"
-        if self._parts.external_requests is not None and not self._parts.num_running:
-            self._parts.external_requests.work()
-        for generation in self.generations.values():
-            generation.seconds[phase] += time.perf_counter() - started
-        finished: _Finished = {}
-        for number, session, result in agents.poll():
-            score, unscored = (result, None) if isinstance(result, Score) else (_UNSCORED, result)
-            sample, arrays = session.finish(score, self._parts.engine.version or 0, unscored)
-            self._generation_of[number].num_tokens += sample.response_length
-            self._end(finished, number, sample, arrays)
-        self._send(finished)
 
     def _converse(self) -> None:
         """Make one token for each conversation; let environments answer those with a response."""
@@ -235,7 +212,7 @@ class Generating:
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Report which samples have ended; let the others go on."""
-        finished: _Finished = {}
+        finished: Finished = {}
         for number, result in results:
             self._awaited.discard(number)
             generation = self._generation_of[number]
@@ -250,15 +227,15 @@ class Generating:
                 case Score():
                     sample = conversation.finish(ended, "score")
                 case Unscored():
-                    sample = conversation.finish(_UNSCORED, "score", ended)
+                    sample = conversation.finish(UNSCORED, "score", ended)
                 case _:
-                    sample = conversation.finish(_UNSCORED, ended)
+                    sample = conversation.finish(UNSCORED, ended)
             self._end(finished, number, *sample)
         self._send(finished)
 
     def _end_unreadable(self) -> None:
         """Report the samples whose prompts the engine refuses; raise `RewardError` where that ends the run."""
-        finished: _Finished = {}
+        finished: Finished = {}
         for number, why in self._unreadable.items():
             conversation = self._generation_of[number].conversations[number]
             unscored = self._environments.refuse(conversation.group, conversation.messages, why)
@@ -267,17 +244,17 @@ class Generating:
             else:  # trainers could not read the prompt either
                 unscored = msgspec.structs.replace(unscored, dropped=True)
             version = self._parts.engine.version or 0
-            self._end(finished, number, *conversation.finish(_UNSCORED, "score", unscored, version))
+            self._end(finished, number, *conversation.finish(UNSCORED, "score", unscored, version))
         self._unreadable.clear()
         self._send(finished)
 
-    def _end(self, finished: _Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
+    def _end(self, finished: Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
         """Note a sample as finished, to be reported with the others of its command."""
         generation = self._generation_of.pop(number)
         group = generation.conversations.pop(number).group
         finished.setdefault(generation.command.command_id, []).append((group, scored, arrays))
 
-    def _send(self, finished: _Finished) -> None:
+    def _send(self, finished: Finished) -> None:
         """Store the samples that have finished, and report them."""
         for command_id, samples in finished.items():
             command = self.generations[command_id].command
@@ -311,8 +288,6 @@ class Generating:
 
     def _finish(self, generation: Generation) -> None:
         del self.generations[generation.command.command_id]
-        if self._parts.agents is not None and not self.generations:
-            self._parts.agents.rest()
         if self._config.is_colocated and not self.generations:
             if self._parts.external_requests is not None and not self._parts.is_async:
                 self._parts.external_requests.work_for(

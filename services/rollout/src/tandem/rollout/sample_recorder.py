@@ -20,37 +20,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
-import msgspec
 import pyarrow as pa
 
-from tandem.common.bounds import bounded
-from tandem.common.errors import SamplesError, WireError
+from tandem.common.errors import SamplesError
 from tandem.common.messages import (
-    Generated,
-    MemoryUse,
     PromptGroup,
     Purpose,
     RecordSamples,
     RestoreSamples,
     SampleScored,
-    SamplesFinished,
     SamplesRecorded,
 )
 from tandem.launch.service import ServiceContext
+from tandem.rollout.restoring import as_generated, restored
 from tandem.samples.batch import Batch
-from tandem.samples.recorded_shards import read_shard, samples_of
-from tandem.samples.routed_experts import RoutedExperts, as_trained_on
-from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.samples.sample_record import (
-    SCHEMA,
-    SEEING,
-    RecordedSample,
-    UnfinishedFile,
-    keys_of,
-    read_unfinished,
-    write_shard,
-)
+from tandem.samples.recorded_shards import read_shard
+from tandem.samples.routed_experts import RoutedExperts
+from tandem.samples.sample_files import STREAM, UNFINISHED, files, shard_path, unfinished_path
+from tandem.samples.sample_record import SCHEMA, SEEING, RecordedSample
 from tandem.samples.sample_store import SampleStore
+from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, write_shard
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -248,55 +237,13 @@ class SampleRecorder:
 
     def _restore(self, command: RestoreSamples) -> None:
         """Put samples into the store as if this command had generated them. Raises `SamplesError`."""
-        samples = [
-            msgspec.structs.replace(
-                sample, step=command.step, rollout=self._context.name, command_id=command.command_id, advantage=None
-            )
-            for name, groups in command.files.items()
-            for sample in self._kept(name, groups)
-        ]
-        wanted = command.num_samples * sum(map(len, command.files.values()))
-        if len({(sample.scored.group, sample.scored.sample) for sample in samples}) != wanted:
-            raise SamplesError(f"{', '.join(command.files)} in {self._folder} no longer have the {wanted} samples")
+        context = self._context
+        samples = restored(command, self._folder, context.run_id, context.name, self._vocabulary, self._experts)
         for sample in samples:
             self._store.put((command.command_id, sample.scored.group, sample.scored.sample), sample.arrays)
         self._append(command.step, "train", samples)
-        finished = SamplesFinished(
-            command_id=command.command_id,
-            step=command.step,
-            purpose="train",
-            samples=tuple(msgspec.structs.replace(sample.scored, response="") for sample in samples),
-        )
-        self._context.reply(command.command_id, finished)
-        generated = Generated(
-            command_id=command.command_id,
-            step=command.step,
-            purpose="train",
-            num_samples=len(samples),
-            num_tokens=0,
-            seconds={},
-            memory=MemoryUse(peak=0, held=0),
-        )
-        self._context.reply(command.command_id, generated)
-
-    def _kept(self, name: str, groups: Sequence[tuple[int, int]]) -> list[RecordedSample]:
-        """Return the samples of some groups in a file of the rollout log. Raises `SamplesError`."""
-        path, wanted = self._folder / name, {*groups}
-        read = read_shard if path.suffix == SHARD else read_unfinished
-        table = read(path, self._context.run_id)
-        rows = [row for row, (command_id, group, _) in enumerate(keys_of(table)) if (command_id, group) in wanted]
-        samples = samples_of(table.take(rows))
-        for sample in samples:
-            try:
-                sample.arrays.check_samples(self._vocabulary)
-            except WireError as error:
-                raise SamplesError(f"{path} has samples of another model: {error}") from error
-        return [
-            msgspec.structs.replace(
-                sample, scored=bounded(sample.scored), arrays=as_trained_on(sample.arrays, self._experts)
-            )
-            for sample in samples
-        ]
+        for reply in as_generated(command, samples):
+            context.reply(command.command_id, reply)
 
     def _close(self, key: tuple[int, Purpose]) -> None:
         file = self._files.pop(key, None)

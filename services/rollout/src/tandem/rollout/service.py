@@ -130,7 +130,12 @@ class RolloutService:
     def _build(self, command: BuildEngine) -> None:
         experts = replayed_experts(self._config)
         self._parts = build_parts(command, self._context, experts)
-        self._generating = Generating(self._context, self._parts, experts)
+        if self._parts.agents is None:
+            self._generating = Generating(self._context, self._parts, experts)
+        else:
+            from tandem.rollout.agents.playing import Playing  # it serves HTTP
+
+            self._generating = Playing(self._context, self._parts, experts, self._parts.agents)
         self._say_built(command)
 
     def _say_built(self, command: BuildEngine) -> None:

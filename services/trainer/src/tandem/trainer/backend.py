@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from tandem.config.schema.columns import Model
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scoring import Scores
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToTrainer
-from tandem.launch.run_service import run_service
-from tandem.launch.service import Service, ServiceContext
+from tandem.launch.run_service import Service, run_service
+from tandem.launch.service import ServiceContext
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.samples.batch import Float32s, Int32s
-from tandem.samples.sample_record import write_logprobs
+from tandem.samples.sample_writing import write_logprobs
 
 _MOST_WAITING = 4
 """Steps that may wait for the disk. Nothing is written for further steps."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -48,26 +47,10 @@ def make_scheduler(
         made = _class_of(entry.name or "", torch.optim.lr_scheduler.LRScheduler, f"{key}.name")
         schedulers.append(_call(made, optimizer, dict(entry.kwargs), f"{key}.kwargs"))
     if not schedulers:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, _keep)
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     if len(schedulers) == 1:
         return schedulers[0]
     return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones)
-
-
-def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:
-    """Advance a schedule by `num_steps` optimizer steps.
-
-    A schedule depends only on the number of steps, so a new one at the same step is exactly where the old one was.
-    """
-    with warnings.catch_warnings():
-        # torch warns of steps without optimizer steps, as in a replay, and of its own use of `epoch`.
-        warnings.simplefilter("ignore", UserWarning)
-        for _ in range(num_steps):
-            scheduler.step()
-
-
-def _keep(step: int) -> float:
-    return 1.0
 
 
 def _class_of(path: str, base: type[Built], key: str) -> type[Built]:

@@ -27,7 +27,7 @@ _CACHED = 2**17
 _ALIGNED = 64
 """Columns of logits at once, or a multiple of them."""
 
-_NEVER = -1e30
+NEVER = -1e30
 """The logit of padding, and of tokens that cannot be drawn. Its probability is zero, and zero times this is not NaN,
 unlike with infinity.
 """
@@ -108,7 +108,7 @@ def score_tokens(
     gradient of ``hidden_KH`` is already summed over the group. The gradient of the entropy (`learns_entropy`) costs
     another pass over the probabilities. Tokens that are `undrawable` have probability zero.
     """
-    chunk = _rows_at_once(weight_VH) if chunk is None else chunk
+    chunk = rows_at_once(weight_VH) if chunk is None else chunk
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk
     token_KN = target_K[:, None]
     if others_KN is not None:
@@ -122,52 +122,6 @@ def score_tokens(
     return StudentScores(logprobs_KN[:, 0], entropy_K, is_likeliest_K, logprobs_KN[:, 1:])
 
 
-@torch.no_grad()
-def top_tokens(
-    hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    num: int,
-    *,
-    temperature: float,
-    vocabulary: VocabularyShard | None = None,
-    chunk: int | None = None,
-    undrawable: Sequence[int] = (),
-) -> TopTokens:
-    """Return the `num` likeliest tokens at each position, with the arguments of `score_tokens`.
-
-    Each rank of a vocabulary's group finds those of its own rows, and the best of all are the result.
-    """
-    chunk = _rows_at_once(weight_VH) if chunk is None else chunk
-    first, num_tokens = _own_tokens(weight_VH, vocabulary)
-    parts = []
-    for hidden_RH in torch.split(hidden_KH, chunk):
-        logits_RV = _logits(hidden_RH, weight_VH, temperature)
-        logits_RV[:, num_tokens:] = _NEVER
-        if undrawable:
-            _rule_out(logits_RV, undrawable, first)
-        parts.append(logits_RV.topk(min(num, logits_RV.shape[1]), dim=1))
-    logits_KN, row_KN = (torch.cat(each) for each in zip(*parts, strict=True))
-    token_KN = row_KN + first
-    if vocabulary is not None:
-        logits_KN, token_KN = (_of_all_ranks(each, vocabulary.group) for each in (logits_KN, token_KN))
-        logits_KN, place_KN = logits_KN.topk(num, dim=1)
-        token_KN = token_KN.gather(1, place_KN)
-    return TopTokens(logits_KN, token_KN.int())
-
-
-def top_of_logits(logits_KV: torch.Tensor, num: int) -> TopTokens:
-    """Return the same from whole logits."""
-    logits_KN, token_KN = logits_KV.topk(num, dim=1)
-    return TopTokens(logits_KN, token_KN.int())
-
-
-def without_tokens(logits_KV: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
-    """Return whole logits by which these tokens have probability zero."""
-    if not token_ids:
-        return logits_KV
-    return logits_KV.index_fill(1, torch.tensor(token_ids, device=logits_KV.device), _NEVER)
-
-
 def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
     """Place numbers, or rows of them, at the given positions in order, with zeros elsewhere."""
     rows = values_K.shape[1:]
@@ -175,7 +129,8 @@ def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
     return zeros.masked_scatter(is_there.view(*is_there.shape, *(1 for _ in rows)), values_K)
 
 
-def _rows_at_once(weight_VH: torch.Tensor) -> int:
+def rows_at_once(weight_VH: torch.Tensor) -> int:
+    """Return the tokens whose logits may exist at once."""
     return max(1, _LOGITS // weight_VH.shape[0])
 
 
@@ -188,25 +143,18 @@ def columns_at_once(num_logits: int, num_tokens: int) -> int:
     return num_columns if num_columns < _ALIGNED else num_columns // _ALIGNED * _ALIGNED
 
 
-def _rule_out(logits_RC: torch.Tensor, token_ids: Sequence[int], first: int) -> None:
+def rule_out(logits_RC: torch.Tensor, token_ids: Sequence[int], first: int) -> None:
     """Give these tokens probability zero; the first of the columns is that of token `first`."""
     columns = [token - first for token in token_ids if 0 <= token - first < logits_RC.shape[1]]
     if columns:
-        logits_RC.index_fill_(1, torch.tensor(columns, device=logits_RC.device), _NEVER)
+        logits_RC.index_fill_(1, torch.tensor(columns, device=logits_RC.device), NEVER)
 
 
-def _own_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:
+def own_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:
     """Return the first token of this rank's rows, and the number of them that are not padding."""
     num_rows = weight_VH.shape[0]
     first, size = (0, num_rows) if vocabulary is None else (vocabulary.first_row, vocabulary.num_rows)
     return first, max(0, min(num_rows, size - first))
-
-
-def _of_all_ranks(values_KN: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the columns of all ranks side by side. All ranks have equally many."""
-    parts = [torch.empty_like(values_KN) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, values_KN.contiguous(), group=group)
-    return torch.cat(parts, dim=1)
 
 
 class _Scores(torch.autograd.Function):
@@ -228,7 +176,7 @@ class _Scores(torch.autograd.Function):
         learns_entropy: bool,
         undrawable: tuple[int, ...],
     ) -> tuple[torch.Tensor, ...]:
-        first, num_tokens = _own_tokens(weight_VH, vocabulary)
+        first, num_tokens = own_tokens(weight_VH, vocabulary)
         row_KN = token_KN - first
         is_here_KN = (row_KN >= 0) & (row_KN < num_tokens)
         row_KN = row_KN.clamp(0, weight_VH.shape[0] - 1)
@@ -237,9 +185,9 @@ class _Scores(torch.autograd.Function):
         parts = []
         for hidden_RH, row_RN in zip(torch.split(hidden_KH, chunk), torch.split(row_KN, chunk), strict=True):
             logits_RV = None  # before the next are made
-            logits_RV = _logits(hidden_RH, weight_VH, temperature)
+            logits_RV = logits_of(hidden_RH, weight_VH, temperature)
             if undrawable:
-                _rule_out(logits_RV, undrawable, first)
+                rule_out(logits_RV, undrawable, first)
             parts.append(_sums(logits_RV, row_RN, num_tokens))
         max_K, sum_K, weighted_K, *logit_NK = torch.cat(parts, dim=1)
         logit_KN = torch.stack(logit_NK, dim=1).where(is_here_KN, 0.0)
@@ -292,9 +240,9 @@ class _Scores(torch.autograd.Function):
             columns = slice(first, min(first + num_columns, ctx.num_tokens))
             weight_CH = weight_VH[columns]
             if exp_KV is None:
-                logits_KC = _logits(hidden_KH, weight_CH, ctx.temperature)
+                logits_KC = logits_of(hidden_KH, weight_CH, ctx.temperature)
                 if ctx.undrawable:
-                    _rule_out(logits_KC, ctx.undrawable, ctx.first + first)
+                    rule_out(logits_KC, ctx.undrawable, ctx.first + first)
                 exp_KC = logits_KC.sub_(max_K[:, None]).exp_()
             else:
                 exp_KC = exp_KV[:, columns]  # changed in place, so that the largest tensor of a step exists only once
@@ -334,7 +282,7 @@ def _sums(logits_RV: torch.Tensor, row_RN: torch.Tensor, num_tokens: int) -> tor
     With ``x`` the logits minus their largest, ``[3 + N, R]`` holds that largest, the sums of ``exp(x)`` and ``x
     exp(x)``, and ``x`` at the rows ``row_RN``. The logits are overwritten with the exponentials.
     """
-    logits_RV[:, num_tokens:] = _NEVER
+    logits_RV[:, num_tokens:] = NEVER
     size = len(logits_RV) if logits_RV.is_cuda else _CACHED // logits_RV.shape[1]
     parts = []
     for logits_BV, row_BN in zip(*(torch.split(tensor, max(1, size)) for tensor in (logits_RV, row_RN)), strict=True):
@@ -347,7 +295,7 @@ def _sums(logits_RV: torch.Tensor, row_RN: torch.Tensor, num_tokens: int) -> tor
     return torch.cat(parts, dim=1)
 
 
-def _logits(hidden_RH: torch.Tensor, weight_CH: torch.Tensor, temperature: float) -> torch.Tensor:
+def logits_of(hidden_RH: torch.Tensor, weight_CH: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return logits in float32, in memory of their own."""
     logits_RC = (hidden_RH @ weight_CH.T).float()
     return logits_RC if temperature == 1.0 else logits_RC.div_(temperature)

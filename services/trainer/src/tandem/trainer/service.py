@@ -10,9 +10,7 @@ colocated, optimizer states leave the device between commands.
 
 from __future__ import annotations
 
-import datetime
 import math
-import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -55,36 +53,27 @@ from tandem.common.messages import (
     TrainerCommand,
     WeightsCopied,
 )
-from tandem.common.network import address_towards, defer_silent, keep_to_interface, listening
+from tandem.common.network import address_towards
 from tandem.common.wire import Arrays
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
-from tandem.observe.exporters.gpu_monitor import GpuMonitor
-from tandem.refit import layout
-from tandem.refit.weight_client import WeightClient, Weights
-from tandem.samples.assignment import NO_RANK, data_parallel_ranks, scoring_trainers
+from tandem.samples.assignment import NO_RANK, data_parallel_ranks
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
 from tandem.samples.images.columns import check_images
-from tandem.trainer import shards, step
+from tandem.trainer import step
 from tandem.trainer.backend import Backend, Writing
-from tandem.trainer.backends import make_backend
 from tandem.trainer.batching.images import check_image_tokens
+from tandem.trainer.building import Parts, build_parts, open_rendezvous
 from tandem.trainer.evaluating import evaluate
-from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
-from tandem.trainer.losses.custom import try_out
 from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.waiting import measured
 
 if TYPE_CHECKING:
     from tandem.samples.images.fetching import ImageFetcher
     from tandem.trainer.calls.calls import Calls
-    from tandem.trainer.logprob_recorder import LogprobRecorder
 
-NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
-"""Layout of a process that does not hold the policy."""
 _FETCH_SHARE = 0.25
 """The longest time for fetching samples, as a share of the training step's deadline."""
 
@@ -101,23 +90,16 @@ class TrainerService:
         self._is_colocated = context.config.is_colocated and self._model_group.has_policy
         """Whether this process shares its device with engines, which are where the policy is."""
         self._store: TCPStore | None = None
-        self._exchange: Exchange | None = None
-        """The exchange with trainers of other models; None if all hold the same."""
-        self._backend: Backend | None = None
-        self._weights: Weights | None = None
-        self._weight_client: WeightClient | None = None
+        """The store at which ranks meet, if this one has opened it."""
+        self._parts: Parts | None = None
         sample_format = SampleFormat.of(context.config)
         self._images = sample_format.images
         self._fetcher = SampleFetcher(context.run_id, sample_format, context.keys)
         self._image_fetcher = None if self._images is None else _image_fetcher(context)
         self._version = 0
         self._memory = MemoryMeter()
-        self._gpus: GpuMonitor | None = None
-        """None without a GPU."""
         self._writing: Writing | None = None
         """The last checkpoint that is being written, or was."""
-        self._recorder: LogprobRecorder | None = None
-        """None if no log-probabilities are logged, or another rank of the model-parallel group logs them."""
         self._calls: Calls | None = None
         """None until a front end trains by single calls."""
 
@@ -137,10 +119,9 @@ class TrainerService:
                 with self._context.phase(f"evaluating step {command.step}"):
                     self._evaluate(command, self._table(command, arrays), arrays)
             case InstallProgram() | ConnectTransferGroup() | Refit() | ReportDigests():
-                assert self._weight_client is not None, (
-                    "the coordinator sends BuildTrainer first, to trainers of the policy"
-                )
-                self._weight_client.handle(command)
+                weight_client = self._built().weight_client
+                assert weight_client is not None, "the coordinator sends this to trainers of the policy"
+                weight_client.handle(command)
             case CopyWeights():
                 with self._context.phase(f"copying the weights of version {command.version}"):
                     self._copy(command)
@@ -157,26 +138,18 @@ class TrainerService:
 
     def work(self) -> bool:
         """Continue to take the digests of a version. The weights do not change until the next `Train`."""
-        return self._weight_client is not None and self._weight_client.work()
+        if self._parts is None or self._parts.weight_client is None:
+            return False
+        return self._parts.weight_client.work()
 
     def close(self) -> None:
         """Leave the transfer groups and the process group."""
-        if self._gpus is not None:
-            self._gpus.close()
         self._fetcher.close()
-        if self._recorder is not None:
-            self._recorder.close()
-        if self._weight_client is not None:
-            self._weight_client.close()
-        if self._weights is not None:
-            self._weights.close()
-        if self._backend is not None:
-            self._backend.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._parts is not None:
+            self._parts.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._store = None
+        self._parts = self._store = None
 
     def _table(self, command: Train | Evaluate, arrays: Arrays) -> Batch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
@@ -217,14 +190,14 @@ class TrainerService:
                 raise DataError(why)
         return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))
 
-    def _built(self) -> Backend:
-        assert self._backend is not None, "the coordinator sends BuildTrainer first"
-        return self._backend
+    def _built(self) -> Parts:
+        assert self._parts is not None, "the coordinator sends BuildTrainer first"
+        return self._parts
 
     @contextmanager
     def _training_state(self) -> Iterator[Backend]:
         """Load what optimizer steps need onto the computing device, and offload it afterwards if others need room."""
-        backend = self._built()
+        backend = self._built().backend
         backend.reload()
         try:
             yield backend
@@ -234,75 +207,35 @@ class TrainerService:
 
     def _open_rendezvous(self, command: OpenRendezvous) -> None:
         host = address_towards(self._context.coordinator)
-        listener = socket.create_server((host, 0))
-        defer_silent([listener])
-        port = listener.getsockname()[1]
-        # A listening socket binds the store to one address. By itself it would listen on all of them.
-        self._store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=False,
-            timeout=datetime.timedelta(seconds=command.deadline_s),
-        )
-        self._context.reply(command.command_id, RendezvousOpened(command_id=command.command_id, host=host, port=port))
+        self._store = open_rendezvous(host, command.deadline_s)
+        opened = RendezvousOpened(command_id=command.command_id, host=host, port=self._store.port)
+        self._context.reply(command.command_id, opened)
 
     @gc_tuning.paused()
     def _build(self, command: BuildTrainer) -> None:
         if self._image_fetcher is not None:
             self._image_fetcher.begin(command.images_at, self._context.coordinator)
-        limit_threads(self._config, "trainers")
-        try_out(self._config)
-        # The ranks meet on the interface of the run, and on no other.
-        own = address_towards(self._context.coordinator)
-        keep_to_interface(own, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        timeout = datetime.timedelta(seconds=command.deadline_s)
-        if self._store is None:
-            self._store = TCPStore(
-                command.rendezvous_host, command.rendezvous_port, is_master=False, timeout=timeout, use_libuv=False
-            )
-        assert command.world_size == self._config.num_trainers, "the coordinator has the same configuration"
-        self._exchange = meet(self._config, self._context.index, self._store, own, command.deadline_s)
-        resume_from = Path(command.checkpoint) if command.checkpoint else None
-        self._backend = make_backend(self._config, checkpoint=resume_from, model_group=self._model_group)
-        defer_silent(listening())
-        if self._is_colocated:
-            self._backend.offload()
-        encoded = NO_LAYOUT
-        if self._model_group.has_policy:
-            assert self._backend.data_parallel_rank == self._rank, "the coordinator sends shares by this number"
-            self._weights = self._backend.weights()
-            if self._config.keeps_copy:
-                self._weights = shards.copy_of(self._weights)
-            self._weight_client = WeightClient(self._context, self._weights)
-            encoded = layout.encode(self._weights.layout)
+        self._parts = parts = build_parts(self._context, command, self._store, self._model_group)
+        backend = parts.backend
+        assert self._rank in (NO_RANK, backend.data_parallel_rank), "the coordinator sends shares by this number"
         self._version = command.version
-        if torch.cuda.is_available():
-            self._gpus = GpuMonitor(self._config.logger)
-            self._gpus.begin(self._context.index, 1)
-        if command.samples_folder and self._context.index in scoring_trainers(self._config):
-            # Arrow starts threads when it is imported, and services are forked by a process that must have none.
-            from tandem.trainer.logprob_recorder import LogprobRecorder
-
-            self._recorder = LogprobRecorder(Path(command.samples_folder), self._context.run_id, self._context.name)
         reply = TrainerBuilt(
             command_id=command.command_id,
             version=self._version,
-            num_parameters=self._backend.num_parameters,
-            shares_prompts=self._backend.shares_prompts,
-            layout=encoded,
+            num_parameters=backend.num_parameters,
+            shares_prompts=backend.shares_prompts,
+            layout=parts.layout,
         )
         self._context.reply(command.command_id, reply)
 
     def _copy(self, command: CopyWeights) -> None:
-        assert self._weights is not None, "the coordinator sends BuildTrainer first"
-        assert self._weight_client is not None, "the coordinator sends BuildTrainer first"
+        parts = self._built()
+        assert parts.weights is not None, "the coordinator sends this to trainers of the policy"
+        assert parts.weight_client is not None, "as with the weights"
         is_called = self._calls is not None  # then a front end says what a version is
         assert is_called or command.version == self._version, "the coordinator asks for a copy of what was trained last"
-        self._weights.refresh()
-        digests = self._weight_client.digests(command.version) if command.with_digests else ()
+        parts.weights.refresh()
+        digests = parts.weight_client.digests(command.version) if command.with_digests else ()
         reply = WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
         self._context.reply(command.command_id, reply)
 
@@ -329,8 +262,9 @@ class TrainerService:
                 table, own, num_aside, notes = aside.table, aside.own, aside.num_groups, (aside.note,)
         else:
             own = self._given(command, table, arrays)
-        if self._weight_client is not None:
-            self._weight_client.abandon_digest()
+        parts = self._built()
+        if parts.weight_client is not None:
+            parts.weight_client.abandon_digest()
         self._memory.begin()
         with self._training_state() as backend, measured(backend.device) as time:
             result = step.train(
@@ -339,15 +273,15 @@ class TrainerService:
                 own,
                 self._config,
                 trained=None if command.step > self._config.num_steps_without_policy else self._config.trained_early,
-                keeps_logprobs=self._recorder is not None,
-                exchange=self._exchange,
+                keeps_logprobs=parts.recorder is not None,
+                exchange=parts.exchange,
             )
         self._fetcher.clear()
         self._version = command.step
-        if self._recorder is not None and result.logprobs is not None:
+        if parts.recorder is not None and result.logprobs is not None:
             own = table.take(table.rows_of(self._rank))
             keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
-            self._recorder.add(command.step, keys, own.lengths_S, result.logprobs)
+            parts.recorder.add(command.step, keys, own.lengths_S, result.logprobs)
         metrics: dict[str, float] = {}
         if self._context.index == self._model_group.first:
             metrics, notes = result.metrics, (*notes, *result.notes)
@@ -368,20 +302,22 @@ class TrainerService:
             queued_s=time.queued_s,
             has_update=result.has_update,
             memory=self._memory.use(),
-            gpus={} if self._gpus is None else self._gpus.means(),
+            gpus={} if parts.gpus is None else parts.gpus.means(),
         )
         self._context.reply(command.command_id, reply)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all trainers. Collective: all of them reach this."""
-        if self._exchange is not None:
-            return self._exchange.sum(values)
+        exchange = self._built().exchange
+        if exchange is not None:
+            return exchange.sum(values)
         dist.all_reduce(values)
         return values
 
     def _evaluate(self, command: Evaluate, table: Batch, arrays: Arrays) -> None:
         own = self._given(command, table, arrays)
-        found = evaluate(self._built(), table, own, self._config, command.parts, self._exchange)
+        parts = self._built()
+        found = evaluate(parts.backend, table, own, self._config, command.parts, parts.exchange)
         metrics, notes = finite_metrics(found)
         reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
         self._context.reply(command.command_id, reply)
@@ -397,10 +333,11 @@ class TrainerService:
         """Carry out a call of a front end that trains step by step."""
         from tandem.trainer.calls.calls import Calls  # runs of their own need none of it
 
+        parts = self._built()
         if self._calls is None:
-            self._calls = Calls(self._context, self._built(), self._vocabulary)
-        if self._weight_client is not None and not isinstance(command, AddGradient):
-            self._weight_client.abandon_digest()
+            self._calls = Calls(self._context, parts.backend, self._vocabulary)
+        if parts.weight_client is not None and not isinstance(command, AddGradient):
+            parts.weight_client.abandon_digest()
         with self._context.phase(self._calls.phase_of(command)), self._training_state():
             self._calls.handle(command, arrays)
 

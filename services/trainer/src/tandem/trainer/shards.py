@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -17,8 +15,9 @@ from tandem.config.models import lora
 from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage
+from tandem.refit.places import device_name, host_name
 from tandem.refit.transports import cuda_ipc, shm
-from tandem.refit.weight_client import Weights, device_name, host_name
+from tandem.refit.weights import Weights
 
 _SHARED_MEMORY = "/dev/shm"
 _COPY = "the copy of the weights that engines read while trainers step"
@@ -41,25 +40,6 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a parameter, or of a number computed from several, without gradient. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of all elements of tensors on one mesh of all ranks, as a float64 scalar.
-
-    Collective. Ranks exchange one number, whereas torch would reduce over one axis of the mesh after the other.
-    """
-    total, is_shared = torch.zeros((), dtype=torch.float64), False
-    for tensor in tensors:
-        square = torch.linalg.vector_norm(local_of(tensor), dtype=torch.float64).square()
-        num_holders = 1
-        if isinstance(tensor, DTensor):
-            is_shared = True
-            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-            num_holders = math.prod(size for placement, size in sizes if placement.is_replicate())
-        total = total.to(square.device) + square / num_holders
-    if is_shared:
-        dist.all_reduce(total)
-    return total.sqrt()
 
 
 def share(parameters: Mapping[str, torch.Tensor]) -> None:

@@ -21,41 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
 
+from tandem.trainer.backends.stream_clock import StreamClock, waits_of_streams
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _WAITS: tuple[tuple[Any, str], ...] = ((dist.Work, "wait"), (_functional_collectives, "wait_tensor"))
 """Functions that wait for an operation."""
-_OPERATIONS = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "_allgather_base",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-    "_end_coalescing",
-)
-"""Functions that begin an operation. NCCL runs those that are awaited at once in the computing stream. No release of
-torch has all of these names.
-"""
 
 
 class RankTime:
@@ -83,9 +55,9 @@ class _Clock(Protocol):
 def measured(device: torch.device) -> Iterator[RankTime]:
     """Measure the block, in which this thread computes on `device`. A block that raises leaves no times."""
     of_gpu = device.type == "cuda"
-    clock: _Clock = _StreamClock() if of_gpu else _HostClock()
+    clock: _Clock = StreamClock() if of_gpu else _HostClock()
     found, queued_s = RankTime(), _queued_s()
-    with _hooked(clock, [*_WAITS, *(_of_streams() if of_gpu else ())]):
+    with _hooked(clock, [*_WAITS, *(waits_of_streams() if of_gpu else ())]):
         yield found
     total_s, found.waited_s = clock.read()
     found.compute_s = max(0.0, total_s - found.waited_s)
@@ -98,12 +70,6 @@ def _queued_s() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):  # Linux alone counts it, and not every Linux
         return 0.0
-
-
-def _of_streams() -> Iterator[tuple[Any, str]]:
-    """Yield the functions that make a stream wait by itself, for an operation in it or for another stream."""
-    yield from ((dist.ProcessGroup, name) for name in _OPERATIONS if hasattr(dist.ProcessGroup, name))
-    yield torch.cuda.Stream, "wait_event"
 
 
 @contextmanager
@@ -148,33 +114,3 @@ class _HostClock:
 
     def read(self) -> tuple[float, float]:
         return time.perf_counter() - self._started, self._waited_s
-
-
-class _StreamClock:
-    """The clock of the stream that is current when it is made, whichever thread fills it."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream()
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._started = self._mark()
-
-    def around(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        waiting = args[0] if args and isinstance(args[0], torch.cuda.Stream) else torch.cuda.current_stream()
-        if waiting != self._stream:
-            return call(*args, **kwargs)
-        started = self._mark()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._waits.append((started, self._mark()))
-
-    def read(self) -> tuple[float, float]:
-        ended = self._mark()
-        ended.synchronize()  # the step's metrics have been read, and were the stream's last computation
-        waited_ms = sum(before.elapsed_time(after) for before, after in self._waits)
-        return self._started.elapsed_time(ended) / 1e3, waited_ms / 1e3
-
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event

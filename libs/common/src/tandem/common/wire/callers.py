@@ -14,7 +14,7 @@ from tandem.common import curve
 from tandem.common.errors import WireError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
-from tandem.common.wire.frames import Frames
+from tandem.common.wire.frames import Frames, memory_of
 
 _AGAIN_S = 0.2
 
@@ -72,7 +72,7 @@ class Callers:
         """Wait up to `timeout_s` for an event; yield what each process sent, or None for a new connection."""
         for socket, _ in self._poller.poll(int(timeout_s * 1000)):
             if socket not in self._monitors:
-                yield self._names[socket], [frame.buffer for frame in socket.recv_multipart(copy=False)]
+                yield self._names[socket], [*map(memory_of, socket.recv_multipart(copy=False))]
                 continue
             name, event = self._monitors[socket], recv_monitor_message(socket)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

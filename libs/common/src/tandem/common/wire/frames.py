@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar
@@ -18,6 +19,8 @@ Incoming = TypeVar("Incoming")
 Arrays = Mapping[str, NDArray[Any]]
 Frames = list[bytes | memoryview]
 
+memory_of = operator.attrgetter("buffer")
+"""Returns the memory of a frame that was received without a copy."""
 _ARRAY_KINDS = "biuf"
 """NumPy kinds that may travel: booleans, integers, floats. Objects and strings may not."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import zmq
@@ -13,7 +13,9 @@ from tandem.common.curve import Admitted
 from tandem.common.errors import ConfigError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
-from tandem.common.wire.frames import Frames
+from tandem.common.wire.frames import Frames, memory_of
+from tandem.common.wire.gatekeeper import Gatekeeper
+from tandem.common.wire.waker import Waker
 
 MOST_BYTES_OF_REPLY = 1 << 28
 """Most bytes in a frame to the coordinator; an engine's layouts take some dozens of megabytes at most."""
@@ -45,17 +47,17 @@ class Hub:
         self._context = zmq.Context()
         self._admitted = admitted
         self._socket = self._context.socket(zmq.ROUTER)
-        self._gatekeeper = curve.Gatekeeper(self._context, admitted, self._socket)
+        self._waker: Waker | None = None
+        self._awaited: zmq.Socket[bytes] | zmq.Poller = self._socket
+        self._gatekeeper = Gatekeeper(self._context, admitted, self._socket)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A reconnecting client keeps its identity. Its former connection may still look alive, if something between has
-        # reset
-        # only one end. No other client can take it over, since none knows the identity.
+        # reset only one end. No other client can take it over, since none knows the identity.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDTIMEO, 5000)
         # Sent messages are never dropped, and a slow receiver never blocks the loop. Received messages wait here up to
-        # the
-        # limit per connection; the rest wait at their sender.
+        # the limit per connection; the rest wait at their sender.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
@@ -86,17 +88,30 @@ class Hub:
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Peer, Frames]]:
         """Wait up to `timeout_s` for a first message, then yield all that have arrived from admitted clients."""
-        if not self._socket.poll(int(timeout_s * 1000)):
+        if not self._awaited.poll(int(timeout_s * 1000)):
             return
+        if self._waker is not None:
+            self._waker.clear()
         with contextlib.suppress(zmq.Again):
             while True:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 peer = Peer(identity.bytes, curve.key_of(identity))
                 if peer.key in self._admitted:  # it may have been removed since the client connected
-                    yield peer, [frame.buffer for frame in frames]
+                    yield peer, [*map(memory_of, frames)]
+
+    def waker(self) -> Callable[[], None]:
+        """Return what ends a wait of `receive`, from any thread."""
+        if self._waker is None:
+            self._waker = Waker()
+            self._awaited = poller = zmq.Poller()
+            for what in (self._socket, self._waker.fileno()):
+                poller.register(what, zmq.POLLIN)
+        return self._waker.wake
 
     def close(self) -> None:
         """Close the socket, giving sent messages a second to leave."""
+        if self._waker is not None:
+            self._waker.close()
         self._socket.close()
         self._context.term()
         self._gatekeeper.join()

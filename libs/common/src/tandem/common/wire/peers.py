@@ -20,7 +20,8 @@ from tandem.common import curve
 from tandem.common.curve import Admitted
 from tandem.common.errors import WireError
 from tandem.common.keys import Key, KeyPair
-from tandem.common.wire.frames import Frames
+from tandem.common.wire.frames import Frames, memory_of
+from tandem.common.wire.gatekeeper import Gatekeeper
 
 _HELLO, _BEAT = b"hello", b""
 _BEAT_S = 0.25
@@ -64,7 +65,7 @@ class Peers:
         self._token = secrets.token_hex(16).encode()
         """Names this group of this time, so that no process takes another for it."""
         self._router: zmq.Socket[bytes] | None = None
-        self._gatekeeper: curve.Gatekeeper | None = None
+        self._gatekeeper: Gatekeeper | None = None
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._tokens: dict[int, bytes] = {}
         self._monitors: dict[zmq.Socket[bytes], int] = {}
@@ -146,7 +147,7 @@ class Peers:
 
     def _listen(self, host: str) -> str:
         self._router = self._context.socket(zmq.ROUTER)
-        self._gatekeeper = curve.Gatekeeper(self._context, Admitted(self._keys), self._router)
+        self._gatekeeper = Gatekeeper(self._context, Admitted(self._keys), self._router)
         self._set_options(self._router)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         curve.hear_processes(self._router, self._own)
@@ -192,7 +193,7 @@ class Peers:
                 if frames[0].bytes == _HELLO:
                     self._welcome(identity, key, frames[1:])
                 elif rank is not None and rank not in self.lost and key == self._keys[rank]:
-                    yield rank, [frame.buffer for frame in frames]
+                    yield rank, [*map(memory_of, frames)]
 
     def _welcome(self, identity: bytes, key: str, frames: Sequence[zmq.Frame]) -> None:
         """Answer a process that says hello, if it is one of the group's and not connected yet."""
@@ -217,7 +218,7 @@ class Peers:
                 if frames[0].bytes == _HELLO:
                     self._joined.add(rank)
                 elif frames[0].bytes != _BEAT and rank in self._joined:
-                    yield rank, [frame.buffer for frame in frames]
+                    yield rank, [*map(memory_of, frames)]
 
     def _take_event(self, rank: int, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

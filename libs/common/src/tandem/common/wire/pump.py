@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -48,7 +48,6 @@ class Pump:
         arrived: zmq.Socket[bytes],
         hello: Hello,
         welcome: Welcome,
-        phase: Callable[[], str],
         trainers: Admitted,
     ) -> None:
         """Prepare the loop; `hello` is said to any other coordinator of the run."""
@@ -60,7 +59,8 @@ class Pump:
         self._arrived = arrived
         self._hello = hello
         self._welcome = welcome
-        self._phase = phase
+        self.phase = "joining"
+        """Activity of the process, for heartbeats and errors."""
         self._last_seen = self._last_beat = time.monotonic()
         self._is_waiting = False
         """Whether it waits for another coordinator."""
@@ -110,14 +110,14 @@ class Pump:
     def _beat(self, now: float) -> None:
         if now - self._last_beat >= self._welcome.heartbeat_interval_s:
             self._last_beat = now
-            beat = Heartbeat(phase=self._phase()[:MAX_TEXT], trainer_keys=self._trainer_keys)
+            beat = Heartbeat(phase=self.phase[:MAX_TEXT], trainer_keys=self._trainer_keys)
             self._send(encode(beat))
 
     def _watch(self, now: float) -> None:
         """End the process if it has no coordinator any more, or does not end when told to."""
         silent_s, patience_s = now - self._last_seen, self._welcome.heartbeat_timeout_s
         if silent_s > patience_s + self._welcome.orphan_timeout_s:
-            why = f"the coordinator was silent for {silent_s:.0f} s while {self._phase()}"
+            why = f"the coordinator was silent for {silent_s:.0f} s while {self.phase}"
             self._end_process(why, _EXIT_COORDINATOR_LOST)
         if silent_s > patience_s and not self._is_waiting:
             self._is_waiting = True
@@ -126,7 +126,7 @@ class Pump:
                 f"{self._welcome.orphan_timeout_s:g} s"
             )
         if now > self._end_by:
-            why = f"still {self._phase()} {SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
+            why = f"still {self.phase} {SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
             self._end_process(why, self._end_code)
 
     def _forward_incoming(self, now: float) -> None:

@@ -52,16 +52,14 @@ def engines_can_merge_adapters(config: Config) -> None:
         raise Invalid("policy.generation.vllm_cfg.precision", what)
 
 
-def several_sets_of_adapters_are_held_by_the_embedded_engine(config: Config) -> None:
+def engines_can_hold_several_sets_of_adapters(config: Config) -> None:
     """Check that an engine which is to hold several versions of adapters can."""
-    policy, key = config.policy, "policy.generation.transformers_cfg.adapter_sets"
-    num_sets = policy.generation.transformers_cfg.adapter_sets
+    policy, key = config.policy, "policy.generation.adapter_sets"
+    num_sets = policy.generation.num_adapter_sets
     if num_sets == 1:
         return
     if policy.adapters is None:
         raise Invalid(key, f"{num_sets}, but no adapters are trained ({DTENSOR}.enabled)")
-    if policy.generation.backend != "transformers":
-        raise Invalid(key, f"{num_sets}, but policy.generation.backend is {policy.generation.backend}")
     if family_of(policy) is not None:
         raise Invalid(key, f"{num_sets}, but the model sees: only text models have the adapters of several versions")
 
@@ -127,7 +125,7 @@ RULES: tuple[Rule, ...] = (
     adapters_have_the_type_of_the_weights,
     adapters_are_of_a_language_model,
     engines_can_merge_adapters,
-    several_sets_of_adapters_are_held_by_the_embedded_engine,
+    engines_can_hold_several_sets_of_adapters,
     megatron_has_adapters_of_the_family,
     routed_experts_have_no_adapters,
     all_layers_are_not_a_name,

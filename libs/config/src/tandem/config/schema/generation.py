@@ -29,8 +29,7 @@ class TransformersCfg(Section, frozen=True, kw_only=True):
     num_slots: PositiveInt
     """New. Sequences decoded at once by one engine; each holds a KV cache of `policy.max_total_sequence_length`."""
     adapter_sets: PositiveInt = 1
-    """New. Versions of low-rank adapters that one engine holds beside the base, each request being made by the version
-    that it names. 1: the newest version alone, merged into the weights. `coordinator tinker --models` sets it."""
+    """New. Same as `policy.generation.adapter_sets`, at its earlier place; the larger one holds."""
 
 
 class MediaLimits(Section, frozen=True, kw_only=True):
@@ -175,6 +174,10 @@ class Generation(Section, frozen=True, kw_only=True):
     """New. Format of the model's tool calls, by vLLM's names, so that agents get them as `tool_calls`: hermes (Qwen,
     Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``) or llama3_json (Llama 3: ``{"name": ...,
     "parameters": {...}}``). null: they stay text."""
+    adapter_sets: PositiveInt = 1
+    """New. Versions of low-rank adapters that one engine holds beside the base, each request being made by the version
+    that it names. 1: the newest version alone, merged into the weights. `coordinator tinker --models` sets it. With
+    more than one, vLLM runs as with `vllm_cfg.enforce_eager`."""
     transformers_cfg: TransformersCfg
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -240,6 +243,11 @@ class Generation(Section, frozen=True, kw_only=True):
         if self.backend == "vllm":
             return int(self.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
         return self.transformers_cfg.num_slots
+
+    @cached_property
+    def num_adapter_sets(self) -> int:
+        """Versions of adapters that one engine holds, by `adapter_sets` at either place."""
+        return max(self.adapter_sets, self.transformers_cfg.adapter_sets)
 
     @cached_property
     def takes_external_requests(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tandem.observe.diagnosis.evidence import Evidence, change, shortened
 from tandem.observe.diagnosis.finding import Certainty, Finding
-from tandem.observe.health import HIGH_PROBABILITY_ERROR, learning_rate_keys
+from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, learning_rate_keys
 from tandem.observe.run_folder.journal import StepRecord
 
 _GAP = "token_mult_prob_error"

@@ -9,7 +9,7 @@ from collections import Counter
 from tandem.observe import held_out_accuracy
 from tandem.observe.diagnosis.evidence import SHORT_RUN, Evidence, change, held_out, shortened
 from tandem.observe.diagnosis.finding import Finding
-from tandem.observe.health import learning_rate_keys
+from tandem.observe.health_conditions import learning_rate_keys
 
 GAP_OF_ACCURACIES = 0.3
 """Difference of training and held-out accuracy from which problems count as memorised."""

@@ -16,7 +16,8 @@ import msgspec
 from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.config import Config, config_from_json
 from tandem.config.notice_rules import most_learning_rate
-from tandem.observe.health import NUM_STEPS, Condition, conditions
+from tandem.observe.health import NUM_STEPS, Condition
+from tandem.observe.health_conditions import conditions
 from tandem.observe.held_out_accuracy import SOLVED
 from tandem.observe.run_folder.ending import ENDED
 from tandem.observe.run_folder.journal import RefitRecord, RunRecord, StepRecord, read_journal

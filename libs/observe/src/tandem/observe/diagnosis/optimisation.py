@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tandem.config.notice_rules import FAR_ABOVE, LOWEST_RATE
 from tandem.observe.diagnosis.evidence import SHORT_RUN, Change, Evidence, Streak, change, jump, shortened
 from tandem.observe.diagnosis.finding import Finding
-from tandem.observe.health import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys
+from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys
 
 HIGH_LEARNING_RATE = 0.01
 """Highest learning rate of Adam and its variants. They move every weight by about the rate in each step, and a language

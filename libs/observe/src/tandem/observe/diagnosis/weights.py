@@ -8,7 +8,7 @@ from collections import Counter
 
 from tandem.observe.diagnosis.evidence import Evidence, in_steps, shortened
 from tandem.observe.diagnosis.finding import Finding
-from tandem.observe.health import learning_rate_keys
+from tandem.observe.health_conditions import learning_rate_keys
 
 NUM_REPAIRS = 3
 """Repeated refits of one engine from which its hardware or link is suspected."""

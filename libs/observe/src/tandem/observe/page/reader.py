@@ -17,7 +17,8 @@ import msgspec
 from tandem.observe.run_folder.calls import NewestCalls, has_calls, newest_calls
 from tandem.observe.run_folder.ending import outcome_in
 from tandem.observe.run_folder.journal import RefitRecord, last_event
-from tandem.observe.run_folder.journal_file import connect_checked, file_errors, is_taken, require_journal
+from tandem.observe.run_folder.journal_errors import file_errors
+from tandem.observe.run_folder.journal_file import connect_checked, is_taken, require_journal
 from tandem.observe.run_folder.live import Live, read_live
 
 State = Literal["running", "finished", "failed", "interrupted", "ended"]

@@ -17,7 +17,7 @@ import numpy as np
 
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.steps import Steps
-from tandem.observe.run_folder.curves_file import SECONDS, CurvesTable, Flags, Ids, Numbers, read_curves
+from tandem.observe.run_folder.curves_table import SECONDS, CurvesTable, Flags, Ids, Numbers, read_curves
 
 _CHUNK = 1000
 """Steps read at once, so that the coordinator's commits wait no longer than that."""

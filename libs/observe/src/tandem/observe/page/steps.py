@@ -12,7 +12,7 @@ import sqlite3
 
 import numpy as np
 
-from tandem.observe.run_folder.curves_file import CurvesTable, Ids, Numbers
+from tandem.observe.run_folder.curves_table import CurvesTable, Ids, Numbers
 
 _MOST_COMPARED = 256
 """Steps of the file, from the first to the last, that are compared with the journal."""

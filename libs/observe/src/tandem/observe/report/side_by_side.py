@@ -16,7 +16,7 @@ from tandem.observe.report.panels import PHASES, TOTAL, peak_memory
 from tandem.observe.report.summary import SUMMED_UP, RunSummary
 from tandem.observe.run_folder.ending import ENDED
 from tandem.observe.run_folder.journal import JournalReader, RefitRecord, RunRecord, read_journal
-from tandem.observe.run_folder.journal_file import damage
+from tandem.observe.run_folder.journal_errors import damage
 
 _OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensorboard.log_dir")
 """Keys that differ between any two runs, and mean nothing."""

@@ -1,9 +1,6 @@
-"""``curves.f64``: a copy of a run's metrics and seconds, as a table of numbers that is fast to read.
+"""The writer of ``curves.f64``, the table of a run's metrics and seconds.
 
-The journal is authoritative, but it stores a metric among all others of its step. Reading one metric of 100,000 steps
-takes seconds there, and milliseconds here. A row is a step: its number, its commit time, and a number for each name in
-the header, which is a line of JSON padded with spaces. Readers compare the first two numbers with the journal, and
-ignore rows of superseded steps or of another run. If part of the file is lost, the next resume rewrites it.
+`tandem.observe.run_folder.curves_table` reads it, and says how it is laid out.
 """
 
 from __future__ import annotations
@@ -12,84 +9,23 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
+from tandem.observe.run_folder.curves_table import (
+    ABSENT,
+    CURVES_NAME,
+    KEYS,
+    SECONDS,
+    CurvesTable,
+    read_curves,
+    row_bytes,
+)
 from tandem.observe.run_folder.journal import StepRecord
 
-CURVES_NAME = "curves.f64"
-SECONDS = "seconds/"
-"""Prefix of the names of curves of seconds, by phase."""
-Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
-Ids: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
-Flags: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
-
-_ABSENT = np.array([0x7FF8_0000_0AB5_E47F], np.int64)
-"""Marker of a missing metric: a NaN unlike those that metrics may have."""
-_KEYS = 2
-"""Number of columns before those of the names."""
 _HEADER_BYTES = 64
 """The header's size is a multiple of this."""
-
-
-class CurvesTable:
-    """The current content of the file."""
-
-    def __init__(self, names: Sequence[str], rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> None:
-        self.names = tuple(names)
-        self._rows = rows
-        self._place = {name: place for place, name in enumerate(names, _KEYS)}
-
-    def steps_up_to(self, last: int) -> tuple[Ids, Numbers]:
-        """Return the steps up to `last`, with their commit times; of repeated steps, only the latest."""
-        steps = np.array(self._rows[:, 0])
-        is_asked_for = (steps >= 0) & (steps <= last)
-        found, committed_at = steps[is_asked_for].astype(np.int64), np.array(self._rows[:, 1])[is_asked_for]
-        if not len(found):
-            return found, committed_at
-        least_later = np.minimum.accumulate(found[::-1])[::-1][1:]
-        stays = np.append(found[:-1] < least_later, True)
-        return found[stays], committed_at[stays]
-
-    def rows_of(self, steps: Ids, committed_at: Numbers) -> Ids:
-        """Return the row of each of these steps; -1 for missing ones."""
-        at = np.array(self._rows[:, 1])
-        if np.array_equal(at, committed_at) and np.array_equal(self._rows[:, 0], steps):
-            return np.arange(len(steps))
-        order = np.argsort(at, kind="stable")
-        if not len(order):
-            return np.full(len(steps), -1, np.int64)
-        found = np.searchsorted(at[order], committed_at)
-        row = order[np.minimum(found, len(order) - 1)]
-        return np.where((at[row] == committed_at) & (self._rows[row, 0] == steps), row, -1)
-
-    def columns(self, names: Sequence[str], rows: Ids) -> dict[str, tuple[Numbers, Flags]]:
-        """Return the values of these metrics in these rows, and where they exist; the file is read once."""
-        there = [name for name in names if name in self._place]
-        places = [self._place[name] for name in there]
-        is_range = len(rows) > 0 and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
-        which = self._rows[rows[0] : rows[-1] + 1] if is_range else self._rows[rows]
-        values = np.ascontiguousarray(which[:, places].T)
-        found = {name: (own, own.view(np.int64) != _ABSENT) for name, own in zip(there, values, strict=True)}
-        return {name: found.get(name, (np.zeros(len(rows)), np.zeros(len(rows), np.bool_))) for name in names}
-
-
-def read_curves(folder: Path) -> CurvesTable | None:
-    """Return the content of the file; None if there is none, or it is unreadable."""
-    try:
-        with (folder / CURVES_NAME).open("rb") as file:
-            line = file.readline()
-            names = msgspec.json.decode(line, type=tuple[str, ...])
-            whole = (os.fstat(file.fileno()).st_size - len(line)) // _row_bytes(names)
-            if not whole:
-                return CurvesTable(names, np.zeros((0, _KEYS + len(names))))
-            # An incomplete row, being written or left by a killed writer, is ignored.
-            shape = (whole, _KEYS + len(names))
-            return CurvesTable(names, np.memmap(file, np.float64, mode="r", offset=len(line), shape=shape))
-    except (OSError, ValueError, msgspec.MsgspecError):
-        return None
 
 
 class CurvesFile:
@@ -107,7 +43,7 @@ class CurvesFile:
         self._file = self._path.open("r+b", buffering=0)
         size = self._path.stat().st_size
         header = len(_header(self._names))
-        self._file.truncate(size - (size - header) % _row_bytes(self._names))
+        self._file.truncate(size - (size - header) % row_bytes(self._names))
         self._file.seek(0, os.SEEK_END)
 
     def append(self, record: StepRecord) -> None:
@@ -118,7 +54,7 @@ class CurvesFile:
             rows = [] if table is None else [row.tobytes() for row in table._rows]
             self._names += tuple(filter(new.__contains__, values))  # in their order
             self._file.close()
-            absent = np.repeat(_ABSENT, len(new)).tobytes()
+            absent = np.repeat(ABSENT, len(new)).tobytes()
             self._begin([row + absent for row in rows])
         self._file.write(_row(record, values, self._names))
 
@@ -151,14 +87,10 @@ def _values(record: StepRecord) -> dict[str, float]:
 def _row(record: StepRecord, values: Mapping[str, float], names: Sequence[str]) -> bytes:
     row = np.array([record.step, record.committed_at, *map(values.get, names, itertools.repeat(0.0))], np.float64)
     is_absent = ~np.fromiter(map(values.__contains__, names), np.bool_, len(names))
-    row[_KEYS:].view(np.int64)[is_absent] = _ABSENT
+    row[KEYS:].view(np.int64)[is_absent] = ABSENT
     return row.tobytes()
 
 
 def _header(names: Sequence[str]) -> bytes:
     line = msgspec.json.encode(names)
     return line.ljust(-(-(len(line) + 1) // _HEADER_BYTES) * _HEADER_BYTES - 1) + b"\n"
-
-
-def _row_bytes(names: Sequence[str]) -> int:
-    return 8 * (_KEYS + len(names))

@@ -14,7 +14,7 @@ from tandem.config import Config, config_from_json
 from tandem.config.models import hub, lora
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 from tandem.observe.run_folder.recorded import checkpoints_of, config_of
 
 Which: TypeAlias = Literal["newest", "best", "all"]

@@ -14,13 +14,8 @@ from typing import Any, Self
 
 import msgspec
 
-from tandem.observe.run_folder.journal_file import (
-    connect_checked,
-    damage,
-    file_errors,
-    require_journal,
-    snapshot,
-)
+from tandem.observe.run_folder.journal_errors import damage, file_errors
+from tandem.observe.run_folder.journal_file import connect_checked, require_journal, snapshot
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,13 +12,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from tandem.common.distribution import version
 from tandem.common.errors import RunFolderError
 from tandem.common.messages import PROTOCOL_VERSION
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME, file_errors
 
-JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 CONFIG_NAME = "config.yaml"
 """File with the run's resolved configuration, for people."""
@@ -208,23 +206,3 @@ def snapshot(connection: sqlite3.Connection) -> Iterator[None]:
         yield
     finally:
         connection.execute("COMMIT")
-
-
-@contextlib.contextmanager
-def file_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of SQLite and the file system into one line that names the file."""
-    try:
-        yield
-    except sqlite3.IntegrityError:
-        raise  # a step committed twice is our bug, not the user's
-    except (sqlite3.Error, OSError) as error:
-        raise RunFolderError(f"cannot use {folder / JOURNAL_NAME}: {error}") from error
-
-
-@contextlib.contextmanager
-def damage(folder: Path) -> Iterator[None]:
-    """Turn errors in a journal's rows, which SQLite cannot notice, into one line that names the file."""
-    try:
-        yield
-    except (msgspec.MsgspecError, TypeError, ValueError, LookupError) as error:
-        raise RunFolderError(f"{folder / JOURNAL_NAME} is damaged: {error}") from error

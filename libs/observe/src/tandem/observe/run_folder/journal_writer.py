@@ -16,13 +16,13 @@ from typing import Self
 
 import msgspec
 
-from tandem.common.descriptors import Reserve
 from tandem.common.errors import RunFolderError
+from tandem.observe.run_folder.descriptor_reserve import Reserve
 from tandem.observe.run_folder.journal import JournalReader, RefitRecord, StepRecord
+from tandem.observe.run_folder.journal_errors import file_errors
 from tandem.observe.run_folder.journal_file import (
     SCHEMA_VERSION,
     connect_checked,
-    file_errors,
     new_run_id,
     refuse_journal,
     require_journal,

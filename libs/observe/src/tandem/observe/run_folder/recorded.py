@@ -10,7 +10,7 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import Config, config_from_json
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.journal import JournalReader
-from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 
 
 def config_of(journal: JournalReader) -> Config:

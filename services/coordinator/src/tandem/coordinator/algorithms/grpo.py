@@ -6,18 +6,16 @@ A step's samples become its batch in `step_batch`. The formulas are in `rewards`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.config import Config
-from tandem.config.schema.columns import TEACHER
+from tandem.coordinator.algorithms import teachers
+from tandem.coordinator.algorithms.extra_metrics import metrics_by_origin
 from tandem.coordinator.algorithms.step_batch import batch_of_step
-from tandem.coordinator.algorithms.step_metrics import metrics_by_origin
 from tandem.coordinator.algorithms.validation import described, validation_metrics
+from tandem.coordinator.algorithms.words import bad_token_ids
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import Batch
 from tandem.samples.data_sets import (
@@ -63,7 +61,7 @@ class GrpoAlgorithm:
         held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
         for asked in {(asked.data.environment or "", asked.set_name): asked for asked in train}.values():
-            self._teacher_of(asked.data.environment or "", asked.set_name)
+            teachers.teacher_of(config, asked.data.environment or "", asked.set_name)
         encoder.check_characters([*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         self._train = LazyDataset(config, train, encoder.encode, sizes)
@@ -84,7 +82,7 @@ class GrpoAlgorithm:
         self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows), capped)))
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that only validates."""
-        self._bad_token_ids = _bad_token_ids(config, tokenizer)
+        self._bad_token_ids = bad_token_ids(config, tokenizer)
         self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
 
     @property
@@ -164,28 +162,11 @@ class GrpoAlgorithm:
         prompts = {group: (encoded.prompt_ids, encoded.images) for group, encoded in drawn.items()}
         batch, metrics = batch_of_step(self._config, step, records, prompts)
         if self._config.num_of("teacher") > 1:
-            batch = self._with_teachers(batch, drawn)
+            batch = teachers.with_teachers(self._config, batch, drawn)
         if self._has_origins:
             samples = [record.scored for record in records]
             metrics |= metrics_by_origin("train", samples, drawn, by_environment=self._has_several)
         return batch, metrics
-
-    def _with_teachers(self, batch: Batch, drawn: Mapping[int, EncodedProblem]) -> Batch:
-        """Return the batch with the teacher of each sequence."""
-        numbers = {group: self._teacher_of(each.environment, each.set_name) for group, each in drawn.items()}
-        teacher_S = np.array([numbers[group] for group in batch.group_S.tolist()], dtype=np.int32)
-        return batch.replace(**{f"{TEACHER}_S": teacher_S})
-
-    def _teacher_of(self, environment: str, set_name: str) -> int:
-        """Return the index of the teacher for an environment and a data set. Raises `ConfigError` if there is none."""
-        names = list(filter(None, (environment, set_name or self._config.data.dataset_name)))
-        number = self._config.teacher_of(*names)
-        if number is None:
-            raise ConfigError(
-                f"on_policy_distillation.teacher_model_by_agent_name: no teacher for {' or '.join(map(repr, names))}, "
-                "and no default"
-            )
-        return number
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples by prompt, response and reward."""
@@ -196,12 +177,3 @@ class GrpoAlgorithm:
         if self._config.evaluates and samples:
             self.validated = samples
         return validation_metrics(self._config, self._validation, samples)
-
-
-def _bad_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the sequences of tokens that no response may contain."""
-    try:
-        words = [tokenizer.spellings(word) for word in config.policy.generation.bad_words or ()]
-    except DataError as error:
-        raise ConfigError(f"policy.generation.bad_words: {error}") from None
-    return tuple(dict.fromkeys(sequence for sequences in words for sequence in sequences))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Never, Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
-from tandem.coordinator.scheduler.events import DrawPrompts, GroupSize, SampleRecord
+from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import Batch
 from tandem.samples.images.rows import ImageRows
 
@@ -84,10 +84,3 @@ class WithoutGeneration:
     def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
         """Return nothing: there are no samples."""
         return {}
-
-
-def group_sizes(algorithm: RunningAlgorithm, drawn: DrawPrompts) -> tuple[GroupSize, ...]:
-    """Return the demand of each rollout group that is drawn on an engine."""
-    longest = algorithm.sampling(drawn.purpose).max_new_tokens
-    groups = algorithm.prompt_groups(drawn.step, drawn.purpose, drawn.groups)
-    return tuple(GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups)

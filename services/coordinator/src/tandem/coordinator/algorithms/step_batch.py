@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from tandem.common.bounds import within
 from tandem.config import Config
-from tandem.coordinator.algorithms.advantages import advantages, clipped, decoupled_advantages
+from tandem.coordinator.algorithms.advantages import advantages
 from tandem.coordinator.algorithms.components import environment_columns, gdpo_components
+from tandem.coordinator.algorithms.decoupled_advantages import clipped, decoupled_advantages
+from tandem.coordinator.algorithms.extra_metrics import age_metrics
 from tandem.coordinator.algorithms.rewards import scaled, shaped
 from tandem.coordinator.algorithms.selection import dynamic_sampling, rows_of_equal_rewards, set_aside_note
-from tandem.coordinator.algorithms.step_metrics import age_metrics, sample_metrics
+from tandem.coordinator.algorithms.step_metrics import sample_metrics
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch

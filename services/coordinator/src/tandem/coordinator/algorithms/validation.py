@@ -8,7 +8,7 @@ import numpy as np
 
 from tandem.common.messages import SampleScored
 from tandem.config import Config
-from tandem.coordinator.algorithms.step_metrics import failure_metrics, metrics_by_origin, turn_metrics
+from tandem.coordinator.algorithms.extra_metrics import failure_metrics, metrics_by_origin, turn_metrics
 from tandem.samples.data_sets import EncodedProblem
 from tandem.samples.images.markers import shown
 

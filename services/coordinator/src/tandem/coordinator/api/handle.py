@@ -14,7 +14,8 @@ from tandem.common.errors import RunFolderError, TandemError, nearest
 from tandem.config import Config
 from tandem.observe.lines import sparkline
 from tandem.observe.run_folder.ending import outcome_in
-from tandem.observe.run_folder.journal_file import JOURNAL_NAME, is_taken
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import is_taken
 
 if TYPE_CHECKING:
     import pandas

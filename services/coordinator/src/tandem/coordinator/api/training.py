@@ -21,7 +21,7 @@ from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward
 from tandem.coordinator.api.rows import QUESTION, Rows, rows_of
 from tandem.coordinator.preparing.resuming import refuse_changes
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 from tandem.observe.run_folder.recorded import config_of
 from tandem.samples.data_sets.split import share_held_out
 

@@ -42,7 +42,7 @@ def run_to_end(
         case "finished":
             return OK
         case "interrupted":
-            from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+            from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 
             if config.prerequisite is None and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
                 print("interrupted before the run had begun", flush=True)

@@ -21,27 +21,29 @@ from tandem.coordinator.loop.opening import Opened
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec
+from tandem.coordinator.observers.finished_steps import Curves, HealthWarnings
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
 from tandem.coordinator.observers.stopping import validation_stop
 from tandem.coordinator.observers.time_limit import TimeLimit
 from tandem.coordinator.observers.timeline import Timeline
-from tandem.coordinator.observers.watching import Curves, Dashboards, EngineServers, HealthWarnings, Metrics, Supervised
+from tandem.coordinator.observers.watching import Dashboards, EngineServers, Metrics, Supervised
 from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
 from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
 from tandem.coordinator.processes.known_processes import KnownProcesses, orphan_timeout_s
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.reply_checks import Limits
+from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.launch.expected import KINDS, expected_processes, launched_processes
 from tandem.launch.launch import Admits, LocalProcesses
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.assignment import scoring_trainers
-from tandem.samples.sample_folder import RestoreLimits, SampleFolder
+from tandem.samples.folders_aside import RestoreLimits
+from tandem.samples.sample_folder import SampleFolder
 
 _ORDERS_OF_A_COORDINATOR = 1 << 32
 

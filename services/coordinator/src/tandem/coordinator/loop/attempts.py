@@ -33,14 +33,14 @@ from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
 from tandem.coordinator.processes.known_processes import ProcessesSnapshot
 from tandem.coordinator.scheduler.engines.processes import Failures
-from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.status import Status
 from tandem.coordinator.scheduler.events import Finish, Lost
 from tandem.launch.expected import launched_processes
 from tandem.launch.restarts import within
 from tandem.observe.exporters.telemetry import TensorBoardWriter
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.ending import Outcome
-from tandem.samples.sample_folder import RestoreLimits
+from tandem.samples.folders_aside import RestoreLimits
 
 _GRACE_S = 10.0
 _GRACE_AFTER_FAILURE_S = 1.0

@@ -31,7 +31,7 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
-from tandem.coordinator.algorithms.running import RunningAlgorithm, group_sizes
+from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.losses import Losses
@@ -57,6 +57,7 @@ from tandem.coordinator.scheduler.events import (
     Event,
     FindRestored,
     Finish,
+    GroupSize,
     Interrupted,
     LetGo,
     Lost,
@@ -248,9 +249,8 @@ class Loop:
         match action:
             case Dispatch(process=process, command=command):
                 self._send(process, command, None)
-            case DrawPrompts(step=step, purpose=purpose):
-                sizes = group_sizes(self._algorithm, action)
-                self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
+            case DrawPrompts():
+                self._draw(action)
             case FindRestored():
                 self._handle(RestoredFound(now=time.monotonic(), groups=self._find_restored()))
             case DispatchPrompts():
@@ -277,6 +277,14 @@ class Loop:
                 self._finish = action
             case other:
                 assert_never(other)
+
+    def _draw(self, action: DrawPrompts) -> None:
+        """Draw rollout groups, and tell the scheduler what each demands of an engine."""
+        step, purpose = action.step, action.purpose
+        longest = self._algorithm.sampling(purpose).max_new_tokens
+        groups = self._algorithm.prompt_groups(step, purpose, action.groups)
+        sizes = tuple(GroupSize(num_samples=len(g.seeds), num_tokens=len(g.prompt_ids) + longest) for g in groups)
+        self._handle(PromptsDrawn(now=time.monotonic(), step=step, purpose=purpose, sizes=sizes))
 
     def _send(self, process: str, command: AnyCommand, arrays: Arrays | None) -> None:
         if isinstance(command, RestoreSamples) or (isinstance(command, Generate) and command.purpose == "train"):
@@ -351,5 +359,5 @@ class Loop:
         self._step_metrics = self._new_metrics()
 
     def _new_metrics(self) -> StepMetrics:
-        spec = self._scheduler.spec
-        return StepMetrics(is_asynchronous=not spec.is_synchronous, without_policy=spec.without_policy)
+        tables = self._scheduler.tables
+        return StepMetrics(is_asynchronous=not tables.is_synchronous, without_policy=tables.spec.without_policy)

@@ -25,7 +25,8 @@ from tandem.coordinator.processes.known_processes import ProcessesSnapshot, find
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM, new_run_id, refuse_journal
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 

@@ -17,8 +17,9 @@ from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.observe.run_folder.journal import JournalReader
+from tandem.samples.folders_aside import RestoreLimits, read_limits
 from tandem.samples.sample_files import SHARD, files
-from tandem.samples.sample_folder import RestoreLimits, SampleFolder, read_limits
+from tandem.samples.sample_folder import SampleFolder
 
 _COLUMNS = ("command_id", "group", "sample", "problem_id", "oldest_version", "newest_version", "rollout")
 
@@ -108,7 +109,7 @@ class RestoredSamples:
     def _read(self, path: Path, step: int, limits: RestoreLimits | None) -> Iterator[_Found]:
         """Yield the groups in a file that are complete and, with `limits`, made with verified weights."""
         from tandem.samples.recorded_shards import read_shard
-        from tandem.samples.sample_record import read_unfinished  # importing Arrow takes a while
+        from tandem.samples.sample_writing import read_unfinished  # importing Arrow takes a while
 
         read = read_shard if path.suffix == SHARD else read_unfinished
         groups: dict[tuple[int, int], list[dict[str, Any]]] = {}

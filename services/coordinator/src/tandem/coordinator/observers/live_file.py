@@ -12,12 +12,11 @@ from pathlib import Path
 import msgspec
 
 from tandem.config import Config
-from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
 from tandem.coordinator.observers.observer import Observer
+from tandem.coordinator.observers.places import device_of, joining_engine
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.engines.joining import Stage
-from tandem.coordinator.scheduler.engines.table import Engine
+from tandem.coordinator.scheduler.engines.status import Engine
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.observe.run_folder.journal import StepRecord
@@ -66,15 +65,13 @@ class LiveFile(Observer):
     ) -> None:
         """Begin anew, or from the snapshot of earlier attempts; `history` are the finished steps."""
         self._before = said = said or LiveSnapshot(began_at=time.monotonic())
-        self._config = config
         self._path = folder / LIVE_NAME
         self._num_steps = num_steps
         self._records = deque(history, NUM_RECENT)
         self._notes = deque(said.notes, _NUM_NOTES)
         self._num_dropped = said.num_dropped
         self._num_failures = said.num_failures
-        self._has_gpus = _DRIVER.exists()
-        self._device_of = functools.cache(self._placed)
+        self._device_of = functools.cache(functools.partial(device_of, config, _DRIVER.exists()))
         self._committed_at = time.monotonic()
         self._looked = -_PAUSE_S
         self._last: Live | None = None
@@ -170,7 +167,10 @@ class LiveFile(Observer):
                 )
                 for engine in engines
             )
-            + tuple(self._arrival(registry, name, stage) for name, stage in joining_engines.items()),
+            + tuple(
+                joining_engine(name, stage, _host(registry, name), self._device_of(name))
+                for name, stage in joining_engines.items()
+            ),
             trainers=tuple(
                 self._trainer(scheduler, registry, name, trained)
                 for name in tables.processes.of_kind["trainer"]
@@ -185,18 +185,6 @@ class LiveFile(Observer):
             notes=tuple(self._notes),
         )
 
-    def _arrival(self, registry: Registry, name: str, stage: Stage) -> LiveEngine:
-        """Return an engine that is joining the run."""
-        return LiveEngine(
-            name=name,
-            status=stage.value,
-            version=-1,
-            outstanding_tokens=0,
-            in_flight=0,
-            host=_host(registry, name),
-            device=self._device_of(name),
-        )
-
     def _trainer(self, scheduler: Scheduler, registry: Registry, name: str, trained: int) -> LiveTrainer:
         asked = next(scheduler.requests.of(name), None)
         return LiveTrainer(
@@ -207,18 +195,6 @@ class LiveFile(Observer):
             host=_host(registry, name),
             device=self._device_of(name),
         )
-
-    def _placed(self, name: str) -> str:
-        """Return the GPUs of a trainer or an engine, if there are any."""
-        first, count = int(name.rpartition("-")[2]), 1
-        if not name.startswith("trainer-"):
-            count = gpus_per_engine(self._config)
-            first = first_gpu_of_engines(self._config) + first * count
-        first %= max(1, self._config.cluster.gpus_per_node)
-        gpus = range(first, first + count)
-        if not (self._has_gpus and self._config.cluster.gpus_per_node and gpus):
-            return "CPU"
-        return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
 
     def _write(self, live: Live) -> None:
         """Write the file as a whole; errors of the disk never stop the run."""

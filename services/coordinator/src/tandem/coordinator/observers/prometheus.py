@@ -23,7 +23,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.network import url_of
 from tandem.config.schema import Prometheus
 from tandem.coordinator.scheduler.engines.joining import Stage
-from tandem.coordinator.scheduler.engines.table import COMING_BACK
+from tandem.coordinator.scheduler.engines.status import COMING_BACK
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.live import Live
 

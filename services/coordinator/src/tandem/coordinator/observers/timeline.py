@@ -44,15 +44,8 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.observe.timeline import (
-    COORDINATOR,
-    TIMELINE_NAME,
-    Span,
-    StepSpans,
-    What,
-    open_timeline,
-    write_steps,
-)
+from tandem.observe.timeline import COORDINATOR, TIMELINE_NAME, Span, StepSpans, What
+from tandem.observe.timeline_writer import open_timeline, write_steps
 
 _ERRORS = (sqlite3.Error, OSError)
 _GIVES_UP = "the timeline is not recorded any further"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.messages import EngineBuilt, Failed, Reply
-from tandem.config import Config
 from tandem.config.schema import Logger
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.observer import Observer, Reporter
@@ -18,9 +17,6 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.launch.page_process import PageProcess
 from tandem.launch.supervision import Supervision
 from tandem.observe.exporters.telemetry import MetricWriters
-from tandem.observe.health import Health
-from tandem.observe.held_out_accuracy import LowStart
-from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.engine_servers import EngineServersFile
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.timeline import StepSpans
@@ -127,48 +123,6 @@ class Dashboards(Observer):
     def committed(self, record: StepRecord) -> None:
         """Write a step's metrics."""
         self._writers.write(record.step, record.metrics, record.seconds)
-
-
-class HealthWarnings(Reporter):
-    """Warnings about a step's metrics."""
-
-    def __init__(self, config: Config, history: Sequence[StepRecord]) -> None:
-        super().__init__()
-        self._health = Health(config)
-        self._low_start: LowStart | None = None
-        if config.declaration.rolls_out and config.rollout_section.val_period > 0:
-            self._low_start = LowStart((record.step, record.metrics) for record in history)
-
-    def committed(self, record: StepRecord) -> None:
-        """Check a step's metrics."""
-        self.news += self._health.warnings(record.metrics)
-        if self._low_start is not None and (said := self._low_start.warning(record.step, record.metrics)):
-            self.news.append(said)
-
-
-_NO_CURVES = "curves are read from the journal, which takes longer"
-
-
-class Curves(Reporter):
-    """The curves in the run folder, a copy of the journal's."""
-
-    def __init__(self, folder: Path, history: Sequence[StepRecord]) -> None:
-        super().__init__()
-        self._file: CurvesFile | None = None
-        with self.going_on(_NO_CURVES):
-            self._file = CurvesFile(folder, history)
-
-    def committed(self, record: StepRecord) -> None:
-        """Append a step's metrics."""
-        if self._file is not None:
-            with self.going_on(_NO_CURVES):
-                self._file.append(record)
-
-    def close(self) -> None:
-        """Close the file."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
 
 
 class EngineServers(Reporter):

@@ -16,7 +16,7 @@ from tandem.config.models.lora import why_no_model
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.observers.stopping import validation_stop
 from tandem.observe.run_folder.journal import JournalReader, read_journal
-from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 from tandem.observe.run_folder.recorded import checkpoints_of
 from tandem.samples.model_files import write_new_model
 

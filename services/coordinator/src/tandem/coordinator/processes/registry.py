@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -148,6 +148,10 @@ class Registry:
             process.last_seen = min(now, process.last_seen + stall_s)
         for event in self._watch(now):
             yield event, {}
+
+    def waker(self) -> Callable[[], None]:
+        """Return what ends a wait of `receive`, from any thread."""
+        return self._hub.waker()
 
     def command(self, name: str, command: AnyCommand, frames: wire.Frames) -> None:
         """Send a process a request for the first time; its replies are checked against it."""

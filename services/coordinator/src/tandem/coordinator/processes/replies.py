@@ -25,8 +25,9 @@ from tandem.common.messages import (
     SamplesFinished,
 )
 from tandem.common.wire import Arrays
-from tandem.coordinator.processes.reply_checks import SHOWN, Asked, KnownState, Limits, must
-from tandem.coordinator.processes.reply_rules import CHECKS, answerable
+from tandem.coordinator.processes.reply_checks import SHOWN, Asked, KnownState, must
+from tandem.coordinator.processes.reply_table import CHECKS, answerable
+from tandem.coordinator.processes.sample_limits import Limits
 
 
 class Replies:

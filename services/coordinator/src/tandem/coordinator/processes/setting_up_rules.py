@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tandem.common.errors import RefitError, WireError
 from tandem.common.messages import (
     EngineBuilt,
     InstallProgram,
@@ -13,8 +14,8 @@ from tandem.common.messages import (
     TransfersPlanned,
 )
 from tandem.common.worker_shards import process_of
-from tandem.coordinator.processes.reply_checks import Asked, all_among, must, num_tensors_of, same
-from tandem.refit import program
+from tandem.coordinator.processes.reply_checks import Asked, all_among, must, same
+from tandem.refit import layout, program
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 
@@ -22,7 +23,7 @@ _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 def trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
     """`version` is that of the command, and `layout` can be read."""
     same(asked, reply, "version")
-    asked.state.num_tensors = (num_tensors_of("layout", reply.layout),)
+    asked.state.num_tensors = (_num_tensors_of("layout", reply.layout),)
 
 
 def engine_built(asked: Asked, reply: EngineBuilt) -> None:
@@ -36,7 +37,7 @@ def engine_built(asked: Asked, reply: EngineBuilt) -> None:
         external_requests,
         "http://HOST:PORT",
     )
-    asked.state.num_tensors = tuple(num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+    asked.state.num_tensors = tuple(_num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
 def program_installed(asked: Asked, reply: ProgramInstalled) -> None:
@@ -69,3 +70,11 @@ def transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
     for link in reply.num_bytes:
         must(link.count(">") == 1, "num_bytes", link, "a link, such as trainer-0>rollout-0")
         all_among("num_bytes", link.split(">"), parts)
+
+
+def _num_tensors_of(field: str, encoded: bytes) -> int:
+    """Return the number of tensors in a layout. Raise `WireError` if it cannot be read."""
+    try:
+        return layout.num_tensors(encoded)
+    except RefitError as error:
+        raise WireError(f"{field}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.status import Status
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.scheduler import Scheduler

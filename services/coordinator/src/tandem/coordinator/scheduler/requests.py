@@ -30,15 +30,16 @@ class CommandFields(TypedDict):
     deadline_s: float
 
 
-class PendingRequests:
-    """Gives each command its id and deadline, and closes it when it is answered. Its owner sets `now`, as it reads no
-    clock.
+class PendingRequests(dict[int, Request]):
+    """The pending requests, by the id of the command: each gets its id and deadline, and is closed when it is answered.
+
+    The owner sets `now`, as it reads no clock.
     """
 
     def __init__(self, now: float, first_command_id: int = 1, changed: Changed = no_agenda) -> None:
+        super().__init__()
         self._changed = changed
         self.now = now
-        self._by_id: dict[int, Request] = {}
         self._of_process: dict[str, dict[int, Request]] = {}
         self._num_of_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self._deadlines: list[tuple[float, int]] = []
@@ -47,12 +48,6 @@ class PendingRequests:
         """The id of the next command. Commands of an earlier attempt have lower ids, so that no late answer is
         mistaken.
         """
-
-    def __contains__(self, command_id: int) -> bool:
-        return command_id in self._by_id
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
     def open(self, process: str, phase: Phase, allowed_s: float) -> CommandFields:
         """Open a request to `process`, which belongs to `phase`."""
@@ -64,7 +59,7 @@ class PendingRequests:
             deadline=self.now + allowed_s,
             allowed_s=allowed_s,
         )
-        self._by_id[request.command_id] = request
+        self[request.command_id] = request
         self._of_process.setdefault(process, {})[request.command_id] = request
         self._num_of_phase[phase] += 1
         heapq.heappush(self._deadlines, (request.deadline, request.command_id))
@@ -79,7 +74,7 @@ class PendingRequests:
 
     def close(self, command_id: int) -> Request | None:
         """Close a request that is answered or given up, and return it; None if it was not pending."""
-        request = self._by_id.pop(command_id, None)
+        request = self.pop(command_id, None)
         if request is not None:
             del self._of_process[request.process][command_id]
             self._num_of_phase[request.phase] -= 1
@@ -109,18 +104,18 @@ class PendingRequests:
 
     def drop_all(self, *phases: Phase) -> None:
         """Drop all requests in these phases."""
-        self._close_all([request for request in self._by_id.values() if request.phase in phases])
+        self._close_all([request for request in self.values() if request.phase in phases])
 
     def drop_all_but(self, *phases: Phase) -> None:
         """Drop all requests, except those in these phases."""
-        self._close_all([request for request in self._by_id.values() if request.phase not in phases])
+        self._close_all([request for request in self.values() if request.phase not in phases])
 
     def overdue(self) -> Request | None:
         """Return a request that is past its deadline."""
-        while self._deadlines and self._deadlines[0][1] not in self._by_id:
+        while self._deadlines and self._deadlines[0][1] not in self:
             heapq.heappop(self._deadlines)
         if self._deadlines and self.now > self._deadlines[0][0]:
-            return self._by_id[self._deadlines[0][1]]
+            return self[self._deadlines[0][1]]
         return None
 
     def _close_all(self, requests: Iterable[Request]) -> None:

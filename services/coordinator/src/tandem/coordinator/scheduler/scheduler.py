@@ -31,7 +31,7 @@ from tandem.common.messages import (
     SamplesRecorded,
     Trained,
 )
-from tandem.coordinator.scheduler.agenda import Agenda, Mode, Rule, Table
+from tandem.coordinator.scheduler.agenda import Agenda
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
@@ -48,7 +48,17 @@ from tandem.coordinator.scheduler.events import (
 )
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.rules import ending, generation, leaving, losing, publishing, regeneration, setting_up
+from tandem.coordinator.scheduler.rule import Mode, Rule, Table
+from tandem.coordinator.scheduler.rules import (
+    ending,
+    generation,
+    idleness,
+    leaving,
+    losing,
+    publishing,
+    regeneration,
+    setting_up,
+)
 from tandem.coordinator.scheduler.rules.order import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps.progress import StepProgress
@@ -119,8 +129,8 @@ class Scheduler:
             tables.watch.enter(tables.phase, event.now)
         if self._may_phase_differ():
             tables.watch.enter(tables.phase, event.now)
-        if not tables.spec.is_synchronous:
-            _note_idleness(tables)
+        if not tables.is_synchronous:
+            idleness.note(tables)
         return actions
 
 
@@ -183,13 +193,3 @@ def _apply_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
                 tables.recording.take_built(process)
             return publishing.take_reply(tables, process, reply)
     return []
-
-
-def _note_idleness(tables: Tables) -> None:
-    num_engines, has_started = len(tables.engines), tables.steps.has_started
-    busy = tables.requests.num_for(Phase.TRAINING, Phase.SAVING, Phase.COPYING)
-    tables.idleness.note(
-        tables.requests.now,
-        share_of_engines=has_started * (1 - tables.groups.num_generating / max(num_engines, 1)),
-        are_trainers_idle=has_started and not busy,
-    )

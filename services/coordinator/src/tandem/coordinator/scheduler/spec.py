@@ -120,7 +120,3 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     def is_synchronous(self) -> bool:
         """Whether generation for a step waits until the weights of the step before are published."""
         return self.max_trajectory_age_steps == 0
-
-    def oldest_version(self, step: int) -> int:
-        """Return the oldest weights that training samples of a step may be made with."""
-        return step - 1 - self.max_trajectory_age_steps

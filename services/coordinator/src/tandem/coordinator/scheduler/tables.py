@@ -11,17 +11,20 @@ from collections.abc import Callable, Sequence
 
 from tandem.common.errors import ServiceError
 from tandem.common.messages import SampleScored
-from tandem.coordinator.scheduler.agenda import Changed, Mode, Table, no_agenda
+from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
 from tandem.coordinator.scheduler.engines.processes import Failures, Processes, Replacements
-from tandem.coordinator.scheduler.engines.table import EngineTable, Status
+from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import EngineTable
 from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.groups.again import GroupTable
 from tandem.coordinator.scheduler.groups.balanced import assignment_for
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
-from tandem.coordinator.scheduler.groups.table import GroupTable
-from tandem.coordinator.scheduler.phases import Idleness, Phase, Stopwatch
+from tandem.coordinator.scheduler.idleness import Idleness
+from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
+from tandem.coordinator.scheduler.rule import Mode, Table
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps, StepState
 from tandem.coordinator.scheduler.steps.recording import Recording
@@ -46,6 +49,7 @@ class Tables:
     ) -> None:
         """Take the run's spec, and `Agenda.changes`."""
         self.spec = spec
+        self.is_synchronous = spec.is_synchronous
         self.is_informative = is_informative
         self.processes = Processes(spec.expected, spec.departed, changes(Table.PROCESSES))
         self.engines_to_begin: list[str] = []
@@ -166,6 +170,10 @@ class Tables:
     def newest_step(self) -> int:
         """The newest step that groups may be generated for."""
         return min(self.step + self.spec.max_trajectory_age_steps, self.spec.last_step)
+
+    def oldest_version(self, step: int) -> int:
+        """Return the oldest weights that training samples of a step may be made with."""
+        return step - 1 - self.spec.max_trajectory_age_steps
 
     @property
     def must_save(self) -> bool:

@@ -39,12 +39,13 @@ _END_S = 5.0
 _IDLE_S = 75
 _MOST_AT_ONCE = 1024
 """Requests whose bodies are being read, of all clients."""
+_FEW_ENGINES = 8
+"""Engines whose samples are few enough at a time that a client waits for each by itself."""
 _PROTO = "application/x-protobuf"
 _CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "use_pyqwest_transport": False,
     "proto_compress_fwdbwd": False,
-    "sample_use_retrieve_futures": True,
     "custom_loss_server_side": False,
     "sample_join_sampling_session": False,
 }
@@ -89,7 +90,7 @@ class _Paths:
         """Return all paths."""
         service = self._service
         posts: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
-            "client/config": (requests.ClientConfig, lambda owner, body: _configured(body)),
+            "client/config": (requests.ClientConfig, lambda owner, body: _configured(service, body)),
             "client/dynamic_config": (requests.ClientConfig, lambda owner, body: {"refresh_interval_sec": 300}),
             "create_session": (requests.CreateSession, service.create_session),
             "session_heartbeat": (requests.OfSession, lambda owner, body: service.beat(owner, body.session_id)),
@@ -228,9 +229,12 @@ async def _delete(service: Service, owner: str, request: Request, body: bytes) -
     return Response(status_code=204)
 
 
-def _configured(body: requests.ClientConfig) -> dict[str, Any]:
+def _configured(service: Service, body: requests.ClientConfig) -> dict[str, Any]:
     requests.check_version(body.sdk_version)
-    return _CLIENT_CONFIG
+    # To ask once for all samples that have ended saves connections, and costs each sample a request more.
+    is_large = service.num_engines > _FEW_ENGINES
+    limits = {"sample_use_retrieve_futures": is_large, "sample_max_concurrent_requests": _MOST_AT_ONCE // 2}
+    return _CLIENT_CONFIG | limits
 
 
 def _page(request: Request, whole: list[Any], default: int) -> tuple[list[Any], dict[str, int]]:

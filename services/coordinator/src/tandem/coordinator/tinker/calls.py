@@ -138,6 +138,10 @@ class Held:
         """Sets of which a newer version is on its way, or about to be."""
 
 
+def _nothing() -> None:
+    """Do nothing: there is no loop yet."""
+
+
 class Desk:
     """The calls that wait, and what both threads know of the run.
 
@@ -175,6 +179,8 @@ class Desk:
         """Whether samples that have waited for the version of the engines have not begun yet."""
         self.num_samples = 0
         """Samples that are being made of a fixed version; changed by the web server's thread alone."""
+        self.wake: Callable[[], None] = _nothing
+        """Way to have the loop look for calls at once."""
         self._ended: deque[CallRecord] = deque()
         """Requests that have ended, for the journal."""
 
@@ -201,6 +207,8 @@ class Desk:
                 self._waiting.setdefault(pending.turn, deque()).append(pending)
         if why is not None:
             answer(CallFailed(why))
+        else:
+            self.wake()
 
     def next(self) -> list[Pending]:
         """Return the next call of each queue, in the order of their turns. They stay."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from tandem.samples.tokenizer import Tokenizer
 _FOR_EVER_S = 1e9
 _NUM_STEPS = 10**9
 _SOURCE = "coordinator tinker"
-_SETS = "policy.generation.transformers_cfg.adapter_sets"
+_SETS = "policy.generation.adapter_sets", "policy.generation.transformers_cfg.adapter_sets"
+"""The key of the versions that an engine holds, and its earlier place."""
 _SPARE_SETS = 3
 """Versions that an engine holds beside the newest of each model: the base, and such as samples are being made of."""
 _SETTINGS: dict[str, Any] = {
@@ -45,10 +46,7 @@ _SETTINGS: dict[str, Any] = {
     },
     "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": True},
     "policy": {
-        "share_prompts": False,
         "generation": {"temperature": 1.0, "expose_http_server": True, "colocated": {"enabled": False}},
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4}},
-        "scheduler": None,
     },
     "data": {
         "dataset_name": "reasoning_gym",
@@ -64,6 +62,8 @@ _SETTINGS: dict[str, Any] = {
     "refit": {"keep_copy": "on"},
 }
 """Settings that a run of the front end has whatever its file says. Clients bring data and losses."""
+_ADAMW = {"policy": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4}}, "scheduler": None}}
+"""Settings beside them where Megatron-Core, which has an optimizer of its own, does not train."""
 
 
 def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
@@ -78,21 +78,40 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     size = math.prod(number for number in numbers if isinstance(number, int))
     sized = {"policy": {"train_global_batch_size": size}, "grpo": {"num_prompts_per_step": size}}
     layers = laid_over(layers, sized, _SOURCE)
+    megatron = (layers.merged.get("policy") or {}).get("megatron_cfg")
+    if not (isinstance(megatron, dict) and megatron.get("enabled")):
+        layers = laid_over(layers, _ADAMW, _SOURCE)
     config = build(layers)
-    can_hold = config.policy.generation.backend == "transformers" and family_of(config.policy) is None
-    if most_models > 1 and config.policy.adapters is not None and can_hold and not layers.is_set(_SETS):
+    can_hold = family_of(config.policy) is None
+    if most_models > 1 and config.policy.adapters is not None and can_hold and not any(map(layers.is_set, _SETS)):
         own: Any = most_models + _SPARE_SETS
-        for part in reversed(_SETS.split(".")):
+        for part in reversed(_SETS[0].split(".")):
             own = {part: own}
         config = build(laid_over(layers, own, _SOURCE))
     problems = []
     if config.policy.megatron_cfg.enabled:
-        problems.append("policy.megatron_cfg.enabled: coordinator tinker trains with the DTensor backend alone")
+        problems += _of_optimizer(config.policy.megatron_cfg.optimizer)
+    if config.policy.router_replay.enabled:
+        problems.append("policy.router_replay.enabled: what clients send has no experts to replay")
     if config.prerequisite is not None:
         problems.append("prerequisite: coordinator tinker runs none; name the model that it has made")
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def _of_optimizer(given: Mapping[str, Any]) -> list[str]:
+    """Return why the steps of clients, which are AdamW's, cannot be taken by an optimizer of Megatron-Core."""
+    key = "policy.megatron_cfg.optimizer"
+    found = []
+    if given.get("optimizer", "adam") != "adam":
+        found.append(f"{key}.optimizer: coordinator tinker steps by AdamW alone: set adam")
+    if not given.get("decoupled_weight_decay", True):
+        found.append(f"{key}.decoupled_weight_decay: coordinator tinker steps by AdamW alone: set true")
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if given.get(name):
+            found.append(f"{key}.{name}: coordinator tinker cannot set the state of this optimizer aside: set false")
+    return found
 
 
 class NoAlgorithm(WithoutGeneration):

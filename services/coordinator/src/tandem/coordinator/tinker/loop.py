@@ -61,12 +61,12 @@ from tandem.coordinator.tinker.calls import (
     Scored,
     TakeStep,
 )
+from tandem.coordinator.tinker.prefixes import prefixes_of
 from tandem.observe.run_folder.calls import record_calls
-from tandem.samples.assignment import data_parallel_ranks
+from tandem.samples.assignment import EMPTY_ROW, assign, data_parallel_ranks
 
-_BUSY_POLL_S, _IDLE_POLL_S = 0.003, 0.02
-_BUSY_FOR_S = 2.0
-"""Time after a call for which the next one is looked for more often."""
+_SAMPLES_POLL_S = 0.003
+"""Time between looks while a call waits until samples are made; else the loop is woken."""
 _WRITE_S = 1.0
 """Time between writes to the journal, each of which is synced to disk: a server that is killed loses these records."""
 _SETTLE_S = 0.1
@@ -104,7 +104,6 @@ class CallLoop(Loop):
         """The requests of the step that is open, by trainer."""
         self._running: _Running | None = None
         self._publishing: tuple[int, Pending] | None = None
-        self._called_at = 0.0
         self._has_update, self._is_restored = False, False
         """Whether the optimizer has stepped in this step of the scheduler, and whether other weights were taken."""
         self._changed: set[int] = set()
@@ -116,7 +115,8 @@ class CallLoop(Loop):
         self._metrics: dict[str, float] = {}
         self._began_at = time.monotonic()
         self._write_at = 0.0
-        self.poll_s = _IDLE_POLL_S
+        self._idle_s = self.poll_s
+        desk.wake = self._registry.waker()
 
     def run(self) -> Finish:
         """Run until the scheduler finishes; nothing stays without an answer."""
@@ -172,28 +172,32 @@ class CallLoop(Loop):
 
     def _go_on(self, now: float) -> Iterator[Event]:
         """Go on with calls as far as possible; yield what the scheduler has to know."""
-        self.poll_s = _BUSY_POLL_S if now < self._called_at + _BUSY_FOR_S else _IDLE_POLL_S
+        self.poll_s = self._idle_s
         if self._publishing is not None and self._is_published(self._publishing[0]):
             (version, published), self._publishing = self._publishing, None
             self._has_published(version, published)
         if self._running is not None:
-            self._called_at = now
-            yield from self._conclude(self._running, now)
+            running = self._running
+            yield from self._conclude(running, now)
+            self._look_on(running)
             return
         if self._scheduler.tables.steps.is_interrupted and self._held:
             self._desk.close("the server is ending", is_over=True)
             yield from self._trained(now)
         if len(self._held) < len(self._trainers):
             return
-        waiting = self._desk.next()
-        if waiting:
-            self._called_at = now
-        for pending in waiting:
+        for pending in self._desk.next():
+            self.poll_s = _SAMPLES_POLL_S
             if not isinstance(pending.call, Publish | Recall) or self._may_publish(pending):
-                running = self._start(self._desk.take(pending.turn), now)
-                if running is not None and not running.unanswered:
-                    yield from self._conclude(running, now)
+                started = self._start(self._desk.take(pending.turn), now)
+                if started is not None and not started.unanswered:
+                    yield from self._conclude(started, now)
+                self._look_on(started)
                 return
+
+    def _look_on(self, running: _Running | None) -> None:
+        """Wait for the answers of trainers, if any are owed; else look for the next call at once."""
+        self.poll_s = self._idle_s if running is not None and running.unanswered else 0.0
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
@@ -316,15 +320,15 @@ class CallLoop(Loop):
         self._sent.pop(command.command_id)  # the scheduler does not know it
 
     def _send_gradients(self, running: _Running, call: AddGradients) -> None:
-        """Divide the sequences among the data-parallel ranks: the longest first, in turns."""
-        lengths = [len(each.token_ids) for each in call.sequences]
+        """Divide the sequences among the data-parallel ranks, with those that begin alike beside each other."""
         num_ranks = max(self._ranks) + 1
-        rank_S = np.zeros(len(lengths), dtype=np.int32)
-        for place, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
-            turn, rank = divmod(place, num_ranks)
-            rank_S[row] = rank if turn % 2 == 0 else num_ranks - 1 - rank
+        lengths_S = np.array([len(each.token_ids) for each in call.sequences], dtype=np.int32)
+        prefixes = prefixes_of([each.token_ids for each in call.sequences])
+        rank_S = np.zeros(len(lengths_S), dtype=np.int32)
+        for rank, share in enumerate(assign(range(len(lengths_S)), lengths_S, num_ranks, prefixes.prompt_S)):
+            rank_S[[row for row in share if row != EMPTY_ROW]] = rank
         running.rows = {rank: np.flatnonzero(rank_S == rank).tolist() for rank in range(num_ranks)}
-        table = {"lengths_S": np.array(lengths, dtype=np.int32), "rank_S": rank_S}
+        table = {"lengths_S": lengths_S, "rank_S": rank_S, **prefixes._asdict()}
         # Other targets cost more, and all trainers have to compute the same.
         has_others = call.has_other_targets
         for trainer, rank in zip(self._trainers, self._ranks, strict=True):

@@ -18,19 +18,20 @@ import msgspec
 from tandem.coordinator.tinker.proto import Likeliest, Sampled
 from tandem.coordinator.tinker.requests import Refused, Sample
 from tandem.observe.run_folder.engine_servers import read_engine_servers
-from tandem.serving.upstream import BROKEN, asked
+from tandem.serving.upstream import BROKEN, Upstream
 
 _LOOK_S = 0.2
 _MOST_STOPS = 64
 _PLACES_AT_ONCE = 256
 _NOT_HELD = 409
-_AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+_AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "detokenize": False}
 _HEADERS = {"content-type": "application/json", "accept": "*/*"}
 
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
+    """The likeliest tokens in the place of each; empty if none were asked for."""
 
 
 class _Choice(msgspec.Struct):
@@ -70,6 +71,7 @@ class Engines:
         self._run = run
         self._max_length = max_length
         self.timeout_s = timeout_s
+        self._upstream = Upstream()
         self._num_asked: Counter[str] = Counter()
 
     def question(self, sample: Sample, token_ids: list[int]) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class Engines:
         name = min(servers, key=lambda each: (self._num_asked[each], random.random()))
         self._num_asked[name] += 1
         try:
-            async with asked(servers[name], "POST", "/v1/completions", _HEADERS, body) as answer:
+            async with self._upstream.asked(servers[name], "POST", "/v1/completions", _HEADERS, body) as answer:
                 text = b"".join([part async for part in answer.body()])
                 status = answer.status
         except BROKEN as error:

@@ -113,6 +113,7 @@ class Service:
             most_tokens=most_tokens,
         )
         adapters = config.policy.adapters
+        self.num_engines = config.cluster.rollouts
         self.lora_rank: int | None = None if adapters is None else adapters.dim
         self.base_model, self._tokenizer = _names(config.policy.model_name)
         self.futures = Futures(desk.record)

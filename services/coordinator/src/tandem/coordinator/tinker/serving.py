@@ -106,7 +106,7 @@ def _desk(config: Config, terms: Terms, stack: contextlib.ExitStack) -> Desk:
         desk: Desk = RecordingDesk(terms.most_models, record)
     else:
         desk = Desk(terms.most_models)
-    if config.policy.generation.transformers_cfg.adapter_sets > 1:
+    if config.policy.generation.num_adapter_sets > 1:
         desk.held = Held()
     return desk
 

@@ -94,7 +94,7 @@ def _tinker(arguments: argparse.Namespace) -> int:
     if arguments.models > 1 and config.policy.adapters is None:
         raise ConfigError(
             f"--models {arguments.models}: all weights are trained, and those of one model at a time; several share "
-            "the weights under their adapters (policy.dtensor_cfg.lora_cfg)"
+            "the weights under their adapters (policy.dtensor_cfg.lora_cfg, or policy.megatron_cfg.peft)"
         )
     states = arguments.states or Path(f"{config.logger.log_dir.rstrip('/')}_tinker")
     mode: Mode = "restart" if arguments.restart else "new"

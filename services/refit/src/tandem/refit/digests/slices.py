@@ -237,3 +237,8 @@ def _region_boxes(quantisation: Quantisation, num_dims: int) -> tuple[Ints, Ints
         pad_dims(regions.start_QD[:, extra:], num_dims, 0),
         pad_dims(regions.shape_QD[:, extra:], num_dims, 1),
     )
+
+
+def everything(layout: Layout) -> Verification:
+    """Return the verification of all pieces of a layout, unconverted."""
+    return Verification(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))

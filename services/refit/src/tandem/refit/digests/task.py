@@ -27,10 +27,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.refit.digests import terms
 from tandem.refit.digests.comparison import combine
-from tandem.refit.digests.slices import DigestList, Sampling
-from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
+from tandem.refit.digests.slices import DigestList, Sampling, everything
+from tandem.refit.layout import DTYPES, ITEM_SIZES, Layout
 from tandem.refit.program import Quantisation, Verification
 
 if TYPE_CHECKING:  # comparing digests needs no torch
@@ -38,7 +37,7 @@ if TYPE_CHECKING:  # comparing digests needs no torch
 
     from tandem.refit.digests.kernels import Span
 
-__all__ = ["DigestTask", "Sampling", "combine", "digest_box", "digest_layout", "everything"]
+__all__ = ["DigestTask", "Sampling", "combine", "everything"]
 
 _SLAB_BYTES = {"cpu": 2**21, "cuda": 2**26}
 """Bytes digested at a time: about a millisecond on a CPU; on a GPU a launch that hides the cost of the next."""
@@ -179,7 +178,7 @@ class DigestTask:
             flat.storage_offset() + offset // item_size,
         )
         hashed_dtype = getattr(torch, DTYPES[hashed])
-        for slab, spans in _slabs(values, _spans(start[missing:], shape[missing:], step[missing:])):
+        for slab, spans in slabs_of(values, spans_of(start[missing:], shape[missing:], step[missing:])):
             words = slab if slab.dtype == hashed_dtype else self._as(slab, hashed_dtype)
             add_slab_sum(self._totals_T[tensor], words, spans)
             yield
@@ -191,58 +190,14 @@ class DigestTask:
         return self._converted[: slab.numel()].view(slab.shape).copy_(slab)
 
 
-def digest_layout(
-    layout: Layout,
-    storages: Mapping[str, torch.Tensor],
-    verification: Verification | None = None,
-    *,
-    sampling: Sampling | None = None,
-    quantisations: Sequence[Quantisation] = (),
-) -> NDArray[np.uint64]:
-    """Return the digests of a process's weights, one per tensor, by running a `DigestTask` to its end."""
-    return DigestTask(layout, storages, verification, sampling=sampling, quantisations=quantisations).result()
-
-
-def everything(layout: Layout) -> Verification:
-    """Return the verification of all pieces of a layout, unconverted."""
-    return Verification(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))
-
-
-def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor) -> int:
-    """Return a slice's partial digest of tensor `name`.
-
-    Args:
-        name: Hugging Face name of the tensor.
-        global_shape: shape of the whole tensor.
-        box: the slice in `values`.
-        values: of the slice's shape, any strides, elements of 1, 2 or 4 bytes.
-
-    Returns:
-        An unsigned 64-bit number; add partial digests up with `combine`.
-
-    Raises:
-        RefitError: the elements have another size.
-
-    """
-    from tandem.refit.digests.kernels import slab_sum
-
-    if box.num_elements == 0:
-        return 0
-    assert tuple(values.shape) == box.shape, f"{name}: {tuple(values.shape)} is not the shape of {box}"
-    spans = _spans(box.start, box.shape, (1,) * len(box.shape))
-    whole = values.detach().reshape(box.shape or (1,))
-    total = sum(int(slab_sum(slab, slab_spans)) for slab, slab_spans in _slabs(whole, spans))
-    return combine(total * terms.salt(name, global_shape, str(values.dtype).removeprefix("torch.")))
-
-
-def _spans(start: Sequence[int], shape: Sequence[int], step: Sequence[int]) -> list[Span]:
+def spans_of(start: Sequence[int], shape: Sequence[int], step: Sequence[int]) -> list[Span]:
     """Return the global indices along each dimension; a scalar is a vector of one element."""
     num_dims = len(shape)
     spans = [(num_dims - dim, *span) for dim, span in enumerate(zip(start, shape, step, strict=True))]
     return spans or [(1, 0, 1, 1)]
 
 
-def _slabs(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Tensor, list[Span]]]:
+def slabs_of(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Tensor, list[Span]]]:
     """Cut a slice into slabs, and yield each with its global indices."""
     from tandem.refit.digests.kernels import MAX_COLUMNS
 

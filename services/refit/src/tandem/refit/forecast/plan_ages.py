@@ -19,7 +19,7 @@ from tandem.common.errors import ConfigError, listed
 from tandem.config import Config, config_from_json, differences
 from tandem.config.dump import length_and_validation
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
-from tandem.observe.run_folder.journal_file import JOURNAL_NAME
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 from tandem.refit.forecast.ages import Prediction, Rates, most_times_as_fast, predict
 
 AGES = (0, 1, 2, 4)

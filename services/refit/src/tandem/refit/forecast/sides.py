@@ -168,7 +168,7 @@ def model_shape(config: Config) -> ModelShape | str:
     if has_weights and family_of(config.policy) is None:
         return from_checkpoint(folder)
     if path is not None:
-        found = _read_json(path)
+        found = {**_read_json(path), **(config.policy.hf_config_overrides or {})}
     elif new is not None:
         found = {"vocab_size": len(new.characters) + 2, **new.config}
     elif folder.is_dir():

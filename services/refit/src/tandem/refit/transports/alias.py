@@ -5,7 +5,7 @@ This needs a whole parameter of the engine in one range of shared memory, in the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +15,10 @@ from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints
 from tandem.refit.layout import ITEM_SIZE_OF_CODE, ITEM_SIZES, Address
 from tandem.refit.transfer import Copies, Transfer
+from tandem.refit.transports.aliases import Aliases
+from tandem.refit.transports.end import End
 from tandem.refit.transports.shm import Shm
-from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:
     import torch
@@ -58,31 +60,11 @@ class Alias(Transport):
 
     def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
         """Find each parameter's place in the sources' memory."""
-        return Aliases(transfers, end, self._copied)
-
-
-class Aliases:
-    """The zero-copy transfers of one round at their receiver."""
-
-    def __init__(self, transfers: Sequence[Transfer], end: End, copied: Shm) -> None:
-        self.num_copies = self.num_bytes = 0
-        self._end = end
-        self._links = [transfer.link for transfer in transfers]
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs = []
         for transfer in transfers:
-            opened = [copied.open(storage, transfer.source, end) for storage in transfer.source_storages]
-            self._pairs += places_of(transfer, opened, end.memory, end.member)
-
-    def install(self) -> None:
-        """Point the parameters at the sources' memory; from now on each optimizer step is visible immediately."""
-        for parameter, range_ in self._pairs:
-            parameter.data = range_
-
-    def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
-        """Count the links; there is nothing to move."""
-        if self._end.takes_part(only):
-            for link in self._links:
-                counted.setdefault(link, 0)
+            opened = [self._copied.open(storage, transfer.source, end) for storage in transfer.source_storages]
+            pairs += places_of(transfer, opened, end.memory, end.member)
+        return Aliases([transfer.link for transfer in transfers], pairs, end)
 
 
 def places_of(

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address, CudaMemory, Storage, UnpeeredCudaMemory
 from tandem.refit.transfer import Transfer
-from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
+from tandem.refit.transports.end import End
+from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch

@@ -35,6 +35,7 @@ from tandem.common.worker_shards import process_of
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports import encoding
 from tandem.refit.transports.encoding import Change, Kind
+from tandem.refit.transports.end import End
 from tandem.refit.transports.exchange import (
     TAGS_A_ROUND,
     BoundMessage,
@@ -48,7 +49,6 @@ from tandem.refit.transports.exchange import (
 from tandem.refit.transports.process_group import Group, Message
 from tandem.refit.transports.sizes import DEPTH
 from tandem.refit.transports.stream import Stream, Streams
-from tandem.refit.transports.transport import End
 
 _NOTHING_HELD = 0
 _NUM_FIELDS = 5

@@ -11,8 +11,8 @@ from tandem.common.errors import RefitError
 from tandem.refit.layout import Storage
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports.copying import Copier
+from tandem.refit.transports.end import End
 from tandem.refit.transports.memory import Memory, destination_side, source_side, wire_bytes
-from tandem.refit.transports.transport import End
 
 
 class Pulls:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address, SharedMemory, Storage
 from tandem.refit.transfer import Transfer
-from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
+from tandem.refit.transports.end import End
+from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from tandem.refit.layout import Address
 from tandem.refit.transfer import Transfer
+from tandem.refit.transports.end import End
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
-from tandem.refit.transports.transport import BoundTransfers, End, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:  # needs torch
     from tandem.refit.transports.exchange import Exchange

@@ -9,23 +9,17 @@ source takes part, at the sender. To add a transport, write a module with a subc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.worker_shards import process_of
 from tandem.refit.columns import Ints
-from tandem.refit.layout import Address, Layout, Storage
-from tandem.refit.transfer import Copies, Transfer, TransferGroup
-
-if TYPE_CHECKING:  # the planner runs in processes without torch
-    import torch
-
-    from tandem.refit.transports.memory import Memory
-    from tandem.refit.transports.process_group import Group
+from tandem.refit.layout import Address, Layout
+from tandem.refit.transfer import Copies, Transfer
+from tandem.refit.transports.end import End
 
 Wire = Literal["memory", "same_gpu", "peer_gpu", "network"]
 """The medium that bytes pass through: a key of ``cluster.links``, which has its rate."""
@@ -50,32 +44,6 @@ class Route(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         source, destination = ("a GPU" if is_gpu else "a CPU" for is_gpu in (self.from_gpu, self.to_gpu))
         return f"from {'the same' if self.same_host else 'another'} host, from {source} to {destination}"
-
-
-class End(NamedTuple):
-    """One process's end of its transfers, to which a transport binds them."""
-
-    member: str
-    memory: Memory
-    device: torch.device
-    """Device of the parameters."""
-    transfer_groups: Mapping[str, TransferGroup]
-    """The program's transfer groups, by name."""
-    groups: Mapping[str, Group]
-    """Connected transfer groups by name, looked up at each run."""
-    opened: dict[tuple[str, str], torch.Tensor]
-    """Opened storages of other processes, by process and storage: each is opened once."""
-
-    def open_once(self, source: str, storage: Storage, open_storage: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the bytes of another process's storage; `open_storage` opens it the first time."""
-        key = source, storage.name
-        if key not in self.opened:
-            self.opened[key] = open_storage()
-        return self.opened[key]
-
-    def takes_part(self, only: Collection[str] | None) -> bool:
-        """Return whether this process is to receive; `only` is that of `BoundTransfers.run`."""
-        return only is None or process_of(self.member) in only
 
 
 class BoundTransfers(Protocol):

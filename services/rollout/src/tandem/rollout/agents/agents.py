@@ -30,8 +30,8 @@ from tandem.rollout.agents.programs import Launcher
 from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score
+from tandem.rollout.environments.faults import FaultPolicy, Unscored
 from tandem.rollout.environments.outcomes import MOST_RETRIES, Failure, failure_of, timed_out
-from tandem.rollout.environments.scorer import FaultPolicy, Unscored
 from tandem.rollout.openai_api.app import api_routes, read_body
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.images import limits_of, stored_images

@@ -16,8 +16,8 @@ import msgspec
 
 from tandem.common.errors import HelperLost
 from tandem.rollout.agents.launcher import Program
-from tandem.rollout.environments.guarded import GuardedProcess, how_it_ended, said_of
 from tandem.rollout.environments.printing import bounded
+from tandem.rollout.environments.processes.guarded import GuardedProcess, how_it_ended, said_of
 
 _MOST_STARTS = 3
 """Launchers in a row that may die before starting programs is given up."""

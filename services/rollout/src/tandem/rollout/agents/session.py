@@ -19,7 +19,7 @@ import numpy as np
 from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.scorer import Unscored
+from tandem.rollout.environments.faults import Unscored
 from tandem.samples.batch import Batch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts

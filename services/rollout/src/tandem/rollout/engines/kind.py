@@ -29,6 +29,20 @@ def engine_kind(
     return functools.partial(made, read_image=read_image, undrawable=undrawable, limits=limits)
 
 
+def adapters_kind(backend: str) -> Callable[..., Engine]:
+    """Return what builds an engine of a text model that holds the adapters of several versions.
+
+    It takes the arguments of the engine that holds one, and ``num_sets``.
+    """
+    if backend == "vllm":
+        from tandem.rollout.engines.vllm.adapters import AdaptersVllmEngine
+
+        return AdaptersVllmEngine
+    from tandem.rollout.engines.adapters import AdaptersEngine
+
+    return AdaptersEngine
+
+
 def _vllm_engine(*, sees: bool) -> Callable[..., Engine]:
     if sees:
         from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine

@@ -12,16 +12,14 @@ from tandem.common.errors import DataError, RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
 from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
-from tandem.refit.weight_client import Digesting, Holder, Installed
 from tandem.rollout.engine import NotHeld, Request
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
-
-_NO_REFITS = "the engine has loaded its weights itself, and takes no others"
 
 
 class EngineWeights(Holder, Protocol):
@@ -35,37 +33,6 @@ class EngineWeights(Holder, Protocol):
     def close(self) -> None:
         """Release the programs and leave all transfer groups."""
         ...
-
-
-class NoRefits:
-    """Weights that an engine loaded itself and never refits."""
-
-    layouts: tuple[Layout, ...] = ()
-
-    def install(self, programs: Sequence[TransferProgram]) -> Installed:
-        """Refuse to install programs."""
-        raise RefitError(_NO_REFITS)
-
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
-        """Refuse to connect."""
-        raise RefitError(_NO_REFITS)
-
-    def apply(
-        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
-    ) -> dict[str, int]:
-        """Refuse to apply a version."""
-        raise RefitError(_NO_REFITS)
-
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
-        """Refuse to digest."""
-        raise RefitError(_NO_REFITS)
-
-    def misquantised(self) -> tuple[str, ...]:
-        """Return nothing, because nothing was received."""
-        return ()
-
-    def close(self) -> None:
-        """Do nothing, because there is no program."""
 
 
 class RefittedEngine:

@@ -17,7 +17,8 @@ from tandem.config.models.hf_config import load_config, model_class
 from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import LayoutBuilder, whole
-from tandem.refit.weight_client import Weights, device_name, host_name
+from tandem.refit.places import device_name, host_name
+from tandem.refit.weights import Weights
 from tandem.rollout.engines.attention import ATTENTION_NAME, BLOCKS_ATTENTION_NAME
 
 

@@ -8,8 +8,9 @@ from tandem.common.messages import EngineServer, PromptGroup
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.rollout.environments.environment import Score, Turn
+from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.program import Program
-from tandem.rollout.environments.scorer import Scorer, Unscored
+from tandem.rollout.environments.scorer import Scorer
 from tandem.samples.chat_templates import Messages
 
 

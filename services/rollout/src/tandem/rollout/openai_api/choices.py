@@ -168,15 +168,32 @@ class Growing:
                 text, calls = text + rest, calls + more
             if reason == "stop" and self._calls.has_calls:
                 reason = "tool_calls"
-        return Piece(
-            text=text,
-            token_ids=chunk.token_ids,
-            logprobs=chunk.logprobs,
-            versions=chunk.versions,
-            alternatives=chunk.alternatives,
-            finish_reason=reason,
-            tool_calls=calls,
-        )
+        return _piece(chunk, text, reason, calls)
+
+
+class WithoutText:
+    """A builder of pieces for a request that wants no texts."""
+
+    @staticmethod
+    def add(chunk: Chunk) -> Piece:
+        """Return what a chunk adds to the response."""
+        return _piece(chunk, "", chunk.finish_reason, [])
+
+
+def _piece(chunk: Chunk, text: str, reason: FinishReason | None, calls: list[ToolCall]) -> Piece:
+    return Piece(
+        text=text,
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        versions=chunk.versions,
+        alternatives=chunk.alternatives,
+        finish_reason=reason,
+        tool_calls=calls,
+    )
+
+
+def _has_text(request: Generating) -> bool:
+    return not isinstance(request, CompletionRequest) or request.detokenize is not False
 
 
 async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenerator[Chosen, None]:
@@ -190,7 +207,8 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
     async def follow(number: int, wanted: Wanted) -> None:
         try:
             prompt_ids = job.prompts[wanted.prompt]
-            growing = Growing(model, request, prompt_ids, wanted.seed)
+            has_text = _has_text(request)
+            growing = Growing(model, request, prompt_ids, wanted.seed) if has_text else WithoutText()
             chunks = model.generator.generate(
                 prompt_ids, wanted.sampling, wanted.seed, job.images, is_streamed=is_streamed
             )
@@ -226,6 +244,8 @@ async def collect(model: ServedModel, request: Generating, job: Job) -> list[Pie
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """Join the pieces of a response into one."""
+    if len(pieces) == 1:
+        return pieces[0]
     return Piece(
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
@@ -416,6 +436,8 @@ class CompletionView:
     def _logprobs(self, number: int, piece: Piece) -> CompletionLogprobs | None:
         if not self._request.wants_logprobs:
             return None
+        if not _has_text(self._request) and piece.alternatives is None:
+            return CompletionLogprobs(tokens=[], token_logprobs=piece.logprobs, top_logprobs=[], text_offset=[])
         tokens = [self._text_of(token_id) for token_id in piece.token_ids]
         alternatives = piece.alternatives or [[]] * len(tokens)
         offsets = []

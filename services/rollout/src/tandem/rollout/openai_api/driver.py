@@ -78,6 +78,8 @@ class EngineDriver:
         self._streams: dict[int, _Stream] = {}
         """Streams of the requests that the engine has."""
         self._num_unfinished = 0
+        self._telling: asyncio.AbstractEventLoop | None = None
+        """The event loop that is about to tell the engine's thread that there is something to do."""
 
     @property
     def num_unfinished(self) -> int:
@@ -88,6 +90,11 @@ class EngineDriver:
     def num_running(self) -> int:
         """Responses that the engine has."""
         return len(self._streams)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine's thread has something to do; what it has made may still be on its way to clients."""
+        return bool(self._streams or self._arrived or self._left)
 
     # --- called by the event loop ------------------------------------------------------------------------------------
 
@@ -118,8 +125,7 @@ class EngineDriver:
                 raise Refused(what, status=429, kind="rate_limit_error", code="overloaded")
             self._num_unfinished += 1
             self._arrived.append(stream)
-            self._changed.notify()
-        self._notify()
+        self._tell(stream.loop)
         is_finished = False
         try:
             while not is_finished:
@@ -133,15 +139,31 @@ class EngineDriver:
                 self._num_unfinished -= 1
                 if not is_finished:
                     self._left.add(stream)
-                    self._changed.notify()
-            self._notify()
+            if not is_finished:
+                self._tell(stream.loop)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tell the engine's thread that there is something to do, once for all that happens in this turn of the loop.
+
+        Responses that are asked for together begin together then, and the threads do not pass each other the
+        interpreter for each.
+        """
+        if self._telling is not loop:
+            self._telling = loop
+            loop.call_soon(self._tell_now)
+
+    def _tell_now(self) -> None:
+        self._telling = None
+        with self._changed:
+            self._changed.notify()
+        self._notify()
 
     # --- called by the thread that drives the engine -----------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something to do, or after `timeout_s`."""
         with self._changed:
-            if not (self._arrived or self._left or self._streams):
+            if not self.has_work:
                 self._changed.wait(timeout_s)
 
     def work(self) -> None:

@@ -293,6 +293,8 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
     logprobs: NumAlternatives | None = None
     add_special_tokens: bool | None = None
     """vLLM's field: false omits what the tokenizer adds to a text, such as the beginning of a sequence."""
+    detokenize: bool | None = None
+    """vLLM's name: false leaves out all texts, also those of tokens with log-probabilities, which takes a while."""
 
     @property
     def most_tokens(self) -> int:

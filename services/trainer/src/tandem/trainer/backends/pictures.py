@@ -100,7 +100,7 @@ class PixelSource:
 
 
 class Pictures:
-    """Gives a model the inputs that come from images: `tandem.trainer.scorers.Pictures`."""
+    """Gives a model the inputs that come from images: `tandem.trainer.scorers.scorer.Pictures`."""
 
     def __init__(self, config: Config, section: Model, family: VisionFamily, model: Any, ranks: Ranks) -> None:
         """Take a whole model, which `ranks` will shard, of a section of the configuration.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tandem.config.schema import Model
 from tandem.trainer.backend import Replicas
 from tandem.trainer.backends import tensor_plans
+from tandem.trainer.backends.reductions import sum_over
 from tandem.trainer.models import decoder_layers
 
 
@@ -66,7 +67,7 @@ class Ranks:
             rank=self.data.get_local_rank(),
             size=self.data.size(),
             sequence_divisor=self.sequence_divisor,
-            sum=self.sum_over_replicas,
+            sum=partial(sum_over, self.data.get_group(), self.device),
         )
 
     @property
@@ -79,12 +80,6 @@ class Ranks:
         """Divisor of the length of a sequence, so that its shares are equal."""
         divisor = 1 if self.context.size() == 1 else 2 * self.context.size()
         return divisor * (self.tensor.size() if self._splits_sequences else 1)
-
-    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a float64 tensor over the ranks that see other sequences."""
-        total = values.detach().clone().to(self.device)
-        dist.all_reduce(total, group=self.data.get_group())
-        return total
 
     def shard(self, model: torch.nn.Module, settings: Model) -> None:
         """Split a whole model over the tensor ranks, then shard each layer, and the rest, over the others.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.errors import ConfigError, NotFiniteError, WireError
+from tandem.common.errors import NotFiniteError, WireError
 from tandem.common.messages import (
     AddGradient,
     CallCommand,
@@ -32,18 +32,20 @@ from tandem.config.schema.columns import TEACHER_TOPK_INDICES, Column
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import Batch, Float32s
 from tandem.trainer.backend import Backend
-from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.padding import unpad_into
 from tandem.trainer.batching.shard import Shard
 from tandem.trainer.calls.losses import LOSSES
+from tandem.trainer.calls.policy import CalledPolicy, Progress
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import StudentScores, TokenScores
+from tandem.trainer.scoring import Scores, StudentScores, TokenScores
 
 INPUTS = ("weights", "advantages", "logprobs")
 """Loss inputs of each token."""
 _DTYPES = {
     "lengths_S": "int32",
     "rank_S": "int32",
+    "prompt_S": "int32",
+    "prompt_lengths_S": "int32",
     "token_ids_T": "int32",
     "loss_mask_T": "bool",
     **{f"{name}_T": "float32" for name in INPUTS},
@@ -57,9 +59,8 @@ class _Set(NamedTuple):
     """A set of weights that waits for its turn."""
 
     weights: dict[str, torch.Tensor]
-    steps: tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, int] | None
-    """Its optimizer, with schedule and number of steps; None for a new one."""
-    gradients: dict[str, torch.Tensor | None]
+    progress: Progress | None
+    """Its optimizer and gradient; None for a new one."""
     loss: float
     has_gradient: bool
 
@@ -69,11 +70,9 @@ class Calls:
 
     def __init__(self, context: ServiceContext, backend: Backend, vocabulary: int) -> None:
         """Begin with the policy as it is, whose weights are kept to go back to."""
-        if not isinstance(backend, DTensorBackend):
-            raise ConfigError("policy: only the DTensor backend trains by single calls")
         self._context = context
         self._backend = backend
-        self._policy = backend.policy
+        self._policy = _called(backend)
         self._config = context.config
         self._vocabulary = vocabulary
         self._first = {
@@ -119,7 +118,9 @@ class Calls:
 
     def _add_gradient(self, command: AddGradient, arrays: Arrays) -> None:
         whole, own = self._read(arrays)
-        shard = Shard(self._config.policy, whole, own, self._backend.replicas("policy"))
+        settings = self._config.policy
+        shares_prompts = settings.share_prompts and self._backend.shares_prompts
+        shard = Shard(settings, whole, own, self._backend.replicas("policy"), shares_prompts=shares_prompts)
         columns: dict[Column, NDArray[Any]] = {column: own.columns[f"{name}_T"] for name, column in _COLUMNS.items()}
         if _TARGETS in own.columns:
             columns[TEACHER_TOPK_INDICES] = own.columns[_TARGETS][:, None]
@@ -133,14 +134,11 @@ class Calls:
             self._loss += loss
             self._has_gradient = True
         else:
-            total = torch.zeros(1, dtype=torch.float64, device=self._backend.device)
-            for micro_batch, scores_BT in zip(micro_batches, self._policy.scores(micro_batches), strict=True):
-                assert isinstance(scores_BT, TokenScores | StudentScores), "those of a policy"
-                total += loss_of(micro_batch, scores_BT)
-            loss = float(self._backend.sum_over_ranks(total)[0])
+            loss = self._policy.score(micro_batches, loss_of)
         if not abs(loss) < float("inf"):
             self._forget_gradient()
             raise NotFiniteError(f"the loss is {loss}: its gradient, and those of the calls before, are dropped")
+        self._policy.complete(logprobs_T)
         reply = GradientAdded(command_id=command.command_id, loss=loss, logprobs=logprobs_T.astype("<f4").tobytes())
         self._context.reply(command.command_id, reply)
 
@@ -150,9 +148,10 @@ class Calls:
         own: Batch,
         logprobs_T: Float32s,
         micro_batch: MicroBatch,
-        scores_BT: TokenScores | StudentScores,
+        scores_BT: Scores,
     ) -> torch.Tensor:
         """Return the loss of a micro-batch, and write its log-probabilities to those of the shard."""
+        assert isinstance(scores_BT, TokenScores | StudentScores), "those of a policy"
         logprobs_BT = scores_BT.others[..., 0] if isinstance(scores_BT, StudentScores) else scores_BT.logprobs
         unpad_into(logprobs_T, logprobs_BT, own, micro_batch.rows)
         mask_BT = micro_batch.loss_mask_BT
@@ -160,30 +159,16 @@ class Calls:
         return torch.where(mask_BT, loss_BT, 0.0).sum()
 
     def _step(self, command: StepOptimizer) -> None:
-        if not self._has_gradient:
-            # FSDP has no gradient to clip, and AdamW would step with none: then only the weights decay.
-            for parameter in self._policy.parameters.values():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        for group in self._policy.optimizer.param_groups:
-            if "betas" not in group:
-                raise ConfigError("policy.optimizer.name: only torch.optim.AdamW trains by single calls")
-            group["lr"] = command.learning_rate
-            group["betas"] = (command.beta1, command.beta2)
-            group["eps"] = command.eps
-            group["weight_decay"] = command.weight_decay
-        loss = self._loss
+        loss, has_gradient = self._loss, self._has_gradient
         self._loss, self._has_gradient = 0.0, False
-        done = self._policy.take_step(loss, command.max_grad_norm or None)
-        self._context.reply(
-            command.command_id, OptimizerStepped(command_id=command.command_id, grad_norm=done.grad_norm)
-        )
+        norm = self._policy.step(command, loss, has_gradient=has_gradient)
+        self._context.reply(command.command_id, OptimizerStepped(command_id=command.command_id, grad_norm=norm))
 
     @torch.no_grad()
     def _restore(self, command: RestoreTraining) -> None:
         self._forget_gradient()
         if command.folder:
-            self._backend.load(Path(command.folder))
+            self._policy.load(Path(command.folder))
         else:
             for name, tensor in self._policy.trained_here().items():
                 tensor.copy_(self._first[name])
@@ -199,23 +184,18 @@ class Calls:
             before = {name: tensor.clone() for name, tensor in held.items()}
             new = self._waiting.pop(number, None)
             if new is None or command.is_copy:
-                new = _Set(before if command.is_copy else self._first, None, {}, 0.0, has_gradient=False)
-            gradients: dict[str, torch.Tensor | None] = {}
-            for name, parameter in policy.parameters.items():
-                gradients[name], parameter.grad = parameter.grad, new.gradients.get(name)
-            steps = policy.optimizer, policy.scheduler, policy.num_steps
-            if new.steps is None:
-                policy.forget_steps()
-            else:
-                policy.optimizer, policy.scheduler, policy.num_steps = new.steps
-            self._waiting[self._number] = _Set(before, steps, gradients, self._loss, self._has_gradient)
+                new = _Set(before if command.is_copy else self._first, None, 0.0, has_gradient=False)
+            progress = policy.set_aside(has_gradient=self._has_gradient)
+            self._waiting[self._number] = _Set(before, progress, self._loss, self._has_gradient)
+            if new.progress is not None:
+                policy.take_back(new.progress)
             for name, tensor in held.items():
                 tensor.copy_(new.weights[name])
             self._number, self._loss, self._has_gradient = number, new.loss, new.has_gradient
         self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
 
     def _forget_gradient(self) -> None:
-        self._policy.optimizer.zero_grad(set_to_none=True)
+        self._policy.forget_gradient()
         self._loss, self._has_gradient = 0.0, False
 
     def _read(self, arrays: Arrays) -> tuple[Batch, Batch]:
@@ -224,15 +204,37 @@ class Calls:
         for name, dtype in wanted.items():
             if name not in arrays or arrays[name].dtype != np.dtype(dtype) or arrays[name].ndim != 1:
                 raise WireError(f"AddGradient.{name}: must be {dtype} of one dimension")
-        whole = Batch(lengths_S=arrays["lengths_S"], rank_S=arrays["rank_S"])
-        if len(whole.lengths_S) != len(whole.rank_S) or not len(whole) or whole.lengths_S.min() < 1:
-            raise WireError("AddGradient.lengths_S: must be at least 1, for as many sequences as rank_S")
-        lengths_S = whole.lengths_S[whole.rows_of(self._backend.data_parallel_rank)]
+        table = {name: array for name, array in arrays.items() if name.endswith("_S")}
+        lengths_S, prefixes_S = table["lengths_S"], table["prompt_lengths_S"]
+        if any(len(array) != len(lengths_S) for array in table.values()) or not len(lengths_S) or lengths_S.min() < 1:
+            raise WireError("AddGradient.lengths_S: must be at least 1, for as many sequences as all else of the table")
+        if prefixes_S.min() < 0 or (prefixes_S >= lengths_S).any():
+            raise WireError("AddGradient.prompt_lengths_S: must be from 0 to below lengths_S")
+        whole = Batch(**table)
+        rows = whole.rows_of(self._backend.data_parallel_rank)
         tokens = {name: array for name, array in arrays.items() if name.endswith("_T")}
+        own_table = {name: array[rows] for name, array in table.items()}
+        lengths_S = own_table["lengths_S"]
         if any(len(array) != lengths_S.sum() for array in tokens.values()):
             raise WireError("AddGradient: its tokens are not as many as lengths_S says")
-        own = Batch(lengths_S=lengths_S, **tokens)
+        own = Batch(**own_table, **tokens)
         own.check_tokens(self._vocabulary)
         if _TARGETS in tokens:
             Batch(lengths_S=lengths_S, token_ids_T=tokens[_TARGETS]).check_tokens(self._vocabulary)
         return whole, own
+
+
+def _called(backend: Backend) -> CalledPolicy:
+    """Return the policy of a backend, as calls train it."""
+    # Imported on use, as backends are.
+    from tandem.trainer.backends.dtensor import DTensorBackend
+
+    if isinstance(backend, DTensorBackend):
+        from tandem.trainer.calls.of_dtensor import OfDTensor
+
+        return OfDTensor(backend)
+    from tandem.trainer.backends.megatron.backend import MegatronBackend
+    from tandem.trainer.calls.of_megatron import OfMegatron
+
+    assert isinstance(backend, MegatronBackend), "there are two"
+    return OfMegatron(backend)

@@ -26,7 +26,7 @@ from tandem.common.errors import CheckpointError, DamagedCheckpoint
 from tandem.common.memory import available_bytes
 from tandem.config import Config
 from tandem.config.schema.columns import Model
-from tandem.refit.weight_client import host_name
+from tandem.refit.places import host_name
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
 from tandem.samples.model_files import load_tokenizer

@@ -1,105 +1,35 @@
-"""The table of engines: how far each is from serving tokens, and which weight version it holds.
-
-ABSENT ─▶ JOINED ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ READY ─▶ REFITTING ─▶ HOLDING(version)
-                                                  ▲                     ▲            │
-                                                  │                     └─ a newer version
-                                                  └── its refit failed, or its digests differ ──┘
-"""
+"""The table of engines, as engines join, leave, and are lost."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
-from tandem.coordinator.scheduler.agenda import Changed, Table
-
-
-class Status(enum.Enum):
-    """How far an engine is from serving tokens."""
-
-    ABSENT = "waiting for a replacement"
-    JOINED = "waiting to be built"
-    BUILDING = "building"
-    INSTALLING = "installing its transfer program"
-    CONNECTING = "waiting for its transfer group to be connected"
-    READY = "ready for a version"
-    REFITTING = "refitting"
-    HOLDING = "holding a version"
-
-    __hash__ = object.__hash__  # as members are equal, but in C: each event asks tables for a status
+from tandem.coordinator.scheduler.agenda import Changed
+from tandem.coordinator.scheduler.engines.status import Engine, Engines, Status
+from tandem.coordinator.scheduler.rule import Table
 
 
-COMING_BACK = (Status.ABSENT, Status.JOINED, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
-"""The statuses of a lost or invalidated engine, before it can be refitted."""
-
-
-class Engine:
-    """The state of one engine."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.status = Status.READY
-        self.version = -1
-        """The version it holds, or is being refitted to; -1 if it holds no whole version."""
-        self.is_verified = False
-        """Whether the version is verified: its digests were equal to the trainers'."""
-        self.has_frozen = False
-        """Whether it has the weights that never change, which came with an earlier version."""
-        self.awaited: set[int] = set()
-        """Requests that must be answered before its status changes."""
-        self.num_failures = 0
-        """Failed attempts to bring it to the current version."""
-        self.replace_by = 0.0
-        """The time by which an absent engine must be replaced."""
-        self.is_awaited_by_hand = False
-        """Whether the replacement of an absent engine is to be started by hand."""
-        self.leave_by: float | None = None
-        """The time by which a draining engine must have left; None if it is not draining. It gets no more groups."""
-        self.is_vacant = False
-        """Whether it has left as the last engine. Its place is kept until another engine joins."""
-
-
-class EngineTable:
-    """All engines of the run, by status."""
+class EngineTable(Engines):
+    """All engines of the run: which there are, which leave, and whose samples no longer count."""
 
     def __init__(self, departed: Iterable[str], changes: Callable[[Table], Changed]) -> None:
         """Take the engines that left earlier, and `Agenda.changes`."""
-        self._changed = changes(Table.ENGINES)
+        super().__init__(changes(Table.ENGINES))
         self._changed_leaving = changes(Table.LEAVING)
         self._changed_invalidated = changes(Table.INVALIDATED)
         self.invalidated: list[str] = []
         """The engines with samples that no longer count. The reader empties it."""
-        self._engines: dict[str, Engine] = {}
-        self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
-        self.draining: dict[str, None] = {}
-        """The draining engines, and the vacant place if there is one."""
         self.departed = {*departed}
         """The engines that have left and were not replaced."""
-        self.num_verified = 0
-        """The number of engines with a verified version."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._engines)
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._engines
-
-    def __getitem__(self, name: str) -> Engine:
-        return self._engines[name]
-
-    def get(self, name: str) -> Engine | None:
-        """Return an engine; None if there is none of the name."""
-        return self._engines.get(name)
 
     def fill(self, names: Iterable[str]) -> None:
         """Enter the engines of the run, each ready for a version."""
-        self._engines = {name: Engine(name) for name in names}
-        self.departed.difference_update(self._engines)
+        engines = {name: Engine(name) for name in names}
+        self.clear()
+        self.update(engines)
+        self.departed.difference_update(self)
         self._by_status = {status: {} for status in Status}
-        self._by_status[Status.READY] = dict.fromkeys(self._engines)
+        self._by_status[Status.READY] = dict.fromkeys(self)
         self.draining = {}
         self.num_verified = 0
         self._changed()
@@ -107,19 +37,20 @@ class EngineTable:
 
     def add(self, name: str) -> None:
         """Enter one more engine, which may have to be connected, or fill a vacant place."""
-        if name in self._engines:
+        if name in self:
             self.remove(name)
         self.departed.discard(name)
-        engines = {**self._engines, name: Engine(name)}
-        self._engines = {each: engines[each] for each in sorted(engines, key=lambda n: int(n.rpartition("-")[2]))}
-        self._engines[name].status = Status.CONNECTING
+        engines = {**self, name: Engine(name)}
+        self.clear()
+        self.update((each, engines[each]) for each in sorted(engines, key=lambda n: int(n.rpartition("-")[2])))
+        self[name].status = Status.CONNECTING
         self._by_status[Status.CONNECTING][name] = None
         self._changed()
         self._changed_leaving()
 
     def remove(self, name: str) -> None:
         """Remove an engine that has left."""
-        engine = self._engines.pop(name)
+        engine = self.pop(name)
         self.departed.add(name)
         self.verify(engine, is_verified=False)
         del self._by_status[engine.status][name]
@@ -164,47 +95,10 @@ class EngineTable:
         self._changed()
         self._changed_leaving()
 
-    @property
-    def are_any_unverified(self) -> bool:
-        """Whether an engine holds a version that is not verified."""
-        return self.num_verified != len(self._by_status[Status.HOLDING])
-
     def leaving(self) -> list[str]:
         """Return the draining engines, and the vacant place if there is one."""
         return list(self.draining)
 
-    def staying(self) -> list[str]:
-        """Return the others, in the order of their index."""
-        return [name for name in self._engines if name not in self.draining]
-
     def names(self) -> list[str]:
         """Return all engines, in the order of their index."""
-        return list(self._engines)
-
-    def having(self, *statuses: Status) -> list[str]:
-        """Return the engines that have one of these statuses, in the order of their index."""
-        if self.num_having(*statuses) == 0:
-            return []
-        return [name for name in self._engines if self._engines[name].status in statuses]
-
-    def num_having(self, *statuses: Status) -> int:
-        """Return how many engines have one of these statuses."""
-        num = 0
-        for status in statuses:  # each event asks this several times
-            num += len(self._by_status[status])
-        return num
-
-    def move(self, engine: Engine, status: Status, *, version: int | None = None) -> None:
-        """Set an engine's status, and its version if one is given. The version is not verified yet."""
-        del self._by_status[engine.status][engine.name]
-        engine.status = status
-        self._by_status[status][engine.name] = None
-        if version is not None:
-            engine.version = version
-        self.verify(engine, is_verified=False)
-
-    def verify(self, engine: Engine, *, is_verified: bool) -> None:
-        """Note whether the version that an engine holds is verified."""
-        self.num_verified += is_verified - engine.is_verified
-        engine.is_verified = is_verified
-        self._changed()
+        return list(self)

@@ -26,7 +26,8 @@ from tandem.common.messages import (
 )
 from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
+from tandem.coordinator.scheduler.engines.status import Engine, Status
+from tandem.coordinator.scheduler.engines.table import EngineTable
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests

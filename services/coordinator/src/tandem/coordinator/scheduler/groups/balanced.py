@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.coordinator.scheduler.groups.assignment import Assigned, Assignment, CanGenerate, PinnedAssignment, queue
+from tandem.coordinator.scheduler.groups.assigning import Assigned, Assignment, CanGenerate
+from tandem.coordinator.scheduler.groups.assignment import PinnedAssignment, queue
 from tandem.coordinator.scheduler.groups.table import Group
 from tandem.coordinator.scheduler.spec import Balance
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tandem.common.errors import SamplingExhausted
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
 from tandem.coordinator.scheduler.events import (
     Action,
@@ -18,7 +17,7 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.groups.table import Group, GroupState, StepGroups
 from tandem.coordinator.scheduler.phases import GENERATION, Phase
 from tandem.coordinator.scheduler.rules import regeneration
-from tandem.coordinator.scheduler.spec import DynamicSampling
+from tandem.coordinator.scheduler.rules.dynamic_sampling import lacks_groups
 from tandem.coordinator.scheduler.tables import Tables
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ def assign(tables: Tables) -> list[Action] | None:
         """Tell whether an engine holds weights young enough for a group, and has room for its samples."""
         if group.purpose == "validate":  # which needs the weights of its step, and stores nothing
             return tables.weights.can_generate(engine, group.step, group.step)
-        if not tables.weights.can_generate(engine, tables.spec.oldest_version(group.step), group.step - 1):
+        if not tables.weights.can_generate(engine, tables.oldest_version(group.step), group.step - 1):
             return False
         if most is not None:
             num_tokens = chosen.get(engine, 0) + group.size.num_samples * group.size.num_tokens
@@ -97,7 +96,7 @@ def take_results(tables: Tables, process: str, finished: SamplesFinished) -> lis
         for group, _ in news
         if group.state is GroupState.READY
         and group.purpose == "train"
-        and group.oldest_version < tables.spec.oldest_version(group.step)
+        and group.oldest_version < tables.oldest_version(group.step)
     ]
     return regeneration.drop_too_old(tables, old) if old else []
 
@@ -113,25 +112,6 @@ def draw_groups(tables: Tables, purpose: Purpose, step: int, count: int) -> list
 def is_complete(tables: Tables, of_step: StepGroups) -> bool:
     """Tell whether all groups that were drawn are ready, and every version in them is verified."""
     return of_step.is_ready and all(itertools.starmap(tables.weights.is_proven, of_step.newest_versions.items()))
-
-
-def lacks_groups(tables: Tables, of_step: StepGroups, dynamic: DynamicSampling) -> bool:
-    """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` at the limit."""
-    needed = tables.spec.num_groups
-    found = 0
-    for group in of_step.groups:
-        found += tables.is_informative([group.results[sample] for sample in sorted(group.results)])
-    if found >= needed:
-        return False
-    if of_step.num_batches == dynamic.max_batches:
-        raise SamplingExhausted(
-            "coordinator",
-            Phase.GENERATING.value,
-            f"the samples of {dynamic.max_batches} x {dynamic.num_groups} prompts have given {found} groups whose "
-            f"rewards differ, and a step needs {needed}: the problems are too easy or too hard, or "
-            "grpo.dynamic_sampling_max_gen_batches too low",
-        )
-    return True
 
 
 # --- assigning -------------------------------------------------------------------------------------------------------

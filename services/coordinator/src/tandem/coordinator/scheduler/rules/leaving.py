@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.coordinator.scheduler.engines.table import Engine, Status
+from tandem.coordinator.scheduler.engines.status import Engine, Status
 from tandem.coordinator.scheduler.events import Action, LetGo, Say
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.rules import recovery, regeneration

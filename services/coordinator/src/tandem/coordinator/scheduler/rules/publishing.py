@@ -16,7 +16,7 @@ from tandem.common.messages import (
     VersionCommitted,
     WeightsCopied,
 )
-from tandem.coordinator.scheduler.engines.table import COMING_BACK, Status
+from tandem.coordinator.scheduler.engines.status import COMING_BACK, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import recovery
@@ -51,7 +51,7 @@ def _refit_engines(tables: Tables) -> list[Action]:
     is_begun = weights.state is not VersionState.OFFERED
     if is_begun and not weights.engines.num_having(Status.READY) and weights.num_behind == 0:
         return []
-    if not is_begun and weights.spec.is_synchronous and weights.engines.num_having(*COMING_BACK):
+    if not is_begun and weights.is_synchronous and weights.engines.num_having(*COMING_BACK):
         return []  # no engine could go on without them
     takers = [name for name in weights.engines.having(Status.READY, Status.HOLDING) if _may_take(tables, name)]
     if weights.transfers.plan.transfer_groups:
@@ -113,7 +113,7 @@ def _begin_verifying(weights: Weights) -> list[Action]:
     engines = weights.engines
     if engines.num_having(Status.REFITTING):
         return []
-    if weights.spec.is_synchronous and engines.num_having(Status.READY, *COMING_BACK):
+    if weights.is_synchronous and engines.num_having(Status.READY, *COMING_BACK):
         return []
     weights.state = VersionState.ARRIVED
     weights.record.note("transfer", weights.requests.now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import Failed, Reply
 from tandem.coordinator.scheduler.engines.joining import MOST_FAILURES
-from tandem.coordinator.scheduler.engines.table import Engine, Status
+from tandem.coordinator.scheduler.engines.status import Engine, Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.phases import Phase

@@ -13,7 +13,8 @@ from tandem.common.errors import CommandFailed
 from tandem.common.messages import CommitVersion, Refitted, TransfersPlanned
 from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.table import EngineTable, Status
+from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import EngineTable
 from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
 from tandem.coordinator.scheduler.events import Action, Dispatch, RecordRefit
 from tandem.coordinator.scheduler.phases import Phase

@@ -19,7 +19,8 @@ import enum
 
 from tandem.common.messages import CopyWeights
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.table import Engine, EngineTable, Status
+from tandem.coordinator.scheduler.engines.status import Engine, Status
+from tandem.coordinator.scheduler.engines.table import EngineTable
 from tandem.coordinator.scheduler.engines.transfers import TransferGroups, Transfers
 from tandem.coordinator.scheduler.events import Action, Dispatch, Say
 from tandem.coordinator.scheduler.phases import Phase
@@ -53,6 +54,7 @@ class Weights(Tracked):
     ) -> None:
         super().__init__(changed)
         self.spec = spec
+        self.is_synchronous = spec.is_synchronous
         self.requests = requests
         self.engines = engines
         self.transfers = transfers
@@ -79,7 +81,7 @@ class Weights(Tracked):
     @property
     def is_transferring(self) -> bool:
         """Whether the version that trainers hold is on its way to its first engines."""
-        is_to_begin = self.state is VersionState.OFFERED and self.spec.is_synchronous
+        is_to_begin = self.state is VersionState.OFFERED and self.is_synchronous
         is_on_its_way = is_to_begin or self.state in (VersionState.COPYING, VersionState.UNDER_WAY)
         return is_on_its_way and len(self.engines) > 0
 
@@ -96,7 +98,7 @@ class Weights(Tracked):
     @property
     def is_everything_verified(self) -> bool:
         """Whether every engine that must be is verified: in synchronous training all, else those with a version."""
-        expected = len(self.engines) if self.spec.is_synchronous else self.engines.num_having(Status.HOLDING)
+        expected = len(self.engines) if self.is_synchronous else self.engines.num_having(Status.HOLDING)
         return self.engines.num_verified == expected
 
     @property
@@ -113,7 +115,7 @@ class Weights(Tracked):
 
         Synchronous training also waits until they are verified. Otherwise verification goes on beside the step.
         """
-        if self.spec.is_synchronous or not len(self.engines):
+        if self.is_synchronous or not len(self.engines):
             return self.is_settled
         if self.outlasts_step:
             return self.state in READABLE
@@ -138,7 +140,7 @@ class Weights(Tracked):
         if not oldest_version <= engine.version <= newest_version:
             return False
         if engine.version == self.version:
-            return not self.spec.is_synchronous or self.state not in (VersionState.OFFERED, VersionState.UNDER_WAY)
+            return not self.is_synchronous or self.state not in (VersionState.OFFERED, VersionState.UNDER_WAY)
         return self.spec.updates_in_flight or not self.is_behind(engine)
 
     def is_behind(self, engine: Engine) -> bool:

@@ -14,7 +14,8 @@ from tandem.config.installed.speculation import KEY
 from tandem.config.installed.vllm_arguments import forwarded
 from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
-from tandem.rollout.engines.refitted import NoRefits, RefittedEngine
+from tandem.rollout.engines.no_refits import NoRefits
+from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
@@ -31,7 +32,11 @@ _FEWEST_TOKENS_PER_STEP = 8192
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class _Sequence(msgspec.Struct):
+class NoNumber(ModelError):
+    """Weights give a probability that is not a number."""
+
+
+class RunningSequence(msgspec.Struct):
     """One request and what has been made for it so far."""
 
     request: Request
@@ -48,6 +53,7 @@ class _Sequence(msgspec.Struct):
         return len(self.request.prompt_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def made(self, start: int) -> Tokens:
+        """Return what it has made from a token on."""
         return Tokens(
             token_ids_T=np.array(self.token_ids[start:], np.int32),
             logprobs_T=np.array(self.logprobs[start:], np.float32),
@@ -56,6 +62,7 @@ class _Sequence(msgspec.Struct):
         )
 
     def completion(self, finish_reason: FinishReason, routed_TX: Bytes | None = None) -> Completion:
+        """Return it as finished."""
         tokens = self.made(0)
         return Completion(
             request_id=self.request.request_id,
@@ -116,14 +123,14 @@ class VllmEngine(RefittedEngine):
             arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
         self._llm = insides.Llm(arguments)
         try:
-            self._workers = None if with_weights else Workers(self._llm)
+            self._workers = None if with_weights else self._make_workers()
         except TandemError:
             self._llm.close()
             raise
         length_key = "policy.generation.vllm_cfg.max_model_len"
         super().__init__(model_folder, self._workers or NoRefits(), settings.max_model_len, length_key)
         self.meter = WorkersMeter(self._llm)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, RunningSequence] = {}
         self._num_arrived = 0
         self._num_updates = 0
         if with_weights:
@@ -136,39 +143,18 @@ class VllmEngine(RefittedEngine):
 
     def add_request(self, request: Request) -> None:
         """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self._require_room(request)
-        sampling = request.sampling
-        stop_strings = self._stop_strings(request)
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=(request.seed + request.num_made) % 2**64,
-            max_tokens=min(sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        insides.forbid(params, sampling.bad_token_ids)
-        if isinstance(sampling, ServedSampling):
+        if isinstance(request.sampling, ServedSampling):
             self._require_held(request)
-            if sampling.grammar is not None:
-                raise DataError("response_format: vLLM has no tokenizer here, so it cannot follow a grammar")
-            params.logprobs = sampling.num_alternatives
-            params.presence_penalty = sampling.presence_penalty
-            params.frequency_penalty = sampling.frequency_penalty
-            params.repetition_penalty = sampling.repetition_penalty
+        stop_strings = self._stop_strings(request)
+        params = self._params(request)
         # Cached keys and values are looked up by the salt, too.
-        salt = f"{'external requests of ' if request.is_external else ''}update {self._num_updates}"
+        salt = f"{'external requests of ' if request.is_external else ''}{self._cached_with(request)}"
         prompt = self._prompt(request, salt)
         priority = -1 if request.is_external else 0  # the lower one goes first, where ``scheduling_policy`` is priority
         self._llm.engine.add_request(str(request.request_id), prompt, params, priority=priority)
-        self._sequences[request.request_id] = sequence = _Sequence(request, self._num_arrived, stop_strings)
+        sequence = RunningSequence(request, self._num_arrived, stop_strings)
+        self._sequences[request.request_id] = sequence
         if params.logprobs:
             sequence.alternatives = []
         self._num_arrived += 1
@@ -182,13 +168,13 @@ class VllmEngine(RefittedEngine):
         version = self._require_version()
         if self._is_paused or not self._sequences:
             return []
-        finished: list[tuple[_Sequence, FinishReason]] = []
+        finished: list[tuple[RunningSequence, FinishReason]] = []
         for output in self._llm.engine.step():
             sequence = self._sequences.get(int(output.request_id))
             if sequence is None:
                 continue
             (made,) = output.outputs
-            reason = _record(sequence, made, version)
+            reason = self._record(sequence, made, version)
             if reason is not None:
                 finished.append((sequence, reason))
             if reason is not None and not output.finished:  # a stop string: vLLM has no text in which to find it
@@ -244,13 +230,51 @@ class VllmEngine(RefittedEngine):
         self._sequences.clear()
         self._llm.close()
 
+    def _make_workers(self) -> Workers:
+        return Workers(self._llm)
+
+    def _record(self, sequence: RunningSequence, made: Any, version: int) -> FinishReason | None:
+        return _record(sequence, made, version)
+
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
         return engine_arguments(model_folder, settings, extra)
+
+    def _params(self, request: Request) -> Any:
+        """Return a request as vLLM's parameters."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=(request.seed + request.num_made) % 2**64,
+            max_tokens=min(sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        insides.forbid(params, sampling.bad_token_ids)
+        if isinstance(sampling, ServedSampling):
+            if sampling.grammar is not None:
+                raise DataError("response_format: vLLM has no tokenizer here, so it cannot follow a grammar")
+            params.logprobs = sampling.num_alternatives
+            params.presence_penalty = sampling.presence_penalty
+            params.frequency_penalty = sampling.frequency_penalty
+            params.repetition_penalty = sampling.repetition_penalty
+        return params
+
+    def _cached_with(self, request: Request) -> str:
+        """Return what names the weights by which a request's keys and values are computed."""
+        return f"update {self._num_updates}"
 
     def _prompt(self, request: Request, salt: str) -> dict[str, Any]:
         return {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
 
-    def _routed(self, sequences: Iterable[_Sequence]) -> dict[int, Bytes]:
+    def _routed(self, sequences: Iterable[RunningSequence]) -> dict[int, Bytes]:
         """Return the routing of requests' tokens, which workers know until the next step; not of external requests."""
         asked = [each for each in sequences if each.num_computed and not each.request.is_external]
         if self._experts is None or not asked:
@@ -273,13 +297,13 @@ class VllmEngine(RefittedEngine):
             self._llm.reset_caches()
 
 
-def _record(sequence: _Sequence, made: Any, version: int) -> FinishReason | None:
+def _record(sequence: RunningSequence, made: Any, version: int) -> FinishReason | None:
     """Take the tokens of one step; return why the sequence ends, if it does."""
     is_greedy = sequence.request.sampling.temperature == 0
     for token, logprobs in zip(made.token_ids, made.logprobs, strict=True):
         logprob = logprobs[token].logprob
         if not np.isfinite(logprob):
-            raise ModelError(f"weight version {version} gives probabilities that are not numbers")
+            raise NoNumber(f"weight version {version} gives probabilities that are not numbers")
         sequence.token_ids.append(token)
         # A greedy token is drawn from the point mass on it.
         sequence.logprobs.append(0.0 if is_greedy else logprob)

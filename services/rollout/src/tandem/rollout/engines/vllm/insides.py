@@ -52,6 +52,10 @@ _ON_A_GPU = {
 }
 WORKER = "tandem.rollout.engines.vllm.worker.Worker"
 """Class of every worker, by the name that vLLM imports."""
+ADAPTERS = "tandem_adapters"
+"""Key of vLLM's ``additional_config`` that has workers hold the adapters of several versions."""
+VERSION = "tandem_version"
+"""Key of the further arguments of a request's parameters with the version that makes it, where there are several."""
 SEES = "tandem_sees"
 """Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a model that sees."""
 _ANSWER_S = 300.0

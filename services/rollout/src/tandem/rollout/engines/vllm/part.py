@@ -30,7 +30,7 @@ from tandem.rollout.engines.vllm.weights import weights_of
 if TYPE_CHECKING:
     from tandem.refit.transfer import TransferGroup
     from tandem.refit.transports.meeting import Meeting
-    from tandem.refit.weight_client import Weights
+    from tandem.refit.weights import Weights
 
 
 class PackedExperts(msgspec.Struct, frozen=True, eq=False):

@@ -13,7 +13,8 @@ from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.layout import Layout, PrivateMemory, Storage
-from tandem.refit.weight_client import Weights, device_name, host_name
+from tandem.refit.places import device_name, host_name
+from tandem.refit.weights import Weights
 
 
 def weights_of(

@@ -19,7 +19,7 @@ from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.drawing import draw_at_once
-from tandem.rollout.engines.vllm.insides import SEES
+from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
 from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
 from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite
 
@@ -66,7 +66,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
             with draft_with_weights(self.vllm_config):
                 super().load_model(*args, **kwargs)
             draw_at_once(self.model_runner)
-            self.part = Part(self.model_runner, (), self.rank, sleeper=self)
+            self.part = self._part_kind()(self.model_runner, (), self.rank, sleeper=self)
             return
         if self.model_config.quantization:
             float8.install_cpu_kernels()
@@ -77,7 +77,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         with kept_parameters() as packed, draft_with_weights(self.vllm_config):
             super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self.part = Part(runner, packed, self.rank)
+        self.part = self._part_kind()(runner, packed, self.rank)
         if not get_pp_group().is_first_rank:
             # The input of a stage. vLLM allocates it in a warm-up, which it skips on a CPU.
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -90,6 +90,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
         if self.part.routes is not None:
             self.part.routes.keep(scheduler_output.total_num_scheduled_tokens)
         return output
+
+    def _part_kind(self) -> type[Part]:
+        if ADAPTERS not in self.vllm_config.additional_config:
+            return Part
+        from tandem.rollout.engines.vllm.adapter_part import AdapterPart
+
+        return AdapterPart
 
     def ask_part(self, method: str, *args: Any) -> Answer:
         """Call a method of the part."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.refit.weight_client import Weights
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas
+from tandem.refit.weights import Weights
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron.groups import Division, divided
 from tandem.trainer.backends.megatron.held import Described, HeldModel
@@ -47,7 +47,8 @@ class MegatronBackend(HoldingBackend[HeldModel]):
                 print(notice, flush=True)
         timeout = datetime.timedelta(seconds=config.cluster.deadlines.train_s)
         self._divisions = divided(((each.name, each.settings) for each in described), self.device, timeout)
-        replicas = self._divisions[first.name].replicas
+        self._replicas |= {model: self._division_of(model).replicas for model in self._model_group.models}
+        replicas = self._replicas[first.name]
         self.data_parallel_rank, self.data_parallel_size = replicas.rank, replicas.size
         self.sequence_divisor = replicas.sequence_divisor
         for each in described:
@@ -59,10 +60,6 @@ class MegatronBackend(HoldingBackend[HeldModel]):
             with self._divisions[model.name].entered():
                 model.start(checkpoint)
         proof.conclude()
-
-    def replicas(self, model: Model) -> Replicas:
-        """Return the division of the ranks by a model, from the parallel sizes of its own section."""
-        return self._division_of(model).replicas
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
@@ -80,9 +77,22 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         """Add a float64 tensor over the replicas of the first model, counting each replica's last stage once."""
         return self._divisions[self._model_group.name].sum_over_replicas(values)
 
+    @property
+    def policy(self) -> HeldModel:
+        """The policy."""
+        return self._held["policy", 0]
+
     def weights(self) -> Weights:
         """Return the policy's weights that this rank holds, in the memory that it trains in."""
-        return self._held["policy", 0].weights.shared
+        return self.policy.weights.shared
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint of `save`, bit for bit, on any number of ranks, in the parameters' own memory."""
+        proof = checkpoints.Proof(checkpoints.files_of(folder))
+        for model in self._trained():
+            with self._divisions[model.name].entered():
+                model.load(folder)
+        proof.conclude()
 
     def close(self) -> None:
         """Release models and optimizers, and leave Megatron-Core's groups."""

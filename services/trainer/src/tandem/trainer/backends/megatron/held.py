@@ -33,9 +33,10 @@ from tandem.trainer.backends.megatron.converted import open_tensors
 from tandem.trainer.backends.megatron.groups import Division
 from tandem.trainer.backends.megatron.model import Chunk, build_chunks
 from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
-from tandem.trainer.backends.megatron.pipeline import Pipeline
+from tandem.trainer.backends.megatron.pipeline import Pipeline, Scored
+from tandem.trainer.backends.megatron.rows import Row
 from tandem.trainer.backends.megatron.settings import settings_of
-from tandem.trainer.backends.megatron.sources import Joined
+from tandem.trainer.backends.megatron.sources import Joined, TensorsInMemory
 from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
 from tandem.trainer.backends.offload import Offloaded
 from tandem.trainer.backends.scores import function_of_scores
@@ -111,7 +112,7 @@ class HeldModel:
         """Build and fill the model. If it is trained, `start` makes its optimizer. Collective."""
         self.name = name = described.name
         self.device = device
-        self._described, self._config, self._division = described, config, division
+        self._described, self._config, self.division = described, config, division
         self.settings = settings = described.settings
         self.is_trained = name in config.declaration.trains
         pictures = self._pictures = self._see()
@@ -132,8 +133,7 @@ class HeldModel:
         if described.adapters is not None:
             self._load_adapters(described.adapters, checkpoint)
         elif self.is_trained and checkpoint is not None:
-            files = {} if pictures is None else {"opened": pictures.opened}
-            checkpoints.load_model(checkpoint, self.weights, name, **files)
+            self._load_model(checkpoint)
         else:
             self.weights.load(self._tensors())
         self.chunks: list[Any] = (
@@ -141,7 +141,7 @@ class HeldModel:
             if self.is_trained
             else [chunk.requires_grad_(False).eval() for chunk in chunks]
         )
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             self.chunks,
             settings.sizes,
             described.shape.as_text.known.vocabulary_size,
@@ -167,37 +167,66 @@ class HeldModel:
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        biases = [(buffer, buffer.clone()) for buffer in self._balancing_biases()]
-        rows = self._pipeline.rows(micro_batches)
+        self.forget_gradient()
+        biases = self.balancing_biases()
+        rows = self.pipeline.rows(micro_batches)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
-
-        def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
-            value = loss(batch, scores_BT)
-            total.add_(value.detach())
-            return value
-
         # Megatron-Core divides by the tokens of all rows, which is right for the losses that balance experts.
-        self._pipeline.run(rows, scored, scale=self._num_tokens(sum(row.token_ids_1M.numel() for row in rows)))
+        self.pipeline.run(rows, adding(total, loss), scale=self.num_tokens(rows))
+        total_loss = float(self.division.sum_over_replicas(total)[0])
+        done = self.take_step(total_loss, biases, self.optimizer.config.clip_grad)
+        self._schedule.step(1)
+        return done
+
+    def take_step(
+        self, loss: float, biases: Sequence[tuple[torch.Tensor, torch.Tensor]], max_grad_norm: float
+    ) -> OptimizerStep:
+        """Clip the gradient, which is that of `loss` and has been reduced, and step.
+
+        Args:
+            loss: loss on all ranks.
+            biases: `balancing_biases` before the gradient was reduced.
+            max_grad_norm: norm that larger gradients are scaled down to; zero for none.
+
+        Raises:
+            NotFiniteError: the loss or the gradient is not finite. No weight has changed.
+        """
         self.optimizer.prepare_grads()
-        total_loss = float(self._division.sum_over_replicas(total)[0])
         norm = float(self.optimizer.get_grad_norm())
-        if not (math.isfinite(total_loss) and math.isfinite(norm)):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             for buffer, before in biases:
                 buffer.copy_(before)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
             raise NotFiniteError(
-                f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {total_loss}, gradient norm {norm}"
+                f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {norm}"
             )
-        clip(self.optimizer, norm)
+        clip(self.optimizer, norm, max_grad_norm)
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         self.optimizer.step_with_ready_grads()
         self.optimizer.zero_grad()  # it has its own gradients in float32, and engines may need the memory
-        self._schedule.step(1)
         self.num_steps += 1
-        return OptimizerStep(loss=total_loss, grad_norm=norm, learning_rate=learning_rate)
+        return OptimizerStep(loss=loss, grad_norm=norm, learning_rate=learning_rate)
+
+    def load(self, folder: Path) -> None:
+        """Restore the model from a checkpoint, bit for bit, in the parameters' own memory. Raises `CheckpointError`."""
+        self.forget_steps()
+        if self._described.adapters is None:
+            self._load_model(folder)
+        else:
+            self.weights.load_adapters(TensorsInMemory(self._read_adapters(self._described.adapters, folder)))
+        self.num_steps = checkpoints.load_optimizer(folder, self.weights, self.optimizer, self.name)
+
+    def forget_steps(self) -> None:
+        """Leave the optimizer no state, as if no step had been taken; forget the gradient."""
+        self.forget_gradient()
+        optimizer_state.taken(self.optimizer)
+        self.num_steps = 0
+
+    def forget_gradient(self) -> None:
+        """Make all gradients zero."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
@@ -214,10 +243,10 @@ class HeldModel:
             return scores_BT[0].sum()
 
         with switched_off(self.chunks) if as_reference else nullcontext():
-            self._pipeline.run(self._pipeline.rows(micro_batches), scored, forward_only=True)
+            self.pipeline.run(self.pipeline.rows(micro_batches), scored, forward_only=True)
         if self.settings.sizes.pp == 1:
             return found
-        blanks = [self._pipeline.blank(batch) for batch in micro_batches]
+        blanks = [self.pipeline.blank(batch) for batch in micro_batches]
         flat = _bits(found or blanks)
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(flat, src=last, group=parallel_state.get_pipeline_model_parallel_group())
@@ -258,15 +287,24 @@ class HeldModel:
         self._offloaded.reload()
         self._offloaded = None
 
+    def _load_model(self, folder: Path) -> None:
+        files = {} if self._pictures is None else {"opened": self._pictures.opened}
+        checkpoints.load_model(folder, self.weights, self.name, **files)
+
     def _load_adapters(self, adapters: Peft, checkpoint: Path | None) -> None:
         """Fill it with the model in ``model_name``, and with adapters from a checkpoint, from a folder, or new."""
-        shapes, parts = self.weights.adapter_shapes, self._described.layers
-        folder = checkpoint / self.name if checkpoint is not None else adapters.restore_from
-        if folder is not None:
-            values = agree(lambda: as_fused(adapter_files.read(Path(folder), adapters, shapes), parts))
+        if checkpoint is not None or adapters.restore_from is not None:
+            values = self._read_adapters(adapters, checkpoint)
         else:
+            shapes, parts = self.weights.adapter_shapes, self._described.layers
             values = new_values(shapes, parts, adapters, self._config.algorithm_section.seed)
         self.weights.load(Joined(values, self._tensors()))
+
+    def _read_adapters(self, adapters: Peft, checkpoint: Path | None) -> dict[str, torch.Tensor]:
+        """Return whole adapters from a checkpoint, or else from their folder. Raises `CheckpointError`."""
+        folder = Path(adapters.restore_from or "") if checkpoint is None else checkpoint / self.name
+        shapes, parts = self.weights.adapter_shapes, self._described.layers
+        return agree(lambda: as_fused(adapter_files.read(folder, adapters, shapes), parts))
 
     def _see(self) -> Pictures | None:
         """Return what gives the chunks images; None for a model of text."""
@@ -293,16 +331,31 @@ class HeldModel:
         source, has_experts = described.section.model_name, described.shape.as_text.known.experts is not None
         return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear, has_experts)
 
-    def _num_tokens(self, here: int) -> int:
+    def num_tokens(self, rows: Sequence[Row]) -> int:
         """Return the tokens of all rows of all replicas. Each context-parallel rank has its share."""
+        here = sum(row.token_ids_1M.numel() for row in rows)
         total = torch.tensor(here, dtype=torch.int64, device=self.device)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return int(total)
 
-    def _balancing_biases(self) -> list[torch.Tensor]:
-        """Return the biases that balance experts without a gradient, and change before a step is known to be good."""
+    def balancing_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the biases that balance experts without a gradient, each with a copy.
+
+        They change when a gradient is reduced, before its step is known to be good.
+        """
         buffers = (item for chunk in self.chunks for item in chunk.named_buffers())
-        return [buffer for name, buffer in buffers if name.endswith("router.expert_bias")]
+        return [(buffer, buffer.clone()) for name, buffer in buffers if name.endswith("router.expert_bias")]
+
+
+def adding(total: torch.Tensor, loss: LossOfMicroBatch) -> Scored:
+    """Return a loss that is also added to a total."""
+
+    def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
+        value = loss(batch, scores_BT)
+        total.add_(value.detach())
+        return value
+
+    return scored
 
 
 def _bits(scores: Sequence[Scores]) -> torch.Tensor:

@@ -49,9 +49,8 @@ def _fuse(optimizer: ChainedOptimizer) -> None:
                 group["fused"] = True
 
 
-def clip(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Scale gradients of this norm down to ``clip_grad``; zero leaves them unchanged."""
-    largest = optimizer.config.clip_grad
+def clip(optimizer: ChainedOptimizer, norm: float, largest: float) -> None:
+    """Scale gradients of this norm down to the largest; zero leaves them unchanged."""
     if not largest:
         return
     for part in optimizer.chained_optimizers:

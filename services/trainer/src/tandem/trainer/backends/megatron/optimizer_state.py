@@ -7,6 +7,7 @@ The layout maps these to elements of the checkpoint's tensors, so the state can 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -77,6 +78,34 @@ def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) 
         _keep(shard, tensors)
     if num_steps:
         _set_steps(optimizer, num_steps)
+
+
+def precise_copies(optimizer: Any, weights: RankWeights) -> dict[str, torch.Tensor]:
+    """Return the more precise copies of parameters that an optimizer steps on this rank, by parameter."""
+    return {shard.parameter: shard.stepped.detach() for shard in _shards(optimizer, weights) if shard.is_copy}
+
+
+Taken = list[tuple[Any, list[Any]]]
+"""The state of each optimizer of torch, and the numbers of steps that its groups count."""
+
+
+def taken(optimizer: Any) -> Taken:
+    """Return an optimizer's state, and leave it none, as if no step had been taken."""
+    found: Taken = []
+    for each in _chained(optimizer):
+        inner = each.optimizer
+        found.append((inner.state, [group.pop("step", None) for group in inner.param_groups]))
+        inner.state = defaultdict(dict)
+    return found
+
+
+def give(optimizer: Any, state: Taken) -> None:
+    """Give an optimizer back the state that was taken from it."""
+    for each, (own, counts) in zip(_chained(optimizer), state, strict=True):
+        each.optimizer.state = own
+        for group, count in zip(each.optimizer.param_groups, counts, strict=True):
+            if count is not None:
+                group["step"] = count
 
 
 def _set_steps(optimizer: Any, num_steps: int) -> None:

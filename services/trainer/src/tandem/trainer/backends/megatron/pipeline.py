@@ -15,6 +15,7 @@ from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
 from tandem.trainer.micro_batches import MicroBatch
+from tandem.trainer.scorers.likeliest import top_tokens
 from tandem.trainer.scoring import (
     Scores,
     StudentScores,
@@ -24,7 +25,6 @@ from tandem.trainer.scoring import (
     VocabularyShard,
     placed,
     score_tokens,
-    top_tokens,
 )
 
 Scored = Callable[[MicroBatch, Any], torch.Tensor]

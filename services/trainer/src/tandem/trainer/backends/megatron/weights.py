@@ -22,7 +22,8 @@ from tandem.config.schema.adapters import Adapters
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
-from tandem.refit.weight_client import Weights, device_name, host_name
+from tandem.refit.places import device_name, host_name
+from tandem.refit.weights import Weights
 from tandem.trainer import shards
 
 BATCH_BYTES = 2**28
@@ -130,6 +131,14 @@ class RankWeights:
                 parameter.zero_()
             for tensor, piece in self.pieces[name]:
                 view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
+
+    @torch.no_grad()
+    def load_adapters(self, source: Tensors) -> None:
+        """Fill the parameters of adapters, and no others. Raises `ModelError`."""
+        for name, parameter in self.parameters.items():
+            for tensor, piece in self.pieces[name]:
+                if lora.is_adapter(tensor.name):
+                    view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
 
     @functools.cached_property
     def shared(self) -> Weights:

@@ -26,8 +26,6 @@ from tandem.common.messages import EngineServer
 from tandem.common.process_lifetime import TRACE
 from tandem.common.returned import line
 from tandem.config import Config
-from tandem.rollout.environments.channel import Answer, Begin, Reader, Ready, packed
-from tandem.rollout.environments.guarded import ForkServer, how_it_ended
 from tandem.rollout.environments.outcomes import (
     KILLED_FROM_OUTSIDE,
     MOST_RETRIES,
@@ -36,6 +34,8 @@ from tandem.rollout.environments.outcomes import (
     Outcome,
     timed_out,
 )
+from tandem.rollout.environments.processes.channel import Answer, Begin, Reader, Ready, packed
+from tandem.rollout.environments.processes.guarded import ForkServer, how_it_ended
 
 _COROUTINES = 256
 """Calls of an asynchronous environment that one worker has at once."""

@@ -29,12 +29,12 @@ from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import fork_guarded
 from tandem.common.returned import line
 from tandem.config import Config, config_from_json
-from tandem.rollout.environments.batches import answer_in_batches
-from tandem.rollout.environments.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
 from tandem.rollout.environments.environment import is_async, is_multi_turn
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
 from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
+from tandem.rollout.environments.processes.batches import answer_in_batches
+from tandem.rollout.environments.processes.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""
@@ -109,7 +109,9 @@ def _work(calls: socket.socket, config: Config) -> None:
     calls.sendall(packed(Ready(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))))
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
-        coroutines = importlib.import_module("tandem.rollout.environments.coroutines")  # asyncio takes a while
+        coroutines = importlib.import_module(
+            "tandem.rollout.environments.processes.coroutines"
+        )  # asyncio takes a while
         coroutines.answer_at_once(calls, environment, module, settings.longest_call_s)
     else:
         step, may_answer = step_of(environment), is_multi_turn(environment)

@@ -15,9 +15,9 @@ import msgspec
 
 from tandem.common.errors import DataError
 from tandem.common.returned import line
-from tandem.rollout.environments.channel import Answer, Reader, packed
 from tandem.rollout.environments.environment import BatchEnvironment
 from tandem.rollout.environments.outcomes import Call, Failure, Outcome, failure_of, outcome_of
+from tandem.rollout.environments.processes.channel import Answer, Reader, packed
 
 _TOGETHER_S = 0.002
 """How long to wait for further calls while there is nothing else to do."""

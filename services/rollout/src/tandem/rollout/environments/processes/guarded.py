@@ -15,8 +15,8 @@ import msgspec
 from tandem.common.errors import ConfigError, HelperLost
 from tandem.common.process_lifetime import WATCH
 from tandem.config import Config, config_to_json
-from tandem.rollout.environments.channel import Imported, Reader, framed
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
+from tandem.rollout.environments.processes.channel import Imported, Reader, framed
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0
@@ -52,7 +52,7 @@ class GuardedProcess:
 
 
 class ForkServer:
-    """The process that forks workers (`tandem.rollout.environments.fork_server`), behind its guardian.
+    """The process that forks workers (`tandem.rollout.environments.processes.fork_server`), behind its guardian.
 
     It is restarted if it is killed from outside during the import, or has ended when it should fork.
     """

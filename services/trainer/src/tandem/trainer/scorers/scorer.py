@@ -1,4 +1,4 @@
-"""Scorers: the forward pass of a model that ends in the scores of valid tokens, and of no others."""
+"""The scorers of tokens: of any model, and of a language model, by its output layer."""
 
 from __future__ import annotations
 
@@ -15,28 +15,22 @@ from tandem.common.errors import ModelError
 from tandem.common.segments import boundaries
 from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
 from tandem.trainer.micro_batches import MicroBatch, Row
-from tandem.trainer.models import scalar_head
 from tandem.trainer.routing import RoutingReplay, of_row
+from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
 from tandem.trainer.scoring import (
     Scores,
     StudentScores,
     TokenScores,
-    TokenValues,
     VocabularyShard,
     placed,
     score_tokens,
-    top_of_logits,
-    top_tokens,
-    without_tokens,
 )
 
 Pictures = Callable[[MicroBatch], dict[str, Any]]
 """The inputs of a model's forward pass that come from the images of a micro-batch."""
-_ENTROPY_ROWS = 1024
-"""Positions for which entropy is computed at once, so that a large vocabulary needs little extra memory."""
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """The arguments of a head."""
 
     predictor_K: torch.Tensor
@@ -46,10 +40,10 @@ class _Task(NamedTuple):
     others_KN: torch.Tensor | None
     """Other tokens that are scored in the place of each; None for none."""
 
-    def take(self, is_taken_K: torch.Tensor) -> _Task:
+    def take(self, is_taken_K: torch.Tensor) -> Task:
         """Return the arguments for some of the tokens."""
         others_KN = None if self.others_KN is None else self.others_KN[is_taken_K]
-        return _Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN)
+        return Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN)
 
 
 class Scorer:
@@ -78,7 +72,7 @@ class Scorer:
         self._context = context
         self._replay = replay
         self._pictures = pictures
-        self._task: _Task | None = None
+        self._task: Task | None = None
         weight = head.weight
         self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
         head.register_forward_pre_hook(self._pick)
@@ -91,7 +85,7 @@ class Scorer:
         valid_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
         inputs, predictor_K = self._inputs(batch)
         others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
-        task = _Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
+        task = Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
         if self._replay is not None:
             self._replay.give(self._routed(batch))
         if self._pictures is not None:
@@ -138,7 +132,7 @@ class Scorer:
             return of_row(experts_BTLK, sources_of_share(batch, self._context))
         return experts_BTLK if row is None else of_row(experts_BTLK, row.source_N)
 
-    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
+    def _scores(self, inputs: dict[str, Any], task: Task) -> Scores:
         """Return the model's scores of the targets."""
         raise NotImplementedError
 
@@ -185,7 +179,7 @@ class TokenScorer(Scorer):
         if not self._gives_logits:
             head.forward = functools.partial(self._score, head, head.forward)
 
-    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
+    def _scores(self, inputs: dict[str, Any], task: Task) -> Scores:
         output: Any = self.model(**inputs, use_cache=False).logits
         if self._gives_logits:
             return self._of_logits(without_tokens(output.float() / self._temperature, self._undrawable), task)
@@ -208,7 +202,7 @@ class TokenScorer(Scorer):
         return self._of_hidden(hidden, weight_VH, vocabulary, self._task)
 
     def _of_hidden(
-        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: _Task
+        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: Task
     ) -> Scores:
         return self._score_tokens(
             hidden_KH,
@@ -221,71 +215,5 @@ class TokenScorer(Scorer):
             undrawable=self._undrawable,
         )
 
-    def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
-        return _scores_of_logits(logits_KV, task, learns_entropy=self._learns_entropy)
-
-
-class TopScorer(TokenScorer):
-    """Scores a language model's likeliest tokens and their logits in the same way."""
-
-    def __init__(
-        self,
-        model: Any,
-        temperature: float,
-        *,
-        num: int,
-        linear_head: bool,
-        context: dist.ProcessGroup | None = None,
-        pictures: Pictures | None = None,
-        undrawable: Sequence[int] = (),
-    ) -> None:
-        """Begin, as a scorer of tokens; `num` is the number of likeliest tokens."""
-        super().__init__(
-            model, temperature, linear_head=linear_head, context=context, pictures=pictures, undrawable=undrawable
-        )
-        self._num = num
-
-    def _of_hidden(
-        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: _Task
-    ) -> Scores:
-        return top_tokens(
-            hidden_KH,
-            weight_VH,
-            self._num,
-            temperature=self._temperature,
-            vocabulary=vocabulary,
-            undrawable=self._undrawable,
-        )
-
-    def _of_logits(self, logits_KV: torch.Tensor, task: _Task) -> Scores:
-        return top_of_logits(logits_KV, self._num)
-
-
-class ScalarScorer(Scorer):
-    """The values of tokens: the output of `scalar_head` for the hidden state that predicts each."""
-
-    def __init__(self, model: Any, *, context: dist.ProcessGroup | None = None) -> None:
-        """Begin, as any scorer."""
-        super().__init__(model, scalar_head(model), context)
-
-    def _scores(self, inputs: dict[str, Any], task: _Task) -> Scores:
-        return TokenValues(self.model(**inputs, use_cache=False).logits[:, 0].float())
-
-
-def _scores_of_logits(logits_KV: torch.Tensor, task: _Task, *, learns_entropy: bool) -> TokenScores | StudentScores:
-    logprobs_KV = logits_KV.log_softmax(dim=-1)
-    logprobs_K = logprobs_KV.gather(1, task.target_K[:, None])[:, 0]
-    detached_KV = logprobs_KV.detach()
-    is_likeliest_K = (logprobs_K.detach() == detached_KV.amax(dim=-1)).float()
-    scores = logprobs_K, _entropy(logprobs_KV if learns_entropy else detached_KV), is_likeliest_K
-    if task.others_KN is None:
-        return TokenScores(*scores)
-    return StudentScores(*scores, logprobs_KV.gather(1, task.others_KN))
-
-
-def _entropy(logprobs_KV: torch.Tensor) -> torch.Tensor:
-    parts = []
-    for logprobs_RV in torch.split(logprobs_KV, _ENTROPY_ROWS):
-        # A token that is ruled out has logit -inf and adds nothing.
-        parts.append(-torch.where(logprobs_RV.isinf(), 0.0, logprobs_RV.exp() * logprobs_RV).sum(dim=-1))
-    return torch.cat(parts) if parts else logprobs_KV.new_zeros(0)
+    def _of_logits(self, logits_KV: torch.Tensor, task: Task) -> Scores:
+        return scores_of_logits(logits_KV, task.target_K, task.others_KN, learns_entropy=self._learns_entropy)

@@ -8,10 +8,10 @@ import socket
 
 import msgspec
 
-from tandem.rollout.environments.channel import Answer, Reader, packed
 from tandem.rollout.environments.environment import is_multi_turn
 from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, step_of, timed_out
 from tandem.rollout.environments.printing import bounded
+from tandem.rollout.environments.processes.channel import Answer, Reader, packed
 
 _calls = msgspec.msgpack.Decoder(Call)
 

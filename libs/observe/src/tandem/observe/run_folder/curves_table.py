@@ -1,0 +1,91 @@
+"""``curves.f64``: a copy of a run's metrics and seconds, as a table of numbers that is fast to read.
+
+The journal is authoritative, but it stores a metric among all others of its step. Reading one metric of 100,000 steps
+takes seconds there, and milliseconds here. A row is a step: its number, its commit time, and a number for each name in
+the header, which is a line of JSON padded with spaces. Readers compare the first two numbers with the journal, and
+ignore rows of superseded steps or of another run. If part of the file is lost, the next resume rewrites it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+CURVES_NAME = "curves.f64"
+SECONDS = "seconds/"
+"""Prefix of the names of curves of seconds, by phase."""
+Numbers: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
+Ids: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+Flags: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
+ABSENT = np.array([0x7FF8_0000_0AB5_E47F], np.int64)
+"""Marker of a missing metric: a NaN unlike those that metrics may have."""
+KEYS = 2
+"""Number of columns before those of the names."""
+
+
+class CurvesTable:
+    """The current content of the file."""
+
+    def __init__(self, names: Sequence[str], rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> None:
+        self.names = tuple(names)
+        self._rows = rows
+        self._place = {name: place for place, name in enumerate(names, KEYS)}
+
+    def steps_up_to(self, last: int) -> tuple[Ids, Numbers]:
+        """Return the steps up to `last`, with their commit times; of repeated steps, only the latest."""
+        steps = np.array(self._rows[:, 0])
+        is_asked_for = (steps >= 0) & (steps <= last)
+        found, committed_at = steps[is_asked_for].astype(np.int64), np.array(self._rows[:, 1])[is_asked_for]
+        if not len(found):
+            return found, committed_at
+        least_later = np.minimum.accumulate(found[::-1])[::-1][1:]
+        stays = np.append(found[:-1] < least_later, True)
+        return found[stays], committed_at[stays]
+
+    def rows_of(self, steps: Ids, committed_at: Numbers) -> Ids:
+        """Return the row of each of these steps; -1 for missing ones."""
+        at = np.array(self._rows[:, 1])
+        if np.array_equal(at, committed_at) and np.array_equal(self._rows[:, 0], steps):
+            return np.arange(len(steps))
+        order = np.argsort(at, kind="stable")
+        if not len(order):
+            return np.full(len(steps), -1, np.int64)
+        found = np.searchsorted(at[order], committed_at)
+        row = order[np.minimum(found, len(order) - 1)]
+        return np.where((at[row] == committed_at) & (self._rows[row, 0] == steps), row, -1)
+
+    def columns(self, names: Sequence[str], rows: Ids) -> dict[str, tuple[Numbers, Flags]]:
+        """Return the values of these metrics in these rows, and where they exist; the file is read once."""
+        there = [name for name in names if name in self._place]
+        places = [self._place[name] for name in there]
+        is_range = len(rows) > 0 and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
+        which = self._rows[rows[0] : rows[-1] + 1] if is_range else self._rows[rows]
+        values = np.ascontiguousarray(which[:, places].T)
+        found = {name: (own, own.view(np.int64) != ABSENT) for name, own in zip(there, values, strict=True)}
+        return {name: found.get(name, (np.zeros(len(rows)), np.zeros(len(rows), np.bool_))) for name in names}
+
+
+def read_curves(folder: Path) -> CurvesTable | None:
+    """Return the content of the file; None if there is none, or it is unreadable."""
+    try:
+        with (folder / CURVES_NAME).open("rb") as file:
+            line = file.readline()
+            names = msgspec.json.decode(line, type=tuple[str, ...])
+            whole = (os.fstat(file.fileno()).st_size - len(line)) // row_bytes(names)
+            if not whole:
+                return CurvesTable(names, np.zeros((0, KEYS + len(names))))
+            # An incomplete row, being written or left by a killed writer, is ignored.
+            shape = (whole, KEYS + len(names))
+            return CurvesTable(names, np.memmap(file, np.float64, mode="r", offset=len(line), shape=shape))
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+
+
+def row_bytes(names: Sequence[str]) -> int:
+    """Return the size of a row with these metrics."""
+    return 8 * (KEYS + len(names))

@@ -1,0 +1,236 @@
+"""Writing of the rollout log: shards, log-probabilities, and unfinished files that become shards.
+
+`tandem.samples.sample_record` has its format.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from xxhash import xxh3_64_hexdigest
+
+from tandem.common.errors import SamplesError
+from tandem.common.messages import Purpose, SampleKey, SampleScored
+from tandem.samples.batch import Float32s, Int32s
+from tandem.samples.routed_experts import COLUMN
+from tandem.samples.sample_files import LOGPROBS, shard_path, temporary_path
+from tandem.samples.sample_record import (
+    ARRAYS,
+    DIGEST,
+    EXPERTS,
+    FORMAT,
+    FORMAT_KEY,
+    IMAGES,
+    LOGPROBS_SCHEMA,
+    NO_DIGEST,
+    RUN_ID,
+    SCHEMA,
+    SEEING,
+    UNREADABLE,
+    RecordedSample,
+)
+
+_ROW_GROUP = 128
+"""Samples per row group, so that reading a few samples of a big shard does not read all tokens."""
+
+
+def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table, purpose: Purpose = "train") -> int:
+    """Write a rollout's samples of a step, replacing any existing shard; return the number of bytes.
+
+    The file gets its name once it is complete and on disk. Raises `OSError`.
+    """
+    return _write_parquet(shard_path(folder, step, rollout, purpose), run_id, table)
+
+
+def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
+    """Write a file atomically, and sync it to disk; return the number of bytes. Raises `OSError`."""
+    content = _parquet(table.replace_schema_metadata(_metadata(run_id)))
+    temporary = temporary_path(path)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(content)
+
+
+def _parquet(table: pa.Table) -> bytearray:
+    """Return a table as a Parquet file that contains the digest of its own bytes.
+
+    Parquet's checksums cover only the contents of pages: a flipped bit between them would go unnoticed.
+    """
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
+        writer.write_table(table, row_group_size=_ROW_GROUP)
+        writer.add_key_value_metadata({DIGEST: NO_DIGEST})
+    content = bytearray(sink.getvalue())
+    at = content.rindex(NO_DIGEST)
+    content[at : at + len(NO_DIGEST)] = xxh3_64_hexdigest(content).encode()
+    return content
+
+
+def write_logprobs(
+    folder: Path,
+    run_id: str,
+    step: int,
+    trainer: str,
+    keys: Sequence[tuple[int, int, int]],
+    lengths_S: Int32s,
+    logprobs_T: Float32s,
+) -> None:
+    """Write a trainer's log-probabilities of the tokens of its sequences; groups, samples and branches are `keys`.
+
+    Raises `OSError`.
+    """
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_S)]), pa.int32())
+    columns_KS = np.array(keys, dtype=np.int64).reshape(-1, 3).T.copy()
+    columns = [
+        pa.array(np.full(len(keys), step, dtype=np.int64)),
+        *map(pa.array, columns_KS),
+        pa.ListArray.from_arrays(offsets, pa.array(logprobs_T, pa.float32()), type=LOGPROBS_SCHEMA.field(-1).type),
+    ]
+    table = pa.Table.from_arrays(columns, schema=LOGPROBS_SCHEMA)
+    _write_parquet(shard_path(folder / LOGPROBS, step, trainer), run_id, table)
+
+
+class UnfinishedFile:
+    """An unfinished file, as seen by its only writer. Every method raises `OSError`; the file is unusable after
+    that."""
+
+    def __init__(self, path: Path, run_id: str, schema: pa.Schema = SCHEMA) -> None:
+        """Create the file; `schema` is `SEEING` for a model that sees."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=0)  # unbuffered, so that a killed process loses nothing
+        self._write(schema.with_metadata(_metadata(run_id)).serialize())
+
+    def append(self, samples: Sequence[RecordedSample]) -> None:
+        """Write samples, all of one step."""
+        for batch in table_of(samples).to_batches():
+            self._write(batch.serialize())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, message: pa.Buffer) -> None:
+        rest = memoryview(message)
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+
+
+def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
+    """Return the contents of an unfinished file, without an incomplete batch at its end.
+
+    Raises `SamplesError` if the file does not begin like an unfinished one, or belongs to a run other than `run_id`.
+    """
+    try:
+        if not path.stat().st_size:  # the writer ended, or the disk was full, before the header was written
+            return SCHEMA.empty_table()
+        with pa.OSFile(str(path)) as file:  # not mapped, since another process may delete it meanwhile
+            stream, batches = pa.ipc.open_stream(file), []
+            check_schema(path, stream.schema, run_id)
+            with suppress(StopIteration, OSError, pa.ArrowInvalid):
+                while True:
+                    batches.append(stream.read_next_batch())
+            return pa.Table.from_batches(batches, stream.schema)
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+
+
+def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
+    """Return samples as a table."""
+    schema = SEEING if "num_images_S" in samples[0].arrays.columns else SCHEMA
+    offsets = pa.array([0, *accumulate(map(len, map(_READ["token_ids"], samples)))], pa.int32())
+    columns = []
+    for field in schema:
+        values = list(map(_READ[field.name], samples))
+        if field.name in ARRAYS:
+            columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values)), type=field.type))
+        else:
+            try:
+                columns.append(pa.array(values, field.type))
+            except UnicodeEncodeError:  # a lone surrogate, which an environment may return
+                texts = [None if text is None else text.encode("utf-8", "replace").decode() for text in values]
+                columns.append(pa.array(texts, field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def keys_of(table: pa.Table) -> list[SampleKey]:
+    """Return the key of each row: the command id of the sample, its group, and its index there."""
+    columns = table.select(["command_id", "group", "sample"]).columns
+    return [*zip(*map(pa.ChunkedArray.to_pylist, columns), strict=True)]
+
+
+def _branches(sample: RecordedSample) -> Any:
+    return msgspec.to_builtins(sample.scored.branches)
+
+
+def _experts(sample: RecordedSample) -> bytes | None:
+    experts_TX = sample.arrays.columns.get(COLUMN)
+    return None if experts_TX is None else experts_TX.tobytes()
+
+
+def _images(sample: RecordedSample) -> list[dict[str, Any]]:
+    digests = map(np.ndarray.tobytes, sample.arrays.image_digests_IX)
+    grids = sample.arrays.image_grids_IX.tolist()
+    counts = sample.arrays.num_images_S
+    branches = np.repeat(np.arange(len(counts)), counts).tolist()
+    return [
+        {"digest": digest, "grid": grid, "branch": branch}
+        for digest, grid, branch in zip(digests, grids, branches, strict=True)
+    ]
+
+
+_READ: dict[str, Callable[[RecordedSample], Any]] = {
+    name: attrgetter(
+        f"arrays.{ARRAYS[name]}"
+        if name in ARRAYS
+        else f"scored.{name}"
+        if name in SampleScored.__struct_fields__
+        else {"reference_answer": "answer"}.get(name, name)
+    )
+    for name in SCHEMA.names
+} | {"branches": _branches, EXPERTS: _experts, IMAGES: _images}
+"""Reads a column's value of a sample."""
+
+
+def _metadata(run_id: str) -> dict[bytes, bytes]:
+    return {RUN_ID: run_id.encode(), FORMAT_KEY: str(FORMAT).encode()}
+
+
+def check_schema(path: Path, schema: pa.Schema, run_id: str | None, expected: pa.Schema = SCHEMA) -> None:
+    """Raise `SamplesError` unless a file is part of a rollout log, and of this run."""
+    metadata = schema.metadata or {}
+    if RUN_ID not in metadata or FORMAT_KEY not in metadata:
+        raise SamplesError(f"{path} is not part of a rollout log")
+    is_expected = schema.equals(expected) or (expected is SCHEMA and schema.equals(SEEING))
+    if metadata[FORMAT_KEY] != str(FORMAT).encode() or not is_expected:
+        said = metadata[FORMAT_KEY].decode(errors="replace")
+        raise SamplesError(
+            f"{path} has format {said} of the rollout log, this release reads format {FORMAT}: use the release "
+            "that wrote it"
+        )
+    found = metadata[RUN_ID].decode(errors="replace")
+    if run_id is not None and found != run_id:
+        raise SamplesError(f"{path} is of the run {found}, not {run_id}")
+
+
+def unreadable(path: Path, error: Exception) -> SamplesError:
+    """Return the error of a file that cannot be read, with a reader's message on one line."""
+    why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    return SamplesError(f"{path} cannot be read as part of the rollout log: {why}")

@@ -1,0 +1,112 @@
+"""The drawing of a run's state on a terminal, and the lines that say what it waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.groups.table import GroupState
+from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.observe.lines import SPARKLINE_WIDTH, curves_of, policy_of, shares, sparkline
+from tandem.observe.run_folder.journal import StepRecord
+
+_MOST_NAMED = 4
+"""Most processes that a line names; the rest are counted."""
+_PHASE_COLOURS = {
+    "generation": "cyan",
+    "policy_training": "magenta",
+    "value_training": "red",
+    "value_inference": "blue",
+    "teacher_logprob_inference": "blue",
+    "get_logprobs": "blue",
+    "refit": "yellow",
+    "validation": "green",
+    "checkpointing": "white",
+}
+
+
+def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
+    """Describe what a run is doing, and the processes that it waits for."""
+    waits: dict[str, list[str]] = {}
+    for name in scheduler.requests.processes():
+        process = registry.processes.get(name)
+        waits.setdefault(process.phase if process is not None else "gone", []).append(name)
+    parts = []
+    for phase, names in waits.items():
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        parts.append(f"{', '.join(names[:_MOST_NAMED])}{more} ({phase})")
+    if missing := scheduler.missing:
+        parts.insert(0, f"{missing} to join")
+    if absent := scheduler.engines.having(Status.ABSENT):
+        parts.append(f"a replacement of {', '.join(absent)}")
+    waiting = "; ".join(parts) or "nothing"
+    return f"step {scheduler.step}/{last_step}: {scheduler.phase.value}, waiting for {waiting}"
+
+
+def ahead_line(scheduler: Scheduler) -> str:
+    """Describe the groups that are generated beside training, and the versions that engines generate with."""
+    states = Counter(group.state for group in scheduler.groups if group.purpose == "train")
+    engines, newest = scheduler.engines, scheduler.weights.version
+    held = Counter(engines[name].version for name in engines.having(Status.HOLDING))
+    on = ", ".join(f"version {version} on {held[version]}" for version in sorted(held, reverse=True))
+    return (
+        f"groups: {states[GroupState.READY]} ready, {states[GroupState.IN_FLIGHT]} being generated, "
+        f"{states[GroupState.WAITING]} waiting; newest weights: version {newest}; engines: {on or 'none holds any'}"
+    )
+
+
+def picture(
+    title: str,
+    times: str,
+    records: Sequence[StepRecord],
+    spec: RunSpec,
+    scheduler: Scheduler,
+    registry: Registry,
+    now: float,
+) -> RenderableType:
+    """Draw the current state of a run, of which `records` are the finished steps."""
+    return Group(
+        Text(title, style="bold"),
+        Text(f"{f'step {scheduler.step}/{spec.last_step}':>18} {scheduler.phase.value}  {times}"),
+        *([] if spec.is_synchronous else [Text(f"{'ahead':>18} {ahead_line(scheduler)}")]),
+        *_curves(records),
+        *(_last_step(records[-1]) if records else []),
+        _health(registry, now),
+    )
+
+
+def _curves(records: Sequence[StepRecord]) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    newest = records[-1].metrics if records else {}
+    for name, label in (*curves_of(newest), *policy_of(newest)):
+        values = [record.metrics[name] for record in records if name in record.metrics]
+        if values:
+            lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))
+    return lines
+
+
+def _last_step(record: StepRecord) -> list[RenderableType]:
+    total = record.seconds.get("total", 0.0) or 1.0
+    bar = Text(f"{'last step':>18} {total:6.2f}s  ")
+    speed = record.metrics.get("tokens_per_s")
+    for name, colour in _PHASE_COLOURS.items():
+        bar.append("█" * round(SPARKLINE_WIDTH * record.seconds.get(name, 0.0) / total), style=colour)
+    rate = "" if speed is None else f"  {speed:,.0f} tokens/s"
+    return [bar, Text(f"{'':>27}{shares(record.seconds)}{rate}", style="dim")]
+
+
+def _health(registry: Registry, now: float) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("process", "host", "pid", "last seen", "doing"):
+        table.add_column(heading, style="dim" if heading != "process" else "")
+    for name, process in sorted(registry.processes.items()):
+        age = f"{now - process.last_seen:.0f} s ago"
+        table.add_row(name, process.hello.host, str(process.hello.pid), age, process.phase)
+    return table

@@ -1,0 +1,41 @@
+"""Limits of every sample of a run, which replies must keep."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.config import Config
+from tandem.config.model_groups import model_groups_of
+from tandem.config.models.model_sizes import vocabulary_size
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of every sample of a run."""
+
+    vocabulary: int
+    max_tokens: int
+    """Most tokens of a whole sequence."""
+    max_turns: int
+    plays: bool = False
+    """Whether an agent plays episodes, with prompts of its own."""
+    speakers: frozenset[str] = frozenset({"trainer-0"})
+    """Trainers that report the run's metrics: the first of each model group."""
+
+    @staticmethod
+    def of(config: Config) -> Limits:
+        """Return the limits of a run; its model folder must exist."""
+        policy, longest = config.policy, config.policy.max_total_sequence_length
+        if policy.generation.backend == "vllm":
+            longest = max(longest, policy.generation.vllm_cfg.max_model_len)
+        agent = config.agent
+        turns = config.rollout_section.max_rollout_turns if config.declaration.rolls_out else 0
+        if agent is not None:
+            turns = agent.max_completions
+        known = vocabulary_size(policy)
+        return Limits(
+            vocabulary=known,
+            max_tokens=longest,
+            max_turns=turns,
+            plays=agent is not None,
+            speakers=frozenset(f"trainer-{model_group.first}" for model_group in model_groups_of(config)),
+        )

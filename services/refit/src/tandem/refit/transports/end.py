@@ -1,0 +1,42 @@
+"""One process's end of its transfers, to which a transport binds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from tandem.common.worker_shards import process_of
+from tandem.refit.layout import Storage
+from tandem.refit.transfer import TransferGroup
+
+if TYPE_CHECKING:  # the planner runs in processes without torch
+    import torch
+
+    from tandem.refit.transports.memory import Memory
+    from tandem.refit.transports.process_group import Group
+
+
+class End(NamedTuple):
+    """One process's end of its transfers, to which a transport binds them."""
+
+    member: str
+    memory: Memory
+    device: torch.device
+    """Device of the parameters."""
+    transfer_groups: Mapping[str, TransferGroup]
+    """The program's transfer groups, by name."""
+    groups: Mapping[str, Group]
+    """Connected transfer groups by name, looked up at each run."""
+    opened: dict[tuple[str, str], torch.Tensor]
+    """Opened storages of other processes, by process and storage: each is opened once."""
+
+    def open_once(self, source: str, storage: Storage, open_storage: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of another process's storage; `open_storage` opens it the first time."""
+        key = source, storage.name
+        if key not in self.opened:
+            self.opened[key] = open_storage()
+        return self.opened[key]
+
+    def takes_part(self, only: Collection[str] | None) -> bool:
+        """Return whether this process is to receive; `only` is that of `BoundTransfers.run`."""
+        return only is None or process_of(self.member) in only

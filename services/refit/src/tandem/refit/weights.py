@@ -1,0 +1,160 @@
+"""Weights in plain memory that take part in refits, as a layout and the tensors of its storages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+
+from tandem.common.errors import RefitError
+from tandem.common.worker_shards import process_of
+from tandem.refit.binding import bind
+from tandem.refit.bound import BoundProgram
+from tandem.refit.digests.slices import DigestList
+from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.digests.version import FrozenDigests, VersionDigest
+from tandem.refit.layout import Layout
+from tandem.refit.program import TransferProgram, Verification
+from tandem.refit.transfer import TransferGroup
+from tandem.refit.transports import process_group, registry
+from tandem.refit.transports.meeting import Meeting
+
+
+class Weights:
+    """A `Holder` of plain memory with one worker: a layout, and the live tensors of its storages.
+
+    Or of a copy, in memory that other processes read while the live tensors change. Digests are of the live tensors, so
+    a copy that differs is noticed.
+    """
+
+    def __init__(
+        self, layout: Layout, storages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Hold the storages; `live` are the tensors that they copy, by the same names, if they are copies."""
+        self.layout = layout
+        self.storages = storages
+        self._live = live
+        self._program: TransferProgram | None = None
+        self._bound: BoundProgram | None = None
+        self._digest_list: DigestList | None = None
+        """Slices to digest for the installed program, once requested."""
+        self._frozen_digests: FrozenDigests | None = None
+        """Digests of frozen tensors, once requested."""
+        self._groups: dict[str, process_group.Group] = {}
+        """Transfer groups by name; looked up whenever the program runs."""
+        self._aliased: set[str] = set()
+        """Storages that the installed program has re-pointed at the sender's memory."""
+
+    @property
+    def layouts(self) -> tuple[Layout]:
+        """The layout, as that of the only worker."""
+        return (self.layout,)
+
+    def refresh(self) -> None:
+        """Copy the live tensors, and return when the copy is complete."""
+        assert self._live is not None, "only a copy can be refreshed"
+        for name, storage in self.storages.items():
+            if storage is not self._live[name]:
+                storage.copy_(self._live[name], non_blocking=True)
+        if any(storage.device.type == "cuda" for storage in self.storages.values()):
+            torch.cuda.synchronize()  # other processes read it without waiting for a stream of this one
+
+    def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
+        """Bind a program, replacing the previous one."""
+        (program,) = programs
+        self._unbind()
+        in_place = [t for t in program.receives if registry.find(t.transport).in_place_of]
+        aliased = {name for transfer in in_place for name in transfer.destination_storages}
+        for name in (self._aliased - aliased) & self.storages.keys():
+            # It still points at the sender's memory, which is read-only: a copy into it would fault.
+            self.storages[name].data = torch.empty_like(self.storages[name])
+        self._aliased = aliased
+        self._bound = bind(program, self.storages, self._groups)
+        self._program = program
+        return self._bound
+
+    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+        """Connect a transfer group if the program uses it."""
+        if self._program is None:
+            raise RefitError("no transfer program is installed")
+        if self._program.member not in transfer_group.members:
+            return
+        if former := self._groups.pop(transfer_group.name, None):
+            former.close()
+        device = next((tensor.device for tensor in self.storages.values()), torch.device("cpu"))
+        self._groups[transfer_group.name] = meeting.connect(transfer_group, self._program.member, device, timeout_s)
+
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
+    ) -> dict[str, int]:
+        """Run the program."""
+        if self._program is None or self._bound is None:
+            raise RefitError("no transfer program is installed")
+        if self._program.receives and (joining_engines is None or process_of(self._program.member) in joining_engines):
+            self._frozen_digests = None
+        return self._bound.run(deadline_s, only or None, joining_engines)
+
+    def distrust(self, engines: Collection[str]) -> None:
+        """Send these engines whole weights next time."""
+        if self._bound is not None:
+            self._bound.distrust(engines)
+
+    def digest_task(
+        self, sampling: Sampling | None, copies: Mapping[str, torch.Tensor] | None = None
+    ) -> DigestTask | VersionDigest:
+        """Return a task for the slices that the program assigns to this process.
+
+        `copies` are read in the place of staging memory of these names.
+        """
+        if self._program is None or self._bound is None:
+            raise RefitError("no transfer program is installed")
+        verification, merger = self._program.verification, self._bound.merger
+        task = self._task(verification, sampling, self._digest_list, copies)
+        self._digest_list = task.digest_list
+        if not len(verification.frozen_rows) and merger is None:
+            return task
+        if self._frozen_digests is None:
+            # In full, because other processes may sample another version.
+            once = msgspec.structs.replace(verification, rows=verification.frozen_rows)
+            self._frozen_digests = FrozenDigests(self._task(once, None, None))
+        merges: Iterator[None] = iter(())
+        if merger is not None:
+            merges = merger.check() if sampling is None else merger.check(sampling.version, sampling.one_in)
+        merges_s = task.seconds_for(merger.num_bytes) if merger else 0.0
+        return VersionDigest(task, self._frozen_digests, merges, merges_s)
+
+    def _task(
+        self,
+        verification: Verification,
+        sampling: Sampling | None,
+        known: DigestList | None,
+        copies: Mapping[str, torch.Tensor] | None = None,
+    ) -> DigestTask:
+        """Return a task for some rows of the weights that are held or received."""
+        assert self._program is not None, "a program is installed"
+        assert self._bound is not None, "a program is installed"
+        return DigestTask(
+            self._program.received or self.layout,
+            {**(self._live or self.storages), **self._bound.staging, **(copies or {})},
+            verification,
+            sampling=sampling,
+            quantisations=self._program.quantisations,
+            digest_list=known,
+        )
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return the tensors that differ from the quantisation of the received weights."""
+        return () if self._bound is None else self._bound.misquantised()
+
+    def close(self) -> None:
+        """Release the program, and close all transfer groups."""
+        self._unbind()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    def _unbind(self) -> None:
+        if self._bound is not None:
+            self._bound.close()
+        self._bound = self._program = self._digest_list = self._frozen_digests = None

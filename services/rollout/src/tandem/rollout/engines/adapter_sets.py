@@ -1,0 +1,301 @@
+"""The adapters of several versions over one base: copies, the layers that add them, and digests.
+
+The layers of a model hold the base. Of each version there is a copy of the adapters. In a step, a layer adds to its
+output ``scale * B @ A @ x``, for the tokens of each version with that version's matrices.
+
+One worker of an engine has `AdapterSets`. Which versions it keeps is decided for all workers at once, by `Uses`.
+
+Shapes: ``N`` tokens of a step, ``I`` and ``O`` inputs and outputs of a layer; ``M`` tokens of one version, ``R`` rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from tandem.common.errors import ModelError, RefitError
+from tandem.refit.digests.comparison import Digests, to_bytes
+from tandem.refit.digests.task import Sampling
+from tandem.refit.holder import Digesting
+from tandem.refit.layout import ITEM_SIZE_OF_CODE
+from tandem.refit.program import TransferProgram
+from tandem.refit.weights import Weights
+
+Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of a layer's inputs and output that returns the output with adapters added."""
+Attach = Callable[[torch.nn.Module, Add], Callable[[], None] | None]
+"""A way to have a linear layer add adapters; it returns how to undo it, or None if the layer is not linear."""
+_ITEM = 4
+"""Bytes of an element of adapters, which are in float32."""
+
+
+class Product(NamedTuple):
+    """A product of two adapter matrices that a layer adds to some of its outputs."""
+
+    weight: str
+    """Storage of the layer's weight."""
+    base: str
+    """Staging memory of the rows of the base to which the product belongs."""
+    first: int
+    """Number of the first output."""
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    rank: int
+    scale: float
+    a: str
+    """Staging memory of ``A``; likewise `b`."""
+    a_at: int
+    """Number of its first element; likewise `b_at`."""
+    a_stride: int
+    """Elements from one row of ``A`` to the next."""
+    b: str
+    b_at: int
+
+
+def products_of(program: TransferProgram) -> list[Product]:
+    """Return the products that a program would merge into weights.
+
+    Raises `RefitError` if one belongs to something other than whole rows of a matrix.
+    """
+    merging = program.merging
+    if merging is None:
+        return []
+    at, names, found = merging.products, merging.storages, []
+    for row, tensor in enumerate(at.tensor_M.tolist()):
+        outputs, inputs = at.shape_MD[row].tolist()
+        row_bytes = inputs * int(ITEM_SIZE_OF_CODE[at.dtype_M[row]])
+        if at.live_strides_MD[row].tolist() != [row_bytes, row_bytes // inputs] or at.live_offset_M[row] % row_bytes:
+            raise _refused(merging.tensors[tensor])
+        found.append(
+            Product(
+                weight=names[int(at.live_M[row])],
+                base=names[int(at.base_M[row])],
+                first=int(at.live_offset_M[row]) // row_bytes,
+                shape=(outputs, inputs),
+                rank=int(at.rank_M[row]),
+                scale=merging.scales[tensor],
+                a=names[int(at.a_M[row])],
+                a_at=int(at.a_offset_M[row]) // _ITEM,
+                a_stride=int(at.a_stride_M[row]) // _ITEM,
+                b=names[int(at.b_M[row])],
+                b_at=int(at.b_offset_M[row]) // _ITEM,
+            )
+        )
+    return found
+
+
+class Uses:
+    """The order in which the versions of an engine were last needed."""
+
+    def __init__(self, most: int) -> None:
+        """Have room for `most` versions, or more while requests need them."""
+        self._most = most
+        self._used: dict[int, tuple[int, bool]] = {}
+        """Time at which a request named the version last, or its own, in requests, and whether one has named it."""
+        self._num_requests = 0
+
+    def begin(self, version: int) -> None:
+        """Note a version that has come."""
+        self._used[version] = self._num_requests, False
+
+    def name(self, versions: Iterable[int]) -> None:
+        """Note that a request has named these versions."""
+        self._num_requests += 1
+        for version in versions:
+            if version in self._used:
+                self._used[version] = self._num_requests, True
+
+    def surplus(self, held: Collection[int], needed: Collection[int]) -> list[int]:
+        """Return the versions to drop of those that are held: named longest ago, and none that are needed."""
+        self._used = {version: self._used[version] for version in held}
+        spare = sorted((used, version) for version, used in self._used.items() if version not in needed)
+        return [version for _, version in spare[: max(0, len(held) - self._most)]]
+
+
+class _Set:
+    """The adapters of a version: copies of staging memory, and the matrices of each product in them."""
+
+    def __init__(self, storages: dict[str, torch.Tensor], products: Sequence[Product]) -> None:
+        self.storages = storages
+        self.matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        """Matrices of each product; None where it is zero, as it is in a new model."""
+        self.checked = 0
+        """Time of its last digest, in versions."""
+        self.digests: tuple[bytes, ...] = ()
+        """Digests that were compared with the trainers'; empty until they are known."""
+        self.sampling: Sampling | None = None
+        for each in products:
+            outputs, inputs = each.shape
+            a = storages[each.a].as_strided((each.rank, inputs), (each.a_stride, 1), each.a_at)
+            b = storages[each.b].as_strided((outputs, each.rank), (each.rank, 1), each.b_at)
+            self.matrices.append((a, b) if bool(b.any()) else None)
+
+
+class AdapterSets:
+    """The versions that a worker of an engine holds, and the layers of its model that add them."""
+
+    def __init__(self, attach: Attach) -> None:
+        """Hold nothing; `attach` has a layer of this engine's kind add adapters."""
+        self._attach = attach
+        self._products: list[Product] = []
+        self._detach: list[Callable[[], None]] = []
+        self._held: dict[int, _Set] = {}
+        self._num_digests = 0
+        self._step: list[tuple[_Set, torch.Tensor | None]] = []
+        """Versions of the step's tokens, each with the indices of its tokens; None for all."""
+        self._num_tokens = 0
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._held
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that are held."""
+        return [*self._held]
+
+    def install(self, model: torch.nn.Module, products: Sequence[Product]) -> None:
+        """Hold nothing yet, and have the layers of products add them.
+
+        Raises `RefitError` if a product does not belong to a linear layer.
+        """
+        self.clear()
+        modules = dict(model.named_modules())
+        numbers: dict[str, list[int]] = {}
+        for number, product in enumerate(products):
+            numbers.setdefault(product.weight, []).append(number)
+        self._products = [*products]
+        for weight, own in numbers.items():
+            layer = modules.get(weight.removesuffix(".weight"))
+            undo = None if layer is None else self._attach(layer, functools.partial(self._added, own))
+            if undo is None:
+                raise _refused(weight)
+            self._detach.append(undo)
+
+    def clear(self) -> None:
+        """Drop all versions, and let layers be as they were."""
+        for undo in reversed(self._detach):
+            undo()
+        self._detach.clear()
+        self._products.clear()
+        self._held.clear()
+        self._step.clear()
+
+    def keep(self, version: int, staging: Mapping[str, torch.Tensor], dropped: Iterable[int] = ()) -> None:
+        """Copy the adapters of a version, and drop others."""
+        for each in dropped:
+            self._held.pop(each, None)
+        names = {name for product in self._products for name in (product.a, product.b)}
+        self._held[version] = _Set({name: staging[name].clone() for name in sorted(names)}, self._products)
+
+    def take(self, version_N: NDArray[np.int64], device: torch.device) -> None:
+        """Note which version each token of the next step belongs to."""
+        versions = np.unique(version_N).tolist()
+        if lost := [version for version in versions if version not in self._held]:
+            raise ModelError(f"requests are being made by version {lost[0]}, whose adapters are not held any more")
+        self._num_tokens = len(version_N)
+        rows = [None] if len(versions) == 1 else [np.flatnonzero(version_N == version) for version in versions]
+        self._step = [
+            (self._held[version], None if its is None else torch.from_numpy(its).to(device))
+            for version, its in zip(versions, rows, strict=True)
+        ]
+
+    def _added(self, numbers: Sequence[int], given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return a layer's output with what the adapters of each token's version add. Tokens of no version come
+        last."""
+        inputs_NI, output_NO = given.reshape(-1, given.shape[-1]), output.reshape(-1, output.shape[-1])
+        if len(inputs_NI) < self._num_tokens:
+            raise ModelError("a layer with the adapters of several models is not given all tokens of a step")
+        for held, row_M in self._step:
+            its_MI: torch.Tensor | None = None
+            for number in numbers:
+                matrices, product = held.matrices[number], self._products[number]
+                if matrices is None:
+                    continue
+                a, b = matrices
+                if its_MI is None:
+                    its_MI = (inputs_NI if row_M is None else inputs_NI.index_select(0, row_M)).to(a.dtype)
+                outputs, is_whole = product.shape[0], product.shape[0] == output_NO.shape[1]
+                own_NO = output_NO if is_whole else output_NO.narrow(1, product.first, outputs)
+                own_MO = own_NO if row_M is None else own_NO.index_select(0, row_M)
+                inner_MR = functional.linear(its_MI, a)
+                sum_MO = torch.addmm(own_MO.to(a.dtype), inner_MR, b.t(), alpha=product.scale).to(output.dtype)
+                if row_M is not None:
+                    own_NO.index_copy_(0, row_M, sum_MO)
+                elif is_whole:
+                    output_NO = sum_MO
+                else:
+                    own_NO.copy_(sum_MO)
+        return output_NO.view(output.shape)
+
+    # --- digests -----------------------------------------------------------------------------------------------------
+
+    def digest_task(self, version: int, weights: Weights, sampling: Sampling | None) -> Digesting:
+        """Return a task that digests a version's copy, and one of the others again."""
+        own = self._held[version]
+        self._num_digests += 1
+        own.checked, own.sampling = self._num_digests, sampling
+        known = [(each.checked, number) for number, each in self._held.items() if each.digests and number != version]
+        task = weights.digest_task(sampling, own.storages)
+        if not known:
+            return _SetsDigest(task, own, None, lambda _: None)
+        _, other = min(known)
+        again = self._held[other]
+        again.checked = self._num_digests
+
+        def compare(digests: tuple[bytes, ...]) -> None:
+            if digests != again.digests and self._held.get(other) is again:
+                del self._held[other]
+                print(f"the adapters of version {other} have changed in memory: they are dropped", flush=True)
+
+        return _SetsDigest(task, own, weights.digest_task(again.sampling, again.storages), compare)
+
+
+class _SetsDigest:
+    """The digests of a version, and then those of another to compare with what they were."""
+
+    def __init__(
+        self, task: Digesting, own: _Set, again: Digesting | None, compare: Callable[[tuple[bytes, ...]], None]
+    ) -> None:
+        self._task = task
+        self._own = own
+        self._again = again
+        self._compare = compare
+        self.expected_s = task.expected_s + (0.0 if again is None else again.expected_s)
+        """Rough duration on an idle machine, in seconds."""
+
+    def advance(self, seconds: float) -> bool:
+        """Work for this long, or a little longer; return whether everything is done."""
+        deadline = time.perf_counter() + seconds
+        if not self._task.advance(seconds):
+            return False
+        return self._again is None or self._again.advance(deadline - time.perf_counter())
+
+    def results(self) -> tuple[Digests, ...]:
+        """Return the digests of the version."""
+        results = self._task.results()
+        self._own.digests = tuple(map(to_bytes, results))
+        if self._again is not None:
+            self._compare(tuple(map(to_bytes, self._again.results())))
+        return results
+
+
+def on_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | None:
+    """Have one of torch's linear layers add adapters; see `Attach`."""
+    if not isinstance(layer, torch.nn.Linear):
+        return None
+
+    def hook(_: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return add(given[0], output)
+
+    return layer.register_forward_hook(hook).remove
+
+
+def _refused(name: str) -> RefitError:
+    return RefitError(f"{name}: only linear layers, or whole rows of them, can have the adapters of several models")

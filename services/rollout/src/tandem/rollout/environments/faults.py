@@ -1,0 +1,73 @@
+"""The treatment of samples on which an environment has failed, by ``env.NAME.on_error``.
+
+The rollout's log gets the whole story, the coordinator one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from tandem.common.errors import RewardError
+from tandem.common.messages import Problem
+from tandem.common.returned import sayable
+from tandem.common.texts import visible
+from tandem.config import Config
+from tandem.config.checks.data import on_error
+from tandem.rollout.environments.outcomes import Failure
+from tandem.samples.chat_templates import Messages
+
+
+class Unscored(msgspec.Struct, frozen=True):
+    """A response on which the environment failed without ending the run."""
+
+    failure: str
+    """The failure in one line."""
+    timed_out: bool
+    dropped: bool
+
+
+class FaultPolicy:
+    """The treatment of samples on which an environment has failed."""
+
+    def __init__(self, config: Config) -> None:
+        self._name = str(config.data.environment)
+        self._settings = config.env[self._name]
+        self._on_error = on_error(self._name, self._settings)
+        self._num_failures = 0
+
+    def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
+        """Return what becomes of a sample, and log the details. Raises `RewardError` if the failure ends the run."""
+        self._num_failures += 1
+        said = self._said(problem, failure)
+        _log(said, problem, conversation, failure)
+        most = self._settings.max_failures
+        if self._on_error == "fail" or (failure.on_purpose and self._settings.on_error is None):
+            raise RewardError(said)
+        if most is not None and self._num_failures > most:
+            raise RewardError(f"{said}; this is failure {self._num_failures} (env.{self._name}.max_failures: {most})")
+        return Unscored(said, failure.timed_out, dropped=self._on_error == "drop")
+
+    def _said(self, problem: Problem, failure: Failure) -> str:
+        if failure.timed_out:
+            doing = "play an episode of" if self._settings.is_agent else "score a response to"
+            return (
+                f"environment {self._name!r} {failure.what} to {doing} problem {problem.problem_id!r} "
+                f"(env.{self._name}.timeout_s)"
+            )
+        if failure.on_purpose:
+            return f"environment {self._name!r}: {failure.what}"
+        return f"environment {self._name!r}, problem {problem.problem_id!r}: {failure.what}"
+
+
+def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
+    """Write all details of a failure to the process's log."""
+    lines = [time.strftime("%H:%M:%S ") + said, f"  problem: {problem.problem_id!r}"]
+    lines += [f"  {message['role']}: {message['content']!r}" for message in conversation]
+    text = visible(sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip()))
+    with contextlib.suppress(OSError):  # the disk may be full
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,222 @@
+"""The building of a model by the DTensor backend: loaded, adapted, compiled, sharded, with a scorer.
+
+The model's section of the configuration has the settings, and the algorithm's declaration the models to train.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tandem.common.errors import ConfigError
+from tandem.common.segments import sliding_windows
+from tandem.config import Config
+from tandem.config.models.lora import is_adapter
+from tandem.config.models.vision_families import family_of
+from tandem.config.schema import columns
+from tandem.config.schema.adapters import LoraCfg
+from tandem.samples.model_files import load_tokenizer
+from tandem.samples.routed_experts import replayed_experts
+from tandem.trainer import context
+from tandem.trainer.attention import prepare_to_pack, prepare_to_share, use_attention
+from tandem.trainer.backends.scores import function_of_scores
+from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.dropout import Place
+from tandem.trainer.files import adapter_files
+from tandem.trainer.models import checkpoint_activations, has_linear_head, load_model, load_scalar_model
+from tandem.trainer.routing import RoutingReplay
+from tandem.trainer.scorers.likeliest import TopScorer
+from tandem.trainer.scorers.scalar import ScalarScorer
+from tandem.trainer.scorers.scorer import Scorer, TokenScorer
+
+if TYPE_CHECKING:
+    from tandem.trainer.backends.pictures import Pictures
+
+
+class Built(NamedTuple):
+    """A rank's part of a model that is ready to score."""
+
+    model: Any
+    scorer: Scorer
+    shares_prompts: bool
+    """Whether it takes a `tandem.trainer.micro_batches.MicroBatch.row` with shared prompts."""
+    adapters: adapter_files.Described | None
+    """Its adapters, which alone are trained; None without them."""
+    place: Place | None
+    """The present place in the run for dropout masks; None without dropout."""
+
+
+class Builder:
+    """Builds one model as its section of the configuration says."""
+
+    def __init__(self, name: columns.Model, config: Config, ranks: Ranks, number: int = 0) -> None:
+        """Prepare to build; `number` selects one of several models of the name."""
+        self.name = name
+        self._config, self._ranks = config, ranks
+        self._settings = config.settings_of(name, number)
+        self._is_trained = name in config.declaration.trains
+        self._head = config.declaration.head_of(name)
+        has_adapters = name == "policy" and self._settings.adapters is not None
+        self._adapters = self._settings.dtensor_cfg.lora_cfg if has_adapters else None
+        self._pictures: Pictures | None = None
+        self._place: Place | None = None
+
+    def build(self, checkpoint: Path | None) -> Built:
+        """Load the model, from a checkpoint if it is trained and there is one, and shard it.
+
+        Collective. Raises `ModelError`, `ConfigError` or `CheckpointError`.
+        """
+        settings, ranks = self._settings, self._ranks
+        trains_all = self._is_trained and self._adapters is None
+        source = settings.model_name if checkpoint is None or not trains_all else str(checkpoint / self.name)
+        # Trained parameters are float32, whatever the precision of the passes.
+        model = self.load(source, torch.float32 if trains_all else getattr(torch, settings.precision))
+        linear_head = self._head == "vocabulary" and has_linear_head(model)
+        shares_prompts = self._prepare_attention(model)
+        if not self._is_trained:
+            model.requires_grad_(False)
+        self._pictures = self._see(model, freezes=trains_all)
+        adapters = None if self._adapters is None else self._adapt(model, self._adapters, checkpoint)
+        recomputes = settings.activation_checkpointing_enabled or settings.dtensor_cfg.activation_checkpointing
+        recomputes = self._is_trained and recomputes
+        compiles_attention = settings.compile and self._has_kernel_of_rows()
+        if settings.compile:
+            from tandem.trainer.backends.compiling import compile_layers  # it imports torch's compiler
+
+            compile_layers(model, with_attention=compiles_attention, recomputes=recomputes)
+        elif recomputes:
+            checkpoint_activations(model)
+        ranks.shard(model, settings)
+        group = ranks.context.get_group() if ranks.context.size() > 1 else None
+        scorer = self._make_scorer(model, group, linear_head=linear_head)
+        scorer.compiles_attention = compiles_attention
+        return Built(model, scorer, shares_prompts, adapters, self._place)
+
+    def load(self, source: str, dtype: torch.dtype) -> Any:
+        """Return the whole model of a folder or name. Raises `ModelError`."""
+        if self._head == "vocabulary":
+            return load_model(source, self._settings, dtype)
+        model = load_scalar_model(source, self._settings, dtype, self._head)
+        if self._head == "score":
+            # Loaders tell padding by it, and so find the token with the score.
+            model.config.pad_token_id = load_tokenizer(self._config).pad_id
+        return model
+
+    def _has_kernel_of_rows(self) -> bool:
+        """Tell whether attention is one kernel (`tandem.common.segments.attend_on_gpu`) for all micro-batches."""
+        is_packed = self._config.policy.sequence_packing.enabled and self._ranks.context.size() == 1
+        takes_it = (
+            self._ranks.device.type == "cuda" and self._settings.precision == "bfloat16" and self._pictures is None
+        )
+        return is_packed and takes_it
+
+    def _make_scorer(self, model: Any, group: dist.ProcessGroup | None, *, linear_head: bool) -> Scorer:
+        if self._head != "vocabulary":
+            return ScalarScorer(model, context=group)
+        config = self._config
+        temperature = config.scoring_temperature
+        if self.name == "teacher" and config.topk_logits_k:
+            return TopScorer(
+                model,
+                temperature,
+                num=config.topk_logits_k,
+                linear_head=linear_head,
+                context=group,
+                pictures=self._pictures,
+                undrawable=() if self._pictures is None else self._pictures.undrawable,
+            )
+        return TokenScorer(
+            model,
+            temperature,
+            linear_head=linear_head,
+            context=group,
+            learns_entropy=config.learns_entropy,
+            replay=self._replay(model),
+            pictures=self._pictures,
+            undrawable=() if self._pictures is None else self._pictures.undrawable,
+            score=function_of_scores(self._settings),
+        )
+
+    def _adapt(self, model: Any, adapters: LoraCfg, checkpoint: Path | None) -> adapter_files.Described:
+        """Give a whole model adapters, from a checkpoint, from ``restore_from``, or new; describe them."""
+        from tandem.trainer import lora  # PEFT takes seconds to import
+
+        linear = lora.linear_layers(model)
+        layers = lora.inject(model, adapters, self._config.algorithm_section.seed)
+        if adapters.dropout:
+            ranks = self._ranks
+            self._place = Place(
+                self._config.algorithm_section.seed, ranks.sequences_rank, ranks.tensor.get_local_rank()
+            )
+            lora.add_dropout(model, adapters, self._place)
+        source = checkpoint / self.name if checkpoint is not None else adapters.restore_from
+        if source is not None:
+            found = {name: each for name, each in lora.parameters_of(model).items() if is_adapter(name)}
+            shapes = {name: parameter.shape for name, parameter in found.items()}
+            lora.fill(model, adapter_files.read(Path(source), adapters, shapes))
+        has_experts = lora.has_experts(model)
+        return adapter_files.Described(self._settings.model_name, adapters, layers, linear, has_experts)
+
+    def _prepare_attention(self, model: Any) -> bool:
+        """Make the model take packed rows, its share of each sequence, or shared prompts, as configured.
+
+        Return whether it takes shared prompts, with a notice if it should and cannot. Raises `ConfigError` if it cannot
+        take packed rows, or its share.
+        """
+        settings, is_shared = self._settings, self._ranks.context.size() > 1
+        by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
+        wants_prompts = self._config.declaration.shares_prompts and settings.share_prompts and not by_tokens
+        name, longest, reason = type(model).__name__, settings.max_total_sequence_length, None
+        section = "policy" if self.name == "reference" else self.name
+        if is_shared or settings.sequence_packing.enabled:
+            reason = prepare_to_pack(model, longest)
+            if reason is not None:
+                key, what = "sequence_packing.enabled", "packed rows"
+                if is_shared:
+                    key, what = "dtensor_cfg.context_parallel_size", "parts of sequences"
+                raise ConfigError(f"{section}.{key}: {name} cannot take {what}: {reason}")
+            if is_shared:
+                use_attention(model, context.ATTENTION_NAME)
+                reason = f"{section}.dtensor_cfg.context_parallel_size makes ranks share each sequence"
+        else:
+            if wants_prompts:
+                reason = prepare_to_share(model, longest)
+                reason = None if reason is None else f"{name} cannot share: {reason}"
+            if not wants_prompts or reason is not None:
+                self._avoid_masks(model, section)
+        if wants_prompts and reason is not None and self._is_trained and dist.get_rank() == 0:
+            print(f"{section}.share_prompts has no effect: {reason}", flush=True)
+        return wants_prompts and reason is None
+
+    def _see(self, model: Any, *, freezes: bool) -> Pictures | None:
+        """Give a whole model pictures if it sees. Freeze the parts that the configuration names, if `freezes`."""
+        family = family_of(self._settings)
+        if family is None:
+            return None
+        from tandem.trainer.backends import pictures  # text runs need none of it
+
+        if freezes:
+            pictures.freeze(model, family, self._settings.dtensor_cfg)
+        return pictures.Pictures(self._config, self._settings, family, model, self._ranks)
+
+    def _replay(self, model: Any) -> RoutingReplay | None:
+        """Send tokens to the experts that an engine chose, if configured. Raises `ModelError` if impossible."""
+        if replayed_experts(self._config, self.name) is None:
+            return None
+        tensor, is_cut = self._ranks.tensor, self._settings.dtensor_cfg.sequence_parallel
+        return RoutingReplay(model, (tensor.get_local_rank(), tensor.size()) if is_cut else (0, 1))
+
+    def _avoid_masks(self, model: Any, section: str) -> None:
+        """Let a model with sliding attention compute it without a mask of all pairs of tokens, if it can.
+
+        Under sequence parallelism it must, since it would make a mask for its share of the row. Raises `ConfigError`.
+        """
+        if not any(sliding_windows(model.config.get_text_config())):
+            return
+        reason = prepare_to_pack(model, self._settings.max_total_sequence_length)
+        if reason is not None and self._settings.dtensor_cfg.sequence_parallel:
+            key = f"{section}.dtensor_cfg.sequence_parallel"
+            raise ConfigError(f"{key}: {type(model).__name__} cannot take parts of sequences: {reason}")
