@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of benchmarks."""
     group = parser.getgroup("benchmarks of Tandem")
     group.addoption("--long", action="store_true", help="run the benchmarks that take minutes too, and more rounds")
+    group.addoption("--half", type=int, choices=(0, 1), help="smoke every other file, from the first or the second on")
     group.addoption("--results", type=Path, metavar="FOLDER", help="where files of results go, here by default")
 
 
@@ -69,10 +70,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not IS_SMOKE:
         _skip_long(items)
         return
+    half = config.getoption("--half")
+    files = sorted({item.path for item in items})
+    others = set[Path]() if half is None else {*files[1 - half :: 2]}
     seen, kept, left_out = set(), [], []
     for item in items:
         name = item.nodeid.partition("[")[0]
-        (left_out if name in seen else kept).append(item)
+        (left_out if name in seen or item.path in others else kept).append(item)
         seen.add(name)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

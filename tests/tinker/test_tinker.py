@@ -83,8 +83,8 @@ def test_saved_states_go_on_to_the_bit() -> None:
     assert not Path("out").exists()
 
 
-def test_samples_have_the_log_probabilities_of_the_published_weights() -> None:
-    with served() as server:
+def test_samples_of_two_engines_have_the_log_probabilities_of_the_published_weights() -> None:
+    with served({"cluster": {"rollouts": 2}}) as server:
         found = server.client("samples")
         base, trained, none_of_base, top, long = found.pop("errors")
     assert found.pop("worst") < _CLOSE

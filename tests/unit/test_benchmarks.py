@@ -26,9 +26,9 @@ MAY_BE_SKIPPED = {"test_vllm.py": "vLLM is not installed", "test_vllm_cuda.py": 
 """Files that are skipped whole where a package is missing, and what they say then."""
 
 
-def collected(**environment: str) -> tuple[list[str], str]:
+def collected(*options: str, **environment: str) -> tuple[list[str], str]:
     """Return the ids of the benchmarks that would run, and all that pytest prints."""
-    words = [sys.executable, "-m", "pytest", "benchmarks", "--collect-only", "-q", "-rs", "-p", "no:randomly"]
+    words = [sys.executable, "-m", "pytest", "benchmarks", "--collect-only", "-q", "-rs", "-p", "no:randomly", *options]
     # Not what pytest tells its own processes: benchmarks warn where they are not alone.
     kept = {k: v for k, v in os.environ.items() if k != "TANDEM_BENCHMARK_SMOKE" and not k.startswith("PYTEST_")}
     done = subprocess.run(
@@ -85,7 +85,19 @@ def test_ci_runs_the_smoke_test() -> None:
     assert "TANDEM_BENCHMARK_SMOKE = 1" in environment["set_env"]
     assert "pytest benchmarks" in environment["commands"].replace("-m pytest", "pytest")
     assert "checks" in tox["tox"]["env_list"].split(", ")
-    assert re.search(r" -e \S*\bbenchmarks\b", tox["testenv:checks"]["commands"])
+    for half, name in enumerate(("some-benchmarks", "other-benchmarks")):
+        assert re.search(rf" -e \S*,{name}\b", tox["testenv:checks"]["commands"])
+        assert tox[f"testenv:{name}"]["commands"] == f"{{[testenv:benchmarks]commands}} --half {half}"
+        assert tox[f"testenv:{name}"]["set_env"] == "{[testenv:benchmarks]set_env}"
+
+
+def test_two_halves_are_all(smoked: tuple[list[str], str]) -> None:
+    halves = [collected("--half", half, TANDEM_BENCHMARK_SMOKE="1")[0] for half in "01"]
+    assert sorted(halves[0] + halves[1]) == sorted(smoked[0])
+    assert all(halves)
+
+
+def test_ci_runs_tox() -> None:
     assert re.search(r"^tox$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 

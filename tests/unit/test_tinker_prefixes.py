@@ -7,9 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
 
+from tandem.config import build_config
 from tandem.coordinator.tinker.prefixes import prefixes_of
 from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch import Batch
+from tandem.trainer.backend import Replicas
+from tandem.trainer.batching.shard import Shard
 
 
 def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
@@ -52,6 +57,28 @@ def test_prompts_that_begin_alike_are_told_apart_where_that_saves_more() -> None
     found = prefixes_of([np.array([*prompt, 3], dtype=np.int32) for prompt in prompts])
     assert found.prompt_S.tolist() == [0, 0, 0, 3, 3, NO_PROMPT]
     assert found.prompt_lengths_S.tolist() == [100, 100, 100, 10, 10, 0]
+
+
+def test_trainers_compute_prefixes_once() -> None:
+    lengths_S = np.array([12, 10, 9, 4], dtype=np.int32)
+    token_ids = [np.array([*range(8), *range(20, 12 + length)], dtype=np.int32) for length in lengths_S[:3]]
+    token_ids.append(np.array([9, 8, 7, 6], dtype=np.int32))
+    table = {"lengths_S": lengths_S, "rank_S": np.zeros(4, np.int32), **prefixes_of(token_ids)._asdict()}
+    token_ids_T = np.concatenate(token_ids)
+    own = Batch(
+        **table, token_ids_T=token_ids_T, loss_mask_T=np.concatenate([np.arange(each) > 0 for each in lengths_S])
+    )
+    model = {"model_name": "model", "max_total_sequence_length": 32, "train_micro_batch_size": 4}
+    data = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
+    policy = build_config({"grpo": {}, "policy": model, "data": data}).policy
+    replicas = Replicas(sizes=(1,), rank=0, size=1, sequence_divisor=1, sum=torch.Tensor.clone)
+    shard = Shard(policy, Batch(**table), own, replicas, shares_prompts=True)
+    (micro_batch,) = shard.laid_out(shard.training(range(4)), torch.device("cpu"))
+    assert micro_batch.row is not None
+    # Nothing is predicted by the last token of a sequence.
+    sequences = [[*range(8), 20, 21, 22], [20], [], [9, 8, 7]]
+    assert micro_batch.row.token_ids_1N[0].tolist() == [token for each in sequences for token in each]
+    assert len(micro_batch.row.predictor_K) == sum(lengths_S - 1)
 
 
 def test_many_sequences_of_which_each_begins_with_the_one_before() -> None:
