@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import signal
 import socket
+import threading
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from tandem.coordinator.commands.tokens import VARIABLE, add_token, token_of
 from tandem.rollout.openai_api.app import make_app, read_body
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tests.harness.runs.running import wait_until
 from tests.harness.web_servers import SERVERS, WAIT_S, Address, ask, web_server
 from tests.unit.page_harness import client, make_run
 
@@ -154,6 +157,33 @@ def test_idle_connections_do_not_keep_others_out(kind: str, limit: int) -> None:
         finally:
             for each in held:
                 each.close()
+
+
+def test_a_request_that_has_come_is_answered_however_many_connections_come_after_it() -> None:
+    answers: list[int] = []
+    with web_server("page", 4096) as server, contextlib.ExitStack() as held:
+        os.kill(server.process.pid, signal.SIGSTOP)  # as on a busy machine, it accepts none of them until all are there
+
+        def connect(count: int) -> None:
+            for _ in range(count):
+                held.enter_context(each := socket.socket()).setblocking(False)
+                each.connect_ex(server.at)
+
+        connect(10)
+        client = threading.Thread(target=lambda: answers.append(server.ask()))
+        client.start()
+        wait_until(lambda: _num_unread(server.at) > 0, lambda: "the request to be there")
+        connect(230)
+        os.kill(server.process.pid, signal.SIGCONT)
+        client.join(WAIT_S)
+    assert answers == [200]
+
+
+def _num_unread(at: Address) -> int:
+    """Return the bytes that wait to be read on connections to an address of this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    is_here = f":{at[1]:04X}"
+    return sum(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(is_here) and row[3] == "01")
 
 
 def test_the_right_token_leads_to_no_other_host(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ reveals that, and so does a Content-Type that needs no preflight.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -84,7 +85,10 @@ class Protocol(H11Protocol):
             self._timer = None
 
     def _make_room(self) -> None:
-        """Close the oldest idle connection from this one's address if it has too many."""
+        """Close the oldest idle connections from this one's address if it has too many.
+
+        Those on which something has come are not idle: many connections may be accepted before any is read.
+        """
         most = min(_MOST_IDLE, descriptors.limit() // _SHARE_IDLE)
         if self.limit_concurrency is not None:  # above it uvicorn refuses all requests
             most = min(most, self.limit_concurrency // 2)
@@ -99,8 +103,16 @@ class Protocol(H11Protocol):
             and each.is_idle
             and not each.transport.is_closing()
         ]
-        if len(idle) > most:
-            min(idle, key=lambda each: each._began).transport.abort()
+        for each in sorted(idle, key=lambda each: each._began)[: max(0, len(idle) - most)]:
+            if not _has_come(each.transport):
+                each.transport.abort()
+
+
+def _has_come(transport: asyncio.Transport) -> bool:
+    """Tell whether something has come that is not read yet."""
+    waiting = select.poll()
+    waiting.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
