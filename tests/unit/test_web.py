@@ -7,6 +7,8 @@ import http.client
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from argparse import ArgumentParser
@@ -177,6 +179,40 @@ def test_a_request_that_has_come_is_answered_however_many_connections_come_after
         os.kill(server.process.pid, signal.SIGCONT)
         client.join(WAIT_S)
     assert answers == [200]
+
+
+_INTERRUPTED = """
+import asyncio, os, signal, socket, sys
+from pathlib import Path
+from tandem.observe.page.program import serve
+from tandem.observe.run_folder.journal_writer import Journal
+from tandem.serving.proxy import serve_run
+
+made = asyncio.SelectorEventLoop._make_self_pipe
+
+def make(loop):
+    os.kill(os.getpid(), signal.SIGINT)
+    return made(loop)
+
+asyncio.SelectorEventLoop._make_self_pipe = make
+run = Path("run")
+with Journal.create(run, b"{}", "grpo"), socket.create_server(("127.0.0.1", 0)) as listener:
+    serve([run], listener) if sys.argv[1] == "page" else serve_run(run, listener, None)
+"""
+
+
+@pytest.mark.parametrize("kind", ["page", "proxy"])
+def test_an_interrupt_while_the_event_loop_is_made_ends_the_server_well(kind: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, kind],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stderr.endswith("KeyboardInterrupt\n"), ended.stderr
+    assert "Exception ignored" not in ended.stderr
 
 
 def _num_unread(at: Address) -> int:

@@ -1,7 +1,8 @@
-"""The settings that all web servers share, and a server that ends once when it is told to."""
+"""The settings that all web servers share, their event loop, and a server that ends once when it is told to."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.common import web
+from tandem.common.signals import uninterrupted
 
 
 def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
@@ -32,6 +34,15 @@ def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
         "timeout_graceful_shutdown": int(end_s),
     }
     return uvicorn.Config(app, **{**shared, **others})
+
+
+@contextlib.contextmanager
+def event_loop() -> Iterator[asyncio.Runner]:
+    """Yield an event loop of the main thread, made while no signal can interrupt: half a loop warns when collected."""
+    with contextlib.ExitStack() as stack:
+        with uninterrupted():
+            runner = stack.enter_context(asyncio.Runner())
+        yield runner
 
 
 class SignalledServer(uvicorn.Server):

@@ -134,6 +134,23 @@ def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
 
 
 @contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have termination signals take effect at the end of the block. For the main thread.
+
+    To block them would not do: then another thread takes them, and Python interrupts the main thread all the same.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in came:
+            signal.raise_signal(each)
+
+
+@contextlib.contextmanager
 def heard(listen: Callable[[int], None]) -> Iterator[None]:
     """Call `listen` with each termination signal inside the block, and with an earlier one that had no effect.
 

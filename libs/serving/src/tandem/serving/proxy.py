@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.common import web
-from tandem.common.http_server import SignalledServer, settings
+from tandem.common.http_server import SignalledServer, event_loop, settings
 from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.engine_servers import read_engine_servers
 from tandem.serving.upstream import BROKEN, Answer, Upstream
@@ -42,7 +42,8 @@ _UNAVAILABLE = 503
 
 def serve_run(run: Path, listening: socket.socket, token: str | None) -> bool:
     """Serve until this process is asked to end, or the run ends; return whether the run has ended."""
-    return asyncio.run(_serve(run, listening, token))
+    with event_loop() as runner:
+        return runner.run(_serve(run, listening, token))
 
 
 async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 
-from tandem.common.http_server import SignalledServer, settings
+from tandem.common.http_server import SignalledServer, event_loop, settings
 from tandem.observe.page.address import END
 from tandem.observe.page.server import make_app
 from tandem.observe.page.stream import Watch
@@ -28,17 +26,11 @@ def serve(
     app = make_app(folders, token)
     config = settings(app, end_s=_END_S, limit_concurrency=_MOST_AT_ONCE)
     server = _Server(config, app.state.watch, heeds_signals=heeds_signals)
-    with asyncio.Runner() as runner:
-        # Block signals: an event loop interrupted during creation warns when it is collected.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:
-            runner.get_loop()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        try:
+    try:
+        with event_loop() as runner:
             runner.run(server.serve(sockets=[listener]))
-        finally:
-            app.state.thumbnails.close()
+    finally:
+        app.state.thumbnails.close()
 
 
 class _Server(SignalledServer):
