@@ -1,4 +1,4 @@
-"""The settings that all web servers share, their event loop, and a server that ends once when it is told to."""
+"""Shared by all web servers: their settings, their event loop, and a server that ends once when told to."""
 
 from __future__ import annotations
 
