@@ -1,4 +1,4 @@
-"""Shared by all web servers: their settings, their event loop, and a server that ends once when told to."""
+"""The settings of all web servers, their event loop, and a server that ends once when it is told to."""
 
 from __future__ import annotations
 
