@@ -23,6 +23,9 @@ transports() { tests tests/gpu/test_transports_cuda.py; }
 digests() { tests tests/unit/test_digest_task.py tests/unit/test_gpu_kernel.py tests/gpu/test_numbers_cuda.py; }
 waiting() { tests tests/gpu/test_waiting_cuda.py tests/gpu/test_offload_cuda.py; }
 training() { tests tests/gpu/test_training_cuda.py tests/gpu/test_megatron_cuda.py; }
+vision() { tests tests/gpu/test_vision_cuda.py; }
+losses() { tests tests/gpu/test_lost_processes_cuda.py; }
+clients() { tests tests/gpu/test_tinker_cuda.py; }
 refit_speed() { benchmark benchmarks/test_refit_cuda.py; }
 training_speed() { benchmark benchmarks/test_training_cuda.py; }
 # A trainer on the GPU and an engine on the CPU: GRPO with two processes and no vLLM.
@@ -35,10 +38,10 @@ vllm() { tests tests/gpu/test_vllm_cuda.py; }
 vllm_run() { tests tests/gpu/test_run_cuda.py; }
 vllm_speed() { benchmark benchmarks/test_vllm_cuda.py; }
 
-tests() { "$python" -m pytest -ra -p no:cacheprovider "$@"; }
+tests() { "$python" -m pytest -v -ra -p no:cacheprovider "$@"; }
 benchmark() { "$python" -m pytest -s -p no:cacheprovider --benchmark-json "$folder/$part.json" "$@"; }
 
-all=(doctor transports digests waiting training run refit_speed training_speed vllm vllm_run vllm_speed)
+all=(doctor transports digests waiting training vision losses clients run refit_speed training_speed vllm vllm_run vllm_speed)
 [ $# -gt 0 ] || set -- "${all[@]}"
 for part in "$@"; do
   [[ " ${all[*]} " == *" $part "* ]] || { echo "$part is no part; the parts are: ${all[*]}" >&2; exit 2; }

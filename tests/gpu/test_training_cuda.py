@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.runs.by_hand import refits_of
+from tests.harness.runs.by_hand import assert_same_results, refits_of
 from tests.harness.runs.running import steps_of, typed, write_config
 from tests.simulated_gpu.run import IS_RUNNING
 
@@ -25,6 +25,9 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "dtensor": {},
     "megatron": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}},
 }
+STREAMS = {"whole": {}, "tcp": {"stream": "tcp"}, "differences": {"differences": "auto"}}
+SLOW = {"cluster": {"links": {"network": 0.1}}}
+"""Rates over which differences of any size are sent."""
 SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one": (1, {}, {}),
     "sharded": (2, {}, {}),
@@ -71,6 +74,46 @@ def test_numbers_are_those_of_cpus(backend: str, shape: str, tmp_path: Path, mon
             assert gpu[metric] == pytest.approx(cpu[metric], rel=TOLERANCE, abs=TOLERANCE), metric
     refits = refits_of("gpu")
     assert [refit.version for refit in refits] == [*range(NUM_STEPS + 1)]
+    assert all(refit.digest and not refit.quarantined for refit in refits)
+
+
+def test_every_way_of_streaming_brings_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {
+        "grpo": {"max_num_steps": NUM_STEPS, "val_period": 0},
+        # Of so little a change, most is lost when weights are rounded for the engine.
+        "policy": {"precision": "bfloat16", "optimizer": {"kwargs": {"lr": 1e-5}}},
+        "checkpointing": {"save_period": NUM_STEPS},
+    }
+    monkeypatch.chdir(tmp_path)
+    sizes = {}
+    for name, refit in STREAMS.items():
+        run(name, {**config, **SLOW, "refit": {"verify": "full", **refit}}, monkeypatch, on_gpu=True)
+        if name != "whole" and IS_RUNNING:  # a GPU's own kernels add the gradient up in another order each time
+            assert_same_results(name, tmp_path / "whole", same_batches=True)
+        refits = refits_of(name)
+        assert [refit.version for refit in refits] == [*range(NUM_STEPS + 1)]
+        assert all(refit.digest and not refit.quarantined for refit in refits)
+        sizes[name] = [sum(refit.num_bytes.values()) for refit in refits]
+    assert sizes["tcp"] == sizes["whole"]
+    assert sizes["differences"][0] == sizes["whole"][0]
+    assert all(0 < size < sizes["whole"][0] / 2 for size in sizes["differences"][1:]), sizes
+
+
+def test_trainers_step_while_engines_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asynchronous = {"enabled": True, "max_trajectory_age_steps": 1, "in_flight_weight_updates": True}
+    config = {
+        "grpo": {"max_num_steps": NUM_STEPS, "val_period": 0, "async_grpo": asynchronous},
+        "policy": {"generation": {"colocated": {"enabled": False}}},
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "checkpointing": {"enabled": False},
+        "refit": {"verify": "full"},
+    }
+    monkeypatch.chdir(tmp_path)
+    steps = run("gpu", config, monkeypatch, on_gpu=True)
+    assert len(steps) == NUM_STEPS
+    assert max(step["max_trajectory_age"] for step in steps) == 1.0
+    refits = refits_of("gpu")
+    assert {refit.version for refit in refits} >= {*range(1, NUM_STEPS)}
     assert all(refit.digest and not refit.quarantined for refit in refits)
 
 

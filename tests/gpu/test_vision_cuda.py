@@ -1,4 +1,4 @@
-"""Megatron-Core on a GPU with models that see: the tower beside it, and positions that no kernel counts."""
+"""Models that see on a GPU: the tower beside Megatron-Core or all by FSDP2, and positions that no kernel counts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
 ]
 
+BACKENDS = ("dtensor", "megatron")
 
-def train(family: str, folder: Path, told: Any) -> None:
+
+def train(name: str, family: str, folder: Path, told: Any) -> None:
     """Take a step on the GPU, and by plain Hugging Face on the CPU."""
     from tests.harness.trainers.megatron_harness import OPTIMIZER, make
     from tests.harness.trainers.reference import plain_numbers
@@ -34,9 +36,11 @@ def train(family: str, folder: Path, told: Any) -> None:
     packed = {"enabled": True, "train_mb_tokens": 512, "logprob_mb_tokens": 768}
     model = write_vision_model(family, folder / "model")
     megatron = {"enabled": True, "optimizer": OPTIMIZER, "activation_checkpointing": True}
-    config = vision_config(model, folder / "run", megatron_cfg=megatron, sequence_packing=packed)
+    own = {"megatron_cfg": megatron} if name == "megatron" else {"dtensor_cfg": {"activation_checkpointing": True}}
+    config = vision_config(model, folder / "run", sequence_packing=packed, **own)
     batch = seeing_batch(config)
-    expected = plain_numbers(PlainVision(config, batch), [batch], temperature=1.0, kl=0.0, decays_vectors=False)
+    decays = name == "dtensor"
+    expected = plain_numbers(PlainVision(config, batch), [batch], temperature=1.0, kl=0.0, decays_vectors=decays)
     backend: Any = make(config)
     metrics = train_on(backend, batch, config).metrics
     told.send(((metrics["loss"], metrics["grad_norm"]), expected.steps[0]))
@@ -44,11 +48,12 @@ def train(family: str, folder: Path, told: Any) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
-def test_a_step_is_that_of_plain_hugging_face(family: str, tmp_path: Path) -> None:
+def test_a_step_is_that_of_plain_hugging_face(family: str, name: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=train, args=(family, tmp_path, theirs))
+    process = context.Process(target=train, args=(name, family, tmp_path, theirs))
     process.start()
     theirs.close()
     try:
