@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from tandem.launch.fork_server import ForkServer
 
 PATIENCE_S = 20.0
 SERVICE = """
-import json, os, sys, time
+import json, os, sys, time, weakref
 imported_in = os.getpid()
 
 def main(arguments):
@@ -38,6 +39,8 @@ def main(arguments):
             with open(int(arguments[-1]), "rb") as file:
                 print(json.dumps([arguments[:-1], file.read().decode(), *os.listdir("/proc/self/fd")]), flush=True)
             time.sleep(60)  # its environment is looked at
+        case "release":
+            weakref.finalize(weakref, print, "its own")
         case "fail":
             raise ValueError("on purpose")
         case "leave":
@@ -135,6 +138,16 @@ def test_what_was_imported_before_is_not_imported_again(tmp_path: Path) -> None:
 
     with ForkServer(preload, PATIENCE_S) as made:
         assert told(made)["imported_here"] is False
+
+
+def test_it_releases_what_it_has_made_and_nothing_that_was_imported_before() -> None:
+    def preload() -> None:
+        weakref.finalize(weakref, lambda: print("imported", flush=True))
+
+    with ForkServer(preload, PATIENCE_S) as made:
+        child, out = born(made, "release")
+        assert child.wait(PATIENCE_S) == 3
+    assert out.read_text() == "its own\n"
 
 
 def test_an_import_that_begins_to_use_a_gpu_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

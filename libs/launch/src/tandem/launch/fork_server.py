@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, NoReturn
 
@@ -220,6 +221,7 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
     if _uses_a_gpu() or not _may_forks_use_a_gpu():
         os.set_inheritable(orders_fd, True)
         os.execv(sys.executable, [sys.executable, "-m", "tandem.launch.fork_server", str(orders_fd), str(owner)])
+    _release_nothing_imported()
     gc.freeze()  # otherwise garbage collection would make each child copy the imported memory
     orders = socket.socket(fileno=orders_fd)
     while True:
@@ -235,6 +237,15 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _release_nothing_imported() -> None:
+    """Have no fork release, when it ends, what was imported here: its memory goes with it.
+
+    torch takes each operator back that a library has defined, which takes a process a tenth of a second.
+    """
+    for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _uses_a_gpu() -> bool:

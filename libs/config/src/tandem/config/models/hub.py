@@ -14,15 +14,11 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import http.client
 import re
 import shutil
-import ssl
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -438,6 +434,11 @@ def why_unreachable() -> str:
 
     Also empty if the user has forbidden access (``HF_HUB_OFFLINE``), which the library reports itself.
     """
+    import http.client  # on use, as all of these: every process of a run imports this module
+    import ssl
+    import urllib.error
+    import urllib.request
+
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
