@@ -1,9 +1,9 @@
 """What does the Tinker API add to a gradient and to samples that a client asks for by the SDK?
 
 A server with one trainer and one engine, each of one thread, whose processes are as any run's are but for stop-watches:
-around forward and backward in the trainer, and from the first step of the engine to the last: between them it does what
-it does in any run. All else between a client's call and its answer is overhead: the SDK, HTTP, the coordinator, and the
-wire to the processes. The goal is 10 ms and 5 % at most.
+around what the trainer does for a gradient, from its table to its loss, and from the first step of the engine to the
+last: between them it does what it does in any run. All else between a client's call and its answer is overhead: the
+SDK, HTTP, the coordinator, and the wire to the processes. The goal is 10 ms and 5 % at most.
 
 The SDK has to be installed: ``tox -e tinker --notest``, and then ``.tox/venv/bin/python -m pytest --long`` with this
 file and ``PYTHONPATH=$(echo $PWD/.tox/tinker/lib/*/site-packages)``.
@@ -47,9 +47,9 @@ def watched(kind: str) -> int:
     """Be the command of a process, and note when its model begins and ends its work."""
     if kind == "trainer":
         from tandem.trainer import cli as trainer
-        from tandem.trainer.backends.held import HeldModel
+        from tandem.trainer.calls.calls import Calls
 
-        HeldModel.add_gradient = noted(HeldModel.add_gradient)  # type: ignore[method-assign]
+        Calls.handle = noted(Calls.handle)  # type: ignore[method-assign]
         return trainer.main(sys.argv[2:])
     from tandem.rollout import cli as rollout
     from tandem.rollout.engines.transformers import TransformersEngine

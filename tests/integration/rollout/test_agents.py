@@ -148,9 +148,10 @@ def test_the_examples_run(name: str) -> None:
     if name == "verifiers_agent":
         pytest.importorskip("verifiers")
     copy_examples()
-    small = ["grpo.num_prompts_per_step=2", "grpo.max_num_steps=2", "grpo.max_val_samples=4"]
+    # Each sample is a program that imports a client for seconds of a core.
+    small = ["grpo.num_prompts_per_step=1", "grpo.max_num_steps=2", "grpo.max_val_samples=2"]
     small.append("grpo.num_generations_per_prompt=4")
-    batches = ["policy.train_global_batch_size=8", "policy.train_micro_batch_size=8"]
+    batches = ["policy.train_global_batch_size=4", "policy.train_micro_batch_size=4"]
     key = "verifiers" if name == "verifiers_agent" else "agent"
     ended = coordinator("up", f"examples/{name}.yaml", *small, *batches, f"env.{key}.timeout_s=200")
     assert ended.returncode == 0, ended.stdout + ended.stderr
