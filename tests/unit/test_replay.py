@@ -445,6 +445,18 @@ def test_weights_that_differ_for_no_reason_are_said_to() -> None:
     )
 
 
+def test_on_gpus_there_is_a_reason() -> None:
+    run = recorded_run()
+    run.journal.forget_after(5)
+    metrics = {"loss": 0.5, "memory_training_trainer_reserved_gb": 1.0}
+    run.journal.commit_step(StepRecord(step=6, version=6, metrics=metrics, seconds={}))
+    replay = begun_replay()
+    replay.save(6, seed=99)
+    assert compare(replay.config).endswith(
+        "though nothing was changed: kernels of GPUs add gradients up in another order each time"
+    )
+
+
 def test_where_no_checkpoint_can_be_compared_losses_are() -> None:
     recorded_run(saved=range(0))
     config = begin()

@@ -15,6 +15,8 @@ from tandem.samples import manifest
 
 _OF_NO_WEIGHTS = ("prerequisite", "replay", "checkpointing", "logger", "refit", "cluster.address", "cluster.deadlines")
 """Keys that differ between a run and its replay without changing weights."""
+_OF_GPUS = "memory_training_trainer_reserved_gb"
+"""Metric that only trainers on GPUs report."""
 
 
 def compare(config: Config) -> str:
@@ -36,7 +38,7 @@ def compare(config: Config) -> str:
         return f"weights are equal to the bit to those of step {last} of {run}"
     same = [step for step in equal if equal[step]]
     until = f" (those of {steps_in_words(same)} are equal)" if same else ""
-    return f"weights differ from those of step {last} of {run}{until}, {_why(before, config)}"
+    return f"weights differ from those of step {last} of {run}{until}, {_why(before, config, theirs)}"
 
 
 def _equal(theirs: CheckpointFolder, run_id: str, ours: CheckpointFolder, own_id: str) -> dict[int, bool]:
@@ -61,8 +63,10 @@ def _digests(folder: Path, run_id: str) -> dict[str, str]:
     return {name: digest for file in files for name, digest in file.tensors.items()}
 
 
-def _why(before: Config, after: Config) -> str:
+def _why(before: Config, after: Config, steps: Sequence[StepRecord]) -> str:
     changes = [key for key in changed_keys(before, after) if not is_within(key, _OF_NO_WEIGHTS)]
+    if not changes and any(_OF_GPUS in step.metrics for step in steps):
+        return "though nothing was changed: kernels of GPUs add gradients up in another order each time"
     if not changes:
         return "though nothing was changed"
     return f"as {', '.join(changes)} {'was' if len(changes) == 1 else 'were'} changed"
