@@ -188,6 +188,7 @@ from tandem.observe.page.program import serve
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.serving.proxy import serve_run
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a script ignore it
 made = asyncio.SelectorEventLoop._make_self_pipe
 
 def make(loop):
