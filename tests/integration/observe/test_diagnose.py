@@ -86,7 +86,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "low entropy": (
         {
-            "grpo": {"max_num_steps": 16, "num_generations_per_prompt": 8},
+            # Normalised, opinions that hardly differ would count as much as any, and could undo what was learned.
+            "grpo": {"max_num_steps": 20, "num_generations_per_prompt": 8, "normalize_rewards": False},
             "policy": {
                 "new_model": {"config": {"hidden_size": 128}},
                 "train_global_batch_size": 32,
