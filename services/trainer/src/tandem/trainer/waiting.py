@@ -10,11 +10,11 @@ waits only when the computation needs them.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -55,21 +55,54 @@ class _Clock(Protocol):
 def measured(device: torch.device) -> Iterator[RankTime]:
     """Measure the block, in which this thread computes on `device`. A block that raises leaves no times."""
     of_gpu = device.type == "cuda"
-    clock: _Clock = StreamClock() if of_gpu else _HostClock()
-    found, queued_s = RankTime(), _queued_s()
-    with _hooked(clock, [*_WAITS, *(waits_of_streams() if of_gpu else ())]):
-        yield found
-    total_s, found.waited_s = clock.read()
+    found = RankTime()
+    with _Queue() as queue:
+        clock: _Clock = StreamClock() if of_gpu else _HostClock(queue)
+        queue.count()
+        with _hooked(clock, [*_WAITS, *(waits_of_streams() if of_gpu else ())]):
+            yield found
+        queue.stop()
+        total_s, found.waited_s = clock.read()
     found.compute_s = max(0.0, total_s - found.waited_s)
-    found.queued_s = min(found.compute_s, _queued_s() - queued_s)
+    found.queued_s = min(found.compute_s, queue.counted_s)
 
 
-def _queued_s() -> float:
-    """Return the seconds for which this thread has been ready to run and had no processor; 0 if not known."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # Linux alone counts it, and not every Linux
-        return 0.0
+class _Queue:
+    """The wait of the thread that made it for a processor: ready to run, and every processor busy.
+
+    Linux counts it for each thread, though not every Linux does. Where none does, it is 0.
+    """
+
+    def __init__(self) -> None:
+        self.counted_s = 0.0
+        """The seconds between each `count` and the next `stop`."""
+        self._began_s = 0.0
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self) -> _Queue:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def count(self) -> None:
+        """Count from now on."""
+        self._began_s = self._total_s()
+
+    def stop(self) -> None:
+        """Count no longer."""
+        self.counted_s += self._total_s() - self._began_s
+
+    def _total_s(self) -> float:
+        if self._file is None:
+            return 0.0
+        try:
+            return int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
 
 @contextmanager
@@ -98,19 +131,24 @@ def _counted(clock: _Clock, function: Callable[P, R]) -> Callable[P, R]:
 class _HostClock:
     """The clock of the thread that made it, which also runs the backward pass on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, queue: _Queue) -> None:
         self._thread = threading.get_ident()
+        self._queue = queue
         self._waited_s = 0.0
         self._started = time.perf_counter()
 
     def around(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         if threading.get_ident() != self._thread:
             return call(*args, **kwargs)
+        # Between the two readings, at either end, the thread may lose its processor. In this order the queue then
+        # counts too little, and a rank's own work is never said to be less than it was.
+        self._queue.stop()
         started = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
             self._waited_s += time.perf_counter() - started
+            self._queue.count()
 
     def read(self) -> tuple[float, float]:
         return time.perf_counter() - self._started, self._waited_s
