@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from tests.harness.runs.by_hand import assert_same_results, in_folder, refits_of
-from tests.harness.runs.running import Command, all_gone, processes_of, steps_of, typed, wait_until, write_config
+from tests.harness.runs.harried import service_of
+from tests.harness.runs.running import Command, all_gone, steps_of, typed, write_config
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
@@ -35,17 +34,6 @@ VICTIMS = ("rollout", "trainer", "refit", "coordinator")
 """Whom to kill, one after each step."""
 
 
-def victim_of(run: Command, kind: str) -> psutil.Process | None:
-    """Return the process of a kind; the coordinator is that which is supervised."""
-    if kind != "coordinator":
-        return next(iter(processes_of(run, kind)), None)
-    for child in run.children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has died, and may be a zombie still
-            if "tandem.coordinator.cli up" in " ".join(child.cmdline()):
-                return child
-    return None
-
-
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 def test_a_run_survives_the_loss_of_each_process(backend: str, tmp_path: Path) -> None:
     config = CONFIG
@@ -61,10 +49,7 @@ def test_a_run_survives_the_loss_of_each_process(backend: str, tmp_path: Path) -
         with Command("coordinator", "up", write_config(config), "--supervise") as run:
             for after, kind in enumerate(VICTIMS, start=1):
                 run.wait_for(rf"(?m)^step +{after}/{NUM_STEPS}  ")
-                wait_until(lambda kind=kind: victim_of(run, kind) is not None, run.output)
-                victim = victim_of(run, kind)
-                assert victim is not None
-                victim.kill()
+                service_of(run, kind).kill()
             children = run.children()
             assert run.wait() == 0, run.output()
             assert not all_gone(children, 20.0)

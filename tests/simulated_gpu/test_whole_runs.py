@@ -16,16 +16,8 @@ import psutil
 import pytest
 
 from tests.harness.runs.by_hand import assert_same_results, in_folder, refits_of
-from tests.harness.runs.running import (
-    Command,
-    all_gone,
-    merged,
-    processes_of,
-    steps_of,
-    typed,
-    wait_until,
-    write_config,
-)
+from tests.harness.runs.harried import service_of
+from tests.harness.runs.running import Command, all_gone, merged, steps_of, typed, write_config
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
@@ -127,13 +119,6 @@ def undisturbed(folder: Path, config: dict[str, Any]) -> Path:
     return folder / "run"
 
 
-def victims_of(run: Command, kind: str) -> list[psutil.Process]:
-    """Return the processes of a kind, the oldest first; the coordinator is that which is supervised."""
-    if kind != "coordinator":
-        return processes_of(run, kind)
-    return [each for each in run.children() if "tandem.coordinator.cli up" in " ".join(each.cmdline())]
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_a_run_survives_the_loss_of_each_process(
     placement: Placement, tmp_path: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
@@ -152,8 +137,7 @@ def test_a_run_survives_the_loss_of_each_process(
         with Command("coordinator", "up", write_config(config), "--supervise") as run:
             for after, (kind, index) in enumerate(victims, start=1):
                 run.wait_for(rf"(?m)^step +{after}/{NUM_STEPS}  ")
-                wait_until(lambda at=(kind, index): len(victims_of(run, at[0])) > at[1], run.output)
-                victims_of(run, kind)[index].kill()
+                service_of(run, kind, index).kill()
             children = run.children()
             assert run.wait() == 0, run.output()
             assert not all_gone(children, 20.0)

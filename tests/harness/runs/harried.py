@@ -14,7 +14,7 @@ import pytest
 from tests.harness.processes import killing_rollout
 from tests.harness.runs import consoles
 from tests.harness.runs.record_harness import TWO
-from tests.harness.runs.running import Command, all_gone, joins, merged, wait_until
+from tests.harness.runs.running import Command, all_gone, joins, merged, processes_of, wait_until
 
 RUN: dict[str, Any] = merged(
     TWO,
@@ -40,6 +40,14 @@ def coordinator_of(run: Command) -> psutil.Process:
 
     wait_until(look, run.output)
     return found[-1]
+
+
+def service_of(run: Command, kind: str, index: int = 0) -> psutil.Process:
+    """Return a process of a supervised run, the coordinator among them, as soon as it is there."""
+    if kind == "coordinator":
+        return coordinator_of(run)
+    wait_until(lambda: len(processes_of(run, kind)) > index, run.output)
+    return processes_of(run, kind)[index]
 
 
 class Harried:
