@@ -290,6 +290,7 @@ def test_drafted_tokens_are_verified_by_the_version_of_their_request(tmp_path: P
         made = run_all(several.engine, requests)
         for one in requests:
             assert several.gap(one, made[one.request_id], 1 + one.request_id % 2) < _CLOSE
+    assert torch.get_num_threads() == 1, "numba's threads are torch's as well"
 
 
 def test_in_bfloat16_adapters_are_added_in_float32(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,18 @@ def test_two_workers_hold_what_load_weights_gives_them(
                 assert torch.equal(held, expected[rank][name]), f"worker {rank}: {name}"
         check_samples(engine, model, 1)
         check_digests(engine, source)
+
+
+def test_the_memory_that_workers_share_is_no_other_engines_and_has_no_name(tmp_path: Path) -> None:
+    """A name is the same for all workers of an engine; descriptors' numbers are those of other processes as well."""
+    tiny_model("qwen3", tmp_path / "model")
+    names = []
+    for _ in range(2):
+        with running(tmp_path / "model", TWO) as engine:
+            assert not [*Path("/dev/shm").glob("*cpushm*")]
+            names += engine._llm.engine.collective_rpc(lambda worker: os.environ["VLLM_DIST_IDENT"])
+    assert names[0] == names[1] != names[2] == names[3]
+    assert all(str(os.getpid()) in name for name in names)
 
 
 def test_an_update_in_flight_reaches_both_workers_between_two_tokens(tmp_path: Path) -> None:

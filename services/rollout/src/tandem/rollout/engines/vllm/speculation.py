@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import get_num_threads, set_num_threads  # vLLM's worker replaces the latter by one that does nothing
 
 from tandem.common.errors import ModelError
 from tandem.config.installed.speculation import BY_MODEL, KEY, METHODS
@@ -81,6 +82,20 @@ def mend_for_cpus() -> None:
 
     rejection_sampler.apply_sampling_constraints = constrain_some
     rejection_sampler.expand_batch_to_tokens = _repeated
+
+
+@functools.cache
+def start_numba() -> None:
+    """Start the threads of numba, which finds n-grams, and leave torch as many as it has.
+
+    Both have OpenMP's, and numba sets their number to that of the cores. So from the first n-gram on, torch would add
+    in another order, and a worker forked from this process would wait for ever for threads that it does not have.
+    """
+    import numba
+
+    num_threads = get_num_threads()
+    numba.get_num_threads()
+    set_num_threads(num_threads)
 
 
 @functools.cache

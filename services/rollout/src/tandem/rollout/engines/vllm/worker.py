@@ -5,8 +5,11 @@ Only vLLM imports this, by the name in `insides.WORKER`.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import multiprocessing
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
 from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
-from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite
+from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -32,6 +35,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 if current_platform.is_cpu():
+    from vllm.v1.worker import cpu_worker
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
     spare_llvmlite()
@@ -56,9 +60,11 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         """Initialise the device as vLLM's worker does."""
-        super().init_device()
-        _forget_names(get_tp_group())
-        _forget_names(get_pp_group())
+        if not current_platform.is_cpu():
+            super().init_device()
+            return
+        with _own_shared_memory(Path(self.distributed_init_method.removeprefix("file://"))):
+            super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM's worker does, with parameters that refits can write."""
@@ -74,6 +80,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
             map_experts()
         if self.vllm_config.speculative_config is not None:
             mend_for_cpus()
+            if self.vllm_config.speculative_config.method == "ngram":
+                start_numba()
         with kept_parameters() as packed, draft_with_weights(self.vllm_config):
             super().load_model(*args, **kwargs)
         runner = self.model_runner
@@ -104,6 +112,27 @@ class Worker(VllmWorker):  # type: ignore[misc]
             return Answer(value=getattr(self.part, method)(*args))
         except TandemError as error:
             return Answer(error=error)
+
+
+@contextlib.contextmanager
+def _own_shared_memory(meeting: Path) -> Iterator[None]:
+    """Have the workers that meet by this file share memory of a name that no other engine has, and that goes at once.
+
+    vLLM names it after the file, which here is a descriptor: another engine's may have the same number.
+    """
+    join = cpu_worker.init_worker_distributed_environment
+
+    def join_by_own_name(*args: Any, **kwargs: Any) -> None:
+        os.environ["VLLM_DIST_IDENT"] = f"tandem-{meeting.parts[2]}-{meeting.stat().st_ino}"
+        join(*args, **kwargs)
+        for group in (get_tp_group(), get_pp_group()):
+            _forget_names(group)
+
+    cpu_worker.init_worker_distributed_environment = join_by_own_name
+    try:
+        yield
+    finally:
+        cpu_worker.init_worker_distributed_environment = join
 
 
 def _forget_names(group: Any) -> None:
