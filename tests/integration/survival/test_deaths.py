@@ -128,7 +128,10 @@ def test_a_service_is_asked_to_end_before_there_is_a_coordinator() -> None:
         wait_until(lambda: process.num_threads() > 1, lambda: "it to begin")  # the first watches for signals
         refit.signal(signal.SIGTERM)
         assert refit.wait() == 130, refit.output()
-        assert refit.output() == "refit: interrupted before it had joined\n"
+        *before, last = refit.output().splitlines()
+        assert last == "refit: interrupted before it had joined"
+        # On a busy machine it may have waited long enough to say so.
+        assert all(line.startswith("refit: waiting for a coordinator at ") for line in before), before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
