@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.coordinator.tinker import call_files
-from tandem.coordinator.tinker.call_files import Done, Ended, GradientDone, SaveDone
 from tandem.observe.run_folder.journal import read_journal
+from tandem.serving.tinker import call_files
+from tandem.serving.tinker.call_files import Done, Ended, GradientDone, SaveDone
 from tests.harness.runs.running import coordinator
 from tests.harness.tinker.server import served
 from tests.harness.trainers.damage import flip_bit

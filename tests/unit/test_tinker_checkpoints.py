@@ -7,10 +7,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tandem.coordinator.tinker import checkpoints
-from tandem.coordinator.tinker.checkpoints import Checkpoints
-from tandem.coordinator.tinker.requests import Refused, SetTtl
-from tandem.coordinator.tinker.states import Record, States, check_ttl, now
+from tandem.serving.tinker import checkpoints
+from tandem.serving.tinker.checkpoints import Checkpoints
+from tandem.serving.tinker.requests import Refused, SetTtl
+from tandem.serving.tinker.states import Record, States, check_ttl, now
 
 MODEL = "session-1:train:0"
 

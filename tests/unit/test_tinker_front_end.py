@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.common.errors import ConfigError
-from tandem.coordinator.tinker import proto, requests
-from tandem.coordinator.tinker.api_keys import add_key, read_keys
-from tandem.coordinator.tinker.calls import RECALLS, CallFailed, Desk, Publish, Recall, Save
-from tandem.coordinator.tinker.futures import About, Futures, Result
-from tandem.coordinator.tinker.requests import Refused
-from tandem.coordinator.tinker.states import Record, States, now
+from tandem.serving.tinker import proto, requests
+from tandem.serving.tinker.api_keys import add_key, read_keys
+from tandem.serving.tinker.calls import RECALLS, CallFailed, Desk, Publish, Recall, Save
+from tandem.serving.tinker.futures import About, Futures, Result
+from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.states import Record, States, now
 from tandem.trainer.calls.losses import LOSSES
 
 
@@ -124,7 +124,7 @@ def test_models_take_turns_and_the_calls_of_each_stay_in_their_order() -> None:
 
 
 def test_old_results_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.coordinator.tinker.futures._MOST_BYTES", 10)
+    monkeypatch.setattr("tandem.serving.tinker.futures._MOST_BYTES", 10)
 
     async def check() -> None:
         futures = Futures(lambda record: None)
@@ -145,7 +145,7 @@ def test_old_results_are_dropped_when_there_are_too_many(monkeypatch: pytest.Mon
 
 
 def test_ends_of_a_batch_are_told_until_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.coordinator.tinker.futures._MOST_FINISHED", 3)
+    monkeypatch.setattr("tandem.serving.tinker.futures._MOST_FINISHED", 3)
 
     async def scenario() -> None:
         futures = Futures(lambda record: None)

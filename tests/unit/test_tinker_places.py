@@ -11,7 +11,7 @@ import yaml
 
 from tandem.common.errors import ConfigError
 from tandem.coordinator.tinker.driving import load
-from tandem.coordinator.tinker.placing import Shares
+from tandem.serving.tinker.placing import Shares
 
 ADAPTERS = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
 NEW = {"characters": "01", "config": {"model_type": "qwen3", "num_hidden_layers": 2}}

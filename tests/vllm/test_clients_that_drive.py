@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.schema.policy import NewModel
-from tandem.coordinator.tinker.proto import _fields
 from tandem.samples.model_files import write_new_model
+from tandem.serving.tinker.proto import _fields
 from tests.harness.runs.running import TIMEOUT_S, TINY, merged, process_of
 from tests.harness.tinker.server import MODEL, Served, served
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.coordinator import cli
-from tandem.coordinator.tinker import app
+from tandem.serving.tinker import app
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,1 +1,1 @@
-"""Models for people to use: clients and servers of OpenAI's API, during and after a run"""
+"""The APIs of OpenAI and Tinker and what answers them: models to use during a run and after it."""

@@ -34,9 +34,6 @@ from tandem.coordinator.preparing.replay import (
 )
 from tandem.coordinator.replaying.comparing import Comparison
 from tandem.coordinator.scheduler.events import Event, Finish
-from tandem.coordinator.tinker import call_files
-from tandem.coordinator.tinker.call_files import Done, Ended, GradientDone, RestoreDone, SaveDone, StepDone
-from tandem.coordinator.tinker.calls import Answer, Call, CallFailed, Desk, Restore, Save, Scored
 from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
 from tandem.coordinator.tinker.loop import CallLoop
 from tandem.launch.expected import launched_processes
@@ -44,6 +41,9 @@ from tandem.launch.fork_server import ForkServer
 from tandem.launch.launch import preload
 from tandem.observe.run_folder.journal_file import CONFIG_NAME
 from tandem.observe.run_folder.recorded import config_of
+from tandem.serving.tinker import call_files
+from tandem.serving.tinker.call_files import Done, Ended, GradientDone, RestoreDone, SaveDone, StepDone
+from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Restore, Save, Scored
 
 _STATES = "states"
 _CHANGEABLE = ("cluster", "logger", "policy")

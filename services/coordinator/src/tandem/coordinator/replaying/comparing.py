@@ -6,8 +6,8 @@ import struct
 from collections.abc import Collection
 from pathlib import Path
 
-from tandem.coordinator.tinker.call_files import Done, GradientDone, RestoreDone, SaveDone, StepDone, digest_of
-from tandem.coordinator.tinker.calls import Scored
+from tandem.serving.tinker.call_files import Done, GradientDone, RestoreDone, SaveDone, StepDone, digest_of
+from tandem.serving.tinker.calls import Scored
 
 _NAMES = {GradientDone: "gradient", StepDone: "step", SaveDone: "saved state", RestoreDone: "load"}
 

@@ -1,1 +1,1 @@
-"""The Tinker front end: a run that clients drive by single calls, over the protocol of the tinker SDK."""
+"""The Tinker front end: its command, and the loop of a run whose steps clients call for."""

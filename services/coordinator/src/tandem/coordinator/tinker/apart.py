@@ -7,8 +7,8 @@ of a lost one, or has needed the room.
 
 from __future__ import annotations
 
-from tandem.coordinator.tinker.calls import Held, Pending, Publish, Recall
 from tandem.coordinator.tinker.loop import CallLoop
+from tandem.serving.tinker.calls import Held, Pending, Publish, Recall
 
 
 class ApartLoop(CallLoop):

@@ -21,12 +21,12 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.tinker.apart import ApartLoop
-from tandem.coordinator.tinker.calls import Desk
 from tandem.coordinator.tinker.loop import CallLoop
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.samples.batch import Batch
 from tandem.samples.images.rows import ImageRows
 from tandem.samples.tokenizer import Tokenizer
+from tandem.serving.tinker.calls import Desk
 
 _FOR_EVER_S = 1e9
 _NUM_STEPS = 10**9

@@ -16,14 +16,14 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config, notices
 from tandem.coordinator.commands.arguments import FAILED, OK
 from tandem.coordinator.preparing.prerequisite import Mode
-from tandem.coordinator.tinker.api_keys import ApiKeys
-from tandem.coordinator.tinker.tls import Tls
 from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ForkServer
 from tandem.launch.launch import preload
+from tandem.serving.tinker.api_keys import ApiKeys
+from tandem.serving.tinker.tls import Tls
 
 if TYPE_CHECKING:
-    from tandem.coordinator.tinker.calls import Desk
+    from tandem.serving.tinker.calls import Desk
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +62,8 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
         from tandem.coordinator.loop.invocation import Invocation
         from tandem.coordinator.loop.run import run
         from tandem.coordinator.preparing.preflight import preflight
-        from tandem.coordinator.tinker.app import TinkerServer
         from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
+        from tandem.serving.tinker.app import TinkerServer
 
         ready = preflight(source, config, mode, make=NoAlgorithm)
         with contextlib.ExitStack() as stack:
@@ -96,10 +96,10 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
 
 def _desk(config: Config, terms: Terms, stack: contextlib.ExitStack) -> Desk:
     """Return the desk, with a record that `stack` closes."""
-    from tandem.coordinator.tinker.calls import Desk, Held
+    from tandem.serving.tinker.calls import Desk, Held
 
     if terms.most_recorded:
-        from tandem.coordinator.tinker.recording import Record, RecordingDesk
+        from tandem.serving.tinker.recording import Record, RecordingDesk
 
         record = Record(Path(config.logger.log_dir), terms.most_recorded, partial(print, flush=True))
         stack.callback(record.close)
@@ -113,11 +113,11 @@ def _desk(config: Config, terms: Terms, stack: contextlib.ExitStack) -> Desk:
 
 def _app(desk: object, config: Config, keys: ApiKeys, states: Path, terms: Terms) -> ASGIApp:
     """Make the application, in the thread of its event loop."""
-    from tandem.coordinator.tinker.app import make_app, on_loopback
-    from tandem.coordinator.tinker.calls import Desk
-    from tandem.coordinator.tinker.sampling import Engines
-    from tandem.coordinator.tinker.service import Service
-    from tandem.coordinator.tinker.states import States
+    from tandem.serving.tinker.app import make_app, on_loopback
+    from tandem.serving.tinker.calls import Desk
+    from tandem.serving.tinker.sampling import Engines
+    from tandem.serving.tinker.service import Service
+    from tandem.serving.tinker.states import States
 
     assert isinstance(desk, Desk), "as `_desk` returns"
     generation = config.policy.generation

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tandem.common.errors import ConfigError
 from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
-from tandem.coordinator.tinker.api_keys import DEFAULT_FILE, add_key, read_keys
-from tandem.coordinator.tinker.tls import read_tls
+from tandem.serving.tinker.api_keys import DEFAULT_FILE, add_key, read_keys
+from tandem.serving.tinker.tls import read_tls
 
 if TYPE_CHECKING:
     from tandem.coordinator.preparing.prerequisite import Mode

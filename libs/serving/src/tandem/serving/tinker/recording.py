@@ -1,6 +1,6 @@
 """The record of calls: a desk that keeps what changed each model, in a file of its own.
 
-`tandem.coordinator.tinker.call_files` knows the files. A call is noted when it is answered, and a thread writes it, so
+`tandem.serving.tinker.call_files` knows the files. A call is noted when it is answered, and a thread writes it, so
 that no client waits for the disk. What is not written yet is lost with the server, as the weights are.
 
 The record is bounded. Once it is full, files of models that are trained no more are deleted, the oldest first. If there
@@ -19,8 +19,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tandem.common.errors import RunFolderError
-from tandem.coordinator.tinker import call_files
-from tandem.coordinator.tinker.calls import (
+from tandem.observe.run_folder.journal import read_journal
+from tandem.serving.tinker import call_files
+from tandem.serving.tinker.calls import (
     AddGradients,
     Answer,
     CallFailed,
@@ -33,7 +34,6 @@ from tandem.coordinator.tinker.calls import (
     Scored,
     TakeStep,
 )
-from tandem.observe.run_folder.journal import read_journal
 
 _MOST_TOKENS_BEHIND = 1 << 26
 """Tokens that wait to be written; then the disk is too slow."""

@@ -6,9 +6,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from tandem.coordinator.tinker import requests
-from tandem.coordinator.tinker.checkpoints import LINKS
-from tandem.coordinator.tinker.service import Service
+from tandem.serving.tinker import requests
+from tandem.serving.tinker.checkpoints import LINKS
+from tandem.serving.tinker.service import Service
 
 _CHECKPOINT = "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
 

@@ -19,8 +19,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from tandem.coordinator.tinker.calls import RECALLS, Answer, Call, CallFailed, Desk, Held, Recall
-from tandem.coordinator.tinker.sampling import Engines, NotHeld, Samples
+from tandem.serving.tinker.calls import RECALLS, Answer, Call, CallFailed, Desk, Held, Recall
+from tandem.serving.tinker.sampling import Engines, NotHeld, Samples
 
 _LOOK_S = 0.2
 _MOST_AT_ONCE = 2048

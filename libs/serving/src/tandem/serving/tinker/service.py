@@ -1,15 +1,15 @@
 """The state of the front end: sessions, models, sampling sessions, and what their requests become.
 
 All of it runs in the event loop of the web server. A training request waits until those before it, by the client's
-numbers, have come; then it is a call on the desk (`tandem.coordinator.tinker.calls`), and its answer is a future. What
+numbers, have come; then it is a call on the desk (`tandem.serving.tinker.calls`), and its answer is a future. What
 is wrong with a training request is the answer of its future, not a refusal: the client has given its number, and the
 requests after it go on.
 
 The desk says how many models are trained at once. If that is one, a later model of the same key takes its place. In any
 other case a further model waits until a session is closed, or silent for `SILENT_S`.
 
-Other modules know what calls gradients become (`tandem.coordinator.tinker.gradients`), and what becomes of samples
-(`tandem.coordinator.tinker.samplers`).
+Other modules know what calls gradients become (`tandem.serving.tinker.gradients`), and what becomes of samples
+(`tandem.serving.tinker.samplers`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import msgspec
 from tandem.config import Config
 from tandem.config.models import hub
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.coordinator.tinker import proto, requests
-from tandem.coordinator.tinker.calls import Answer, Call, CallFailed, Desk, Publish, Restore, Save
-from tandem.coordinator.tinker.checkpoints import Checkpoints
-from tandem.coordinator.tinker.futures import About, Futures, Result, failure
-from tandem.coordinator.tinker.gradients import Limits, gradient_call, scored_result, step_call
-from tandem.coordinator.tinker.placing import Sampler
-from tandem.coordinator.tinker.requests import Refused
-from tandem.coordinator.tinker.samplers import Samplers
-from tandem.coordinator.tinker.sampling import Engines
-from tandem.coordinator.tinker.states import Record, States, check_ttl, now
+from tandem.serving.tinker import proto, requests
+from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Publish, Restore, Save
+from tandem.serving.tinker.checkpoints import Checkpoints
+from tandem.serving.tinker.futures import About, Futures, Result, failure
+from tandem.serving.tinker.gradients import Limits, gradient_call, scored_result, step_call
+from tandem.serving.tinker.placing import Sampler
+from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.samplers import Samplers
+from tandem.serving.tinker.sampling import Engines
+from tandem.serving.tinker.states import Record, States, check_ttl, now
 
 SILENT_S = 120.0
 """Time without a heartbeat after which a session counts as closed; the SDK sends one every ten seconds."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.coordinator.tinker.requests import Refused
+from tandem.serving.tinker.requests import Refused
 
 _RECORD = "tinker.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

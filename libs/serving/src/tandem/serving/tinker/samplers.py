@@ -1,6 +1,6 @@
 """Sampling sessions, and the samples that clients ask of them: each is a task that asks an engine.
 
-When a sample may begin is decided elsewhere (`tandem.coordinator.tinker.placing`).
+When a sample may begin is decided elsewhere (`tandem.serving.tinker.placing`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.coordinator.tinker import proto, requests
-from tandem.coordinator.tinker.calls import SCORES, Answer, CallFailed, Desk, Scored
-from tandem.coordinator.tinker.futures import About, Futures, Result, failure
-from tandem.coordinator.tinker.gradients import Limits, scores_call
-from tandem.coordinator.tinker.placing import Put, Sampler, places_of
-from tandem.coordinator.tinker.requests import Refused
-from tandem.coordinator.tinker.sampling import Engines, NoAnswer
+from tandem.serving.tinker import proto, requests
+from tandem.serving.tinker.calls import SCORES, Answer, CallFailed, Desk, Scored
+from tandem.serving.tinker.futures import About, Futures, Result, failure
+from tandem.serving.tinker.gradients import Limits, scores_call
+from tandem.serving.tinker.placing import Put, Sampler, places_of
+from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.sampling import Engines, NoAnswer
 
 _SAMPLES_OF_A_CLIENT = 10**9
 """Numbers of the requests of one client of a sampling session: a copy of the client has those of another billion."""

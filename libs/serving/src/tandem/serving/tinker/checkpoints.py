@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from tandem.coordinator.tinker import requests
-from tandem.coordinator.tinker.requests import Refused
-from tandem.coordinator.tinker.states import Record, States, check_ttl, now
+from tandem.serving.tinker import requests
+from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.states import Record, States, check_ttl, now
 
 LINKS = "files"
 """Path of the links."""

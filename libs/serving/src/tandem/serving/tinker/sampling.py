@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from tandem.coordinator.tinker.proto import Likeliest, Sampled
-from tandem.coordinator.tinker.requests import Refused, Sample
 from tandem.observe.run_folder.engine_servers import read_engine_servers
+from tandem.serving.tinker.proto import Likeliest, Sampled
+from tandem.serving.tinker.requests import Refused, Sample
 from tandem.serving.upstream import BROKEN, Upstream
 
 _LOOK_S = 0.2

@@ -25,11 +25,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.common import web
 from tandem.common.http_server import settings
 from tandem.common.network import is_loopback
-from tandem.coordinator.tinker import checkpoint_paths, proto, requests
-from tandem.coordinator.tinker.api_keys import ApiKeys
-from tandem.coordinator.tinker.requests import Refused
-from tandem.coordinator.tinker.service import Service
-from tandem.coordinator.tinker.tls import Tls
+from tandem.serving.tinker import checkpoint_paths, proto, requests
+from tandem.serving.tinker.api_keys import ApiKeys
+from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.service import Service
+from tandem.serving.tinker.tls import Tls
 
 _PREFIX = "/api/v1"
 _MOST_BODY_BYTES = 1 << 26

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import RunFolderError
 from tandem.common.messages import LossOfCall
-from tandem.coordinator.tinker.calls import (
+from tandem.serving.tinker.calls import (
     INPUTS,
     AddGradients,
     CallFailed,

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from tandem.common.messages import LARGEST, LossOfCall
-from tandem.coordinator.tinker import proto, requests
-from tandem.coordinator.tinker.calls import INPUTS, AddGradients, Answer, GivenSequence, Scored, TakeStep
-from tandem.coordinator.tinker.futures import Result
-from tandem.coordinator.tinker.requests import Refused
+from tandem.serving.tinker import proto, requests
+from tandem.serving.tinker.calls import INPUTS, AddGradients, Answer, GivenSequence, Scored, TakeStep
+from tandem.serving.tinker.futures import Result
+from tandem.serving.tinker.requests import Refused
 
 _MOST_TOKENS = 1 << 22
 """Tokens of one gradient."""
