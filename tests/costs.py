@@ -62,8 +62,9 @@ class _Costs:
         while True:
             time.sleep(_LOOK_S)
             now = time.monotonic()
-            if not _is_busy(main):
-                self._idle_s += now - last
+            with contextlib.suppress(OSError):  # a test has taken all descriptors
+                if not _is_busy(main):
+                    self._idle_s += now - last
             last = now
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:

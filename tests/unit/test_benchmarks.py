@@ -79,17 +79,14 @@ def test_each_benchmark_runs_once(smoked: tuple[list[str], str]) -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_ci_runs_the_smoke_test() -> None:
+def test_both_halves_are_smoke_tests() -> None:
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
-    environment = tox["testenv:benchmarks"]
-    assert "TANDEM_BENCHMARK_SMOKE = 1" in environment["set_env"]
-    assert "pytest benchmarks" in environment["commands"].replace("-m pytest", "pytest")
-    assert "checks" in tox["tox"]["env_list"].split(", ")
     for half, name in enumerate(("some-benchmarks", "other-benchmarks")):
-        assert re.search(rf" -e \S*,{name}\b", tox["testenv:checks"]["commands"])
-        assert tox[f"testenv:{name}"]["commands"] == f"{{[testenv:benchmarks]commands}} --half {half}"
-        assert tox[f"testenv:{name}"]["set_env"] == "{[testenv:benchmarks]set_env}"
+        assert re.search(rf" -e \S*\b{name}\b", tox["testenv:benchmarks"]["commands"])
+        assert f"pytest benchmarks --half {half}" in tox[f"testenv:{name}"]["commands"]
+    assert "TANDEM_BENCHMARK_SMOKE = 1" in tox["testenv:some-benchmarks"]["set_env"]
+    assert tox["testenv:other-benchmarks"]["set_env"] == "{[testenv:some-benchmarks]set_env}"
 
 
 def test_two_halves_are_all(smoked: tuple[list[str], str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,9 @@ from vision_harness import Seeing
 
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef, Problem, PromptGroup
-from tandem.rollout.environments import Score, Turn
 from tandem.samples.images.markers import marker
 
 TOLERANCE = 1e-5
-
-
-class Shows:
-    """An environment that answers the first response with the image that the problem names, if it names one."""
-
-    def step(self, problem: Problem, conversation: list[Mapping[str, str]]) -> Score | Turn:
-        """Show the image once."""
-        shown = str(problem.metadata["shows"])
-        if shown and len(conversation) == 1:
-            return Turn([{"role": "user", "content": f"{shown} and here?"}])
-        return Score(1.0, correct=True)
 
 
 class SeeingRollout(Rollout):
@@ -58,7 +46,7 @@ class SeeingRollout(Rollout):
 
 @pytest.fixture
 def rollout(tmp_path: Path) -> Iterator[SeeingRollout]:
-    rollout = SeeingRollout(tmp_path, f"{__name__}.Shows", total=256, on_error="zero")
+    rollout = SeeingRollout(tmp_path, "tests.harness.showing.Shows", total=256, on_error="zero")
     yield rollout
     rollout.service.close()
 
@@ -105,7 +93,7 @@ def test_samples_whose_images_cannot_be_read_fail_by_name_and_the_others_go_on(r
 
 
 def test_such_a_sample_ends_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
-    rollout = SeeingRollout(tmp_path, f"{__name__}.Shows", total=256, on_error="fail")
+    rollout = SeeingRollout(tmp_path, "tests.harness.showing.Shows", total=256, on_error="fail")
     gone = rollout.seeing.image(48, 40, 1)
     rollout.seeing.images.path(gone.digest).unlink()
     assert f"image {gone.digest[:12]} is not in" in rollout.error(rollout.shown(0, gone, [1]))
@@ -122,7 +110,7 @@ def test_image_tokens_that_are_not_those_of_the_images_are_refused(rollout: Seei
 
 
 def test_a_text_model_refuses_images(tmp_path: Path) -> None:
-    rollout = Rollout(tmp_path, f"{__name__}.Shows")
+    rollout = Rollout(tmp_path, "tests.harness.showing.Shows")
     image = ImageRef(digest="ab" * 32, width=1, height=1, grid=(1, 2, 2), num_tokens=1)
     group = msgspec.structs.replace(rollout.group(0, [1]), images=(image,))
     with pytest.raises(WireError, match=r"^Generate.groups\[0\].images: the model does not see$"):
