@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.common.errors import ModelError
 from tandem.rollout.engines.sampling import restrict
-from tandem.rollout.openai_api.protocol import MAX_BODY_BYTES
+from tandem.rollout.openai_api.bodies import MAX_BODY_BYTES
 from tandem.samples.tokenizer import Tokenizer
 
 CHAT: Any = [{"role": "user", "content": "Hi"}]

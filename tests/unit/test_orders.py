@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from own_environments import Talks
 from rollout_harness import CHARACTERS, Rollout
 
 from tandem.common.errors import WireError
@@ -24,7 +23,6 @@ from tandem.samples.model_files import write_new_model
 from tandem.trainer.service import TrainerService
 from tests.harness.members import MEMBER
 
-__all__ = ["Talks"]  # found here by its path
 VOCABULARY = len(CHARACTERS) + 3
 
 
@@ -137,7 +135,7 @@ def test_all_responses_may_be_cut_off_where_such_do_not_count(trainer: Callable[
 
 
 def test_prompts_that_the_model_cannot_read(tmp_path: Path) -> None:
-    rollout = Rollout(tmp_path, f"{__name__}.Talks", total=16)
+    rollout = Rollout(tmp_path, "own_environments.Talks", total=16)
     group = rollout.group(3, [1, 2])
     for prompt_ids, what in (
         ((1, VOCABULARY), rf"prompt_ids: {VOCABULARY}, must be from 0 to {VOCABULARY - 1}$"),

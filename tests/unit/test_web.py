@@ -26,7 +26,8 @@ from starlette.routing import Route
 from tandem.common import web
 from tandem.common.errors import ConfigError
 from tandem.coordinator.commands.tokens import VARIABLE, add_token, token_of
-from tandem.rollout.openai_api.app import make_app, read_body
+from tandem.rollout.openai_api.app import make_app
+from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tests.harness.runs.running import wait_until

@@ -32,7 +32,8 @@ from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.faults import FaultPolicy, Unscored
 from tandem.rollout.environments.outcomes import MOST_RETRIES, Failure, failure_of, timed_out
-from tandem.rollout.openai_api.app import api_routes, read_body
+from tandem.rollout.openai_api.app import api_routes
+from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.images import limits_of, stored_images
 from tandem.rollout.openai_api.refusals import Refused, as_response

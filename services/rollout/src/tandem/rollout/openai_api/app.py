@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tandem.common.errors import ConfigError, DataError
+from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.choices import (
     ChatView,
     CompletionView,
@@ -33,7 +34,6 @@ from tandem.rollout.openai_api.choices import (
 )
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.protocol import (
-    MAX_BODY_BYTES,
     ChatRequest,
     CompletionRequest,
     ModelCard,
@@ -41,12 +41,10 @@ from tandem.rollout.openai_api.protocol import (
     no_such_model,
     read_request,
 )
-from tandem.rollout.openai_api.refusals import Refused, as_response, gone, too_late, unauthorised
+from tandem.rollout.openai_api.refusals import Refused, as_response, too_late, unauthorised
 
 Find = Callable[[Request], ServedModel]
 """Function that returns the model a request is for, whatever name it gives; raises `Refused` for a wrong token."""
-_BODY_S = 60.0
-"""Seconds for a request's body to arrive."""
 _JSON = "application/json"
 T = TypeVar("T")
 Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, Job, View]]
@@ -197,23 +195,6 @@ async def _events(
         yield b"data: [DONE]\n\n"
     except Refused as error:
         yield _event(error.encode())
-
-
-async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
-    """Return a request's body. Raises `Refused` if it is too long or does not arrive."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise Refused(f"the body has more than {most} bytes", status=413, code="request_too_large")
-                parts.append(part)
-    except TimeoutError:
-        raise Refused(f"the body has not arrived within {_BODY_S:g} s", status=408) from None
-    except ClientDisconnect:
-        raise gone() from None
-    return b"".join(parts)
 
 
 async def _while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

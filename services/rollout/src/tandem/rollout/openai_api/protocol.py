@@ -18,8 +18,6 @@ from tandem.common.messages import SamplingParameters
 from tandem.rollout.engines.served import Factor, Grammar, Penalty, ServedSampling
 from tandem.rollout.openai_api.refusals import Refused
 
-MAX_BODY_BYTES = 1 << 24
-"""Size limit of one request."""
 MAX_CHOICES = 1024
 """Responses that one request may ask for: prompts times ``n``."""
 _MAX_STOPS = 64
