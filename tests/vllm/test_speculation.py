@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,15 +28,11 @@ from tests.harness.trainers.trainer_harness import make_model
 from tests.vllm.run_harness import JUDGE, SEVENS, curve
 from tests.vllm.vllm_harness import refit, running, tiny_model, train
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 400.0
 PROMPT = (2, 7, 1, 8)
 REPEATING = (2, 7, 1, 8, 2, 7, 1, 8, 2, 7)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 """Whether vLLM can find n-grams."""
-ALONE = "TANDEM_TEST_NGRAMS"
-"""Variable of a process that tests n-grams alone: later workers would be forked beside threads of numba."""
 
 
 class Drafting(NamedTuple):
@@ -64,7 +57,13 @@ def by_model(folder: Path) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
 
 
-@pytest.fixture(scope="module", params=["ngram" if ALONE in os.environ else "draft_model"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "draft_model",
+        pytest.param("ngram", marks=pytest.mark.skipif(not HAS_NUMBA, reason="vLLM finds n-grams by numba")),
+    ],
+)
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
     """An engine for all tests that leave its weights alone; its draft is about half as good as the policy."""
     folder = tmp_path_factory.mktemp("models")
@@ -188,26 +187,6 @@ def test_drafts_contain_no_forbidden_sequence(drafting: Drafting) -> None:
         if one.request_id:
             expected = logprobs_without(drafting.model, REPEATING, own, forbidden)
             assert made[one.request_id].logprobs_T.tolist() == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.skipif(not HAS_NUMBA or ALONE in os.environ, reason="vLLM finds n-grams by numba")
-def test_all_of_that_with_ngrams() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        __file__,
-        "-q",
-        "-k",
-        "ngram and not all_of_that",
-        "-p",
-        "no:cacheprovider",
-    ]
-    ended = subprocess.run(
-        command, env={**os.environ, ALONE: "1"}, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "6 passed" in ended.stdout
 
 
 def drafts_parameters(engine: VllmEngine) -> dict[str, torch.Tensor]:
