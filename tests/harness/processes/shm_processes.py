@@ -1,11 +1,15 @@
 """The other process in tests of shared memory: a trainer rank that shares its shards, or an engine that reads them.
 
-Run as a script: ``writer RANK NUM_RANKS`` or ``reader``. Orders are lines on standard input, replies JSON lines.
+`main` takes ``PATH writer RANK NUM_RANKS`` or ``PATH reader``. Orders and replies are lines over the socket at that
+path.
 """
 
 from __future__ import annotations
 
-import sys
+import resource
+import socket
+from collections.abc import Sequence
+from typing import IO
 
 import msgspec
 import torch
@@ -14,8 +18,9 @@ from tandem.refit import layout, planner
 from tandem.refit.binding import bind
 from tandem.refit.layout import Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.transports import shm
+from tests.harness.processes import wires
+from tests.harness.processes.wires import TIMEOUT_S
 
-TIMEOUT_S = 60.0
 SHAPES = {"q": (8, 6), "k": (4, 6), "norm": (6,), "embed": (64, 6)}
 FUSED = ("q", "k")
 """Both lie in one storage of the engine."""
@@ -74,12 +79,7 @@ def _share(rank: int, num_ranks: int) -> tuple[Layout, dict[str, torch.Tensor]]:
     return builder.build(), shards
 
 
-def _reply(value: bytes) -> None:
-    sys.stdout.buffer.write(value + b"\n")
-    sys.stdout.flush()
-
-
-def write(rank: int, num_ranks: int) -> None:
+def _write(rank: int, num_ranks: int, wire: socket.socket, orders: IO[bytes]) -> None:
     """Share shards of version 0; each order is a version to write in place."""
     held, shards = _share(rank, num_ranks)
     version = 0
@@ -87,32 +87,39 @@ def write(rank: int, num_ranks: int) -> None:
         for name, shard in shards.items():
             box = shard_of(name, rank, num_ranks)
             shard.copy_(values_of(version)[name][box.start[0] : box.stop[0]])
-        _reply(layout.encode(held).hex().encode())
-        command = sys.stdin.readline()
+        wire.sendall(layout.encode(held).hex().encode() + b"\n")
+        command = orders.readline()
         if not command:
             return
         version = int(command)
 
 
-def read() -> None:
+def _read(wire: socket.socket, orders: IO[bytes]) -> None:
     """Bind to the layout in the first order and run for every later one; ``scribble`` writes to what is aliased."""
-    source = layout.decode(bytes.fromhex(sys.stdin.readline()))
+    source = layout.decode(bytes.fromhex(orders.readline().decode()))
     parameters = engine_parameters("float32")
     planned = planner.plan({"trainer-0": source}, {"rollout-0": engine_layout("float32")}, allow_alias=True)
     bound = bind(planned.programs["rollout-0"], parameters)
     while True:
         bound.run(TIMEOUT_S)
-        _reply(msgspec.json.encode({name: parameter.double().sum().item() for name, parameter in parameters.items()}))
-        command = sys.stdin.readline()
+        sums = {name: parameter.double().sum().item() for name, parameter in parameters.items()}
+        wire.sendall(msgspec.json.encode(sums) + b"\n")
+        command = orders.readline()
         if not command:
             return
-        if command.strip() == "scribble":
+        if command.strip() == b"scribble":
             parameters["embed"].zero_()
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Do what the test says until it closes the wire."""
+    path, kind, *ranks = arguments
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one is meant to end by a signal
     torch.set_num_threads(1)
-    if sys.argv[1] == "writer":
-        write(int(sys.argv[2]), int(sys.argv[3]))
-    else:
-        read()
+    with wires.connect(path, " ".join((kind, *ranks[:1]))) as wire, wire.makefile("rb") as orders:
+        if kind == "writer":
+            rank, num_ranks = map(int, ranks)
+            _write(rank, num_ranks, wire, orders)
+        else:
+            _read(wire, orders)
+    return 0

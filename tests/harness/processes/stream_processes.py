@@ -1,7 +1,7 @@
 """Processes that stream weights to each other: what tests start, and the script that they start.
 
-Run as a script: ``FOLDER NAME=DESCRIPTOR ...``. It forks one process a member, which finds its layout and program in
-the folder and takes orders, one JSON line each, from a socket with that descriptor.
+`main` takes ``FOLDER PATH NAME ...``, also as a script. It forks one process a member, which finds its layout and
+program in the folder, connects to the socket at the path, and takes orders from there, one JSON line each.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import math
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tandem.common.curve import new_key_pair
 from tandem.common.errors import RefitError
 from tandem.common.keys import KeyPair
 from tandem.common.worker_shards import process_of
+from tandem.launch.child import Child
 from tandem.refit import layout, program
 from tandem.refit.binding import bind
 from tandem.refit.bound import BoundProgram
@@ -38,9 +39,11 @@ from tandem.refit.planner import Plan
 from tandem.refit.program import Merging
 from tandem.refit.transports import process_group, tcp_group
 from tandem.refit.transports.process_group import Group, GroupKeys
+from tests.harness.processes import wires
 from tests.harness.processes.stream_harms import HARMS
+from tests.harness.processes.wires import TIMEOUT_S, Wire
+from tests.harness.runs import consoles
 
-TIMEOUT_S = 60.0
 KEYS = "keys.json"
 """File of the key pairs of all members, in their folder, if they connect over TCP."""
 FROZEN_VERSION = 1
@@ -101,13 +104,16 @@ def values(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
     return ((torch.arange(num, dtype=torch.int64) + first) % 9973).float().reshape(shape) / 64 - 70
 
 
+@lru_cache(maxsize=8)
 def partly(name: str, shape: tuple[int, ...], version: int, share: float) -> torch.Tensor:
-    """Return a tensor of a version that differs from the one before in about this share of its elements."""
-    made = values(name, shape, FROZEN_VERSION)
-    for number in range(FROZEN_VERSION + 1, version + 1):
-        generator = torch.Generator().manual_seed(sum(name.encode()) * 1000 + number)
-        made += number * (torch.rand(shape, generator=generator) < share)
-    return made
+    """Return a tensor of a version that differs from the one before in about this share of its elements.
+
+    It is kept for the next version, and must not be written to.
+    """
+    if version <= FROZEN_VERSION:
+        return values(name, shape, FROZEN_VERSION)
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 1000 + version)
+    return partly(name, shape, version - 1, share) + version * (torch.rand(shape, generator=generator) < share)
 
 
 def allocate(described: Layout) -> dict[str, torch.Tensor]:
@@ -254,20 +260,16 @@ class Member:
 class Remote:
     """A member in another process."""
 
-    def __init__(self, name: str, wire: socket.socket) -> None:
-        self.name = name
+    def __init__(self, wire: Wire) -> None:
+        self.name = wire.name
+        self.pid = wire.pid
         self._wire = wire
-        wire.settimeout(TIMEOUT_S)
-        self._lines = wire.makefile("rb")
-        self.pid: int = self.reply()["pid"]
 
     def tell(self, do: str, **command: Any) -> None:
-        self._wire.sendall(json.dumps({"do": do, **command}).encode() + b"\n")
+        self._wire.tell(json.dumps({"do": do, **command}).encode())
 
     def reply(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        assert line, f"{self.name} has ended"
-        reply: dict[str, Any] = json.loads(line)
+        reply: dict[str, Any] = json.loads(self._wire.reply())
         return reply
 
     def ask(self, do: str, **command: Any) -> dict[str, Any]:
@@ -276,10 +278,6 @@ class Remote:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
-
-    def close(self) -> None:
-        self._lines.close()
-        self._wire.close()
 
 
 def save(folder: Path, plan: Plan, layouts: Mapping[str, Layout], *, largest_difference: float = 0.0) -> None:
@@ -293,60 +291,64 @@ def save(folder: Path, plan: Plan, layouts: Mapping[str, Layout], *, largest_dif
 @contextlib.contextmanager
 def remotes(folder: Path, names: list[str], prefix: tuple[str, ...] = ()) -> Iterator[dict[str, Remote]]:
     """Start members in processes of their own, behind a command such as ``ip netns exec``; end them all."""
-    pairs = {name: socket.socketpair() for name in names}
-    arguments = [f"{name}={theirs.fileno()}" for name, (_, theirs) in pairs.items()]
-    process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", __name__, str(folder), *arguments],
-        cwd=Path(__file__).parents[3],
-        pass_fds=[theirs.fileno() for _, theirs in pairs.values()],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    started: dict[str, Remote] = {}
+    with contextlib.ExitStack() as stack:
+        where = stack.enter_context(wires.listening())
+        process = _start(prefix, [str(folder), str(where.path), *names])
+        members: list[int] = []
+        stack.callback(_end, process, members)
+        found = where.accept(names, process, stack)
+        members += [wire.pid for wire in found.values()]
+        yield {name: Remote(wire) for name, wire in found.items()}
+
+
+def _start(prefix: tuple[str, ...], words: list[str]) -> subprocess.Popen[bytes] | Child:
+    """Start `main`: in a fork of what has imported all that members need, or in a program where it has to be one."""
+    if prefix:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", __name__, *words],
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    out, errors = (os.fdopen(number, "wb", closefd=False) for number in (1, 2))
+    return consoles.fork_server().start(__name__, words, out, errors)
+
+
+def _end(process: subprocess.Popen[bytes] | Child, members: Sequence[int]) -> None:
+    """Wait for the process whose members have no wire any more, and for these; kill them all if one does not end."""
     try:
-        for _, theirs in pairs.values():
-            theirs.close()
-        for name, (ours, _) in pairs.items():
-            started[name] = Remote(name, ours)
-        yield started
-    finally:
-        for name, (ours, _) in pairs.items():
-            started[name].close() if name in started else ours.close()
-        try:
-            process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
+        process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        for pid in (*members, process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(TIMEOUT_S)
+        raise
 
 
-def _serve(name: str, folder: Path, wire: socket.socket) -> None:
+def _serve(name: str, folder: Path, path: str) -> None:
     member = Member(name, folder)
-    with wire, wire.makefile("rb") as commands:
-        wire.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+    with wires.connect(path, name) as wire, wire.makefile("rb") as commands:
         for line in commands:
             wire.sendall(json.dumps(member.obey(json.loads(line))).encode() + b"\n")
     member.close()
 
 
-def main(folder: Path, descriptors: dict[str, int]) -> None:
+def main(arguments: Sequence[str]) -> int:
     """Fork a process a member and wait for them all."""
+    folder, path, *names = arguments
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
     pids = []
-    for name, own in descriptors.items():
+    for name in names:
         pid = os.fork()
         if not pid:
-            for other in descriptors.values():
-                if other != own:
-                    os.close(other)
-            _serve(name, folder, socket.socket(fileno=own))
+            _serve(name, Path(folder), path)
             os._exit(0)
         pids.append(pid)
-    for own in descriptors.values():
-        os.close(own)
     for pid in pids:
         os.waitpid(pid, 0)
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), {name: int(own) for name, _, own in (word.partition("=") for word in sys.argv[2:])})
+    sys.exit(main(sys.argv[1:]))

@@ -34,6 +34,8 @@ _MODULES = (
     "tandem.observe.report.report",
     "matplotlib.backends.backend_agg",
     "reasoning_gym",
+    "tests.harness.processes.stream_processes",
+    "tests.harness.processes.shm_processes",
     "tests.harness.runs.preloaded",  # last: it ends with Megatron-Core, which is not installed beside vLLM
 )
 

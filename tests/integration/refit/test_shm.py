@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
-import select
+import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
+from tandem.launch.child import Child
 from tandem.refit import layout
 from tandem.refit.binding import bind
 from tandem.refit.bound import BoundProgram
@@ -26,40 +24,21 @@ from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram, decode, encode
 from tandem.refit.transports import shm
 from tests.harness import leaks
-from tests.harness.processes import shm_processes
-from tests.harness.processes.shm_processes import FUSED, SHAPES, TIMEOUT_S, engine_layout, engine_parameters, values_of
+from tests.harness.processes import shm_processes, wires
+from tests.harness.processes.shm_processes import FUSED, SHAPES, engine_layout, engine_parameters, values_of
+from tests.harness.processes.wires import TIMEOUT_S, Wire
+from tests.harness.runs import consoles
 
 
 class Peer:
     """Another process, spoken to in lines."""
 
-    def __init__(self, *arguments: str) -> None:
-        script = Path(shm_processes.__file__)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            preexec_fn=_no_core_dump,
-        )
+    def __init__(self, process: Child, wire: Wire) -> None:
+        self.process = process
+        self._wire = wire
+        self.tell, self.reply = wire.tell, wire.reply
 
-    def reply(self) -> bytes:
-        """Return the next line."""
-        assert self.process.stdout is not None
-        line, deadline = b"", time.monotonic() + TIMEOUT_S
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, "the other process said nothing"
-            received = self.process.stdout.read(65536)
-            assert received, f"the other process ended: {self.process.wait(TIMEOUT_S)}"
-            line += received
-        return line
-
-    def tell(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command.encode() + b"\n")
-
-    def ask(self, command: str) -> bytes:
+    def ask(self, command: bytes) -> bytes:
         self.tell(command)
         return self.reply()
 
@@ -67,31 +46,40 @@ class Peer:
         self.process.kill()
         assert self.process.wait(TIMEOUT_S) == -signal.SIGKILL
 
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self.process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+
+class Peers:
+    """Starts others, which end with it."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._where = stack.enter_context(wires.listening())
+
+    def start(self, kind: str, *ranks: int) -> Peer:
+        words = [str(self._where.path), kind, *map(str, ranks)]
+        out, errors = (os.fdopen(number, "wb", closefd=False) for number in (1, 2))
+        process = consoles.fork_server().start(shm_processes.__name__, words, out, errors)
+        self._stack.callback(_end, process)
+        name = " ".join(words[1:3])
+        return Peer(process, self._where.accept([name], process, self._stack)[name])
 
 
-def _no_core_dump() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _end(process: Child) -> None:
+    """Wait for a process that has no wire any more."""
+    try:
+        process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
 
 
 @pytest.fixture
-def peers() -> Iterator[contextlib.ExitStack]:
+def peers() -> Iterator[Peers]:
     with contextlib.ExitStack() as stack:
-        yield stack
+        yield Peers(stack)
 
 
-def start_writers(peers: contextlib.ExitStack, num_ranks: int = 1) -> tuple[list[Peer], dict[str, Layout]]:
-    writers = [Peer("writer", str(rank), str(num_ranks)) for rank in range(num_ranks)]
-    for writer in writers:
-        peers.callback(writer.close)
+def start_writers(peers: Peers, num_ranks: int = 1) -> tuple[list[Peer], dict[str, Layout]]:
+    writers = [peers.start("writer", rank, num_ranks) for rank in range(num_ranks)]
     held = [layout.decode(bytes.fromhex(writer.reply().decode())) for writer in writers]
     return writers, {f"trainer-{rank}": described for rank, described in enumerate(held)}
 
@@ -119,7 +107,7 @@ def num_mapped() -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_element_arrives_at_every_version(num_ranks: int, peers: contextlib.ExitStack) -> None:
+def test_every_element_arrives_at_every_version(num_ranks: int, peers: Peers) -> None:
     writers, sources = start_writers(peers, num_ranks)
     parameters = engine_parameters("float32")
     bound = bind(make_program(sources), parameters)
@@ -128,14 +116,14 @@ def test_every_element_arrives_at_every_version(num_ranks: int, peers: contextli
     for version in (0, 1, 2):
         if version:
             for writer in writers:
-                writer.ask(str(version))
+                writer.ask(str(version).encode())
             assert_holds(parameters, version - 1)
         assert run(bound) == num_bytes
         assert_holds(parameters, version)
     bound.close()
 
 
-def test_float32_is_rounded_to_bfloat16_on_the_way(peers: contextlib.ExitStack) -> None:
+def test_float32_is_rounded_to_bfloat16_on_the_way(peers: Peers) -> None:
     _, sources = start_writers(peers, 2)
     parameters = engine_parameters("bfloat16")
     bound = bind(make_program(sources, "bfloat16", allow_alias=True), parameters)
@@ -143,7 +131,7 @@ def test_float32_is_rounded_to_bfloat16_on_the_way(peers: contextlib.ExitStack) 
     assert_holds(parameters, 0, torch.bfloat16)
 
 
-def test_an_alias_shows_the_next_version_with_nothing_copied(peers: contextlib.ExitStack) -> None:
+def test_an_alias_shows_the_next_version_with_nothing_copied(peers: Peers) -> None:
     (writer,), sources = start_writers(peers)
     parameters = engine_parameters("float32")
     addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
@@ -156,14 +144,14 @@ def test_an_alias_shows_the_next_version_with_nothing_copied(peers: contextlib.E
     assert_holds(parameters, 0)
     assert {name for name, p in parameters.items() if p.data_ptr() == addresses[name]} == {"qk"}
 
-    writer.ask("1")
+    writer.ask(b"1")
     for name in SHAPES.keys() - FUSED:
         torch.testing.assert_close(parameters[name], values_of(1)[name].flatten(), rtol=0, atol=0)
     run(bound)
     assert_holds(parameters, 1)
 
 
-def test_a_killed_writer_leaves_readable_memory_and_nothing_else(peers: contextlib.ExitStack) -> None:
+def test_a_killed_writer_leaves_readable_memory_and_nothing_else(peers: Peers) -> None:
     before, mapped_before = leaks.segments(), num_mapped()
     (writer,), sources = start_writers(peers)
     copied, aliased = engine_parameters("float32"), engine_parameters("float32")
@@ -187,35 +175,33 @@ def test_a_killed_writer_leaves_readable_memory_and_nothing_else(peers: contextl
     assert num_mapped() == mapped_before, "the memory is gone with the last tensor that reads it"
 
 
-def test_a_killed_reader_leaves_nothing(peers: contextlib.ExitStack) -> None:
+def test_a_killed_reader_leaves_nothing(peers: Peers) -> None:
     before = leaks.segments()
     (writer,), sources = start_writers(peers)
-    reader = Peer("reader")
-    peers.callback(reader.close)
-    sums = msgspec.json.decode(reader.ask(layout.encode(sources["trainer-0"]).hex()))
+    reader = peers.start("reader")
+    sums = msgspec.json.decode(reader.ask(layout.encode(sources["trainer-0"]).hex().encode()))
     assert sums["embed"] == pytest.approx(values_of(0)["embed"].double().sum().item())
     reader.kill()
     assert leaks.segments_left(before) == set()
 
-    writer.ask("1")
+    writer.ask(b"1")
     parameters = engine_parameters("float32")
     bind(make_program(sources), parameters).run(TIMEOUT_S)
     assert_holds(parameters, 1)
 
 
-def test_a_write_to_an_alias_kills_the_engine_and_not_the_weights(peers: contextlib.ExitStack) -> None:
+def test_a_write_to_an_alias_kills_the_engine_and_not_the_weights(peers: Peers) -> None:
     _, sources = start_writers(peers)
-    reader = Peer("reader")
-    peers.callback(reader.close)
-    reader.ask(layout.encode(sources["trainer-0"]).hex())
-    reader.tell("scribble")
+    reader = peers.start("reader")
+    reader.ask(layout.encode(sources["trainer-0"]).hex().encode())
+    reader.tell(b"scribble")
     assert reader.process.wait(TIMEOUT_S) == -signal.SIGSEGV
     parameters = engine_parameters("float32")
     bind(make_program(sources), parameters).run(TIMEOUT_S)
     assert_holds(parameters, 0)
 
 
-def test_a_descriptor_that_was_used_again_is_refused(peers: contextlib.ExitStack) -> None:
+def test_a_descriptor_that_was_used_again_is_refused(peers: Peers) -> None:
     _, sources = start_writers(peers)
     program = make_program(sources)
     (transfer,) = program.receives
@@ -229,9 +215,7 @@ def test_a_descriptor_that_was_used_again_is_refused(peers: contextlib.ExitStack
 
 
 @pytest.mark.parametrize("allow_alias", [False, True])
-def test_an_engine_that_is_not_what_was_planned_for_is_refused_untouched(
-    allow_alias: bool, peers: contextlib.ExitStack
-) -> None:
+def test_an_engine_that_is_not_what_was_planned_for_is_refused_untouched(allow_alias: bool, peers: Peers) -> None:
     _, sources = start_writers(peers)
     program = make_program(sources, allow_alias=allow_alias)
     whole = engine_parameters("float32")
