@@ -28,7 +28,7 @@ from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.outcomes import beyond_in_sum
-from tandem.rollout.environments.routing import Environments
+from tandem.rollout.environments.scorer import Environments
 from tandem.rollout.parts import Parts
 from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts

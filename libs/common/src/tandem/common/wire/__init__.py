@@ -24,8 +24,7 @@ from tandem.common.wire.frames import (
 )
 from tandem.common.wire.hub import Hub, Peer
 from tandem.common.wire.link import Link
-from tandem.common.wire.pump import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, exit_code
-from tandem.common.wire.stalls import Stalls
+from tandem.common.wire.pump import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, Stalls, exit_code
 
 __all__ = [
     "EXIT_AWAITED_ANEW",

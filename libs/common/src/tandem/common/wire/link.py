@@ -58,8 +58,10 @@ class Link(Generic[Incoming]):
         self._incoming, self._arrived = self._pipe("arrived")
         self._queued, self._outgoing = self._pipe("queued")
         self._waker = Waker()
+        self._woken = self._waker.fileno()
+        """Descriptor that is ready after a `wake`."""
         self._poller = zmq.Poller()
-        for what in (self._incoming, self._waker.fileno()):
+        for what in (self._incoming, self._woken):
             self._poller.register(what, zmq.POLLIN)
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -118,7 +120,7 @@ class Link(Generic[Incoming]):
     def receive(self, timeout_s: float) -> Received[Incoming] | None:
         """Return the next message other than heartbeats, or None after `timeout_s` or a `wake`."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._waker.fileno() in ready:
+        if self._woken in ready:
             self._waker.clear()
         if self._incoming not in ready:
             return None

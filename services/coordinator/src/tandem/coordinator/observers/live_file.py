@@ -19,6 +19,7 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.status import Engine
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.observe.lines import NUM_RECENT, seconds_left
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import (
     LEAVING,
@@ -30,7 +31,6 @@ from tandem.observe.run_folder.live import (
     LiveTrainer,
     LiveVersions,
 )
-from tandem.observe.run_folder.time_left import NUM_RECENT, seconds_left
 
 _PAUSE_S = 0.5
 """Least time between two writes of the file."""
