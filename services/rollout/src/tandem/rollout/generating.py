@@ -158,7 +158,10 @@ class Generating:
         begun = [*self.generations]  # a generation at its end may fail while answering
         try:
             with self._context.phase(f"generating step {step}"):
-                self._advance()
+                self._converse()
+                for generation in [*self.generations.values()]:
+                    if not generation.conversations:
+                        self._finish(generation)
         except Exception as error:
             for command_id in begun:
                 self._context.fail(command_id, error)
@@ -168,12 +171,6 @@ class Generating:
     def _environments(self) -> Environments:
         assert self._parts.environments is not None, "asked only where no agents play"
         return self._parts.environments
-
-    def _advance(self) -> None:
-        self._converse()
-        for generation in [*self.generations.values()]:
-            if not generation.conversations:
-                self._finish(generation)
 
     def _converse(self) -> None:
         """Make one token for each conversation; let environments answer those with a response."""

@@ -22,7 +22,7 @@ from tandem.samples.assignment import EMPTY_ROW
 from tandem.samples.batch import Batch, Float32s
 from tandem.trainer.losses.aggregate import Loss
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores
+from tandem.trainer.scores import Scores
 
 BY_LOGPROBS, BY_LOSS = "groups_set_aside/logprobs", "groups_set_aside/loss"
 """Metrics that count the groups."""

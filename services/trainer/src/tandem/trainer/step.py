@@ -41,7 +41,7 @@ from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
 from tandem.trainer.micro_batches import Columns, MicroBatch
-from tandem.trainer.scoring import Scores, TokenScores
+from tandem.trainer.scores import Scores, TokenScores
 from tandem.trainer.set_aside import BY_LOSS, not_finite, num_groups, of_groups, sample_named, set_aside_note
 
 Filled = dict[Column, NDArray[Any]]

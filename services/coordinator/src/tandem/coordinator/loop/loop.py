@@ -322,7 +322,7 @@ class Loop:
         self._step_metrics.metrics.update(metrics)
         self._note(action.step, self._batches.take_notes())
         self._send(action.process, command, arrays)
-        if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
+        if metrics and action.purpose == "train" and self._scheduler.tables.spec.samples_folder and of_step is not None:
             self._record_commands.keep(action.step, "train", of_step.records(), self._batches.advantages())
 
     def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropRestored) -> None:

@@ -15,7 +15,7 @@ from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Wr
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores
+from tandem.trainer.scores import Scores
 
 
 class Held(Protocol):
