@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from tandem.common.errors import DataError, WireError
-from tandem.common.messages import Generate, Generated, PromptGroup, Purpose, SampleScored, SamplesFinished
+from tandem.common.messages import Generate, Generated, PromptGroup, SampleScored, SamplesFinished
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
 from tandem.rollout.conversation import Conversation
@@ -255,9 +255,13 @@ class Generating:
         """Store the samples that have finished, and report them."""
         for command_id, samples in finished.items():
             command = self.generations[command_id].command
-            if command.purpose == "train":
-                for _, scored, arrays in samples:
+            sent = []
+            for _, scored, arrays in samples:
+                if command.purpose == "train":
                     self._parts.store.put((command_id, scored.group, scored.sample), arrays)
+                    # The coordinator shows only validation texts.
+                    scored = msgspec.structs.replace(scored, response="", extracted_answer=None)
+                sent.append(scored)
             if self._parts.recorder is not None:
                 started_at = self.generations[command_id].started_at
                 self._parts.recorder.add(command.step, command.purpose, command_id, started_at, samples)
@@ -265,7 +269,7 @@ class Generating:
                 command_id=command_id,
                 step=command.step,
                 purpose=command.purpose,
-                samples=tuple(_as_sent(scored, command.purpose) for _, scored, _ in samples),
+                samples=tuple(sent),
             )
             self._context.reply(command_id, message)
 
@@ -311,8 +315,3 @@ def _wrong_images(group: PromptGroup, image_token_id: int | None) -> str | None:
     found = group.prompt_ids.count(image_token_id)
     needed = sum(image.num_tokens for image in group.images or ())
     return f"the prompt has {found} image tokens, its images need {needed}" if found != needed else None
-
-
-def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
-    """Return a sample as sent to the coordinator, which shows only validation texts."""
-    return sample if purpose == "validate" else msgspec.structs.replace(sample, response="", extracted_answer=None)

@@ -12,10 +12,9 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.bounds import within
 from tandem.common.messages import SampleScored
 from tandem.config import Config
-from tandem.coordinator.algorithms.advantages import advantages
+from tandem.coordinator.algorithms.advantages import advantages, within
 from tandem.coordinator.algorithms.components import environment_columns, gdpo_components
 from tandem.coordinator.algorithms.decoupled_advantages import clipped, decoupled_advantages
 from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, named_metrics, turn_metrics

@@ -32,11 +32,10 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.batches import Batches
+from tandem.coordinator.loop.batches import Batches, RecordCommands
 from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.losses import Losses
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
-from tandem.coordinator.loop.record_commands import RecordCommands
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.known_processes import KnownProcesses
