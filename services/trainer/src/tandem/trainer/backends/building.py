@@ -106,7 +106,7 @@ class Builder:
         return model
 
     def _has_kernel_of_rows(self) -> bool:
-        """Tell whether attention is one kernel for all micro-batches (`attend_on_gpu` of `tandem.common`)."""
+        """Tell whether attention is one kernel for all micro-batches (`tandem.common.attention.on_gpu`)."""
         is_packed = self._config.policy.sequence_packing.enabled and self._ranks.context.size() == 1
         takes_it = (
             self._ranks.device.type == "cuda" and self._settings.precision == "bfloat16" and self._pictures is None

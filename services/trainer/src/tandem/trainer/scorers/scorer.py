@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tandem.common.attention.segments import boundaries
+from tandem.common.attention.on_gpu import boundaries
 from tandem.common.errors import ModelError
 from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
 from tandem.trainer.micro_batches import MicroBatch, Row
