@@ -71,7 +71,7 @@ class HoldingBackend(Generic[AnyHeld]):
         self._held: dict[tuple[Model, int], AnyHeld] = {}
         """The models, by name and number."""
         self._replicas: dict[Model, Replicas] = {}
-        """How each model divides the ranks; a reference that is the policy itself, as the policy does."""
+        """How each model divides the ranks."""
 
     def _to_hold(self) -> Iterator[tuple[Model, int]]:
         """Yield the models to hold here, by name and number."""

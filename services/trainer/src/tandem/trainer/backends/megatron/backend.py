@@ -18,7 +18,7 @@ from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import Weights
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron.groups import Division, divided
 from tandem.trainer.backends.megatron.held import Described, HeldModel
@@ -47,7 +47,6 @@ class MegatronBackend(HoldingBackend[HeldModel]):
                 print(notice, flush=True)
         timeout = datetime.timedelta(seconds=config.cluster.deadlines.train_s)
         self._divisions = divided(((each.name, each.settings) for each in described), self.device, timeout)
-        self._replicas = {name: self._division_of(name).replicas for name in self._model_group.models}
         replicas = self._divisions[first.name].replicas
         self.data_parallel_rank, self.data_parallel_size = replicas.rank, replicas.size
         self.sequence_divisor = replicas.sequence_divisor
@@ -60,6 +59,10 @@ class MegatronBackend(HoldingBackend[HeldModel]):
             with self._divisions[model.name].entered():
                 model.start(checkpoint)
         proof.conclude()
+
+    def replicas(self, model: Model) -> Replicas:
+        """Return the division of the ranks by a model; the policy's for a reference that is the policy itself."""
+        return self._division_of(model).replicas
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
