@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WALK = ROOT / "tests" / "walk"
 PART_S = 0.05
 """As `tests/walk/sitecustomize.py` has it."""
-MOST_FUNCTIONS, MOST_FILES, MOST_LINES = 752, 109, 16_900
+MOST_FUNCTIONS, MOST_FILES, MOST_LINES = 749, 109, 16_750
 """What a steady step may execute: what it does on 27 November 2026, and a twentieth. The aim is 600, 80 and 13,000.
 
 A twentieth, since on a busy machine steps last longer than the periods of what is done now and then, such as asking
