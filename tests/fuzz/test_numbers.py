@@ -28,7 +28,7 @@ from tandem.samples.batch import Batch
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scores import TokenScores
 from tests.protocol.examples import UNIONS, example, messages_of
 
 Function = TypeVar("Function", bound=Callable[..., None])

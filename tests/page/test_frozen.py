@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.coordinator.observers.timeline import open_timeline, write_steps
 from tandem.observe.report.report import write_report
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.observe.timeline import TIMELINE_NAME, Span, StepSpans
-from tandem.observe.timeline_writer import open_timeline, write_steps
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
 
 pytestmark = NEEDS_CHROMIUM

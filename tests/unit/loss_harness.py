@@ -11,7 +11,7 @@ from tandem.config.schema import LossFn
 from tandem.config.schema.columns import BUILT_IN
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scores import TokenScores
 
 CPU = torch.device("cpu")
 MASK_BT = torch.tensor([[False, True, True, True], [False, False, True, False]])

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scores import TokenScores
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tandem.common.errors import RefitError
 from tandem.refit.digests import kernels as digest_kernels
 from tandem.refit.digests.at_once import digest_box
-from tandem.refit.digests.kernels import MAX_COLUMNS, Span
+from tandem.refit.digests.kernel_choice import MAX_COLUMNS, Span, is_exact
 from tandem.refit.digests.task import combine
 from tandem.refit.digests.terms import multipliers, salt, signed_digits
 from tandem.refit.layout import Box, whole
@@ -121,7 +121,7 @@ def test_all_kernels_give_the_same_sums(rows: int, columns: int, item_size: int,
     spans: tuple[Span, ...] = ((1, 3, columns, step),)
     sums_R = digest_kernels._wide_sums(words_RC, spans)
     assert torch.equal(digest_kernels._device_sums(words_RC, spans), sums_R)
-    if digest_kernels._byte_sums_are_exact():
+    if is_exact(digest_kernels._byte_sums, digest_kernels._wide_sums):
         assert torch.equal(digest_kernels._byte_sums(words_RC, spans), sums_R)
     m = multipliers(1, 3 + columns * step)
     exact = sum(signed_bytes(words_RC[0, c]) * int(m[3 + c * step]) for c in range(columns))
@@ -130,12 +130,12 @@ def test_all_kernels_give_the_same_sums(rows: int, columns: int, item_size: int,
 
 _CHOSEN = """
 import torch
-from tandem.refit.digests import kernels
+from tandem.refit.digests import kernel_choice, kernels
 
 words_RC = torch.randint(-(2**31), 2**31, (64, 4096), generator=torch.Generator().manual_seed(0)).to(torch.int32)
 columns = ((1, 0, 4096, 1),)
 right = torch.equal(kernels._byte_sums(words_RC, columns), kernels._wide_sums(words_RC, columns))
-assert kernels._byte_sums_are_exact() == right
+assert kernel_choice.is_exact(kernels._byte_sums, kernels._wide_sums) == right
 assert right or kernels._cpu_kernel() is kernels._wide_sums
 """
 

@@ -150,13 +150,13 @@ def test_many_tokens_come_in_several_requests(
     fetcher: SampleFetcher, stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[int] = []
-    answer = SampleStore._answer
+    find = SampleStore._found
 
-    def counting(store: SampleStore, request: FetchSamples) -> Frames:
+    def counting(store: SampleStore, request: FetchSamples) -> Batch:
         requests.append(len(request.keys))
-        return answer(store, request)
+        return find(store, request)
 
-    monkeypatch.setattr(SampleStore, "_answer", counting)
+    monkeypatch.setattr(SampleStore, "_found", counting)
     monkeypatch.setattr(fetching, "MAX_TOKENS_FETCHED", 14)
     table = table_of(rank_S=np.zeros(6, dtype=np.int32))
     share, _ = fetcher.fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)

@@ -20,9 +20,9 @@ from tandem.coordinator.observers.prometheus import _of_run
 from tandem.coordinator.processes.admission import RegisteredProcess
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler.events import DispatchPrompts, Draining, Joined
+from tandem.observe.lines import seconds_left
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import LIVE_NAME, read_live
-from tandem.observe.run_folder.time_left import seconds_left
 
 SETTINGS = {
     "grpo": {},

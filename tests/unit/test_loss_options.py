@@ -14,7 +14,7 @@ from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.kl import finite_ratio, kl_divergence, kl_penalty, weighted_kl_penalty
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, importance_weights, surrogate
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scores import TokenScores
 
 PLACES = [(int(row), int(position)) for row, position in MASK_BT.nonzero()]
 ROWS = [[place for place in PLACES if place[0] == row] for row in range(2)]

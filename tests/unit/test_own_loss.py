@@ -14,7 +14,7 @@ from tandem.config import Config, build_config, resume_differences, to_plain
 from tandem.trainer.losses import Counts, make_loss
 from tandem.trainer.losses.custom import blamed, try_out
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scores import TokenScores
 from tests.unit.loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch
 
 _NUMBERS = itertools.count()

@@ -12,7 +12,7 @@ from tandem.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.preference import BradleyTerryLoss, PreferenceLoss
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenScores, TokenValues
+from tandem.trainer.scores import TokenScores, TokenValues
 
 CPU = torch.device("cpu")
 # Two pairs, chosen and rejected in turn; the responses have 2, 1, 3 and 2 tokens.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.observe.run_folder.descriptor_reserve import Reserve
 from tandem.observe.run_folder.journal import read_journal
+from tandem.observe.run_folder.journal_writer import Reserve
 from tests.harness.descriptors import descriptors_left, said_by_limited
 
 RECORDING = textwrap.dedent(
@@ -61,7 +61,7 @@ PUBLISHING = textwrap.dedent(
     """
     import contextlib, os, sys
     from pathlib import Path
-    from tandem.observe.run_folder.descriptor_reserve import Reserve
+    from tandem.observe.run_folder.journal_writer import Reserve
     from tandem.common.errors import CheckpointError
     from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 

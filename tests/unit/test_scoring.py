@@ -9,7 +9,8 @@ from scoring_harness import NUM_TOKENS, VOCABULARY, LargestTensor, inputs, of_fu
 from tandem.trainer import scoring
 from tandem.trainer.scorers.likeliest import top_tokens
 from tandem.trainer.scorers.whole_logits import without_tokens
-from tandem.trainer.scoring import StudentScores, score_tokens
+from tandem.trainer.scores import StudentScores
+from tandem.trainer.scoring import score_tokens
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.common.segments import attend
+from tandem.common.attention.segments import attend
 from tests.harness.attention_formula import SEGMENTS, formula
 
 

@@ -10,9 +10,9 @@ import pytest
 from page_harness import make_run
 
 from tandem.common.messages import Evaluated, Generate, Generated, MemoryUse, Refit, SamplingParameters, Train, Trained
+from tandem.coordinator.observers import timeline as recording
 from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.observe import timeline_writer as recording
 from tandem.observe.page.reader import RunReader
 from tandem.observe.timeline import TIMELINE_NAME, read_timeline
 from tandem.observe.timeline_view import flame, timeline

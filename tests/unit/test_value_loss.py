@@ -15,7 +15,7 @@ from tandem.config.schema import ValueLossFn
 from tandem.trainer.losses.aggregate import Counts
 from tandem.trainer.losses.value import ValueLoss
 from tandem.trainer.models import load_scalar_model, scalar_head
-from tandem.trainer.scoring import TokenValues
+from tandem.trainer.scores import TokenValues
 
 COUNTS = Counts(tokens=4, sequences=2)
 OLD_BT = torch.tensor([[9.0, 1.0, 2.0, 0.0], [9.0, 9.0, -1.0, 9.0]])

@@ -51,10 +51,10 @@ def _trainer(arguments: Sequence[str]) -> int:
     from tandem.samples.batch import Batch
     from tandem.trainer import cli, step
     from tandem.trainer.fetching import SampleFetcher
+    from tandem.trainer.files.saving import Saving
     from tandem.trainer.losses import policy_gradient
-    from tandem.trainer.service import TrainerService
 
-    train, fetch, save = step.train, SampleFetcher.fetch, TrainerService._save
+    train, fetch, save = step.train, SampleFetcher.fetch, Saving.save
     weigh = policy_gradient.importance_weights
     seen: dict[str, Any] = {}
 
@@ -84,7 +84,7 @@ def _trainer(arguments: Sequence[str]) -> int:
         _hold("save")
         save(*args)
 
-    step.train, SampleFetcher.fetch, TrainerService._save = training, fetching, saving  # type: ignore[method-assign]
+    step.train, SampleFetcher.fetch, Saving.save = training, fetching, saving  # type: ignore[method-assign]
     policy_gradient.importance_weights = weighing
     return cli.main(arguments)
 

@@ -41,6 +41,7 @@ from tandem.trainer.batching.padding import unpad_into
 from tandem.trainer.evaluating import evaluate
 from tandem.trainer.exchange import Exchange, meet, moved
 from tandem.trainer.files import box_files, policy_files
+from tandem.trainer.scorers.columns import scored_by
 
 VOCABULARY = 24
 DEADLINE_S = 120.0
@@ -269,7 +270,7 @@ def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDA
     taken = step.Step(backend, *share_of(backend, batch, config), config)
     shard = taken.shards[model]
     values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
-    for micro_batch, scores_BT in taken.scored(model):
+    for micro_batch, scores_BT in scored_by(taken, model):
         unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
     own = taken.shards["policy"]
     return values_T if shard.replicas.sizes == own.replicas.sizes else moved(values_T, shard, own)

@@ -261,7 +261,7 @@ def step_each(
         previous_T, reference_T = (each_T[own_T] for each_T in others)
         step = Step(backend, table, share, config)
         said: Any = {"policy": previous_T, "reference": reference_T}
-        columns: Any = {column: said[column.model] for column in step._read if column.model}
+        columns: Any = {column: said[column.model] for column in step.read if column.model}
         columns |= step.finished(columns)
         columns |= {PREVIOUS_LOGPROBS: previous_T, REFERENCE_LOGPROBS: reference_T}
         (rows,) = step.global_batches

@@ -16,7 +16,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
 from tandem.samples.batch import Batch
-from tandem.trainer.attention import prepare_to_pack
+from tandem.trainer.attention.preparing import prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.padding import pad
 from tandem.trainer.models import has_linear_head

@@ -13,21 +13,14 @@ valid.
 from __future__ import annotations
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from tandem.common.messages import LARGEST, SampleScored
+from tandem.common.messages import SampleScored
 from tandem.common.returned import beyond
 
 LEAST_LOGPROB = -40.0
 """Lowest log-probability of a token sampled by an engine."""
 LARGEST_LOG_RATIO = 80.0
 """Largest difference of two log-probabilities to exponentiate for a report; beyond it, float32 overflows."""
-
-
-def within(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of the numbers that a run can compute with; NaN and infinities are not among them."""
-    return np.asarray(np.abs(values) <= LARGEST)
 
 
 def bounded(sample: SampleScored) -> SampleScored:

@@ -1,11 +1,22 @@
-"""A process that the fork server has forked, as a child of this one."""
+"""The processes that a coordinator has launched, as its children: which have ended, and which must end."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import time
+from pathlib import Path
+
+import msgspec
+
+from tandem.common.messages import ServiceKind
+from tandem.common.texts import last_lines
+
+KILLED_S = 10.0
+"""Longest time that the kernel takes to end a killed process, and a supervisor to report it."""
+_LOG_TAIL_LINES = 3
 
 
 class Child:
@@ -41,3 +52,75 @@ class Child:
     def kill(self) -> None:
         """Kill it."""
         self.send_signal(signal.SIGKILL)
+
+
+class Launched(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that the coordinator started."""
+
+    public_key: str
+    """Key by which it authenticates when it registers; empty if this process is not the coordinator."""
+    kind: ServiceKind
+    number: int
+    log: Path
+    process: Child
+
+    @property
+    def name(self) -> str:
+        """Name in the run, such as ``rollout-0``."""
+        return f"{self.kind}-{self.number}"
+
+    def describe_death(self) -> str:
+        """Describe how it ended, with the last lines of its log."""
+        code = self.process.wait(0.0)
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        lines = last_lines(self.log, _LOG_TAIL_LINES)
+        return f"{how}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
+
+
+class Watched:
+    """Launched processes, until they have ended."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Launched] = {}
+        """Running processes by name."""
+        self._launched: dict[str, ServiceKind] = {}
+        """Every process ever launched, by name, except draining ones."""
+        self._leaving: list[tuple[float, Launched]] = []
+        """Draining processes, and the times by which they must have ended."""
+
+    def died(self) -> list[Launched]:
+        """Return the processes that ended since the last call, except draining ones."""
+        if self._leaving:
+            self._end_leaving(time.monotonic())
+        dead = [launched for launched in self._running.values() if launched.process.poll() is not None]
+        for launched in dead:
+            del self._running[launched.name]
+        return dead
+
+    def let_go(self, name: str, grace_s: float) -> None:
+        """Give a draining process this much time to end; its end is not a loss."""
+        self._launched.pop(name, None)
+        launched = self._running.pop(name, None)
+        if launched is not None:
+            self._leaving.append((time.monotonic() + grace_s, launched))
+
+    def stop(self, grace_s: float) -> None:
+        """Wait `grace_s` for the processes to end, then kill them: they leave all other signals to this process."""
+        self._wait(grace_s)
+        self._end_leaving(math.inf)
+        for launched in self._running.values():
+            launched.process.kill()
+        self._wait(KILLED_S)
+
+    def _end_leaving(self, now: float) -> None:
+        """Kill draining processes that have not ended in time."""
+        self._leaving = [each for each in self._leaving if each[1].process.poll() is None]
+        for until, launched in self._leaving:
+            if now > until:
+                launched.process.kill()
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (self._running or self._leaving) and time.monotonic() < deadline:
+            self.died()
+            time.sleep(0.02)

@@ -15,10 +15,10 @@ import msgspec
 from tandem.common import signals
 from tandem.common.errors import NotAdmitted
 from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
+from tandem.launch.child import Launched
 from tandem.launch.launch import Credentials, LocalProcesses
 from tandem.launch.nodes import Node
 from tandem.launch.restarts import within
-from tandem.launch.watched import Launched
 
 _POLL_S = 0.1
 _RETRY_S = 2.0

@@ -13,10 +13,9 @@ import msgspec
 from tandem.common.curve import Admitted, new_key_pair
 from tandem.common.keys import ProcessKeys, encode
 from tandem.common.messages import Listener, ServiceKind
-from tandem.launch.child import Child
+from tandem.launch.child import KILLED_S, Child, Launched, Watched
 from tandem.launch.fork_server import ForkServer
 from tandem.launch.supervision import Supervision
-from tandem.launch.watched import KILLED_S, Launched, Watched
 
 
 def make_importable(config_file: str | Path) -> None:

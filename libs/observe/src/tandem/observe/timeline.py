@@ -1,8 +1,8 @@
 """The timeline: activities of processes by step, in ``timeline.sqlite``, and how they are read.
 
 The file has one row per step, and the newest `MAX_STEPS` steps. It is not synced: it is only for people to look at, and
-a crash may cost its last rows. `tandem.observe.timeline_writer` writes it, and `tandem.observe.timeline_view` is the
-page's picture of it.
+a crash may cost its last rows. `tandem.coordinator.observers.timeline` writes it, and `tandem.observe.timeline_view` is
+the page's picture of it.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class SampleFolder:
         for file in found:
             if (file.step, file.purpose) in of:
                 _delete(file.path)
-        for aside in self.aside():
+        for aside in [*self._aside]:
             if not files(aside):
                 remove_folder_aside(aside)
                 if not aside.exists():

@@ -108,11 +108,8 @@ class SampleStore:
         self._samples.clear()
 
     def _reply(self, request: FetchSamples | FetchImages) -> Frames | None:
-        if isinstance(request, FetchSamples):
-            return self._answer(request)
-        return None if self._answer_images is None else self._answer_images(request)
-
-    def _answer(self, request: FetchSamples) -> Frames:
+        if isinstance(request, FetchImages):
+            return None if self._answer_images is None else self._answer_images(request)
         try:
             arrays = self._found(request)
         except SamplesError as error:

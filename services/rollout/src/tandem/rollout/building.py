@@ -19,7 +19,7 @@ from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
 from tandem.rollout.engines.kind import adapters_kind, engine_kind
 from tandem.rollout.environments.program import Program
-from tandem.rollout.environments.routing import Environments
+from tandem.rollout.environments.scorer import Environments
 from tandem.rollout.parts import Parts
 from tandem.samples.images.reading import ImageLimits
 from tandem.samples.images.rows import image_folder

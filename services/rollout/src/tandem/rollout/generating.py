@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from tandem.common.errors import DataError, WireError
-from tandem.common.messages import Generate, Generated, PromptGroup, Purpose, SampleScored, SamplesFinished
+from tandem.common.messages import Generate, Generated, PromptGroup, SampleScored, SamplesFinished
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
 from tandem.rollout.conversation import Conversation
@@ -28,7 +28,7 @@ from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.outcomes import beyond_in_sum
-from tandem.rollout.environments.routing import Environments
+from tandem.rollout.environments.scorer import Environments
 from tandem.rollout.parts import Parts
 from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts
@@ -158,7 +158,10 @@ class Generating:
         begun = [*self.generations]  # a generation at its end may fail while answering
         try:
             with self._context.phase(f"generating step {step}"):
-                self._advance()
+                self._converse()
+                for generation in [*self.generations.values()]:
+                    if not generation.conversations:
+                        self._finish(generation)
         except Exception as error:
             for command_id in begun:
                 self._context.fail(command_id, error)
@@ -168,12 +171,6 @@ class Generating:
     def _environments(self) -> Environments:
         assert self._parts.environments is not None, "asked only where no agents play"
         return self._parts.environments
-
-    def _advance(self) -> None:
-        self._converse()
-        for generation in [*self.generations.values()]:
-            if not generation.conversations:
-                self._finish(generation)
 
     def _converse(self) -> None:
         """Make one token for each conversation; let environments answer those with a response."""
@@ -258,9 +255,13 @@ class Generating:
         """Store the samples that have finished, and report them."""
         for command_id, samples in finished.items():
             command = self.generations[command_id].command
-            if command.purpose == "train":
-                for _, scored, arrays in samples:
+            sent = []
+            for _, scored, arrays in samples:
+                if command.purpose == "train":
                     self._parts.store.put((command_id, scored.group, scored.sample), arrays)
+                    # The coordinator shows only validation texts.
+                    scored = msgspec.structs.replace(scored, response="", extracted_answer=None)
+                sent.append(scored)
             if self._parts.recorder is not None:
                 started_at = self.generations[command_id].started_at
                 self._parts.recorder.add(command.step, command.purpose, command_id, started_at, samples)
@@ -268,7 +269,7 @@ class Generating:
                 command_id=command_id,
                 step=command.step,
                 purpose=command.purpose,
-                samples=tuple(_as_sent(scored, command.purpose) for _, scored, _ in samples),
+                samples=tuple(sent),
             )
             self._context.reply(command_id, message)
 
@@ -314,8 +315,3 @@ def _wrong_images(group: PromptGroup, image_token_id: int | None) -> str | None:
     found = group.prompt_ids.count(image_token_id)
     needed = sum(image.num_tokens for image in group.images or ())
     return f"the prompt has {found} image tokens, its images need {needed}" if found != needed else None
-
-
-def _as_sent(sample: SampleScored, purpose: Purpose) -> SampleScored:
-    """Return a sample as sent to the coordinator, which shows only validation texts."""
-    return sample if purpose == "validate" else msgspec.structs.replace(sample, response="", extracted_answer=None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Completion, Engine
-from tandem.rollout.environments.routing import Environments
+from tandem.rollout.environments.scorer import Environments
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 

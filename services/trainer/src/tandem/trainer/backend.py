@@ -13,7 +13,7 @@ import torch
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import Weights
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores
+from tandem.trainer.scores import Scores
 
 LossOfMicroBatch = Callable[[MicroBatch, Any], torch.Tensor]
 """From a micro-batch and the model's scores of its tokens to a scalar loss. Its sum over all micro-batches of all ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
 
-from tandem.common.segments import attend
+from tandem.common.attention.segments import attend
 from tandem.trainer.micro_batches import MicroBatch, Row
 
 ATTENTION_NAME = "tandem_context"

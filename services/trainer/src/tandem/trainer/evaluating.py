@@ -12,6 +12,7 @@ from tandem.samples.batch import Batch
 from tandem.trainer.backend import Backend
 from tandem.trainer.exchange import Exchange
 from tandem.trainer.losses import make_loss
+from tandem.trainer.scorers.columns import scored_by
 from tandem.trainer.step import NUMBERS, Step, numbers_of
 
 
@@ -66,7 +67,7 @@ def _evaluated(
     counts = step.counts(range(len(whole)))
     loss = make_loss(config, counts, backend.device)
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
-    for micro_batch, scores_BT in step.scored("policy", size, columns):
+    for micro_batch, scores_BT in scored_by(step, "policy", size, columns):
         total += loss(micro_batch, scores_BT)
     metrics = (
         step.reported(loss, "policy") | numbers_of(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}

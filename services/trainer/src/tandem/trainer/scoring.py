@@ -12,11 +12,13 @@ Shapes: ``K`` scored tokens, ``R`` of them at a time; ``N`` tokens scored in the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+
+from tandem.trainer.scores import StudentScores, TokenScores
 
 _LOGITS = 2**26
 """Logits that may exist at once unless the caller sets a number: 256 MiB of float32."""
@@ -31,50 +33,6 @@ NEVER = -1e30
 """The logit of padding, and of tokens that cannot be drawn. Its probability is zero, and zero times this is not NaN,
 unlike with infinity.
 """
-
-
-class TokenScores(NamedTuple):
-    """A policy's scores of tokens: float32, one number for each."""
-
-    logprobs: torch.Tensor
-    """Log-probability of the token, with gradient."""
-    entropy: torch.Tensor
-    """Entropy of the distribution that it was drawn from, without gradient."""
-    is_likeliest: torch.Tensor
-    """One if no token had a larger logit, else zero."""
-
-
-class TokenValues(NamedTuple):
-    """A value model's scores of tokens: float32, one number for each."""
-
-    values: torch.Tensor
-    """Expected rest of the response's return, before the token; with gradient."""
-
-
-class StudentScores(NamedTuple):
-    """A policy's scores of tokens, and of other tokens in their places; float32."""
-
-    logprobs: torch.Tensor
-    """Log-probability of the token, with gradient."""
-    entropy: torch.Tensor
-    """Entropy of the distribution that it was drawn from, with gradient if requested."""
-    is_likeliest: torch.Tensor
-    """One if no token had a larger logit, else zero."""
-    others: torch.Tensor
-    """Log-probabilities of the ``N`` other tokens at each position, with gradient."""
-
-
-class TopTokens(NamedTuple):
-    """The ``N`` likeliest tokens at each position, the likeliest first."""
-
-    logits: torch.Tensor
-    """float32, divided by the temperature."""
-    token_ids: torch.Tensor
-    """int32."""
-
-
-Scores = TokenScores | TokenValues | StudentScores | TopTokens
-"""A model's scores of tokens. A column of scores has one of these (`tandem.config.schema.columns.Column.number`)."""
 
 
 class VocabularyShard(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -31,8 +28,6 @@ from tandem.common.messages import (
     AddGradient,
     AwaitCheckpoint,
     BuildTrainer,
-    CheckpointCopied,
-    CheckpointSaved,
     ConnectTransferGroup,
     CopyWeights,
     Evaluate,
@@ -62,11 +57,12 @@ from tandem.samples.assignment import NO_RANK, data_parallel_ranks
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
 from tandem.samples.images.columns import check_images
 from tandem.trainer import step
-from tandem.trainer.backend import Backend, Writing
+from tandem.trainer.backend import Backend
 from tandem.trainer.batching.images import check_image_tokens
 from tandem.trainer.building import Parts, build_parts, open_rendezvous
 from tandem.trainer.evaluating import evaluate
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
+from tandem.trainer.files.saving import Saving
 from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
 from tandem.trainer.waiting import measured
 
@@ -98,8 +94,7 @@ class TrainerService:
         self._image_fetcher = None if self._images is None else _image_fetcher(context)
         self._version = 0
         self._memory = MemoryMeter()
-        self._writing: Writing | None = None
-        """The last checkpoint that is being written, or was."""
+        self._saving = Saving(context)
         self._calls: Calls | None = None
         """None until a front end trains by single calls."""
 
@@ -127,10 +122,9 @@ class TrainerService:
                     self._copy(command)
             case SaveCheckpoint():
                 with self._context.phase(f"saving step {command.step}"):
-                    self._save(command)
+                    self._saving.save(command, self._training_state())
             case AwaitCheckpoint():
-                assert self._writing is not None, "the coordinator sends SaveCheckpoint first"
-                self._writing.num_bytes.add_done_callback(partial(self._answer_written, command))
+                self._saving.answer_once_written(command)
             case AddGradient() | StepOptimizer() | RestoreTraining() | SwitchTraining():
                 self._call(command, arrays)
             case other:
@@ -322,13 +316,6 @@ class TrainerService:
         reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
         self._context.reply(command.command_id, reply)
 
-    def _save(self, command: SaveCheckpoint) -> None:
-        assert self._writing is None or self._writing.num_bytes.done(), "the coordinator asks for one at a time"
-        with self._training_state() as backend:
-            self._writing = backend.save(Path(command.folder))
-        reply = CheckpointCopied(command_id=command.command_id, why_waited=self._writing.why_waited)
-        self._context.reply(command.command_id, reply)
-
     def _call(self, command: AddGradient | StepOptimizer | RestoreTraining | SwitchTraining, arrays: Arrays) -> None:
         """Carry out a call of a front end that trains step by step."""
         from tandem.trainer.calls.calls import Calls  # runs of their own need none of it
@@ -340,15 +327,6 @@ class TrainerService:
             parts.weight_client.abandon_digest()
         with self._context.phase(self._calls.phase_of(command)), self._training_state():
             self._calls.handle(command, arrays)
-
-    def _answer_written(self, command: AwaitCheckpoint, num_bytes: Future[int]) -> None:
-        """Report that the thread has written all, or could not. Called by the thread, or at once if it is done."""
-        error = num_bytes.exception()
-        if error is not None:
-            self._context.fail(command.command_id, error, aside=f"writing step {command.step}")
-            return
-        reply = CheckpointSaved(command_id=command.command_id, num_bytes=num_bytes.result())
-        self._context.reply(command.command_id, reply)
 
 
 def _image_fetcher(context: ServiceContext) -> ImageFetcher:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,17 @@ from numpy.typing import NDArray
 
 from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.returned import line
+from tandem.config.schema.columns import Model
 from tandem.samples.assignment import EMPTY_ROW
 from tandem.samples.batch import Batch, Float32s
+from tandem.trainer.losses import make_loss
 from tandem.trainer.losses.aggregate import Loss
-from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores
+from tandem.trainer.micro_batches import Columns, MicroBatch
+from tandem.trainer.scorers.columns import scored_by
+from tandem.trainer.scores import Scores
+
+if TYPE_CHECKING:
+    from tandem.trainer.step import Step
 
 BY_LOGPROBS, BY_LOSS = "groups_set_aside/logprobs", "groups_set_aside/loss"
 """Metrics that count the groups."""
@@ -142,3 +148,30 @@ def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tupl
     return finite | {"metrics_not_finite": float(len(metrics) - len(finite))}, (
         f"metrics that are no finite number: {others}",
     )
+
+
+def set_aside_by_loss(step: Step, rows: Sequence[int], columns: Columns, model: Model) -> bool:
+    """Set aside the groups of these sequences that make a model's loss not finite; tell whether others remain.
+
+    Nothing changes without groups, if none is found, or if no other is left, since the cause is not a sample then.
+    Collective.
+    """
+    if not step.config.declaration.rolls_out:
+        return False
+    loss = make_loss(step.config, step.counts(rows), step.backend.device, model)
+    found_S = torch.zeros(len(step.whole), dtype=torch.float64)
+    shard = step.shards[model]
+    for micro_batch, scores in scored_by(step, model, columns=step.read_by(model, columns)):
+        for place in not_finite(loss, micro_batch, scores):
+            found_S[shard.rows[place]] = 1
+    wild_S = shard.replicas.sum(found_S).cpu().numpy() > 0
+    in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (step.whole.num_valid_S > 0)
+    kept_S = ~of_groups(wild_S & in_step_S, step.whole)
+    if kept_S.all() or not (kept_S & in_step_S).any():
+        return False
+    first = sample_named(step.whole, int((wild_S & in_step_S).argmax()))
+    aside = set_aside_note(kept_S, step.whole)
+    step.notes.append(f"{first} has a loss or gradient that is no finite number: {aside}")
+    step.metrics[BY_LOSS] = step.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, step.whole)
+    step.keep(kept_S)
+    return True

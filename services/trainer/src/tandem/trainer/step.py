@@ -41,11 +41,10 @@ from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
 from tandem.trainer.micro_batches import Columns, MicroBatch
-from tandem.trainer.scoring import Scores, TokenScores
-from tandem.trainer.set_aside import BY_LOSS, not_finite, num_groups, of_groups, sample_named, set_aside_note
+from tandem.trainer.scorers.columns import Filled, filled_by
+from tandem.trainer.scores import TokenScores
+from tandem.trainer.set_aside import set_aside_by_loss
 
-Filled = dict[Column, NDArray[Any]]
-"""Columns for the tokens of a shard."""
 Scored = list[tuple[tuple[int, ...], torch.Tensor]]
 """The policy's log-probabilities of micro-batches, padded and on their device, with their rows of the shard."""
 NUMBERS = ("num_valid_tokens", "num_valid_samples")
@@ -142,7 +141,7 @@ class Step:
         self._exchange = None if exchange is None else BatchExchange(exchange, whole, config)
         self.shards = _shards(backend, whole, own, config, self._exchange)
         """The shard of each model that this rank holds."""
-        self._own = next(iter(self.shards.values()))
+        self.own = next(iter(self.shards.values()))
         """The policy's shard on this rank, or without the policy, that of its only model."""
         self._moved: dict[tuple[Model, Column], NDArray[Any]] = {}
         """Columns brought to models that divide the ranks differently from the policy."""
@@ -152,17 +151,17 @@ class Step:
         """Metrics from the filling of columns."""
         self.notes: list[str] = []
         """The groups that were set aside, with the reason."""
-        self._whole = whole
+        self.whole = whole
         size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(whole.branch_S, size)
         self._num_steps = config.num_passes * len(self.global_batches)
-        self._read = config.all_columns(self._num_steps)
+        self.read = config.all_columns(self._num_steps)
         """The columns that the losses of all models read in this step."""
 
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return the divisors of means over these sequences on all ranks."""
-        counted = self._whole.num_valid_S[list(rows)]
-        positive = int(counted[self._whole.rewards_S[list(rows)] > 0].sum())
+        counted = self.whole.num_valid_S[list(rows)]
+        positive = int(counted[self.whole.rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
     def numbers(self) -> dict[str, float]:
@@ -188,10 +187,10 @@ class Step:
         """Yield what fills columns, in order. Each filler gets the columns before it, and is timed if it has a name."""
         for model in self.config.scored_by(self._num_steps):
             if model in self.shards:
-                yield SCORING_SECONDS[model], partial(self._scores_of, model, size)
+                yield SCORING_SECONDS[model], partial(filled_by, self, model, size)
         elsewhere = [] if self._exchange is None else [model_group.name for model_group in self._exchange.elsewhere]
         for model in elsewhere:
-            said = [column for column in self._read if column.model == model]
+            said = [column for column in self.read if column.model == model]
             yield SCORING_SECONDS[model], partial(self._exchanged, model, "policy", said)
         if "policy" in self.shards:
             if self.config.largest_logprob_error is not None:
@@ -207,74 +206,41 @@ class Step:
         """Return the columns made from models' scores, and those that came with the batch."""
         scores = _scores(columns) if columns else {}
         self.policy_logprobs_T = scores.get("policy")
-        path, made, batch = self.config.advantage_estimator, Filled(), self._own.own
+        path, made, batch = self.config.advantage_estimator, Filled(), self.own.own
         if path:
             finish: AdvantageEstimator = named(path)
             made, metrics = finish(
                 self.config, ScoredBatch(batch=batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
             )
             self.metrics |= metrics
-        for column in self._read:
+        for column in self.read:
             if column not in columns and column not in made:
                 made[column] = batch.of_tokens(column.name)
         return made
 
-    def _scores_of(self, model: Model, size: int | None, columns: Filled) -> Filled:
-        """Return the columns with a model's scores of the shard's valid tokens; zeros elsewhere."""
-        shard = self.shards[model]
-        found = {column: self._nothing(column, shard) for column in self._read if column.model == model}
-        for number in range(self.config.num_of(model)):
-            for micro_batch, scores_BT in self.scored(model, size, number=number):
-                for column, values_T in found.items():
-                    unpad_into(values_T, scores_BT[column.number], shard.own, micro_batch.rows)
-        if shard.replicas.sizes == self._own.replicas.sizes:
-            return found
-        return {column: moved(values_T, shard, self._own) for column, values_T in found.items()}
-
     def _exchanged(self, source: Model, target: Model, which: Sequence[Column], columns: Filled) -> Filled:
         """Bring columns from one model's processes to another's."""
         assert self._exchange is not None, "asked only where models have processes of their own"
-        return self._exchange.columns(source, target, which, columns, self._own)
+        return self._exchange.columns(source, target, which, columns, self.own)
 
     def _leave_out(self, threshold: float, columns: Filled) -> Filled:
         """Mask sequences on which training and generation differ by more than the threshold. Collective."""
-        errors_S = torch.zeros(len(self._whole), dtype=torch.float64)
+        errors_S = torch.zeros(len(self.whole), dtype=torch.float64)
         own = self.shards["policy"]
         errors_S[torch.from_numpy(own.rows)] = torch.from_numpy(mult_prob_errors(own.own, _scores(columns)["policy"]))
         errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
-        num_valid_S, rewards_S = self._whole.num_valid_S, self._whole.rewards_S
+        num_valid_S, rewards_S = self.whole.num_valid_S, self.whole.rewards_S
         kept_S, metrics = kept_sequences(errors, num_valid_S, rewards_S, threshold)
         self.metrics |= metrics
-        self._keep(kept_S)
+        self.keep(kept_S)
         return {}
 
-    def _keep(self, kept_S: NDArray[np.bool_]) -> None:
+    def keep(self, kept_S: NDArray[np.bool_]) -> None:
         """Mask the sequences of the batch that are not kept."""
-        num_valid_S = self._whole.num_valid_S
-        self._whole = self._whole.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
+        num_valid_S = self.whole.num_valid_S
+        self.whole = self.whole.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
         for shard in self.shards.values():
             shard.own = shard.own.keeping(kept_S[shard.rows])
-
-    def _nothing(self, column: Column, shard: Shard) -> NDArray[Any]:
-        rows = () if column.num_each is None else (column.num_each(self.config),)
-        return np.zeros((len(shard.own.token_ids_T), *rows), dtype=column.dtype)
-
-    def scored(
-        self, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
-    ) -> list[tuple[MicroBatch, Scores]]:
-        """Return all micro-batches of this rank, each with a model's scores.
-
-        `number` selects one of several models of the same name. The batch has the sequences that belong to it.
-        """
-        batches: Sequence[Sequence[int]] = self.global_batches
-        if self.config.num_of(model) > 1:
-            is_its_S = self._whole.columns[f"{model}_S"] == number
-            batches = [[row for row in rows if is_its_S[row]] for rows in batches]
-        if not any(batches):
-            return []
-        shard = self.shards[model]
-        micro_batches = shard.laid_out(shard.scoring(batches, size), self.backend.device, columns)
-        return list(zip(micro_batches, self.backend.scores(micro_batches, model, number), strict=True))
 
     def optimized(
         self, rows: Sequence[int], columns: Columns, model: Model, scored: Scored | None = None
@@ -285,7 +251,7 @@ class Step:
             try:
                 loss, done = self._step(rows, columns, model, scored)
             except NotFiniteError:
-                if not self._set_aside(rows, columns, model):
+                if not set_aside_by_loss(self, rows, columns, model):
                     raise
                 loss, done = self._step(rows, columns, model, scored)
         return self.reported(loss, model) | {
@@ -304,50 +270,24 @@ class Step:
     def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch for a model's training, with its loss inputs."""
         shard = self.shards[model]
-        return shard.laid_out(shard.training(rows), self.backend.device, self._read_by(model, columns))
+        return shard.laid_out(shard.training(rows), self.backend.device, self.read_by(model, columns))
 
     def reported(self, loss: Loss, model: Model) -> dict[str, float]:
         """Return the means that a model's loss reports, over all ranks."""
         means = (self.shards[model].replicas.sum(loss.report.sums) / max(1, loss.report.count)).tolist()
         return dict(zip(loss.report.names, means, strict=True))
 
-    def _read_by(self, model: Model, columns: Columns) -> Columns:
+    def read_by(self, model: Model, columns: Columns) -> Columns:
         """Return the loss inputs of a model for each token of its own shard."""
-        others = set(self._read) - set(self.config.columns_of(self._num_steps, model))
+        others = set(self.read) - set(self.config.columns_of(self._num_steps, model))
         own = {column: values_T for column, values_T in columns.items() if column not in others} if others else columns
         shard = self.shards[model]
-        if shard.replicas.sizes == self._own.replicas.sizes:
+        if shard.replicas.sizes == self.own.replicas.sizes:
             return own
         for column, values_T in own.items():
             if (model, column) not in self._moved:
-                self._moved[model, column] = moved(values_T, self._own, shard)
+                self._moved[model, column] = moved(values_T, self.own, shard)
         return {column: self._moved[model, column] for column in own}
-
-    def _set_aside(self, rows: Sequence[int], columns: Columns, model: Model) -> bool:
-        """Set aside the groups of these sequences that make a model's loss not finite; tell whether others remain.
-
-        Nothing changes without groups, if none is found, or if no other is left, since the cause is not a sample then.
-        Collective.
-        """
-        if not self.config.declaration.rolls_out:
-            return False
-        loss = make_loss(self.config, self.counts(rows), self.backend.device, model)
-        found_S = torch.zeros(len(self._whole), dtype=torch.float64)
-        shard = self.shards[model]
-        for micro_batch, scores in self.scored(model, columns=self._read_by(model, columns)):
-            for place in not_finite(loss, micro_batch, scores):
-                found_S[shard.rows[place]] = 1
-        wild_S = shard.replicas.sum(found_S).cpu().numpy() > 0
-        in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (self._whole.num_valid_S > 0)
-        kept_S = ~of_groups(wild_S & in_step_S, self._whole)
-        if kept_S.all() or not (kept_S & in_step_S).any():
-            return False
-        first = sample_named(self._whole, int((wild_S & in_step_S).argmax()))
-        aside = set_aside_note(kept_S, self._whole)
-        self.notes.append(f"{first} has a loss or gradient that is no finite number: {aside}")
-        self.metrics[BY_LOSS] = self.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, self._whole)
-        self._keep(kept_S)
-        return True
 
 
 def _shards(

@@ -19,13 +19,12 @@ from tandem.common.wire.frames import (
     Codec,
     Frames,
     Received,
-    check_version,
     encode,
 )
+from tandem.common.wire.hello import check_version
 from tandem.common.wire.hub import Hub, Peer
 from tandem.common.wire.link import Link
-from tandem.common.wire.pump import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, exit_code
-from tandem.common.wire.stalls import Stalls
+from tandem.common.wire.pump import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, Stalls, exit_code
 
 __all__ = [
     "EXIT_AWAITED_ANEW",

@@ -15,6 +15,7 @@ from tandem.common.errors import WireError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
 from tandem.common.wire.frames import Frames, memory_of
+from tandem.common.wire.sockets import dealer_of_caller
 
 _AGAIN_S = 0.2
 
@@ -42,15 +43,8 @@ class Callers:
         self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._down_since = dict.fromkeys(listeners, time.monotonic())
         for name, listener in listeners.items():
-            socket = self._sockets[name] = self._context.socket(zmq.DEALER)
+            socket = self._sockets[name] = dealer_of_caller(self._context, max_bytes)
             self._names[socket] = name
-            socket.setsockopt(zmq.LINGER, 0)
-            # ZeroMQ's own heartbeats, answered by its threads even in a busy process, detect hosts that vanish.
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
             monitor = socket.get_monitor_socket(
                 zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
             )

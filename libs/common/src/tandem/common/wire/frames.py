@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.errors import VersionMismatch, WireError
-from tandem.common.messages import PROTOCOL_VERSION, Message
+from tandem.common.errors import WireError
+from tandem.common.messages import Message
 
 Incoming = TypeVar("Incoming")
 Arrays = Mapping[str, NDArray[Any]]
@@ -152,23 +152,3 @@ def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
         raise WireError(f"array {header.name!r} has an impossible shape {header.shape}") from error
     array.flags.writeable = False  # the frame belongs to the message, which may have other holders
     return array
-
-
-class HelloProbe(msgspec.Struct, tag="Hello"):
-    """The fields of a `Hello` that every version can read, whatever the later fields have become."""
-
-    protocol_version: int
-    service: Any = "process"
-    host: Any = "?"
-    pid: Any = 0
-
-
-def check_version(frame: bytes | memoryview) -> None:
-    """Raise `VersionMismatch` if the frame is a `Hello` of another version, `WireError` if it is not a `Hello`."""
-    try:
-        probe = msgspec.msgpack.decode(frame, type=HelloProbe)
-    except UNDECODABLE as error:
-        raise WireError(f"expected a Hello: {error}") from error
-    if probe.protocol_version != PROTOCOL_VERSION:
-        who = f"{probe.service} (pid {probe.pid} on {probe.host})"
-        raise VersionMismatch(probe.protocol_version, PROTOCOL_VERSION, who)

@@ -15,12 +15,11 @@ from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
 from tandem.common.wire.frames import Frames, memory_of
 from tandem.common.wire.gatekeeper import Gatekeeper
+from tandem.common.wire.sockets import router
 from tandem.common.wire.waker import Waker
 
 MOST_BYTES_OF_REPLY = 1 << 28
 """Most bytes in a frame to the coordinator; an engine's layouts take some dozens of megabytes at most."""
-MOST_WAITING = 1000
-"""Most received messages that wait on one connection."""
 
 
 class Peer(NamedTuple):
@@ -46,22 +45,10 @@ class Hub:
         """
         self._context = zmq.Context()
         self._admitted = admitted
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = router(self._context, own, max_bytes)
         self._waker: Waker | None = None
         self._awaited: zmq.Socket[bytes] | zmq.Poller = self._socket
         self._gatekeeper = Gatekeeper(self._context, admitted, self._socket)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A reconnecting client keeps its identity. Its former connection may still look alive, if something between has
-        # reset only one end. No other client can take it over, since none knows the identity.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.SNDTIMEO, 5000)
-        # Sent messages are never dropped, and a slow receiver never blocks the loop. Received messages wait here up to
-        # the limit per connection; the rest wait at their sender.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        curve.hear_processes(self._socket, own)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:

@@ -12,7 +12,7 @@ import zmq
 
 from tandem.common import curve
 from tandem.common.curve import Admitted
-from tandem.common.keys import KeyPair, ProcessKeys
+from tandem.common.keys import ProcessKeys
 from tandem.common.messages import (
     MAX_TEXT,
     Goodbye,
@@ -22,11 +22,9 @@ from tandem.common.messages import (
 )
 from tandem.common.wire.admission import Admission, KeyRefused
 from tandem.common.wire.frames import Codec, Frames, Incoming, Received, encode, memory_of
-from tandem.common.wire.hub import MOST_WAITING
 from tandem.common.wire.pump import SHUTDOWN_GRACE_S, Pump
+from tandem.common.wire.sockets import dealer_of_link, pipe
 from tandem.common.wire.waker import Waker
-
-_MOST_BYTES_OF_ORDER = 1 << 30
 
 
 class Link(Generic[Incoming]):
@@ -52,14 +50,16 @@ class Link(Generic[Incoming]):
         """Keys of the run's trainers, as the coordinator last sent them."""
         self._context = zmq.Context()
         self._identity = identity
-        self._dealer = self._new_dealer(identity, self.own)
+        self._dealer = dealer_of_link(self._context, identity, self.own, keys.coordinator)
         # One pipe each way between the process and the link's thread, since a socket may be used by one thread at a
         # time.
-        self._incoming, self._arrived = self._pipe("arrived")
-        self._queued, self._outgoing = self._pipe("queued")
+        self._incoming, self._arrived = pipe(self._context, "arrived")
+        self._queued, self._outgoing = pipe(self._context, "queued")
         self._waker = Waker()
+        self._woken = self._waker.fileno()
+        """Descriptor that is ready after a `wake`."""
         self._poller = zmq.Poller()
-        for what in (self._incoming, self._waker.fileno()):
+        for what in (self._incoming, self._woken):
             self._poller.register(what, zmq.POLLIN)
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -75,7 +75,9 @@ class Link(Generic[Incoming]):
             welcome = None
             while welcome is None:
                 if self._keys.is_joining:
-                    with contextlib.closing(self._new_dealer(f"{self._identity}-joins", self._keys.own)) as dealer:
+                    keys, identity = self._keys, f"{self._identity}-joins"
+                    socket = dealer_of_link(self._context, identity, keys.own, keys.coordinator)
+                    with contextlib.closing(socket) as dealer:
                         admission.register(dealer, hello, self.own.public)
                 try:
                     welcome = admission.ask(self._dealer, hello, Welcome)
@@ -96,16 +98,6 @@ class Link(Generic[Incoming]):
         with contextlib.suppress(zmq.ZMQError):
             self._dealer.disconnect(self._coordinator)
 
-    def _new_dealer(self, identity: str, own: KeyPair) -> zmq.Socket[bytes]:
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt_string(zmq.IDENTITY, identity)
-        dealer.setsockopt(zmq.LINGER, 1000)
-        dealer.setsockopt(zmq.SNDHWM, 0)
-        dealer.setsockopt(zmq.RCVHWM, MOST_WAITING)
-        dealer.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES_OF_ORDER)
-        curve.prove(dealer, own, self._keys.coordinator)
-        return dealer
-
     def set_phase(self, phase: str) -> None:
         """Set the phase of a process that has joined; the next heartbeat carries it."""
         self._pump.phase = phase
@@ -118,7 +110,7 @@ class Link(Generic[Incoming]):
     def receive(self, timeout_s: float) -> Received[Incoming] | None:
         """Return the next message other than heartbeats, or None after `timeout_s` or a `wake`."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._waker.fileno() in ready:
+        if self._woken in ready:
             self._waker.clear()
         if self._incoming not in ready:
             return None
@@ -142,17 +134,6 @@ class Link(Generic[Incoming]):
             self._outgoing.close()
         self._waker.close()
         self._context.term()
-
-    def _pipe(self, name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Return the ends of a pipe between two threads: the output, then the input."""
-        ends = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        for socket in ends:
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.LINGER, 0)
-        ends[0].bind(f"inproc://{name}")
-        ends[1].connect(f"inproc://{name}")
-        return ends
 
     def _close_sockets(self) -> None:
         self._dealer.setsockopt(zmq.LINGER, 0)

@@ -17,7 +17,6 @@ from zmq.utils.monitor import recv_monitor_message
 from tandem.common.curve import Admitted
 from tandem.common.messages import MAX_TEXT, Heartbeat, Hello, Refused, Shutdown, TrainerKeys, Welcome
 from tandem.common.wire.frames import UNDECODABLE, encode, tag_decoder
-from tandem.common.wire.stalls import Stalls
 
 _EXIT_COORDINATOR_LOST = 70
 EXIT_NOT_ADMITTED, EXIT_AWAITED_ANEW = 75, 76
@@ -35,6 +34,23 @@ _refused_decoder = msgspec.msgpack.Decoder(Refused)
 def exit_code(shutdown: Shutdown) -> int:
     """Return the exit code of a process that was told to end."""
     return EXIT_AWAITED_ANEW if shutdown.is_awaited_anew else 0
+
+
+class Stalls:
+    """The time for which a listening thread was kept from listening.
+
+    Its process, or the whole machine, was stopped, or its disk did not respond.
+    """
+
+    def __init__(self) -> None:
+        self._listened_at = time.monotonic()
+
+    def until(self, now: float, usual_s: float) -> float:
+        """Return the seconds since the last call in excess of `usual_s`, to be subtracted from every measured
+        silence."""
+        stall_s = max(0.0, now - self._listened_at - usual_s)
+        self._listened_at = now
+        return stall_s
 
 
 class Pump:

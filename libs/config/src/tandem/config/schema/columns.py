@@ -53,7 +53,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     fill: float = 0.0
     """Value in the padding, and where the source says nothing."""
     number: int = 0
-    """Place among the numbers that its model says of a token (`tandem.trainer.scoring.Scores`)."""
+    """Place among the numbers that its model says of a token (`tandem.trainer.scores.Scores`)."""
     num_each: Callable[[Config], int] | None = None
     """Numbers of each token, by the configuration; None where it is one."""
     is_read: Callable[[Config, int], bool] = lambda config, num_steps: True

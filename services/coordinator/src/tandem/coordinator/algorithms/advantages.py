@@ -8,10 +8,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.messages import LARGEST
 from tandem.config.schema import AdvEstimator
 
 _EPSILON = 1e-6
 """Keeps a spread that is only rounding from being blown up."""
+
+
+def within(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return a mask of the rewards, or advantages, that a run can compute with; NaN and infinities are not among them.
+
+    `tandem.common.bounds` says why there are others.
+    """
+    return np.asarray(np.abs(values) <= LARGEST)
 
 
 def advantages(

@@ -127,11 +127,9 @@ class GrpoAlgorithm:
         """Return the problem of a group of `step` and its prompt group. They are kept until the step has its batch."""
         # Every validation draws the same, so that two of them differ only by the weights.
         key = (step if purpose == "train" else 0), purpose, group
-        if key not in self._groups:
-            self._groups[key] = self._draw(*key)
-        return self._groups[key]
-
-    def _draw(self, step: int, purpose: Purpose, group: int) -> _Drawn:
+        if key in self._groups:
+            return self._groups[key]
+        step = key[0]
         section = self._config.rollout_section
         if purpose == "validate":
             encoded, num_samples = self._validation[group], section.num_val_generations_per_prompt
@@ -149,7 +147,8 @@ class GrpoAlgorithm:
             environment=encoded.environment if self._has_several else "",
             images=encoded.images,
         )
-        return _Drawn(encoded, asked)
+        self._groups[key] = _Drawn(encoded, asked)
+        return self._groups[key]
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.bounds import within
 from tandem.common.messages import SampleScored
 from tandem.common.returned import beyond
 from tandem.config.schema import Rollouts
+from tandem.coordinator.algorithms.advantages import within
 from tandem.coordinator.algorithms.rewards import has_spread
 
 

@@ -1,4 +1,4 @@
-"""The commands that send a step's batch to trainers: one table, and the sources of its tokens; pure.
+"""The commands about a step's batch: trainers get its table, and rollouts record its samples; pure.
 
 Ranks fetch the tokens of generated samples from the rollouts, so nothing here grows with tokens. Of a data set, each
 rank is sent the tokens of its own shard.
@@ -11,13 +11,25 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tandem.common.messages import EngineBuilt, Evaluate, Listener, SamplesMissing, Train, TrainerBuilt
+from tandem.common.messages import (
+    EngineBuilt,
+    Evaluate,
+    Listener,
+    Purpose,
+    RecordedGroup,
+    RecordSamples,
+    SamplesMissing,
+    Train,
+    TrainerBuilt,
+)
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.record_commands import Place
-from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
+from tandem.coordinator.scheduler.events import DispatchBatch, DispatchRecord, SampleRecord
 from tandem.samples.assignment import Assignment, data_parallel_ranks
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
+
+Place = tuple[str, int, int, int]
+"""Place of a sample: its engine, its request, its group, and its index there."""
 
 
 class Batches:
@@ -100,6 +112,49 @@ class Batches:
         self._notes = batch.notes
         self._tokens = shards_of(batch, self._config.data_parallel_size) if "token_ids_T" in batch.columns else []
         return metrics
+
+
+class RecordCommands:
+    """The samples that steps were trained on and validated on, until they are recorded."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, Purpose], dict[str, tuple[RecordedGroup, ...]]] = {}
+        """Groups by step and purpose, and by engine."""
+
+    def keep(
+        self,
+        step: int,
+        purpose: Purpose,
+        records: Sequence[SampleRecord],
+        advantages: Mapping[Place, float] = {},
+    ) -> None:
+        """Keep the samples of a step, with the advantages of those in its batch; or its validation samples."""
+        of_step = self._groups[step, purpose] = {}
+        found: dict[str, dict[tuple[int, int], list[float | None]]] = {}
+        for record in records:
+            scored = record.scored
+            of_group = found.setdefault(record.rollout, {}).setdefault((record.command_id, scored.group), [])
+            of_group.append(advantages.get((record.rollout, record.command_id, scored.group, scored.sample)))
+        for rollout, groups in found.items():
+            of_step[rollout] = tuple(
+                RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
+                for (command_id, group), of_group in groups.items()
+            )
+
+    def command(self, action: DispatchRecord) -> RecordSamples:
+        """Return the request for a step's samples of one engine."""
+        return RecordSamples(
+            command_id=action.command_id,
+            deadline_s=action.deadline_s,
+            step=action.step,
+            rollout=action.rollout,
+            purpose=action.purpose,
+            groups=self._groups[action.step, action.purpose][action.rollout],
+        )
+
+    def forget(self, step: int, purpose: Purpose) -> None:
+        """Forget a step that is recorded."""
+        self._groups.pop((step, purpose), None)
 
 
 def shards_of(batch: Batch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:

@@ -32,11 +32,10 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.batches import Batches
+from tandem.coordinator.loop.batches import Batches, RecordCommands
 from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.losses import Losses
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
-from tandem.coordinator.loop.record_commands import RecordCommands
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.known_processes import KnownProcesses
@@ -322,7 +321,7 @@ class Loop:
         self._step_metrics.metrics.update(metrics)
         self._note(action.step, self._batches.take_notes())
         self._send(action.process, command, arrays)
-        if metrics and action.purpose == "train" and self._scheduler.spec.samples_folder and of_step is not None:
+        if metrics and action.purpose == "train" and self._scheduler.tables.spec.samples_folder and of_step is not None:
             self._record_commands.keep(action.step, "train", of_step.records(), self._batches.advantages())
 
     def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropRestored) -> None:

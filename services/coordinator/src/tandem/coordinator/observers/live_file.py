@@ -16,9 +16,9 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.places import device_of, joining_engine
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.engines.status import Engine
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.steps.progress import StepState
+from tandem.observe.lines import NUM_RECENT, seconds_left
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import (
     LEAVING,
@@ -30,7 +30,6 @@ from tandem.observe.run_folder.live import (
     LiveTrainer,
     LiveVersions,
 )
-from tandem.observe.run_folder.time_left import NUM_RECENT, seconds_left
 
 _PAUSE_S = 0.5
 """Least time between two writes of the file."""
@@ -158,7 +157,7 @@ class LiveFile(Observer):
             engines=tuple(
                 LiveEngine(
                     name=engine.name,
-                    status=_status(engine),
+                    status=engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING,
                     version=engine.version,
                     outstanding_tokens=scheduler.groups.num_tokens(engine.name),
                     in_flight=scheduler.groups.num_in_flight(engine.name),
@@ -205,11 +204,6 @@ class LiveFile(Observer):
             temporary.rename(self._path)
         except OSError:
             self._last = None
-
-
-def _status(engine: Engine) -> str:
-    """Return the status of an engine, or that it is draining."""
-    return engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING
 
 
 def _host(registry: Registry, name: str) -> str:

@@ -20,9 +20,8 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.observe.lines import clock, step_line
+from tandem.observe.lines import clock, seconds_left, step_line
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.observe.run_folder.time_left import seconds_left
 
 _REFRESH_S = 0.25
 _LINE_EVERY_S = 30.0

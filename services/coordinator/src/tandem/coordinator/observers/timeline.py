@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -44,8 +44,7 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.observe.timeline import COORDINATOR, TIMELINE_NAME, Span, StepSpans, What
-from tandem.observe.timeline_writer import open_timeline, write_steps
+from tandem.observe.timeline import COORDINATOR, MAX_STEPS, TIMELINE_NAME, Span, StepSpans, What, connect
 
 _ERRORS = (sqlite3.Error, OSError)
 _GIVES_UP = "the timeline is not recorded any further"
@@ -226,3 +225,44 @@ class Timeline(Reporter):
             detail=asked.detail,
         )
         self._spans.append(span)
+
+
+def open_timeline(path: Path, first_step: int) -> sqlite3.Connection:
+    """Open the file for writing; an unreadable one, as after a crash of the machine, is replaced."""
+    try:
+        return _prepared(path, first_step)
+    except sqlite3.DatabaseError:
+        path.unlink(missing_ok=True)
+        return _prepared(path, first_step)
+
+
+def write_steps(file: sqlite3.Connection, rows: Iterable[StepSpans]) -> None:
+    """Write steps in one transaction, and drop the oldest beyond `MAX_STEPS`."""
+    file.execute("BEGIN IMMEDIATE")
+    try:
+        for row in rows:
+            file.execute(
+                "INSERT INTO steps VALUES (?, ?, ?, ?) ON CONFLICT (step) DO NOTHING",
+                (row.step, row.start, row.end, msgspec.json.encode(row.spans)),
+            )
+            file.execute("DELETE FROM steps WHERE step <= ?", (row.step - MAX_STEPS,))
+        file.execute("COMMIT")
+    except BaseException:
+        if file.in_transaction:
+            file.execute("ROLLBACK")
+        raise
+
+
+def _prepared(path: Path, first_step: int) -> sqlite3.Connection:
+    file = connect(path, "rwc")
+    try:
+        file.execute("PRAGMA synchronous = OFF")
+        file.execute(
+            "CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, start REAL NOT NULL, end REAL NOT NULL, "
+            "spans BLOB NOT NULL)"
+        )
+        file.execute("DELETE FROM steps WHERE step >= ?", (first_step,))
+    except BaseException:
+        file.close()
+        raise
+    return file

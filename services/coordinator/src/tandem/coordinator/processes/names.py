@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping
 from tandem.common.curve import Admitted
 from tandem.common.keys import Key
 from tandem.common.messages import Hello, Refused, ServiceKind
-from tandem.launch.watched import Launched
+from tandem.launch.child import Launched
 
 _MOST_REGISTERED = 10_000
 _MOST_ROLLOUTS = 1_000_000

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from tandem.common import wire
-from tandem.common.curve import Admitted
 from tandem.common.errors import WireError
 from tandem.common.messages import (
     MAX_TEXT,
@@ -29,10 +28,10 @@ from tandem.common.messages import (
     Message,
     ServiceKind,
     Shutdown,
-    TrainerKeys,
 )
 from tandem.common.texts import shortened
 from tandem.coordinator.processes.admission import Admission, HeartbeatSettings, Listening, RegisteredProcess, Run
+from tandem.coordinator.processes.keys_of_trainers import KeysOfTrainers
 from tandem.coordinator.processes.known_processes import KnownProcesses
 from tandem.coordinator.processes.names import Names
 from tandem.coordinator.processes.replies import Replies
@@ -69,16 +68,14 @@ class Registry:
         self._admitted = listening.admitted
         self.names = Names(expected, max_rollouts, listening.admitted)
         """Names of all processes that the run has or expects."""
-        self.trainers = Admitted()
-        """Keys of all trainers."""
-        self._trainer_keys = 0
-        """Number of changes of these."""
-        self._all_told = True
         self._heartbeat = heartbeat
         self._admission = Admission(listening, self.names, known, Run(config_json, run_id, heartbeat))
         self._replies = replies
         self._by_peer: dict[wire.Peer, RegisteredProcess] = {}
         self.processes: dict[str, RegisteredProcess] = {}
+        self._keys = KeysOfTrainers(self._hub, self.processes)
+        self.trainers = self._keys.admitted
+        """Keys of all trainers."""
         self._last_beat = time.monotonic()
         self._stalls = wire.Stalls()
 
@@ -108,7 +105,7 @@ class Registry:
             shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=not is_over)
             self._hub.send(process.peer, wire.encode(shutdown))
             self._admitted.remove(process.peer.key)
-            self._note_trainers(process)
+            self._keys.note(process)
         self._replies.forget(name)
         self.names.release(name, is_awaited=is_awaited)
         if self._known is not None:
@@ -155,8 +152,8 @@ class Registry:
 
     def command(self, name: str, command: AnyCommand, frames: wire.Frames) -> None:
         """Send a process a request for the first time; its replies are checked against it."""
-        if not self._all_told:
-            self._tell_trainer_keys()
+        if not self._keys.are_told:
+            self._keys.tell()
         self._replies.ordered(name, command)
         self.send(name, frames)
 
@@ -175,8 +172,8 @@ class Registry:
         if now - self._last_beat >= self._heartbeat.interval_s:
             self._last_beat = now
             self.broadcast(Heartbeat())
-            if not self._all_told:
-                self._tell_trainer_keys()
+            if not self._keys.are_told:
+                self._keys.tell()
 
     def _to_event(self, process: RegisteredProcess, received: wire.Received[Any], now: float) -> Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
@@ -184,7 +181,7 @@ class Registry:
             case Heartbeat(phase=phase, trainer_keys=number):
                 process.phase = shortened(phase)
                 if number < process.trainer_keys:  # they may have been lost with a connection
-                    process.trainer_keys, self._all_told = number, False
+                    process.trainer_keys, self._keys.are_told = number, False
                 return None
             case Hello():
                 return None  # sent again before the welcome arrived
@@ -202,25 +199,9 @@ class Registry:
     def _enter(self, process: RegisteredProcess) -> Joined:
         """Enter a process that was admitted."""
         self._by_peer[process.peer] = self.processes[process.name] = process
-        self._note_trainers(process)
-        self._all_told = False
+        self._keys.note(process)
+        self._keys.are_told = False
         return joined(process, process.last_seen)
-
-    def _note_trainers(self, changed: RegisteredProcess) -> None:
-        """Admit the current trainers, and no others, to the samples."""
-        if changed.hello.service == "trainer":
-            self.trainers.replace(m.peer.key for m in self.processes.values() if m.hello.service == "trainer")
-            self._trainer_keys += 1
-            self._all_told = False
-
-    def _tell_trainer_keys(self) -> None:
-        """Tell engines which trainers may fetch samples."""
-        told = wire.encode(TrainerKeys(number=self._trainer_keys, public_keys=self.trainers.keys()))
-        for process in self.processes.values():
-            if process.hello.service == "rollout" and process.trainer_keys < self._trainer_keys:
-                self._hub.send(process.peer, told)
-                process.trainer_keys = self._trainer_keys
-        self._all_told = True
 
     def _watch(self, now: float) -> Iterator[Event]:
         """Send heartbeats when due; report processes that have been silent for too long."""

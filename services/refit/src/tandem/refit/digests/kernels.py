@@ -10,20 +10,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
-import time
-from collections.abc import Callable
 
 import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit.digests import terms
-
-Span = tuple[int, int, int, int]
-"""Global indices along one dimension: the dimension (1 is the last), the first index, the count, the step."""
-
-MAX_COLUMNS = 2**14
-"""Elements of a row summed at once: with 4-byte elements, a sum of 2**16 products of two bytes fits 32 bits."""
+from tandem.refit.digests.kernel_choice import MAX_COLUMNS, Kernel, Span, fastest_exact
 
 _FEW_COLUMNS = 2**8
 """Shorter rows are joined if the dimensions outside them allow it."""
@@ -109,8 +101,6 @@ def _multipliers(span: Span, device: torch.device) -> torch.Tensor:
 
 # --- sums over columns: words_RC of a signed integer type, unit stride within a row; returns sums_R, int64 ---
 
-Kernel = Callable[[torch.Tensor, tuple[Span, ...]], torch.Tensor]
-
 
 def _byte_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
     """Multiply bytes by digits, exactly, in 32 bits."""
@@ -149,38 +139,4 @@ def _digits(columns: tuple[Span, ...], item_size: int) -> tuple[torch.Tensor, to
 @functools.cache
 def _cpu_kernel() -> Kernel:
     """Return the fastest kernel that is exact on this processor."""
-    if not _byte_sums_are_exact():
-        return _wide_sums
-    extreme_RC, columns = _extremes()
-    return min((_byte_sums, _wide_sums), key=lambda kernel: _seconds(kernel, extreme_RC, columns))
-
-
-@functools.cache
-def _byte_sums_are_exact() -> bool:
-    """Check that products of bytes are added exactly on this processor.
-
-    Without 8-bit dot products, pairs of products are added in 16 bits that saturate. Two processes that each chose the
-    faster kernel would then disagree about the same weights.
-    """
-    extremes = _extremes()
-    return torch.equal(_byte_sums(*extremes), _wide_sums(*extremes))
-
-
-def _extremes() -> tuple[torch.Tensor, tuple[Span, ...]]:
-    """Return the words and columns with the largest possible sums.
-
-    Every byte is at its minimum in half of the rows and at its maximum in the others. Both are needed: libraries first
-    shift bytes to 0..255, and then only the highest saturate.
-    """
-    lowest_RC = torch.full((8, MAX_COLUMNS), -0x7F7F7F80, dtype=torch.int32)
-    highest_RC = torch.full((8, MAX_COLUMNS), 0x7F7F7F7F, dtype=torch.int32)
-    return torch.cat([lowest_RC, highest_RC]), ((1, 0, MAX_COLUMNS, 1),)
-
-
-def _seconds(kernel: Kernel, words_RC: torch.Tensor, columns: tuple[Span, ...]) -> float:
-    best = math.inf
-    for _ in range(3):
-        started = time.perf_counter()
-        kernel(words_RC, columns)
-        best = min(best, time.perf_counter() - started)
-    return best
+    return fastest_exact(_byte_sums, _wide_sums)

@@ -35,7 +35,7 @@ from tandem.refit.program import Quantisation, Verification
 if TYPE_CHECKING:  # comparing digests needs no torch
     import torch
 
-    from tandem.refit.digests.kernels import Span
+    from tandem.refit.digests.kernel_choice import Span
 
 __all__ = ["DigestTask", "Sampling", "combine", "everything"]
 
@@ -199,7 +199,7 @@ def spans_of(start: Sequence[int], shape: Sequence[int], step: Sequence[int]) ->
 
 def slabs_of(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Tensor, list[Span]]]:
     """Cut a slice into slabs, and yield each with its global indices."""
-    from tandem.refit.digests.kernels import MAX_COLUMNS
+    from tandem.refit.digests.kernel_choice import MAX_COLUMNS
 
     sizes = [num for _, _, num, _ in spans]
     budget = _slab_elements(values)

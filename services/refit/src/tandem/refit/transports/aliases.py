@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from tandem.common.worker_shards import is_among
 from tandem.refit.transports.end import End
 
 if TYPE_CHECKING:
@@ -26,6 +27,6 @@ class Aliases:
 
     def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
         """Count the links; there is nothing to move."""
-        if self._end.takes_part(only):
+        if is_among(self._end.member, only):
             for link in self._links:
                 counted.setdefault(link, 0)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from tandem.common.worker_shards import process_of
 from tandem.refit.layout import Storage
 from tandem.refit.transfer import TransferGroup
 
@@ -36,7 +35,3 @@ class End(NamedTuple):
         if key not in self.opened:
             self.opened[key] = open_storage()
         return self.opened[key]
-
-    def takes_part(self, only: Collection[str] | None) -> bool:
-        """Return whether this process is to receive; `only` is that of `BoundTransfers.run`."""
-        return only is None or process_of(self.member) in only

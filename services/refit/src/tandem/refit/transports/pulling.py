@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from tandem.common.errors import RefitError
+from tandem.common.worker_shards import is_among
 from tandem.refit.layout import Storage
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports.copying import Copier
@@ -46,7 +47,7 @@ class Pulls:
 
     def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
         """Copy, if this process is to receive."""
-        if not self._end.takes_part(only):
+        if not is_among(self._end.member, only):
             return
         if time.monotonic() > deadline:
             raise RefitError(f"{self._end.member} failed while copying from {self._peer}: the deadline passed")

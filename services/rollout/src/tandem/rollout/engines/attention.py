@@ -20,8 +20,8 @@ import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 
+from tandem.common.attention.segments import attend
 from tandem.common.errors import ModelError
-from tandem.common.segments import attend
 
 ATTENTION_NAME = "tandem_slots"
 BLOCKS_ATTENTION_NAME = "tandem_slots_with_blocks"

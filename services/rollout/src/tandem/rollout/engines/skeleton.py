@@ -11,8 +11,8 @@ import transformers
 from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
+from tandem.common.attention.settings import unstable_rotation
 from tandem.common.errors import ModelError
-from tandem.common.segments import unstable_rotation
 from tandem.config.models.hf_config import load_config, model_class
 from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.huggingface import as_checkpoint

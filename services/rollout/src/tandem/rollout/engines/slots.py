@@ -162,13 +162,11 @@ class Slots:
         keeps_S[slot_F] = False
         hole_M = np.flatnonzero(~keeps_S[:num_left])
         source_M = num_left + np.flatnonzero(keeps_S[num_left:])
-        for array in self._arrays():
-            array[hole_M] = array[source_M]
+        for value in vars(self).values():
+            if isinstance(value, np.ndarray):
+                value[hole_M] = value[source_M]
         for source, hole in zip(source_M.tolist(), hole_M.tolist(), strict=True):
             self.sequences[hole] = self.sequences[source]
         del self.sequences[num_left:]
         self.num_running = num_left
         return source_M, hole_M
-
-    def _arrays(self) -> list[NDArray[np.generic]]:
-        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]

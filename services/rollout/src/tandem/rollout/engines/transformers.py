@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
-from tandem.common.segments import sliding_windows
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.forbidding import Forbidding
@@ -22,6 +21,7 @@ from tandem.rollout.engines.sampling import draw, uniforms
 from tandem.rollout.engines.served import Served, ServedSampling
 from tandem.rollout.engines.skeleton import load_skeleton, weights_of
 from tandem.rollout.engines.slots import Sequence, Slots
+from tandem.rollout.engines.trying import try_out
 from tandem.samples.routed_experts import RoutedExperts
 
 MAX_PROMPT_TOKENS_PER_STEP = 8192
@@ -81,7 +81,7 @@ class TransformersEngine(RefittedEngine):
         """Set once a request has asked for more than training does."""
         self._has_stale_keys = False
         """Whether running sequences must compute their keys and values anew."""
-        self._probe()
+        try_out(self._model, model_folder, max_total_sequence_length)
         if with_weights:
             self._version = 0
 
@@ -222,7 +222,10 @@ class TransformersEngine(RefittedEngine):
             token_parts.append(np.array(prompt_ids, np.int64))
             position_parts.append(np.arange(len(prompt_ids)))
             start += len(prompt_ids)
-        kept_K = _last_tokens(num_decoding, prompts) if prompts else None
+        kept_K = None
+        if prompts:  # what a prompt's other tokens predict is known
+            ends = [prompt.start + prompt.length - 1 for prompt in prompts]
+            kept_K = torch.from_numpy(np.concatenate([np.arange(num_decoding), np.array(ends, np.int64)]))
         logits_KV = self._run(token_parts, position_parts, self._plan(length_R, tuple(prompts)), kept_K)
         if not prompts:
             return logits_KV
@@ -306,29 +309,3 @@ class TransformersEngine(RefittedEngine):
             with torch.inference_mode():
                 self._cache.move(source_M, destination_M, int(slots.length_S[destination_M].max()))
         return [completions[index] for index in np.argsort(joining_engines).tolist()]
-
-    def _probe(self) -> None:
-        """Run two tokens through the skeleton, so that an architecture that slots cannot run is refused at once."""
-        windows = sliding_windows(self._model.config.get_text_config())
-        cache = KeyValueCache(1, 2)
-        no_rows = torch.zeros(0, dtype=torch.int64)
-        step = Step(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (Prompt(0, 2, 0, 1),))
-        inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64), "position_ids": torch.arange(2)[None]}
-        told: dict[int, int | None] = {}
-        with torch.inference_mode():
-            self._model(**inputs, use_cache=False, slot_step=step, told_windows=told)
-        cannot = f"{self._model_folder}: the embedded engine cannot run {self._model.config.model_type}"
-        if cache.num_layers != len(windows):
-            raise ModelError(
-                f"{cannot}: only {cache.num_layers} of its {len(windows)} layers use the attention interface of "
-                "transformers"
-            )
-        for layer, window in enumerate(windows):
-            if window is not None and window < self._max_length and told.get(layer) != window:
-                raise ModelError(f"{cannot}: layer {layer} does not tell attention of its window of {window} tokens")
-
-
-def _last_tokens(num_decoding: int, prompts: list[Prompt]) -> torch.Tensor:
-    """Return the tokens of a step that predict a drawn token: the running ones, and the end of each prompt."""
-    ends = np.array([prompt.start + prompt.length - 1 for prompt in prompts], np.int64)
-    return torch.from_numpy(np.concatenate([np.arange(num_decoding), ends]))

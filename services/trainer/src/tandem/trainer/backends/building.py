@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tandem.common.attention.settings import sliding_windows
 from tandem.common.errors import ConfigError
-from tandem.common.segments import sliding_windows
 from tandem.config import Config
 from tandem.config.models.lora import is_adapter
 from tandem.config.models.vision_families import family_of
@@ -21,7 +21,7 @@ from tandem.config.schema.adapters import LoraCfg
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import context
-from tandem.trainer.attention import prepare_to_pack, prepare_to_share, use_attention
+from tandem.trainer.attention.preparing import prepare_to_pack, prepare_to_share, use_attention
 from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.dropout import Place
@@ -106,7 +106,7 @@ class Builder:
         return model
 
     def _has_kernel_of_rows(self) -> bool:
-        """Tell whether attention is one kernel (`tandem.common.segments.attend_on_gpu`) for all micro-batches."""
+        """Tell whether attention is one kernel for all micro-batches (`tandem.common.attention.on_gpu`)."""
         is_packed = self._config.policy.sequence_packing.enabled and self._ranks.context.size() == 1
         takes_it = (
             self._ranks.device.type == "cuda" and self._settings.precision == "bfloat16" and self._pictures is None

@@ -17,7 +17,8 @@ import torch._inductor.config
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from tandem.trainer import attention, context
+from tandem.trainer import context
+from tandem.trainer.attention import images, rows
 from tandem.trainer.models import checkpoint_activations, decoder_layers
 
 torch._inductor.config.compile_threads = 1  # others start compiler processes, which outlive a killed trainer
@@ -41,8 +42,8 @@ def compile_layers(model: torch.nn.Module, *, with_attention: bool, recomputes: 
     """
     if not with_attention:
         for name, attend in (
-            (attention.ATTENTION_NAME, attention.attend),
-            (attention.WITH_IMAGES, attention.attend_with_images),
+            (rows.ATTENTION_NAME, rows.attend),
+            (images.WITH_IMAGES, images.attend_with_images),
             (context.ATTENTION_NAME, context.context_attention),
         ):
             transformers.AttentionInterface.register(name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]

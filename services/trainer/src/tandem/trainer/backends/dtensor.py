@@ -17,7 +17,6 @@ from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import Weights
 from tandem.trainer import shards
-from tandem.trainer.backend import Replicas
 from tandem.trainer.backends.held import HeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.sharding import Ranks
@@ -34,6 +33,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         """Build the models of a model group; `model_group` None: of all."""
         super().__init__(config, model_group)
         self._ranks = _arranged(config, self._model_group.models, self.device)
+        self._replicas = {name: ranks.replicas for name, ranks in self._ranks.items()}
         ranks = self._ranks[self._model_group.name]
         self.data_parallel_rank = ranks.data.get_local_rank()
         self.data_parallel_size = ranks.data.size()
@@ -51,13 +51,9 @@ class DTensorBackend(HoldingBackend[HeldModel]):
             model.start(checkpoint)
         proof.conclude()
 
-    def replicas(self, model: Model) -> Replicas:
-        """Return the division of the ranks by a model."""
-        return self._ranks[model].replicas
-
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Add a float64 tensor over the data-parallel ranks."""
-        return self._ranks[self._model_group.name].replicas.sum(values)
+        return self._replicas[self._model_group.name].sum(values)
 
     @property
     def policy(self) -> HeldModel:

@@ -16,7 +16,8 @@ import torch
 
 from tandem.trainer import scoring
 from tandem.trainer.backends.compiling import compiled
-from tandem.trainer.scoring import StudentScores, TokenScores, VocabularyShard, columns_at_once
+from tandem.trainer.scores import StudentScores, TokenScores
+from tandem.trainer.scoring import VocabularyShard, columns_at_once
 
 _LOGITS = 2**27
 """Logits that may exist at once: 256 MiB of bfloat16."""

@@ -1,39 +1,31 @@
 """One model that a rank of the DTensor backend holds: policy, reference, value model, teacher.
 
-The same code trains, saves and resumes each of them, and scores with it.
+The same code builds, saves and resumes each of them; `stepping` trains them, and scores with them.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
 
-from tandem.common.errors import CheckpointError, ModelError, NotFiniteError
+from tandem.common.errors import CheckpointError, ModelError
 from tandem.config import Config
 from tandem.config.models.lora import tensor_name
 from tandem.config.schema import columns
 from tandem.trainer import shards
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state
 from tandem.trainer.backends.building import Builder
-from tandem.trainer.backends.offload import Offloaded, state_of
-from tandem.trainer.backends.reductions import norm_of
 from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.backends.stepping import SteppedModel, advance
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
-from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.optimizers import make_optimizer, make_scheduler
-from tandem.trainer.scoring import Scores
 
 
-class HeldModel:
+class HeldModel(SteppedModel):
     """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
     It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Raises
@@ -47,24 +39,12 @@ class HeldModel:
 
         `number` selects one of several models of the name.
         """
-        self.name = name
-        self._ranks = ranks
-        self._settings = config.settings_of(name, number)
-        self.is_trained = name in config.declaration.trains
-        self.device = ranks.device
         self._builder = Builder(name, config, ranks, number)
-        self.model, self._scorer, self.shares_prompts, self._adapters, self._place = self._builder.build(checkpoint)
-        self.parameters: dict[str, torch.nn.Parameter] = {
-            tensor_name(name): parameter for name, parameter in self.model.named_parameters()
-        }
-        self._together = ranks.together(self.parameters.values())
-        """The parameters, in lists that one operation can change."""
+        built = self._builder.build(checkpoint)
+        is_trained = name in config.declaration.trains
+        super().__init__(name, config.settings_of(name, number), ranks, built, is_trained=is_trained)
         self.buffers = policy_files.saved_buffers(self.model)
         """Buffers, whole on every rank and never trained."""
-        self.optimizer: torch.optim.Optimizer
-        """The optimizer of a trained model."""
-        self.num_steps = 0
-        self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
@@ -72,41 +52,6 @@ class HeldModel:
             self._start_optimizer(num_steps=0)
         else:
             self._load_optimizer(checkpoint)
-
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
-        return self.take_step(self.add_gradient(micro_batches, loss), self._settings.max_grad_norm)
-
-    def add_gradient(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> float:
-        """Add the gradient of the loss of these micro-batches on all ranks to what there is. Return the loss."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
-            self._communicate(last=index == len(micro_batches) - 1)
-            if self._place is not None:
-                self._place.enter(self.num_steps, index)
-            value = loss(batch, self._scorer(batch))
-            # FSDP2 averages gradients over the ranks, but the loss is a sum.
-            torch.autograd.backward(value * self._ranks.num_shards)
-            total += value.detach()
-        if self._place is not None:
-            self._place.leave()
-        return float(self._ranks.replicas.sum(total)[0])
-
-    def take_step(self, loss: float, max_grad_norm: float | None) -> OptimizerStep:
-        """Clip the gradient, which is that of `loss`, step, and forget it. Raises `NotFiniteError`."""
-        grad_norm = self._clip(max_grad_norm)
-        if not (abs(loss) < float("inf") and grad_norm < float("inf")):
-            self.optimizer.zero_grad(set_to_none=True)
-            of_model = "" if self.name == "policy" else f" of the {self.name} model"
-            raise NotFiniteError(
-                f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {grad_norm}"
-            )
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        advance(self.scheduler)
-        self.num_steps += 1
-        return OptimizerStep(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate)
 
     def trained_here(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of each parameter that the optimizer changes, by reference."""
@@ -116,20 +61,6 @@ class HeldModel:
         """Make a new optimizer, without state, as if no step had been taken; forget the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         self._start_optimizer(num_steps=0)
-
-    @torch.no_grad()
-    def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
-        """Return the model's scores of each micro-batch without gradient, zero for tokens that are not valid.
-
-        Args:
-            micro_batches: micro-batches to score.
-            as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
-        """
-        with self._without_adapters() if as_reference else nullcontext():
-            found = [self._scorer(batch) for batch in micro_batches]
-        for module in _fsdp_modules(self.model):
-            module.reshard()  # by itself, only a backward pass would do it
-        return found
 
     def state(self) -> checkpoints.State:
         """Return the contents of a checkpoint. The schedule needs only the number of steps."""
@@ -168,57 +99,9 @@ class HeldModel:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
         return tensors
 
-    def offload(self) -> None:
-        """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
-
-        Also move the parameters, unless engines may be reading them. On a CPU, all of it is already in host memory, and
-        only the gradients are freed.
-        """
-        if self.is_trained:
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.device.type != "cpu" and self._offloaded is None:
-            self._offloaded = Offloaded(self.movable())
-
-    def movable(self) -> list[torch.Tensor]:
-        """Return this rank's tensors on its device that are only needed to train, or score with, the model."""
-        parameters = () if self.name == "policy" else self.parameters.values()
-        here = [shards.local_of(each) for each in parameters if each.device.type == self.device.type]
-        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *here]
-
-    def reload(self) -> None:
-        """Move back the offloaded tensors, which are the same as before."""
-        if self._offloaded is not None:
-            self._offloaded.reload()
-            self._offloaded = None
-
-    def _without_adapters(self) -> AbstractContextManager[None]:
-        from tandem.trainer import lora
-
-        return lora.switched_off(self.model)
-
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that an optimizer changes."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-
-    def _communicate(self, *, last: bool) -> None:
-        """Reduce gradients once an optimizer step, if host memory can hold them whole until then.
-
-        On several GPUs every backward pass is a last one to FSDP2. After others it keeps whole gradients of the
-        embedding and the output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
-        """
-        if not isinstance(self.model, FSDPModule) or (self.device.type != "cpu" and self._ranks.num_shards > 1):
-            return
-        self.model.set_requires_gradient_sync(last)
-        self.model.set_reshard_after_backward(last)
-        self.model.set_is_last_backward(last)
-
-    def _clip(self, max_grad_norm: float | None) -> float:
-        """Scale the gradients down to a norm; return their norm before."""
-        norm = norm_of(parameter.grad for parameter in self.parameters.values() if parameter.grad is not None)
-        if max_grad_norm is not None:
-            for parameters in self._together:
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-        return float(norm)
 
     def _optimizer_tensors(self) -> dict[str, Any]:
         """Return the optimizer's state, by reference."""
@@ -243,19 +126,3 @@ class HeldModel:
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
             read = partial(optimizer_state.read, tensors)
             checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, self.name))
-
-
-def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:
-    """Advance a schedule by `num_steps` optimizer steps.
-
-    A schedule depends only on the number of steps, so a new one at the same step is exactly where the old one was.
-    """
-    with warnings.catch_warnings():
-        # torch warns of steps without optimizer steps, as in a replay, and of its own use of `epoch`.
-        warnings.simplefilter("ignore", UserWarning)
-        for _ in range(num_steps):
-            scheduler.step()
-
-
-def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Writing
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Writing
 from tandem.trainer.backends.devices import device_of
 from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores
+from tandem.trainer.scores import Scores
 
 
 class Held(Protocol):
@@ -70,6 +70,8 @@ class HoldingBackend(Generic[AnyHeld]):
         self.device = device_of(self._model_group.first + dist.get_rank())
         self._held: dict[tuple[Model, int], AnyHeld] = {}
         """The models, by name and number."""
+        self._replicas: dict[Model, Replicas] = {}
+        """How each model divides the ranks."""
 
     def _to_hold(self) -> Iterator[tuple[Model, int]]:
         """Yield the models to hold here, by name and number."""
@@ -92,6 +94,10 @@ class HoldingBackend(Generic[AnyHeld]):
         if (model, number) not in self._held:  # the reference of a policy with trained adapters
             return self._held["policy", 0].scores(micro_batches, as_reference=True)
         return self._held[model, number].scores(micro_batches)
+
+    def replicas(self, model: Model) -> Replicas:
+        """Return how a model divides the ranks."""
+        return self._replicas[model]
 
     def save(self, folder: Path) -> Writing:
         """Copy the trained models and the optimizers' states, and begin to write them.

@@ -25,7 +25,8 @@ from tandem.samples.images.reading import ImageLimits, decode
 from tandem.samples.images.rows import image_folder
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.model_files import load_tokenizer
-from tandem.trainer.attention import WITH_IMAGES, use_attention
+from tandem.trainer.attention.images import WITH_IMAGES
+from tandem.trainer.attention.preparing import use_attention
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.micro_batches import MicroBatch, RowImages
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from tandem.config.schema import Model
 from tandem.trainer import scoring
+from tandem.trainer.scores import StudentScores, TokenScores
 
 
-def function_of_scores(settings: Model) -> Callable[..., scoring.TokenScores | scoring.StudentScores]:
+def function_of_scores(settings: Model) -> Callable[..., TokenScores | StudentScores]:
     """Return `tandem.trainer.scoring.score_tokens`, or what does the same by fused kernels."""
     if not settings.compile:
         return scoring.score_tokens

@@ -37,7 +37,7 @@ from tandem.trainer.batching.shard import Shard
 from tandem.trainer.calls.losses import LOSSES
 from tandem.trainer.calls.policy import CalledPolicy, Progress
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores, StudentScores, TokenScores
+from tandem.trainer.scores import Scores, StudentScores, TokenScores
 
 INPUTS = ("weights", "advantages", "logprobs")
 """Loss inputs of each token."""

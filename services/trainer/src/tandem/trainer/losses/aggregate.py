@@ -70,7 +70,7 @@ class Loss(Protocol):
         """Return the micro-batch's part of the loss, a scalar.
 
         `scores_BT` are the trained model's scores of the tokens, which are not read where `MicroBatch.loss_mask_BT` is
-        False. They are `TokenScores` of the policy or `TokenValues` of a value model (`tandem.trainer.scoring`).
+        False. They are `TokenScores` of the policy or `TokenValues` of a value model (`tandem.trainer.scores`).
         """
         ...
 

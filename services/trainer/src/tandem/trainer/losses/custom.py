@@ -17,7 +17,7 @@ from tandem.config import Config
 from tandem.config.schema.columns import GENERATION_LOGPROBS, Column
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores, StudentScores, TokenScores, TokenValues
+from tandem.trainer.scores import Scores, StudentScores, TokenScores, TokenValues
 
 _KEY = "loss_fn.class"
 

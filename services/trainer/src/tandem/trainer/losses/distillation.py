@@ -15,7 +15,7 @@ import torch
 from tandem.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import StudentScores
+from tandem.trainer.scores import StudentScores
 
 LOG_NOTHING = -100.0
 """The teacher's log-probability of a token that it treats as impossible."""

@@ -12,7 +12,7 @@ from tandem.config.schema import LossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.losses.kl import finite_ratio, kl_divergence, weighted_kl_penalty
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scores import TokenScores
 
 
 def probability_ratios(

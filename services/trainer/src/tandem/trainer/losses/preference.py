@@ -11,7 +11,7 @@ import torch
 from tandem.config.schema import Dpo, Rm
 from tandem.trainer.losses.aggregate import Counts, Report
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenScores, TokenValues
+from tandem.trainer.scores import TokenScores, TokenValues
 
 
 class PreferenceLoss:

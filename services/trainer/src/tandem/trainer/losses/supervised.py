@@ -7,7 +7,7 @@ import torch
 from tandem.config.schema import Sft
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenScores
+from tandem.trainer.scores import TokenScores
 
 
 class NegativeLogLikelihood:

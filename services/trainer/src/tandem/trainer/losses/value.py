@@ -10,7 +10,7 @@ import torch
 from tandem.config.schema import ValueLossFn
 from tandem.trainer.losses.aggregate import Counts, Report, aggregate
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import TokenValues
+from tandem.trainer.scores import TokenValues
 
 
 class ValueLoss:

@@ -12,16 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tandem.trainer.scorers.scorer import Pictures, Task, TokenScorer
-from tandem.trainer.scoring import (
-    NEVER,
-    Scores,
-    TopTokens,
-    VocabularyShard,
-    logits_of,
-    own_tokens,
-    rows_at_once,
-    rule_out,
-)
+from tandem.trainer.scores import Scores, TopTokens
+from tandem.trainer.scoring import NEVER, VocabularyShard, logits_of, own_tokens, rows_at_once, rule_out
 
 
 class TopScorer(TokenScorer):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tandem.trainer.models import scalar_head
 from tandem.trainer.scorers.scorer import Scorer, Task
-from tandem.trainer.scoring import Scores, TokenValues
+from tandem.trainer.scores import Scores, TokenValues
 
 
 class ScalarScorer(Scorer):

@@ -11,20 +11,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tandem.common.attention.on_gpu import boundaries
 from tandem.common.errors import ModelError
-from tandem.common.segments import boundaries
 from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
 from tandem.trainer.micro_batches import MicroBatch, Row
 from tandem.trainer.routing import RoutingReplay, of_row
 from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
-from tandem.trainer.scoring import (
-    Scores,
-    StudentScores,
-    TokenScores,
-    VocabularyShard,
-    placed,
-    score_tokens,
-)
+from tandem.trainer.scores import Scores, StudentScores, TokenScores
+from tandem.trainer.scoring import VocabularyShard, placed, score_tokens
 
 Pictures = Callable[[MicroBatch], dict[str, Any]]
 """The inputs of a model's forward pass that come from the images of a micro-batch."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.trainer.scoring import NEVER, StudentScores, TokenScores
+from tandem.trainer.scores import StudentScores, TokenScores
+from tandem.trainer.scoring import NEVER
 
 _ENTROPY_ROWS = 1024
 """Positions for which entropy is computed at once, so that a large vocabulary needs little extra memory."""

@@ -92,10 +92,12 @@ class Verification:
         waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_verified]
         self.comparing = waiting
         self._changed()
-        known = [self._digests[name] for name in [*trainers, *waiting]] if self._is_verified else []
+        digests: dict[str, bytes] = {}
+        for name in [*trainers, *waiting] if self._is_verified else []:
+            digests |= self._digests[name]
         command = CommitVersion(
             version=version,
-            digests={part: digests for process in known for part, digests in process.items()},
+            digests=digests,
             has_update=has_update,
             **self._requests.open(SERVICE, Phase.VERIFYING, allowed_s),
         )

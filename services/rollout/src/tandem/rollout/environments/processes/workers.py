@@ -2,8 +2,7 @@
 
 One thread (`WorkerPool._run`) owns all of them. It consumes jobs, workers' messages and the clock, and produces an
 outcome for each job. It waits for whichever comes first; a byte in a pipe announces a job. A worker that is too slow is
-killed and replaced at once, whatever the rollout process's main thread does meanwhile. Jobs sent ahead to a lost worker
-go to another.
+killed and replaced at once, whatever the rollout process's main thread does meanwhile (`losing`).
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
 import msgspec
 
-from tandem.common.errors import ConfigError, HelperLost, RewardError
+from tandem.common.errors import RewardError
 from tandem.common.messages import EngineServer
-from tandem.common.process_lifetime import TRACE
 from tandem.common.returned import line
 from tandem.config import Config
 from tandem.rollout.environments.outcomes import (
     KILLED_FROM_OUTSIDE,
-    MOST_RETRIES,
     Failure,
     Job,
     Outcome,
@@ -36,6 +32,7 @@ from tandem.rollout.environments.outcomes import (
 )
 from tandem.rollout.environments.processes.channel import Answer, Begin, Reader, Ready, packed
 from tandem.rollout.environments.processes.guarded import ForkServer, how_it_ended
+from tandem.rollout.environments.processes.losing import Jobs, Losses
 
 _COROUTINES = 256
 """Calls of an asynchronous environment that one worker has at once."""
@@ -47,15 +44,11 @@ _BATCHES = 3
 """Batches at a worker that scores batches: one being scored, others to choose the next from."""
 _PATIENCE_S = 1.0
 _CLOSE_S = 0.5
-_MOST_UNMADE, _PAUSE_S = 3, 0.5
-"""Failed replacements of a worker in a row, each after a longer pause, before waiting jobs are lost."""
-_MOST_IDLE_DEATHS = 10
-"""Deaths of idle workers since the last answer of any, before the pool gives up."""
 _ready = msgspec.msgpack.Decoder(Ready)
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
-class _Worker:
+class Worker:
     """One worker process, and its jobs."""
 
     def __init__(
@@ -132,17 +125,6 @@ class _Worker:
         self.lifeline.close()
 
 
-class _Vacancy(NamedTuple):
-    """The place of a worker that failed to make its environment."""
-
-    at: float
-    """When to try again to fill it."""
-    is_first: bool
-    """Whether no worker has held it yet."""
-    num_unmade: int
-    """Workers in a row that failed to fill it."""
-
-
 class WorkerPool:
     """`num_workers` processes, each with an environment of its own."""
 
@@ -162,11 +144,12 @@ class WorkerPool:
         self._suspects: deque[Job] = deque()
         """Jobs of a worker that ended while several ran at once; each is retried by itself."""
         self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
-        self._workers: set[_Worker] = set()
+        self._workers: set[Worker] = set()
         self._error: Exception | None = None
         self._first: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
-        self._idle_deaths = 0
-        self._vacancies: list[_Vacancy] = []
+        self._losses = Losses(
+            self._name, self._workers, Jobs(self._waiting, self._suspects, self.done), self._hire, self._end
+        )
         self._is_closing = False
         # A counter in the kernel: each submission adds to it, and the thread reads it before it looks for jobs. There
         # is no flag beside it that could disagree with it.
@@ -210,8 +193,8 @@ class WorkerPool:
             for _ in range(self._settings.num_workers):
                 self._hire(is_first=True)
             while not self._is_closing:
-                if self._vacancies:
-                    self._fill_vacancies()
+                if self._losses.vacancies:
+                    self._losses.fill_vacancies()
                 self._assign()
                 for key, _ in self._selector.select(self._patience()):
                     if key.data is None:
@@ -230,17 +213,15 @@ class WorkerPool:
 
     def _hire(self, *, is_first: bool = False, num_unmade: int = 0) -> None:
         sockets = self._server.fork()
-        worker = _Worker(*sockets, self._most_at_once, is_first=is_first, num_unmade=num_unmade)
+        worker = Worker(*sockets, self._most_at_once, is_first=is_first, num_unmade=num_unmade)
         worker.outgoing += self._begin
         self._workers.add(worker)
         self._selector.register(worker.calls, selectors.EVENT_READ, worker)
 
-    def _fill_vacancies(self) -> None:
-        now = time.monotonic()
-        due = [vacancy for vacancy in self._vacancies if vacancy.at <= now]
-        self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.at > now]
-        for vacancy in due:
-            self._hire(is_first=vacancy.is_first, num_unmade=vacancy.num_unmade)
+    def _end(self, worker: Worker) -> None:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.calls)
+        worker.close()
 
     def _assign(self) -> None:
         """Send waiting jobs to the workers with the least to do."""
@@ -256,7 +237,7 @@ class WorkerPool:
             if worker.outgoing and not worker.is_full:
                 self._speak(worker)
 
-    def _give(self, worker: _Worker, job: Job) -> bool:
+    def _give(self, worker: Worker, job: Job) -> bool:
         """Send a job to a worker; return False if the worker is gone."""
         if not job.wanted:
             return False
@@ -269,7 +250,7 @@ class WorkerPool:
         worker.give(job, message)
         return True
 
-    def _speak(self, worker: _Worker) -> None:
+    def _speak(self, worker: Worker) -> None:
         """Send what the socket takes now; a busy worker reads nothing."""
         with contextlib.suppress(BlockingIOError, ConnectionError):  # its end is noticed elsewhere
             while worker.outgoing:
@@ -279,7 +260,7 @@ class WorkerPool:
             waits = selectors.EVENT_WRITE if worker.is_full else 0
             self._selector.modify(worker.calls, selectors.EVENT_READ | waits, worker)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _hear(self, worker: Worker) -> None:
         try:
             data = worker.calls.recv(1 << 18)
         except BlockingIOError:
@@ -294,19 +275,19 @@ class WorkerPool:
         if not data:
             how = how_it_ended(worker.lifeline)
             failure = Failure(f"its worker process ended: {how}")
-            self._lose(worker, failure, was_killed=how in KILLED_FROM_OUTSIDE)
+            self._losses.lose(worker, failure, was_killed=how in KILLED_FROM_OUTSIDE)
 
-    def _understand(self, worker: _Worker, message: bytes) -> None:
+    def _understand(self, worker: Worker, message: bytes) -> None:
         if worker.ready is None:
             worker.ready = ready = _ready.decode(message)
             worker.is_async, worker.batch_size = ready.is_async, ready.batch_size
             if ready.error:
-                self._miss(worker, ready.error)
+                self._losses.miss(worker, ready.error)
                 return
             self._first.put(ready)
             return
         answer = _answers.decode(message)
-        self._idle_deaths = 0
+        self._losses.num_idle_deaths = 0
         if (job := worker.take(answer)) is not None:
             self.done.put((job, answer.outcome))
 
@@ -315,7 +296,7 @@ class WorkerPool:
         due = time.monotonic() + _PATIENCE_S
         for worker in self._workers:
             due = min(due, worker.due(self._build_s, self._timeout_s))
-        for vacancy in self._vacancies:
+        for vacancy in self._losses.vacancies:
             due = min(due, vacancy.at)
         return max(0.0, due - time.monotonic())
 
@@ -324,81 +305,10 @@ class WorkerPool:
         for worker in [*self._workers]:
             if now >= worker.due(self._build_s, self._timeout_s):
                 if worker.ready is None:
-                    self._miss(worker, f"env.{self._name}: the environment was not made within {self._build_s:g} s")
+                    why = f"env.{self._name}: the environment was not made within {self._build_s:g} s"
+                    self._losses.miss(worker, why)
                 else:
-                    self._lose(worker, timed_out(self._timeout_s))
-
-    def _lose(self, worker: _Worker, failure: Failure, *, was_killed: bool = False) -> None:
-        """End a worker, put another in its place, and find out which of its jobs is to blame.
-
-        `was_killed`: by a signal that usually comes from outside. Then its jobs are retried elsewhere before any is
-        blamed.
-        """
-        if worker.ready is None:
-            why = f"env.{self._name}: making the environment failed: {failure.what}"
-            self._miss(worker, why, was_killed=was_killed)
-            return
-        if failure.timed_out:
-            with contextlib.suppress(OSError):
-                worker.lifeline.send(TRACE)  # where it is stuck, for the log
-        self._end(worker)
-        jobs = [*worker.jobs.values()]
-        self._idle_deaths += not jobs
-        if self._idle_deaths > _MOST_IDLE_DEATHS:
-            what = f"environment {self._name!r}: its worker processes end while they have nothing to do"
-            raise HelperLost(f"{what}: {failure.what}") if was_killed else RewardError(what)
-        are_beside = worker.is_async or bool(worker.batch_size)
-        running = jobs if are_beside else jobs[:1]
-        for job in running:
-            job.num_losses += 1
-        if was_killed and all(job.num_losses <= MOST_RETRIES for job in running):
-            self._waiting.extendleft(reversed(jobs))
-        elif worker.batch_size and all(job.num_losses == 1 for job in jobs):
-            self._waiting.extendleft(reversed(jobs))  # hardly any job's fault: a reward model computes the same for all
-        else:
-            self._blame(jobs, failure, are_beside=are_beside)
-        self._hire()
-
-    def _miss(self, worker: _Worker, why: str, *, was_killed: bool = False) -> None:
-        """End a worker that has not made its environment; retry if it was killed, or was a replacement.
-
-        If that keeps failing and no other worker is left, waiting jobs fail and `on_error` decides. Raises `HelperLost`
-        if the worker was killed, which is not the environment's fault. Raises `ConfigError` for the first workers: the
-        environment cannot be made.
-        """
-        self._end(worker)
-        if worker.is_first and not was_killed:
-            raise ConfigError(why)
-        num_unmade = worker.num_unmade + 1  # of this place: when the fork server dies, it takes all workers along
-        is_in_vain = num_unmade >= _MOST_UNMADE and not any(each.ready is not None for each in self._workers)
-        at = time.monotonic() + _PAUSE_S * num_unmade
-        # The replacement is retried as often.
-        self._vacancies.append(_Vacancy(at, worker.is_first, 0 if is_in_vain else num_unmade))
-        if not is_in_vain:
-            return
-        if was_killed:
-            raise HelperLost(f"{why}; that was attempt {num_unmade}")
-        failure = Failure(line(f"no worker process could take another's place in {num_unmade} attempts: {why}"))
-        for job in (*self._suspects, *self._waiting):
-            self.done.put((job, failure))
-        self._suspects.clear()
-        self._waiting.clear()
-
-    def _end(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
-        self._selector.unregister(worker.calls)
-        worker.close()
-
-    def _blame(self, jobs: list[Job], failure: Failure, *, are_beside: bool) -> None:
-        """Blame the first job of a lost worker; of several jobs that ran together, none yet."""
-        if len(jobs) == 1 or (jobs and not are_beside):
-            self.done.put((jobs.pop(0), failure))
-        if are_beside:
-            for job in jobs:
-                job.alone = True
-            self._suspects.extend(jobs)
-        else:
-            self._waiting.extendleft(reversed(jobs))
+                    self._losses.lose(worker, timed_out(self._timeout_s))
 
     def _let_go(self) -> None:
         """Give idle workers the time to end as they wish."""

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tandem.common.segments import attend
+from tandem.common.attention.segments import attend
 from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.context import gather_shares
 

@@ -24,7 +24,7 @@ from tandem.trainer.backends.megatron.groups import Division, divided
 from tandem.trainer.backends.megatron.held import Described, HeldModel
 from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scoring import Scores
+from tandem.trainer.scores import Scores
 
 
 class MegatronBackend(HoldingBackend[HeldModel]):

@@ -44,7 +44,7 @@ from tandem.trainer.files import adapter_files
 from tandem.trainer.files.checkpoints import State, agree
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import without_weights
-from tandem.trainer.scoring import Scores
+from tandem.trainer.scores import Scores
 
 if TYPE_CHECKING:
     from tandem.trainer.backends.megatron.vision import Pictures

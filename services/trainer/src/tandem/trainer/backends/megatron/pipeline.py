@@ -16,16 +16,8 @@ from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scorers.likeliest import top_tokens
-from tandem.trainer.scoring import (
-    Scores,
-    StudentScores,
-    TokenScores,
-    TokenValues,
-    TopTokens,
-    VocabularyShard,
-    placed,
-    score_tokens,
-)
+from tandem.trainer.scores import Scores, StudentScores, TokenScores, TokenValues, TopTokens
+from tandem.trainer.scoring import VocabularyShard, placed, score_tokens
 
 Scored = Callable[[MicroBatch, Any], torch.Tensor]
 """A function from a micro-batch and the model's scores to a scalar, called once for each on the last stage."""

@@ -1,0 +1,1 @@
+"""Attention over rows of several sequences, in Hugging Face models."""

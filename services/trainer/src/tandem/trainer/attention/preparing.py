@@ -1,0 +1,92 @@
+"""Models as they are prepared to take rows of several sequences: each is tried out first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.common.attention.settings import sliding_windows, unstable_rotation
+from tandem.config.models.vision_families import VISION
+from tandem.trainer.attention.rows import ATTENTION_NAME
+from tandem.trainer.batching.packing import pack_row
+from tandem.trainer.batching.shared_prompts import share_prompts
+from tandem.trainer.micro_batches import Row
+
+
+def prepare_to_share(model: Any, max_length: int) -> str | None:
+    """Make a whole model on the CPU take rows with shared prompts. Return None, or why it cannot and stays unchanged.
+
+    The model is tried out: two samples that share a prompt must have the same logits as each sample alone.
+    """
+    return _prepare(model, max_length, _SHARED)
+
+
+def prepare_to_pack(model: Any, max_length: int) -> str | None:
+    """Make a whole model on the CPU take packed rows. Return None, or why it cannot and stays unchanged.
+
+    The model is tried out: two sequences in one row must have the same logits as each sequence alone.
+    """
+    return _prepare(model, max_length, _PACKED)
+
+
+def _prepare(model: Any, max_length: int, row: Row) -> str | None:
+    config = model.config.get_text_config()
+    unstable = unstable_rotation(config, max_length)
+    if unstable is not None:
+        return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if others:
+        return f"it has layers of type {others[0]}"
+    before = config._attn_implementation
+    told_windows: dict[int, int | None] = {}
+    try:
+        expected_KV = _logits(model)
+        use_attention(model, ATTENTION_NAME)
+        found_KV = _logits(model, told_windows, row)
+    except Exception as error:  # a custom architecture fails in ways of its own
+        reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
+    else:
+        untold = [
+            (layer, window)
+            for layer, window in enumerate(sliding_windows(config))
+            if window is not None and window < max_length and told_windows.get(layer) != window
+        ]
+        if untold:
+            reason = f"layer {untold[0][0]} does not tell its attention that it slides over {untold[0][1]} tokens"
+        elif torch.allclose(found_KV, expected_KV, rtol=1e-3, atol=1e-4):
+            return None
+        else:
+            reason = "its tokens meet outside of attention"
+    use_attention(model, before)
+    return reason
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Set the attention of a model; of its language model alone if it sees, since a tower does not attend causally."""
+    model.set_attn_implementation({"text_config": name} if model.config.model_type in VISION else name)
+
+
+_SAMPLES = np.array([[0, 1, 2, 0], [0, 1, 1, 2]])
+_COUNTED = np.array([[False, False, True, True]] * 2)
+_CPU = torch.device("cpu")
+_SHARED = share_prompts(_SAMPLES, _COUNTED, np.zeros(2, dtype=np.int64), np.array([2, 2]), divisible_by=1, device=_CPU)
+_PACKED = pack_row(_SAMPLES, np.array([4, 4]), _COUNTED, divisible_by=1, row_divisible_by=1, device=_CPU)
+
+
+@torch.no_grad()
+def _logits(model: Any, told_windows: dict[int, int | None] | None = None, row: Row | None = None) -> torch.Tensor:
+    """Return the logits of the predicting tokens in `_SAMPLES`, ``[K, V]``, from samples or from a row.
+
+    Other models may have a head with the same output everywhere, so their hidden states are returned. With a row,
+    `told_windows` collects the window that each layer gives for its sliding attention.
+    """
+    logits: torch.Tensor
+    asked = model if model.can_generate() else model.base_model
+    if row is not None:
+        inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, "row": row}
+        logits = asked(**inputs, told_windows=told_windows, use_cache=False)[0]
+        return logits[0, row.predictor_K]
+    logits = asked(input_ids=torch.from_numpy(_SAMPLES), use_cache=False)[0]
+    return logits[:, 1:3].flatten(0, 1)

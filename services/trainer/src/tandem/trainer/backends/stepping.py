@@ -1,0 +1,159 @@
+"""One model of a rank of the DTensor backend in a step: its passes, its optimizer, its device memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tandem.common.errors import NotFiniteError
+from tandem.config.models.lora import tensor_name
+from tandem.config.schema import Model, columns
+from tandem.trainer import shards
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backends.building import Built
+from tandem.trainer.backends.offload import Offloaded, state_of
+from tandem.trainer.backends.reductions import norm_of
+from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.micro_batches import MicroBatch
+from tandem.trainer.scores import Scores
+
+
+class SteppedModel:
+    """A rank's part of one model that scores tokens and, if it is trained, takes optimizer steps."""
+
+    optimizer: torch.optim.Optimizer
+    """The optimizer of a trained model."""
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+
+    def __init__(self, name: columns.Model, settings: Model, ranks: Ranks, built: Built, *, is_trained: bool) -> None:
+        """Take the model as it was built, and its section of the configuration."""
+        self.name = name
+        self._settings = settings
+        self._ranks = ranks
+        self.is_trained = is_trained
+        self.device = ranks.device
+        self.model, self._scorer, self.shares_prompts, self._adapters, self._place = built
+        self.parameters: dict[str, torch.nn.Parameter] = {
+            tensor_name(name): parameter for name, parameter in self.model.named_parameters()
+        }
+        self._together = ranks.together(self.parameters.values())
+        """The parameters, in lists that one operation can change."""
+        self.num_steps = 0
+        self._offloaded: Offloaded | None = None
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
+        return self.take_step(self.add_gradient(micro_batches, loss), self._settings.max_grad_norm)
+
+    def add_gradient(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> float:
+        """Add the gradient of the loss of these micro-batches on all ranks to what there is. Return the loss."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            self._communicate(last=index == len(micro_batches) - 1)
+            if self._place is not None:
+                self._place.enter(self.num_steps, index)
+            value = loss(batch, self._scorer(batch))
+            # FSDP2 averages gradients over the ranks, but the loss is a sum.
+            torch.autograd.backward(value * self._ranks.num_shards)
+            total += value.detach()
+        if self._place is not None:
+            self._place.leave()
+        return float(self._ranks.replicas.sum(total)[0])
+
+    def take_step(self, loss: float, max_grad_norm: float | None) -> OptimizerStep:
+        """Clip the gradient, which is that of `loss`, step, and forget it. Raises `NotFiniteError`."""
+        grad_norm = self._clip(max_grad_norm)
+        if not (abs(loss) < float("inf") and grad_norm < float("inf")):
+            self.optimizer.zero_grad(set_to_none=True)
+            of_model = "" if self.name == "policy" else f" of the {self.name} model"
+            raise NotFiniteError(
+                f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {grad_norm}"
+            )
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        advance(self.scheduler)
+        self.num_steps += 1
+        return OptimizerStep(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
+        """Return the model's scores of each micro-batch without gradient, zero for tokens that are not valid.
+
+        Args:
+            micro_batches: micro-batches to score.
+            as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
+        """
+        with self._without_adapters() if as_reference else nullcontext():
+            found = [self._scorer(batch) for batch in micro_batches]
+        for module in _fsdp_modules(self.model):
+            module.reshard()  # by itself, only a backward pass would do it
+        return found
+
+    def offload(self) -> None:
+        """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
+
+        Also move the parameters, unless engines may be reading them. On a CPU, all of it is already in host memory, and
+        only the gradients are freed.
+        """
+        if self.is_trained:
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type != "cpu" and self._offloaded is None:
+            self._offloaded = Offloaded(self.movable())
+
+    def movable(self) -> list[torch.Tensor]:
+        """Return this rank's tensors on its device that are only needed to train, or score with, the model."""
+        parameters = () if self.name == "policy" else self.parameters.values()
+        here = [shards.local_of(each) for each in parameters if each.device.type == self.device.type]
+        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *here]
+
+    def reload(self) -> None:
+        """Move back the offloaded tensors, which are the same as before."""
+        if self._offloaded is not None:
+            self._offloaded.reload()
+            self._offloaded = None
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        from tandem.trainer import lora
+
+        return lora.switched_off(self.model)
+
+    def _communicate(self, *, last: bool) -> None:
+        """Reduce gradients once an optimizer step, if host memory can hold them whole until then.
+
+        On several GPUs every backward pass is a last one to FSDP2. After others it keeps whole gradients of the
+        embedding and the output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
+        """
+        if not isinstance(self.model, FSDPModule) or (self.device.type != "cpu" and self._ranks.num_shards > 1):
+            return
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_reshard_after_backward(last)
+        self.model.set_is_last_backward(last)
+
+    def _clip(self, max_grad_norm: float | None) -> float:
+        """Scale the gradients down to a norm; return their norm before."""
+        norm = norm_of(parameter.grad for parameter in self.parameters.values() if parameter.grad is not None)
+        if max_grad_norm is not None:
+            for parameters in self._together:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        return float(norm)
+
+
+def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:
+    """Advance a schedule by `num_steps` optimizer steps.
+
+    A schedule depends only on the number of steps, so a new one at the same step is exactly where the old one was.
+    """
+    with warnings.catch_warnings():
+        # torch warns of steps without optimizer steps, as in a replay, and of its own use of `epoch`.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(num_steps):
+            scheduler.step()
+
+
+def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,58 @@
+"""The columns that models fill with their scores of a rank's shard: a reference, values, a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.config.schema.columns import Column, Model
+from tandem.trainer.batching.padding import unpad_into
+from tandem.trainer.batching.shard import Shard
+from tandem.trainer.exchange import moved
+from tandem.trainer.micro_batches import Columns, MicroBatch
+from tandem.trainer.scores import Scores
+
+if TYPE_CHECKING:
+    from tandem.trainer.step import Step
+
+Filled = dict[Column, NDArray[Any]]
+"""Columns for the tokens of a shard."""
+
+
+def filled_by(step: Step, model: Model, size: int | None, columns: Filled) -> Filled:
+    """Return the columns with a model's scores of the shard's valid tokens; zeros elsewhere. It reads no others."""
+    shard, own = step.shards[model], step.own
+    found = {column: _nothing(step, column, shard) for column in step.read if column.model == model}
+    for number in range(step.config.num_of(model)):
+        for micro_batch, scores_BT in scored_by(step, model, size, number=number):
+            for column, values_T in found.items():
+                unpad_into(values_T, scores_BT[column.number], shard.own, micro_batch.rows)
+    if shard.replicas.sizes == own.replicas.sizes:
+        return found
+    return {column: moved(values_T, shard, own) for column, values_T in found.items()}
+
+
+def _nothing(step: Step, column: Column, shard: Shard) -> NDArray[Any]:
+    rows = () if column.num_each is None else (column.num_each(step.config),)
+    return np.zeros((len(shard.own.token_ids_T), *rows), dtype=column.dtype)
+
+
+def scored_by(
+    step: Step, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
+) -> list[tuple[MicroBatch, Scores]]:
+    """Return all micro-batches of this rank, each with a model's scores.
+
+    `number` selects one of several models of the same name. The batch has the sequences that belong to it.
+    """
+    batches: Sequence[Sequence[int]] = step.global_batches
+    if step.config.num_of(model) > 1:
+        is_its_S = step.whole.columns[f"{model}_S"] == number
+        batches = [[row for row in rows if is_its_S[row]] for rows in batches]
+    if not any(batches):
+        return []
+    shard = step.shards[model]
+    micro_batches = shard.laid_out(shard.scoring(batches, size), step.backend.device, columns)
+    return list(zip(micro_batches, step.backend.scores(micro_batches, model, number), strict=True))
