@@ -26,12 +26,12 @@ class Wire:
     """The test's end of a socket, to a process that says its name and its id."""
 
     def __init__(self, theirs: socket.socket) -> None:
-        self.name = "a process that has just connected"
+        self.name: str = "a process that has just connected"
         self._theirs = theirs
         theirs.settimeout(TIMEOUT_S)
         self._lines = theirs.makefile("rb")
         said = json.loads(self.reply())
-        self.name: str = said["name"]
+        self.name = said["name"]
         self.pid: int = said["pid"]
 
     def tell(self, line: bytes) -> None:
