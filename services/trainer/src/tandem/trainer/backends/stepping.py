@@ -16,7 +16,7 @@ from tandem.trainer import shards
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.building import Built
 from tandem.trainer.backends.offload import Offloaded, state_of
-from tandem.trainer.backends.reductions import norm_of
+from tandem.trainer.backends.reductions import norm_of, scale_down
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores
@@ -40,8 +40,6 @@ class SteppedModel:
         self.parameters: dict[str, torch.nn.Parameter] = {
             tensor_name(name): parameter for name, parameter in self.model.named_parameters()
         }
-        self._together = ranks.together(self.parameters.values())
-        """The parameters, in lists that one operation can change."""
         self.num_steps = 0
         self._offloaded: Offloaded | None = None
 
@@ -136,10 +134,10 @@ class SteppedModel:
 
     def _clip(self, max_grad_norm: float | None) -> float:
         """Scale the gradients down to a norm; return their norm before."""
-        norm = norm_of(parameter.grad for parameter in self.parameters.values() if parameter.grad is not None)
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = norm_of(gradients)
         if max_grad_norm is not None:
-            for parameters in self._together:
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+            scale_down(gradients, norm, max_grad_norm)
         return float(norm)
 
 
