@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from tests import suites
 from tests.harness.scripts import ROOT, load_script
 
 
@@ -21,7 +22,9 @@ def test_each_defect_can_be_made_in_one_place(script: ModuleType) -> None:
     assert len(found) == len(script.DEFECTS), "two of one name"
 
 
-def test_each_defect_names_a_test(script: ModuleType) -> None:
+def test_each_defect_names_a_test_that_tox_runs(script: ModuleType) -> None:
+    named = suites.places()
     for defect in script.DEFECTS:
         file, _, function = defect.test.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text(), defect.name
+        assert named.get(defect.test, suites.suite_of(file)) in ("unit", "integration"), defect.name
