@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="which has its own"),
@@ -47,7 +47,7 @@ def test_adam_and_the_sums_of_weight_gradients_are_fused_and_nothing_stands_in_f
     process.start()
     theirs.close()
     try:
-        assert ours.poll(150), "Megatron-Core's trainer took no step in time"
+        assert ours.poll(400), "Megatron-Core's trainer took no step in time"
         assert ours.recv() == ({True}, True, [])
     finally:
         process.join(60)

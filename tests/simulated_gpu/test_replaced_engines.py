@@ -25,7 +25,6 @@ from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not IS_RUNNING, reason="of simulated GPUs: python tests/simulated_gpu/run.py"),
 ]
 COORDINATOR = BIN / "coordinator"

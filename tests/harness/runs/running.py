@@ -28,8 +28,10 @@ from tandem.common.keys import key_file
 from tandem.launch.child import Child
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.harness.runs import consoles
+from tests.simulated_gpu.run import IS_RUNNING
 
-TIMEOUT_S = 240.0
+TIMEOUT_S, _DEADLINE_S = (500.0, 300.0) if IS_RUNNING else (240.0, 60.0)
+"""Longest times of a command, and of what a run waits for. GPUs are simulated slowly."""
 _STALL_S = float(os.environ.get("TANDEM_TEST_STALL_S", "0"))
 """Seconds that a test then takes to see what a command has printed, as on a machine that has stalled it."""
 BIN = Path(sys.executable).parent
@@ -77,7 +79,7 @@ TINY: dict[str, Any] = {
         "threads_per_process": 1,
         "heartbeat_interval_s": 0.3,
         "heartbeat_timeout_s": 10.0,
-        "deadlines": {"join_s": 60.0, "build_s": 60.0, "generate_s": 60.0, "train_s": 60.0},
+        "deadlines": dict.fromkeys(("join_s", "build_s", "generate_s", "train_s"), _DEADLINE_S),
     },
 }
 SUMS = [
