@@ -44,5 +44,6 @@ def scale_down(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
     Each rank scales its own parts. Of whole tensors torch would first find out, one by one, how ranks share the
     multiplication, which takes a first step tenths of a second a tensor where a mesh has several axes.
     """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([shards.local_of(tensor) for tensor in tensors], factor)
+    if tensors:  # torch multiplies no empty list
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_([shards.local_of(tensor) for tensor in tensors], factor)
