@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tandem.trainer.waiting import measured
+from tandem.trainer.rank_time import measured
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import _functional_collectives
 
-from tandem.trainer.waiting import measured
+from tandem.trainer.rank_time import measured
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/thread-self/schedstat").exists(), reason="this kernel does not count it"

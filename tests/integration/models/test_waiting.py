@@ -16,8 +16,8 @@ from tandem.config.schema.columns import Model
 from tandem.trainer.backend import LossOfMicroBatch
 from tandem.trainer.backends import make_backend
 from tandem.trainer.micro_batches import MicroBatch
+from tandem.trainer.rank_time import measured
 from tandem.trainer.scores import TokenScores
-from tandem.trainer.waiting import measured
 from tests.harness.trainers.megatron_harness import OPTIMIZER, make_checkpoint
 from tests.harness.trainers.trainer_harness import make_batch, make_config, run_ranks, train_on
 

@@ -55,8 +55,8 @@ def finite_number(given: object, what: str) -> float:
             number = math.inf
     if not math.isfinite(number):
         raise RewardError(f"{what} is {shown(given)}, not a finite number")
-    if wrong := beyond(number, shown(given)):
-        raise RewardError(f"{what} is {wrong}")
+    if beyond(number):
+        raise RewardError(f"{what} is {beyond(number, shown(given))}")
     return number
 
 

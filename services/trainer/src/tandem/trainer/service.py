@@ -63,8 +63,8 @@ from tandem.trainer.building import Parts, build_parts, open_rendezvous
 from tandem.trainer.evaluating import evaluate
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tandem.trainer.files.saving import Saving
+from tandem.trainer.rank_time import measured
 from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
-from tandem.trainer.waiting import measured
 
 if TYPE_CHECKING:
     from tandem.samples.images.fetching import ImageFetcher

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tandem.trainer import shards
-
 
 def sum_over(group: dist.ProcessGroup, device: torch.device, values: torch.Tensor) -> torch.Tensor:
     """Add a float64 tensor over the ranks of a group, which compute on this kind of device."""
@@ -46,4 +44,5 @@ def scale_down(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
     """
     if tensors:  # torch multiplies no empty list
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([shards.local_of(tensor) for tensor in tensors], factor)
+        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        torch._foreach_mul_(own, factor)

@@ -1,4 +1,4 @@
-"""The clock of a GPU's stream for `tandem.trainer.waiting`: events around what makes it wait."""
+"""The clock of a GPU's stream for `tandem.trainer.backends.waiting`: events around what makes it wait."""
 
 from __future__ import annotations
 
