@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -19,10 +20,15 @@ def file_errors(folder: Path) -> Iterator[None]:
     """Turn errors of SQLite and the file system into one line that names the file."""
     try:
         yield
-    except sqlite3.IntegrityError:
-        raise  # a step committed twice is our bug, not the user's
     except (sqlite3.Error, OSError) as error:
-        raise RunFolderError(f"cannot use {folder / JOURNAL_NAME}: {error}") from error
+        raise_file_error(folder, error)
+
+
+def raise_file_error(folder: Path, error: sqlite3.Error | OSError) -> NoReturn:
+    """Raise an error of SQLite or the file system again, as one line that names the file."""
+    if isinstance(error, sqlite3.IntegrityError):
+        raise error  # a step committed twice is our bug, not the user's
+    raise RunFolderError(f"cannot use {folder / JOURNAL_NAME}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import msgspec
 
 from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal import JournalReader, RefitRecord, StepRecord
-from tandem.observe.run_folder.journal_errors import file_errors
+from tandem.observe.run_folder.journal_errors import raise_file_error
 from tandem.observe.run_folder.journal_file import (
     SCHEMA_VERSION,
     connect_checked,
@@ -209,12 +209,15 @@ class Journal(JournalReader):
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Write in one transaction, synced to disk."""
-        with file_errors(self.folder), self.reserve.lent():
-            self._begin()
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
-                    self._connection.execute("ROLLBACK")
-                raise
+        try:
+            with self.reserve.lent():
+                self._begin()
+                try:
+                    yield self._connection
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
+                        self._connection.execute("ROLLBACK")
+                    raise
+        except (sqlite3.Error, OSError) as error:
+            raise_file_error(self.folder, error)
