@@ -17,9 +17,9 @@ from tandem.coordinator.observers import live_file
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.progress import Progress
 from tandem.coordinator.observers.prometheus import _of_run
-from tandem.coordinator.processes.admission import RegisteredProcess
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler.events import DispatchPrompts, Draining, Joined
+from tandem.launch.admission.admission import RegisteredProcess
 from tandem.observe.lines import seconds_left
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import LIVE_NAME, read_live

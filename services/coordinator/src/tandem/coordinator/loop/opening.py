@@ -20,8 +20,8 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say, make_model, set_aside
 from tandem.coordinator.preparing.resuming import refuse_changes
-from tandem.coordinator.processes.admission import Listening, new_run_keys
-from tandem.coordinator.processes.known_processes import ProcessesSnapshot, find_earlier
+from tandem.launch.admission.admission import Listening, new_run_keys
+from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
