@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and the exit codes of all commands."""
+"""Arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from tandem.config import Config
 
 if TYPE_CHECKING:
     from tandem.coordinator.preparing.prerequisite import Mode
-
-OK = 0
-FAILED = 1
-BAD_INPUT = 2
-INTERRUPTED = 130
 
 SETTINGS = "key=value"
 """Name of settings that replace a configuration's, in help texts."""

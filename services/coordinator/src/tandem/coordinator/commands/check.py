@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config import Config, dump_yaml, load_evaluation, notices, valid_part
 from tandem.config.models import hub
-from tandem.coordinator.commands.arguments import OK, Commands, add_config, loaded
+from tandem.coordinator.commands.arguments import Commands, add_config, loaded
+from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.coordinator.preparing.prerequisite import Ready

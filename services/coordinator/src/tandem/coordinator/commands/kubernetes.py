@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tandem.common.errors import ConfigError
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import OK, Commands, add_config
+from tandem.coordinator.commands.arguments import Commands, add_config
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

@@ -9,7 +9,8 @@ import msgspec
 
 from tandem.common.errors import TandemError
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
+from tandem.coordinator.commands.arguments import Commands, add_config, number
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

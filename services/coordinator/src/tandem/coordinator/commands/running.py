@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tandem.common import signals
 from tandem.config import notices
-from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
+from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     from tandem.common.messages import RewardServer
