@@ -16,8 +16,8 @@ from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 if TYPE_CHECKING:
     from tandem.common.messages import RewardServer
     from tandem.config import Config
-    from tandem.coordinator.preparing.prerequisite import Mode
     from tandem.coordinator.scheduler.events import Finish
+    from tandem.launch.preparing.beginning import Mode
     from tandem.launch.supervision import Supervision
 
 

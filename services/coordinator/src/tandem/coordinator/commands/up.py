@@ -15,7 +15,7 @@ from tandem.launch.exit_codes import OK
 from tandem.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from tandem.coordinator.preparing.prerequisite import Mode
+    from tandem.launch.preparing.beginning import Mode
 
 
 def add(commands: Commands) -> None:

@@ -13,7 +13,7 @@ from tandem.serving.tinker.api_keys import DEFAULT_FILE, add_key, read_keys
 from tandem.serving.tinker.tls import read_tls
 
 if TYPE_CHECKING:
-    from tandem.coordinator.preparing.prerequisite import Mode
+    from tandem.launch.preparing.beginning import Mode
 
 _KEYS = "keys"
 _MOST_TOKENS = 1 << 24
