@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from tandem.coordinator.commands.arguments import Commands
-from tandem.coordinator.commands.tokens import add_token, token_of
 from tandem.launch.exit_codes import OK
+from tandem.serving.access_token import add_token, token_of
 
 
 def add(commands: Commands) -> None:

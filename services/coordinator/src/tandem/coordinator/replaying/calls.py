@@ -31,7 +31,6 @@ from tandem.coordinator.preparing.replay import (
     refuse_folders,
     source_of,
 )
-from tandem.coordinator.replaying.comparing import Comparison
 from tandem.coordinator.scheduler.events import Event, Finish
 from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
 from tandem.coordinator.tinker.loop import CallLoop
@@ -44,6 +43,7 @@ from tandem.observe.run_folder.recorded import config_of
 from tandem.serving.tinker import call_files
 from tandem.serving.tinker.call_files import Done, Ended, GradientDone, RestoreDone, SaveDone, StepDone
 from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Restore, Save, Scored
+from tandem.serving.tinker.comparing import Comparison
 
 _STATES = "states"
 _CHANGEABLE = ("cluster", "logger", "policy")
