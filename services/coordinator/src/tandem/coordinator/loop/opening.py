@@ -33,7 +33,7 @@ from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
 if TYPE_CHECKING:  # needs an extra
-    from tandem.coordinator.observers.prometheus import Exporter
+    from tandem.observe.exporters.prometheus import Exporter
 
 _ANY_PORT = ":*"
 
