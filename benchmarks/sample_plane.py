@@ -49,12 +49,12 @@ from tandem.common.wire import Codec, Frames, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.loop.batches import Batches
-from tandem.coordinator.processes.admission import HeartbeatSettings
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
 from tandem.coordinator.scheduler.groups.again import GroupTable
+from tandem.launch.admission.admission import HeartbeatSettings
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tandem.samples.batch import SAMPLES, Batch

@@ -32,10 +32,10 @@ from tandem.config import build_config
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.timeline import Timeline
-from tandem.coordinator.processes.admission import RegisteredProcess
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import GroupSize
+from tandem.launch.admission.admission import RegisteredProcess
 from tandem.observe.page.server import make_app
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.curves_table import CURVES_NAME

@@ -21,7 +21,7 @@ NEEDS = {
     "tandem.refit.digests.gpu_sums": "triton",
     "tandem.refit.transports.gpu_kernel": "triton",
     "tandem.rollout.engines.vllm.worker": "vllm",
-    "tandem.coordinator.observers.prometheus": "prometheus_client",
+    "tandem.observe.exporters.prometheus": "prometheus_client",
     "tandem.observe.exporters.tracing": "opentelemetry",
 }
 

@@ -39,9 +39,9 @@ with HttpServer(app, listen("127.0.0.1", 0)) as server:
 """
 PROMETHEUS = """
 from tandem.config.schema import Prometheus
-from tandem.coordinator.observers.prometheus import Exporter
+from tandem.observe.exporters.prometheus import Exporter
 
-exporter = Exporter(Prometheus(port=0))
+exporter = Exporter(Prometheus(port=0), not_up=())
 print(exporter.url, flush=True)
 sys.stdin.read()
 exporter.close()

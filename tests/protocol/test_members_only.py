@@ -38,10 +38,10 @@ from tandem.config import build_config
 from tandem.coordinator.api.configuration import of_rewards
 from tandem.coordinator.api.reward_server import RewardServer
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Draining, Event, Joined, Lost
+from tandem.launch.admission.admission import HeartbeatSettings, Listening
 from tandem.samples.batch import Batch
 from tandem.samples.sample_store import SampleStore
 from tests.harness.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_listening

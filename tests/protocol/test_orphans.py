@@ -28,12 +28,12 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
-from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
-from tandem.coordinator.processes.known_processes import KnownProcesses, ProcessesSnapshot
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler.events import Event, Joined, Replied
+from tandem.launch.admission.admission import HeartbeatSettings, Listening
+from tandem.launch.admission.known_processes import KnownProcesses, ProcessesSnapshot
 from tests.harness.members import ANY_ADDRESS, RUN, dealer_to
 
 JOINING = RUN.for_processes()

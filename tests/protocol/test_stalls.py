@@ -10,10 +10,10 @@ import time
 from tandem.common import keys
 from tandem.common.messages import PROTOCOL_VERSION, FromRollout, Heartbeat, Hello, Shutdown, Welcome
 from tandem.common.wire import Codec, Hub, Peer, Stalls, encode
-from tandem.coordinator.processes.admission import HeartbeatSettings
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Limits, Replies
 from tandem.coordinator.scheduler.events import Joined, Lost
+from tandem.launch.admission.admission import HeartbeatSettings
 from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
 PULSE = HeartbeatSettings(interval_s=0.1, timeout_s=1.0)

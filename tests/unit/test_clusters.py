@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tandem.common.errors import ConfigError
 from tandem.common.keys import encode
 from tandem.config import config_to_json, load_config
-from tandem.coordinator.processes.admission import new_run_keys
+from tandem.launch.admission.admission import new_run_keys
 from tandem.launch.kubernetes import Manifest, PodNeeds, manifests, to_yaml
 from tandem.launch.nodes import Node, nodes_of
 from tandem.launch.slurm import SlurmJob, batch_script

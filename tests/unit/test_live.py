@@ -16,10 +16,11 @@ from tandem.common.wire import Peer
 from tandem.coordinator.observers import live_file
 from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.progress import Progress
-from tandem.coordinator.observers.prometheus import _of_run
-from tandem.coordinator.processes.admission import RegisteredProcess
+from tandem.coordinator.observers.watching import NOT_UP
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler.events import DispatchPrompts, Draining, Joined
+from tandem.launch.admission.admission import RegisteredProcess
+from tandem.observe.exporters.prometheus import _of_run
 from tandem.observe.lines import seconds_left
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import LIVE_NAME, read_live
@@ -96,7 +97,7 @@ def test_it_shows_engines_that_come_and_go(live: LiveFile) -> None:
     said = live.look(cluster.plan, processes(3))
     shown = [(engine.name, engine.status, engine.host) for engine in said.engines]
     assert shown[1:] == [("rollout-1", "leaving", "node1"), ("rollout-2", "building", "node2")]
-    families = {family.name: family for family in _of_run(said)}
+    families = {family.name: family for family in _of_run(said, NOT_UP)}
     assert families["tandem_engines"].samples[0].value == 3
     assert families["tandem_engines_up"].samples[0].value == 2
 

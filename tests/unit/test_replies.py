@@ -59,11 +59,11 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.common.wire import Frames, encode
-from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
+from tandem.launch.admission.admission import HeartbeatSettings, Listening
 from tandem.refit import layout
 from tests.harness.members import at, dealer_to, open_listening
 

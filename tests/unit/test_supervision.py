@@ -13,8 +13,8 @@ import pytest
 
 from tandem.common.process_lifetime import reaper
 from tandem.config.schema import Cluster, Deadlines
-from tandem.coordinator.commands.arguments import FAILED
-from tandem.coordinator.commands.supervision import Supervisor
+from tandem.launch.exit_codes import FAILED
+from tandem.launch.supervisor import Supervisor
 
 START_S, ROUND_S = 8.0, 1.0
 """The first is longer than a machine that has much to do takes to start Python."""

@@ -16,7 +16,6 @@ from run_harness import Run
 
 from tandem.common.errors import RunFolderError
 from tandem.coordinator.replaying.calls import read_records
-from tandem.coordinator.replaying.comparing import Comparison
 from tandem.observe.run_folder.journal import read_journal
 from tandem.serving.tinker import call_files, recording
 from tandem.serving.tinker.call_files import Ended, GradientDone, Head, RestoreDone, StepDone
@@ -32,6 +31,7 @@ from tandem.serving.tinker.calls import (
     Scored,
     TakeStep,
 )
+from tandem.serving.tinker.comparing import Comparison
 from tandem.serving.tinker.recording import Record, RecordingDesk
 
 STEP = TakeStep(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)

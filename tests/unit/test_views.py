@@ -18,13 +18,13 @@ from tandem.common.wire import Peer
 from tandem.config import build_config
 from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.observers.display import Display
 from tandem.coordinator.observers.drawing import ahead_line
 from tandem.coordinator.observers.progress import Progress
-from tandem.coordinator.processes.admission import RegisteredProcess
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
+from tandem.launch.admission.admission import RegisteredProcess
+from tandem.observe.display import Display
 from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
 from tandem.observe.lines import clock, sparkline, step_line
 from tandem.observe.report.report import format_report, write_report

@@ -18,9 +18,10 @@ from tandem.common.errors import ConfigError
 from tandem.common.messages import Generated, MemoryUse, Trained
 from tandem.config.schema import GpuMonitoring, Logger, Prometheus
 from tandem.coordinator.loop.metrics import StepMetrics
-from tandem.coordinator.observers.prometheus import Exporter
+from tandem.coordinator.observers.watching import NOT_UP
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.observe.exporters.nvml import GpuUse, Nvml
+from tandem.observe.exporters.prometheus import Exporter
 from tandem.observe.exporters.tracing import Tracing
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import Live, LiveEngine
@@ -116,10 +117,10 @@ def test_what_gpus_did_is_in_a_steps_metrics() -> None:
 
 
 def test_what_prometheus_is_served() -> None:
-    exporter = Exporter(Prometheus(port=free_port()))
+    exporter = Exporter(Prometheus(port=free_port()), NOT_UP)
     try:
         with pytest.raises(ConfigError, match=r"logger.prometheus.port: cannot listen on 127.0.0.1:\d+: "):
-            Exporter(Prometheus(port=int(exporter.url.split(":")[2].split("/")[0])))
+            Exporter(Prometheus(port=int(exporter.url.split(":")[2].split("/")[0])), NOT_UP)
         exporter.name_run("a-run")
         exporter.commit(
             StepRecord(

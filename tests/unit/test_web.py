@@ -25,11 +25,11 @@ from starlette.routing import Route
 
 from tandem.common import web
 from tandem.common.errors import ConfigError
-from tandem.coordinator.commands.tokens import VARIABLE, add_token, token_of
 from tandem.rollout.openai_api.app import make_app
 from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
+from tandem.serving.access_token import VARIABLE, add_token, token_of
 from tests.harness.runs.running import wait_until
 from tests.harness.web_servers import SERVERS, WAIT_S, Address, ask, web_server
 from tests.unit.page_harness import client, make_run

@@ -21,7 +21,7 @@ import sys
 from tandem.config import load_config
 from tandem.common.errors import TandemError
 from tandem.samples.data_sets import load_problems
-from tandem.coordinator.preparing.hub_data import find_data
+from tandem.launch.preparing.hub_data import find_data
 
 for overrides in {overrides!r}:
     try:

@@ -1,1 +1,1 @@
-"""Launching: start a run's processes on this host or a cluster, and keep them running"""
+"""Launching: find what a run needs, start its processes here or on a cluster, and keep them running"""

@@ -24,10 +24,10 @@ from tandem.common.messages import PROTOCOL_VERSION, Command, Hello, ServiceKind
 from tandem.common.process_lifetime import die_with
 from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Link, exit_code
 from tandem.config.model_names import fetch_models
+from tandem.launch.exit_codes import INTERRUPTED
 from tandem.launch.service import ServiceContext
 
 _IDLE_POLL_S = 1.0
-_EXIT_INTERRUPTED = 130
 
 
 class Service(Protocol):
@@ -74,7 +74,7 @@ def run_service(
         return EXIT_NOT_ADMITTED if isinstance(error, NotAdmitted) else 1
     except KeyboardInterrupt:
         print(f"{kind}: interrupted before it had joined", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return INTERRUPTED
     service, code = None, 0
     try:
         print(f"{welcome.name} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)

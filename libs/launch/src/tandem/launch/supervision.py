@@ -5,7 +5,7 @@
                                 `Final`: another coordinator would end the same way.
     supervisor ─▶ coordinator   `Begun`, first: what became of the previous one. `Ended`: how such a child ended.
 
-Engines and the refit service are children of the supervisor (`tandem.coordinator.commands.supervision`). The kernel
+Engines and the refit service are children of the supervisor (`tandem.launch.supervisor`). The kernel
 ends them with the supervisor, not with the coordinator, and the supervisor reports their ends to the coordinator.
 
 The run's loop sends signs of life, which show that it advances. Before it, between two loops and after the last one, a

@@ -32,9 +32,10 @@ from tandem.coordinator.commands import (
     up,
     view,
 )
-from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, NEWER, CarryOut
+from tandem.coordinator.commands.arguments import NEWER, CarryOut
 from tandem.coordinator.replaying import replay
 from tandem.coordinator.tinker import tinker
+from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 
 _COMMANDS = (
     init,

@@ -33,8 +33,8 @@ def _run(order_fd: int, reports_fd: int) -> int:
     from tandem.common.errors import TandemError
     from tandem.config import config_from_json
     from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, failure
-    from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
     from tandem.coordinator.commands.running import run_to_outcome
+    from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
     gc_tuning.retire_at_exit()
     with os.fdopen(order_fd, "rb") as file:

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and the exit codes of all commands."""
+"""Arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config
 
 if TYPE_CHECKING:
-    from tandem.coordinator.preparing.prerequisite import Mode
-
-OK = 0
-FAILED = 1
-BAD_INPUT = 2
-INTERRUPTED = 130
+    from tandem.launch.preparing.beginning import Mode
 
 SETTINGS = "key=value"
 """Name of settings that replace a configuration's, in help texts."""
@@ -49,7 +44,7 @@ def loaded(load: Callable[[str, list[str]], Config], arguments: argparse.Namespa
     try:
         return load(arguments.config, arguments.overrides)
     except ConfigError as error:
-        from tandem.coordinator.preparing.missing import with_missing  # takes a while to import
+        from tandem.launch.preparing.missing import with_missing  # takes a while to import
 
         raise with_missing(error, arguments.config, arguments.overrides, mode) from None
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import ConfigError
 from tandem.config.models import hub
-from tandem.coordinator.commands.arguments import OK, Commands, count, number
+from tandem.coordinator.commands.arguments import Commands, count, number
 from tandem.coordinator.commands.serve import FOLDER_HELP, add_checkpoint, add_engine, is_answered_by_the_run
-from tandem.coordinator.commands.tokens import add_token, token_of
+from tandem.launch.exit_codes import OK
+from tandem.serving.access_token import add_token, token_of
 
 if TYPE_CHECKING:
     from tandem.serving.client import ChatServer

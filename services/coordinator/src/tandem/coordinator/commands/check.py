@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config import Config, dump_yaml, load_evaluation, notices, valid_part
 from tandem.config.models import hub
-from tandem.coordinator.commands.arguments import OK, Commands, add_config, loaded
+from tandem.coordinator.commands.arguments import Commands, add_config, loaded
+from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.coordinator.preparing.prerequisite import Ready
@@ -58,7 +59,9 @@ def _list_ignored(config: Config) -> None:
 
 def _earlier(ready: Ready) -> Iterator[str]:
     """Yield notes about what exists of a run, and about the one before it until that is done."""
-    from tandem.coordinator.preparing.prerequisite import differences, has_begun, is_done, model_differences
+    from tandem.coordinator.preparing.prerequisite import differences, is_done
+    from tandem.launch.preparing.beginning import has_begun
+    from tandem.launch.preparing.new_model import model_differences
 
     config = ready.config
     if changed := model_differences(config):

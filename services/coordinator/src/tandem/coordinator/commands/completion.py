@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from tandem.coordinator.commands.arguments import OK, SETTINGS, Commands
+from tandem.coordinator.commands.arguments import SETTINGS, Commands
+from tandem.launch.exit_codes import OK
 
 SHELLS = ("bash", "zsh", "fish")
 _FILES = ("CONFIG", "FILE")
@@ -15,19 +16,6 @@ _HOW_TO_LOAD = """examples:
   bash:  source <(coordinator completion bash)       in ~/.bashrc
   zsh:   eval "$(coordinator completion zsh)"        in ~/.zshrc, after compinit
   fish:  coordinator completion fish | source        in ~/.config/fish/config.fish"""
-_BASH = """
-_tandem_settings() {{
-  local key="" word="$1"
-  # Bash takes words apart at '='.
-  if [[ "$word" == "=" ]]; then key="${{COMP_WORDS[COMP_CWORD-1]}}" word=""
-  elif [[ "${{COMP_WORDS[COMP_CWORD-1]}}" == "=" ]]; then key="${{COMP_WORDS[COMP_CWORD-2]}}"
-  else compgen -W '{keys}' -- "$word"; return
-  fi
-  case "$key" in
-{cases}
-  esac
-}}
-"""
 _BASH_END = """
 # A setting goes on behind its '='.
 _tandem_coordinator() {
@@ -39,32 +27,6 @@ _tandem_coordinator() {
   if [[ "${COMPREPLY[0]-}" == *= ]]; then compopt -o nospace 2>/dev/null || :; fi
 }
 complete -o bashdefault -F _tandem_coordinator coordinator
-"""
-_ZSH = """
-_tandem_settings() {{
-  if [[ "$PREFIX" == *=* ]]; then
-    local key="${{PREFIX%%=*}}"
-    compset -P '*='
-    case "$key" in
-{cases}
-    esac
-  else
-    compadd -S '' -- {keys}
-    # Of several folders behind an option, zsh takes the second for a setting.
-    (( ${{words[(I)--model]}} )) && _files -/
-  fi
-}}
-"""
-_FISH = """
-function _tandem_settings
-  if string match -q '*=*' -- (commandline -ct)
-    printf '%s\\n' {values}
-  else
-    printf '%s\\n' {keys}
-    # Of several folders behind an option, fish takes the second for a setting.
-    contains -- --model (commandline -opc); and __fish_complete_directories (commandline -ct) ''
-  end
-end
 """
 _MENDED = {
     # shtab registers only an evaluated script, and calls a sourced one at once; this does it the right way round.
@@ -91,10 +53,12 @@ def add(commands: Commands) -> None:
 def _completion(arguments: argparse.Namespace) -> int:
     import shtab
 
+    from tandem.config.completed_settings import completing_settings
+
     shell: str = arguments.shell
     for action in _actions(arguments.root):
         _prepare(action)
-    script = shtab.complete(arguments.root, shell, preamble=_preamble(shell))
+    script = shtab.complete(arguments.root, shell, preamble=completing_settings(shell))
     if shell == "zsh":
         for written, mended in _MENDED.items():
             script = script.replace(written, mended)
@@ -140,34 +104,3 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from _actions(inner)
-
-
-def _preamble(shell: str) -> str:
-    """Return the shell function that completes settings, from the schema."""
-    keys, choices = _settings()
-    listed = " ".join(f"{key}=" for key in keys)
-    quoted = " ".join(f"'{key}='" for key in keys)
-    match shell:
-        case "bash":
-            cases = "\n".join(
-                f"  {key}) compgen -W '{' '.join(words)}' -- \"$word\" ;;" for key, words in choices.items()
-            )
-            return _BASH.format(keys=listed, cases=cases)
-        case "zsh":
-            cases = "\n".join(f"    {key}) compadd -- {' '.join(words)} ;;" for key, words in choices.items())
-            return _ZSH.format(keys=quoted, cases=cases)
-        case _:
-            values = " ".join(f"'{key}={word}'" for key, words in choices.items() for word in words)
-            return _FISH.format(keys=quoted, values=values)
-
-
-def _settings() -> tuple[list[str], dict[str, list[str]]]:
-    """Return the keys that have a value of their own, and the values of those that have few."""
-    from tandem.config.conform import choices_of_keys
-    from tandem.config.unsupported import NOT_SUPPORTED_YET
-
-    found = dict(choices_of_keys())
-    for row in NOT_SUPPORTED_YET:  # offer no value that would be rejected
-        if all(word in found.get(row.key, []) for word in row.off):
-            found[row.key] = [str(word) for word in row.off]
-    return [*found], {key: words for key, words in found.items() if words}

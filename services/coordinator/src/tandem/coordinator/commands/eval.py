@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tandem.common import signals
 from tandem.config import load_evaluation, notices
-from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK, Commands, add_config
+from tandem.coordinator.commands.arguments import Commands, add_config
+from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
 
 def add(commands: Commands) -> None:

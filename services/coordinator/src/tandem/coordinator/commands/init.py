@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import TandemError
-from tandem.coordinator.commands.arguments import OK, Commands
+from tandem.coordinator.commands.arguments import Commands
+from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.launch.starting.choices import Choices

@@ -10,7 +10,8 @@ from pathlib import Path
 from tandem.common import signals
 from tandem.common.keys import key_file, read_key_file
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import FAILED, OK, Commands, add_config, number
+from tandem.coordinator.commands.arguments import Commands, add_config, number
+from tandem.launch.exit_codes import FAILED, OK
 
 
 def add(commands: Commands) -> None:

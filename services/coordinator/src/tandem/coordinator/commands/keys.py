@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import OK, Commands, add_config
+from tandem.coordinator.commands.arguments import Commands, add_config
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:
@@ -18,7 +19,7 @@ def add(commands: Commands) -> None:
 
 def _keys(arguments: argparse.Namespace) -> int:
     from tandem.common.keys import read_run_keys, write_run_keys
-    from tandem.coordinator.processes.admission import new_run_keys
+    from tandem.launch.admission.admission import new_run_keys
 
     run = Path(load_config(arguments.config, arguments.overrides).logger.log_dir)
     print(write_run_keys(run, read_run_keys(run) or new_run_keys()))

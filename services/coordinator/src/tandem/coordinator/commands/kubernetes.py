@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tandem.common.errors import ConfigError
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import OK, Commands, add_config
+from tandem.coordinator.commands.arguments import Commands, add_config
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:
@@ -41,7 +42,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # a pod's name adds a suffix, and has 63 at most
         raise ConfigError(f"--name: {name!r} is not 1 to 40 of a-z, 0-9 and -, a letter first")
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.coordinator.processes.admission import new_run_keys
+    from tandem.launch.admission.admission import new_run_keys
     from tandem.launch.kubernetes import PodNeeds, manifests, to_yaml
 
     needs = PodNeeds(

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tandem.coordinator.commands.arguments import OK, Commands
+from tandem.coordinator.commands.arguments import Commands
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

@@ -9,7 +9,8 @@ import msgspec
 
 from tandem.common.errors import TandemError
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
+from tandem.coordinator.commands.arguments import Commands, add_config, number
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:
@@ -38,7 +39,7 @@ def add(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tandem.coordinator.preparing.hub_models import find_on_hub
+    from tandem.launch.preparing.hub_models import find_on_hub
     from tandem.refit.forecast.plan import explain
     from tandem.refit.forecast.plan_ages import GivenRates
     from tandem.refit.forecast.plan_json import planned

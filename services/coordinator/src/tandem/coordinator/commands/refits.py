@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from tandem.coordinator.commands.arguments import OK, Commands, add_run
+from tandem.coordinator.commands.arguments import Commands, add_run
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tandem.coordinator.commands.arguments import OK, Commands
+from tandem.coordinator.commands.arguments import Commands
+from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

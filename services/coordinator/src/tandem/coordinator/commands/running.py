@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from tandem.common import signals
 from tandem.config import notices
-from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
+from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     from tandem.common.messages import RewardServer
     from tandem.config import Config
-    from tandem.coordinator.preparing.prerequisite import Mode
     from tandem.coordinator.scheduler.events import Finish
+    from tandem.launch.preparing.beginning import Mode
     from tandem.launch.supervision import Supervision
 
 

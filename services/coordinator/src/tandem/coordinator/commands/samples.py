@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.coordinator.commands.arguments import OK, Commands, add_run
+from tandem.coordinator.commands.arguments import Commands, add_run
+from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.config import Config

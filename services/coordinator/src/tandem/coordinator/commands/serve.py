@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from tandem.common.errors import ConfigError
 from tandem.config.models import hub
 from tandem.config.schema.generation import ToolCallParser
-from tandem.coordinator.commands.arguments import OK, Commands, count, number
-from tandem.coordinator.commands.tokens import add_token, token_of
+from tandem.coordinator.commands.arguments import Commands, count, number
+from tandem.launch.exit_codes import OK
+from tandem.serving.access_token import add_token, token_of
 
 if TYPE_CHECKING:
     from tandem.serving.handover import Serving

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tandem.common.errors import TandemError
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import FAILED, OK, Commands, add_config, count
+from tandem.coordinator.commands.arguments import Commands, add_config, count
+from tandem.launch.exit_codes import FAILED, OK
 
 _SUBMIT_S = 60.0
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from tandem.common.errors import DamagedCheckpoint, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import OK, Commands, add_config, loaded
+from tandem.coordinator.commands.arguments import Commands, add_config, loaded
 from tandem.coordinator.commands.running import run_to_end
-from tandem.coordinator.commands.supervision import Supervisor
+from tandem.launch.exit_codes import OK
+from tandem.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from tandem.coordinator.preparing.prerequisite import Mode
+    from tandem.launch.preparing.beginning import Mode
 
 
 def add(commands: Commands) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tandem.coordinator.commands.arguments import OK, Commands
-from tandem.coordinator.commands.tokens import add_token, token_of
+from tandem.coordinator.commands.arguments import Commands
+from tandem.launch.exit_codes import OK
+from tandem.serving.access_token import add_token, token_of
 
 
 def add(commands: Commands) -> None:

@@ -16,13 +16,14 @@ from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.evaluation.models import Model
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.run import run
-from tandem.coordinator.preparing.model_folder import model_vocabulary
 from tandem.coordinator.preparing.preflight import preflight
-from tandem.coordinator.preparing.prerequisite import Ready, set_aside
+from tandem.coordinator.preparing.prerequisite import Ready
 from tandem.coordinator.scheduler.events import Finish
 from tandem.launch.fork_server import ForkServer
+from tandem.launch.preparing.beginning import set_aside
 from tandem.observe.evaluation.results import Asked, results_of, scores_of, write_results
 from tandem.observe.evaluation.table import INTERVAL, Evaluation, write_table
+from tandem.refit.model_folders.checking import model_vocabulary
 from tandem.samples.model_files import load_tokenizer
 
 RUNS = "runs"

@@ -29,17 +29,17 @@ from tandem.coordinator.observers.stopping import validation_stop
 from tandem.coordinator.observers.time_limit import TimeLimit
 from tandem.coordinator.observers.timeline import Timeline
 from tandem.coordinator.observers.watching import Dashboards, EngineServers, Metrics, Supervised
-from tandem.coordinator.preparing.prerequisite import Say
 from tandem.coordinator.preparing.resuming import Start
-from tandem.coordinator.processes.admission import HeartbeatSettings, Listening
-from tandem.coordinator.processes.known_processes import KnownProcesses, orphan_timeout_s
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
+from tandem.launch.admission.admission import HeartbeatSettings, Listening
+from tandem.launch.admission.known_processes import KnownProcesses, orphan_timeout_s
 from tandem.launch.expected import KINDS, expected_processes, launched_processes
 from tandem.launch.launch import Admits, LocalProcesses
+from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.assignment import scoring_trainers
 from tandem.samples.folders_aside import RestoreLimits

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from tandem.common.messages import RewardServer
-from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say
+from tandem.coordinator.preparing.prerequisite import Ready
 from tandem.launch.fork_server import ForkServer
+from tandem.launch.preparing.beginning import Mode, Say
 from tandem.launch.supervision import Supervision
 
 if TYPE_CHECKING:

@@ -38,7 +38,6 @@ from tandem.coordinator.loop.losses import Losses
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.loop.recorder import Recorder
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.processes.known_processes import KnownProcesses
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
@@ -73,6 +72,7 @@ from tandem.coordinator.scheduler.events import (
     StepValidated,
     Ticked,
 )
+from tandem.launch.admission.known_processes import KnownProcesses
 from tandem.launch.launch import LocalProcesses
 
 _CAUSE_S = 0.5

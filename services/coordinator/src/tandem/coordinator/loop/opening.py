@@ -18,11 +18,13 @@ from tandem.config.models.vision_families import family_of
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
-from tandem.coordinator.preparing.prerequisite import Mode, Ready, Say, make_model, set_aside
+from tandem.coordinator.preparing.prerequisite import Ready
 from tandem.coordinator.preparing.resuming import refuse_changes
-from tandem.coordinator.processes.admission import Listening, new_run_keys
-from tandem.coordinator.processes.known_processes import ProcessesSnapshot, find_earlier
+from tandem.launch.admission.admission import Listening, new_run_keys
+from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
 from tandem.launch.page_process import PageProcess, page_socket
+from tandem.launch.preparing.beginning import Mode, Say, set_aside
+from tandem.launch.preparing.new_model import make_model
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
@@ -31,7 +33,7 @@ from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
 if TYPE_CHECKING:  # needs an extra
-    from tandem.coordinator.observers.prometheus import Exporter
+    from tandem.observe.exporters.prometheus import Exporter
 
 _ANY_PORT = ":*"
 

@@ -13,15 +13,17 @@ from tandem.config.model_names import fetch_models
 from tandem.coordinator.loop.attempts import Attempts
 from tandem.coordinator.loop.invocation import Invocation
 from tandem.coordinator.loop.opening import open_run
-from tandem.coordinator.preparing.model_folder import check_model
-from tandem.coordinator.preparing.needed_models import missing_models
-from tandem.coordinator.preparing.prerequisite import Ready, has_begun, how_to_begin, make_model
-from tandem.coordinator.preparing.reward_model_folder import check_reward_models
-from tandem.coordinator.preparing.teachers import check_teachers
+from tandem.coordinator.preparing.prerequisite import Ready, how_to_begin
 from tandem.coordinator.scheduler.events import Finish
+from tandem.launch.preparing.beginning import has_begun
+from tandem.launch.preparing.needed_models import missing_models
+from tandem.launch.preparing.new_model import make_model
 from tandem.observe.run_folder.ending import SAID
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.observe.run_folder.recorded import checkpoints_of
+from tandem.refit.model_folders.checking import check_model
+from tandem.refit.model_folders.reward_models import check_reward_models
+from tandem.refit.model_folders.teachers import check_teachers
 from tandem.samples.model_files import load_tokenizer
 
 

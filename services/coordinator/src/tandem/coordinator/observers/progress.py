@@ -14,12 +14,12 @@ from rich.text import Text
 
 from tandem.config import Config
 from tandem.config.models import hub
-from tandem.coordinator.observers.display import Display
 from tandem.coordinator.observers.drawing import picture, waiting_line
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.spec import RunSpec
+from tandem.observe.display import Display
 from tandem.observe.lines import clock, seconds_left, step_line
 from tandem.observe.run_folder.journal import StepRecord
 

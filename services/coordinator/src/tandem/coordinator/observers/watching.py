@@ -14,6 +14,8 @@ from tandem.coordinator.observers.live_file import LiveFile
 from tandem.coordinator.observers.observer import Observer, Reporter
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.engines.joining import Stage
+from tandem.coordinator.scheduler.engines.status import COMING_BACK
 from tandem.launch.page_process import PageProcess
 from tandem.launch.supervision import Supervision
 from tandem.observe.exporters.telemetry import MetricWriters
@@ -22,17 +24,20 @@ from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.timeline import StepSpans
 
 if TYPE_CHECKING:  # each needs an extra
-    from tandem.coordinator.observers.prometheus import Exporter
+    from tandem.observe.exporters.prometheus import Exporter
     from tandem.observe.exporters.tracing import Tracing
+
+NOT_UP = frozenset(status.value for status in (*COMING_BACK, *Stage))
+"""Statuses, in the live file, of engines that are not built, or lost."""
 
 
 def serve_prometheus(logger: Logger, stack: contextlib.ExitStack) -> Exporter | None:
     """Serve Prometheus until `stack` is left, if that is on. Raise `ConfigError` if it cannot listen."""
     if logger.prometheus.port is None:
         return None
-    from tandem.coordinator.observers.prometheus import Exporter
+    from tandem.observe.exporters.prometheus import Exporter
 
-    exporter = Exporter(logger.prometheus)
+    exporter = Exporter(logger.prometheus, NOT_UP)
     stack.callback(exporter.close)
     return exporter
 

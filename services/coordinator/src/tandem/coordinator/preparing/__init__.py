@@ -1,1 +1,1 @@
-"""Preparation of a run: check what it needs, fetch models, and find what it begins from."""
+"""Preparation of a run: check all of it, and find what it begins from, or what it replays."""

@@ -29,25 +29,20 @@ from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.observers.watching import serve_prometheus
-from tandem.coordinator.preparing.custom_code import imported_apart
-from tandem.coordinator.preparing.hub_data import find_data
-from tandem.coordinator.preparing.hub_models import find_on_hub
-from tandem.coordinator.preparing.model_folder import check_model
-from tandem.coordinator.preparing.needed_models import missing_models
-from tandem.coordinator.preparing.prerequisite import (
-    Mode,
-    Ready,
-    differences,
-    has_begun,
-    model_differences,
-    model_problem,
-)
-from tandem.coordinator.preparing.reward_model_folder import check_reward_models
-from tandem.coordinator.preparing.teachers import check_teachers
-from tandem.coordinator.preparing.value_model import check_value_model
+from tandem.coordinator.preparing.prerequisite import Ready, differences
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
 from tandem.launch.page_process import page_socket
+from tandem.launch.preparing.beginning import Mode, has_begun
+from tandem.launch.preparing.custom_code import imported_apart
+from tandem.launch.preparing.hub_data import find_data
+from tandem.launch.preparing.hub_models import find_on_hub
+from tandem.launch.preparing.needed_models import missing_models
+from tandem.launch.preparing.new_model import model_differences, model_problem
+from tandem.refit.model_folders.checking import check_model
+from tandem.refit.model_folders.reward_models import check_reward_models
+from tandem.refit.model_folders.teachers import check_teachers
+from tandem.refit.model_folders.value_model import check_value_model
 from tandem.samples.model_files import check_new_model_type, load_tokenizer, write_new_model
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.tokenizer import Tokenizer

@@ -23,8 +23,8 @@ from tandem.config.models.model_sizes import max_positions_in, vocabulary_in
 from tandem.config.problem import Invalid
 from tandem.config.schema.base import Section
 from tandem.config.schema.generation import VllmCfg
-from tandem.coordinator.preparing.model_folder import check_weights, read_json
 from tandem.observe.run_folder.found_models import models_in
+from tandem.refit.model_folders.checking import check_weights, read_json
 from tandem.samples.model_files import load_model_tokenizer
 from tandem.serving.handover import Serving
 

@@ -1,1 +1,1 @@
-"""The processes of a run: how they join, and the checks of their replies."""
+"""The processes of a run: which are in it, and the checks of their replies."""

@@ -30,12 +30,12 @@ from tandem.common.messages import (
     Shutdown,
 )
 from tandem.common.texts import shortened
-from tandem.coordinator.processes.admission import Admission, HeartbeatSettings, Listening, RegisteredProcess, Run
-from tandem.coordinator.processes.keys_of_trainers import KeysOfTrainers
-from tandem.coordinator.processes.known_processes import KnownProcesses
-from tandem.coordinator.processes.names import Names
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.scheduler.events import Draining, Erred, Event, Joined, Lost, Replied
+from tandem.launch.admission.admission import Admission, HeartbeatSettings, Listening, RegisteredProcess, Run
+from tandem.launch.admission.keys_of_trainers import KeysOfTrainers
+from tandem.launch.admission.known_processes import KnownProcesses
+from tandem.launch.admission.names import Names
 
 _CODECS: dict[ServiceKind, wire.Codec[Any]] = {
     "trainer": wire.Codec(FromTrainer),

@@ -21,7 +21,6 @@ import msgspec
 from tandem.common import signals
 from tandem.common.errors import ConfigError, DeadlineExceeded, RunFolderError, TandemError
 from tandem.config import Config, change_config, notices
-from tandem.coordinator.commands.arguments import FAILED, INTERRUPTED, OK
 from tandem.coordinator.loop.loop import Loop
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.preparing.replay import (
@@ -32,10 +31,10 @@ from tandem.coordinator.preparing.replay import (
     refuse_folders,
     source_of,
 )
-from tandem.coordinator.replaying.comparing import Comparison
 from tandem.coordinator.scheduler.events import Event, Finish
 from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
 from tandem.coordinator.tinker.loop import CallLoop
+from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ForkServer
 from tandem.launch.launch import preload
@@ -44,6 +43,7 @@ from tandem.observe.run_folder.recorded import config_of
 from tandem.serving.tinker import call_files
 from tandem.serving.tinker.call_files import Done, Ended, GradientDone, RestoreDone, SaveDone, StepDone
 from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Restore, Save, Scored
+from tandem.serving.tinker.comparing import Comparison
 
 _STATES = "states"
 _CHANGEABLE = ("cluster", "logger", "policy")

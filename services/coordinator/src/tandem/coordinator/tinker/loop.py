@@ -47,7 +47,6 @@ from tandem.config import Config
 from tandem.coordinator.loop.loop import Loop
 from tandem.coordinator.scheduler.events import DispatchBatch, Erred, Event, Finish, Lost, Replied
 from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
-from tandem.coordinator.tinker.prefixes import prefixes_of
 from tandem.observe.run_folder.calls import record_calls
 from tandem.samples.assignment import EMPTY_ROW, assign, data_parallel_ranks
 from tandem.serving.tinker.calls import (
@@ -64,6 +63,7 @@ from tandem.serving.tinker.calls import (
     Scored,
     TakeStep,
 )
+from tandem.serving.tinker.prefixes import prefixes_of
 
 _SAMPLES_POLL_S = 0.003
 """Time between looks while a call waits until samples are made; else the loop is woken."""

@@ -14,11 +14,11 @@ from starlette.types import ASGIApp
 from tandem.common import signals
 from tandem.common.errors import ConfigError
 from tandem.config import Config, notices
-from tandem.coordinator.commands.arguments import FAILED, OK
-from tandem.coordinator.preparing.prerequisite import Mode
+from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ForkServer
 from tandem.launch.launch import preload
+from tandem.launch.preparing.beginning import Mode
 from tandem.serving.tinker.api_keys import ApiKeys
 from tandem.serving.tinker.tls import Tls
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.errors import ConfigError
-from tandem.coordinator.commands.arguments import OK, Commands, add_config, number
+from tandem.coordinator.commands.arguments import Commands, add_config, number
+from tandem.launch.exit_codes import OK
 from tandem.serving.tinker.api_keys import DEFAULT_FILE, add_key, read_keys
 from tandem.serving.tinker.tls import read_tls
 
 if TYPE_CHECKING:
-    from tandem.coordinator.preparing.prerequisite import Mode
+    from tandem.launch.preparing.beginning import Mode
 
 _KEYS = "keys"
 _MOST_TOKENS = 1 << 24

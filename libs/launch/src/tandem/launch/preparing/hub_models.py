@@ -19,7 +19,7 @@ from tandem.config.checks import broken_rules
 from tandem.config.model_names import change_model_names, is_used
 from tandem.config.models import hub
 from tandem.config.schema.policy import Model, Tokenizer
-from tandem.coordinator.preparing.prerequisite import Mode, has_begun
+from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tandem.common import signals
 from tandem.common.errors import RunFolderError
 from tandem.common.process_lifetime import adopt_orphans, descendants
-from tandem.coordinator.commands.arguments import BAD_INPUT, FAILED, INTERRUPTED, OK
+from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     import socket

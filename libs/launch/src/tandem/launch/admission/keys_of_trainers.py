@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tandem.common import wire
 from tandem.common.curve import Admitted
 from tandem.common.messages import TrainerKeys
-from tandem.coordinator.processes.admission import RegisteredProcess
+from tandem.launch.admission.admission import RegisteredProcess
 
 
 class KeysOfTrainers:

@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,12 +22,9 @@ from tandem.common import http_server
 from tandem.common.errors import ConfigError
 from tandem.common.network import url_of
 from tandem.config.schema import Prometheus
-from tandem.coordinator.scheduler.engines.joining import Stage
-from tandem.coordinator.scheduler.engines.status import COMING_BACK
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.live import Live
 
-_NOT_UP = frozenset(status.value for status in (*COMING_BACK, *Stage))
 _END_S = 1
 """Time for pending answers when the server ends."""
 _ENDED_S = 5.0
@@ -38,10 +35,10 @@ _LOOK_S = 0.01
 class Exporter:
     """The server and its content; it runs until it is closed."""
 
-    def __init__(self, settings: Prometheus) -> None:
-        """Listen. Raise `ConfigError` if that fails."""
+    def __init__(self, settings: Prometheus, not_up: Collection[str]) -> None:
+        """Listen. `not_up` are the statuses of engines that are not built, or lost. Raise `ConfigError` if it fails."""
         assert settings.port is not None, "or there is nothing to serve"
-        self._told = _Told()
+        self._told = _Told(not_up)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._told)
         try:
@@ -98,7 +95,8 @@ class Exporter:
 class _Told(Collector):
     """The run's newest records, as a collector for Prometheus."""
 
-    def __init__(self) -> None:
+    def __init__(self, not_up: Collection[str]) -> None:
+        self._not_up = not_up
         self.run_id = ""
         self.step: StepRecord | None = None
         self.committed_at = time.monotonic()
@@ -125,7 +123,7 @@ class _Told(Collector):
             yield _labelled("tandem_refit_seconds", "Seconds of the newest refit", "phase", self.refit.seconds)
             yield _gauge("tandem_refit_bytes", "Bytes copied in the newest refit", sum(self.refit.num_bytes.values()))
         if self.live is not None:
-            yield from _of_run(self.live)
+            yield from _of_run(self.live, self._not_up)
 
 
 def _of_step(record: StepRecord) -> Iterator[Metric]:
@@ -139,13 +137,13 @@ def _of_step(record: StepRecord) -> Iterator[Metric]:
             yield _gauge(full, f"{name} of the newest step that is done", value)
 
 
-def _of_run(live: Live) -> Iterator[Metric]:
+def _of_run(live: Live, not_up: Collection[str]) -> Iterator[Metric]:
     groups = {name: getattr(live.groups, name) for name in live.groups.__struct_fields__}
     yield _labelled("tandem_groups", "Rollout groups", "state", groups)
     yield _gauge("tandem_step_in_progress", "The step in progress", live.step)
     yield _gauge("tandem_steps_planned", "The last step of the run", live.num_steps)
     yield _gauge("tandem_failed_samples", "Samples on which an environment failed", live.failures)
-    up = sum(engine.status not in _NOT_UP for engine in live.engines)
+    up = sum(engine.status not in not_up for engine in live.engines)
     yield _gauge("tandem_engines_up", "Engines that are built, and not lost", up)
     yield _gauge("tandem_engines", "Engines that the run has", len(live.engines))
     outstanding = {engine.name: engine.outstanding_tokens for engine in live.engines}

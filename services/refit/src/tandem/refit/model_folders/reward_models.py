@@ -15,8 +15,8 @@ from tandem.config import Config
 from tandem.config.models import hub
 from tandem.config.models.model_sizes import local_folder, max_positions_in
 from tandem.config.schema import Environment
-from tandem.coordinator.preparing.model_folder import read_json, refuse_unknown_type
 from tandem.refit.adapters import headers
+from tandem.refit.model_folders.checking import read_json, refuse_unknown_type
 from tandem.samples import manifest
 from tandem.samples.chat_templates import memory_limit
 from tandem.samples.model_files import load_reward_model_tokenizer

@@ -14,7 +14,7 @@ from tandem.config import Config, config_from_json
 from tandem.config.models import hub
 from tandem.config.named import NAMED, is_local, place_of
 from tandem.config.schema.data import Data, DataSet
-from tandem.coordinator.preparing.prerequisite import Mode, has_begun
+from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
 _MADE = ("reasoning_gym", "sliding_puzzle", "shapes")

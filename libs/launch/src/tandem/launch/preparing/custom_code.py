@@ -1,6 +1,6 @@
 """The import of custom classes and functions that services will need, and its problems.
 
-``python -m tandem.coordinator.preparing.custom_code CONFIG.json ANSWER.json KIND...``: custom code may do anything, so
+``python -m tandem.launch.preparing.custom_code CONFIG.json ANSWER.json KIND...``: custom code may do anything, so
 it runs in a process of its own.
 """
 
@@ -111,7 +111,7 @@ def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator
     order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
     order.write_bytes(config_to_json(config))
     # -B: a check leaves no compiled files beside the user's.
-    command = [sys.executable, "-B", "-m", "tandem.coordinator.preparing.custom_code", str(order), str(answer), *kinds]
+    command = [sys.executable, "-B", "-m", "tandem.launch.preparing.custom_code", str(order), str(answer), *kinds]
     with output.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
 

@@ -16,8 +16,8 @@ from tandem.common.errors import VersionMismatch, WireError
 from tandem.common.keys import Key, RunKeys
 from tandem.common.messages import MAX_NAME, MAX_TEXT, Hello, KeyAccepted, Refused, Shutdown, Welcome
 from tandem.common.texts import shortened
-from tandem.coordinator.processes.known_processes import KnownProcesses
-from tandem.coordinator.processes.names import Names
+from tandem.launch.admission.known_processes import KnownProcesses
+from tandem.launch.admission.names import Names
 
 _hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
 _ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"

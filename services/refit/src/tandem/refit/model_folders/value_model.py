@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.config import Config
-from tandem.coordinator.preparing.model_folder import read_json, refuse_unknown_type
+from tandem.refit.model_folders.checking import read_json, refuse_unknown_type
 from tandem.samples import manifest
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.config import Config
-from tandem.coordinator.preparing.model_folder import check_weights
+from tandem.refit.model_folders.checking import check_weights
 from tandem.samples.model_files import load_model_tokenizer
 from tandem.samples.tokenizer import Tokenizer
 

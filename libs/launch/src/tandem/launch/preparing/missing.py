@@ -15,11 +15,11 @@ from pathlib import Path
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config import ValidPart, load_config, valid_part
-from tandem.coordinator.preparing.custom_code import imported_apart
-from tandem.coordinator.preparing.hub_data import missing_data
-from tandem.coordinator.preparing.hub_models import missing_models
-from tandem.coordinator.preparing.prerequisite import Mode
 from tandem.launch.launch import make_importable
+from tandem.launch.preparing.beginning import Mode
+from tandem.launch.preparing.custom_code import imported_apart
+from tandem.launch.preparing.hub_data import missing_data
+from tandem.launch.preparing.hub_models import missing_models
 
 LOOK_S = 15.0
 """Deadline for all that is looked for. What has not answered by then is said once the keys are right."""
