@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import textwrap
@@ -96,7 +97,9 @@ def test_a_loop_that_does_not_go_round_is_missed_though_its_process_is_there(fol
         """,
     )
     assert code == 0
-    assert lives == [" 0", "no sign of life for 1 s 1"]
+    first, second = lives
+    assert first == " 0"
+    assert re.fullmatch(r"no sign of life for [1-9]\d* s 1", second), second  # one second, or more on a busy machine
 
 
 def test_one_bound_is_for_all_that_is_replaced_the_coordinator_included(
