@@ -52,12 +52,14 @@ def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedEx
         parts = Parts(
             tokenizer=tokenizer,
             engine=engine,
+            sample_engine=engine,
             weight_client=WeightClient(context, engine),
             environments=environments,
             is_async=config.policy.generation.is_async,
         )
         if config.policy.generation.takes_external_requests:
             parts.external_requests = _make_external_requests(context, engine, tokenizer, host, received)
+            parts.sample_engine = parts.external_requests
             stack.callback(parts.external_requests.close)
         if environments is not None:  # its import has begun beside the engine's
             environments.await_ready(None if parts.external_requests is None else parts.external_requests.address)
@@ -84,7 +86,7 @@ def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
     # Imported only where agents play: it serves HTTP.
     from tandem.rollout.agents.agents import Agents
 
-    return Agents(config, parts.engine, parts.tokenizer, host, parts.step)
+    return Agents(config, parts.engine, parts.tokenizer, host, parts.sample_engine.step)
 
 
 def _make_external_requests(

@@ -82,7 +82,7 @@ class RolloutService:
             case Refit():
                 self._refit(command)
             case InstallProgram() | ConnectTransferGroup():
-                self.parts.pause_external_requests()
+                self._pause_external_requests()
                 self.parts.weight_client.handle(command)
             case ReportDigests():
                 self.parts.weight_client.handle(command)
@@ -159,7 +159,7 @@ class RolloutService:
             parts.images.begin(command.images_at, self._context.coordinator)
         self.generating.give_up_all()
         self._restoring.clear()
-        parts.pause_external_requests()
+        self._pause_external_requests()
         if parts.agents is not None:
             parts.agents.rest()
         parts.weight_client.close()
@@ -193,7 +193,8 @@ class RolloutService:
         keeps_requests = receives and is_newer and config.updates_in_flight
         if receives and not keeps_requests:
             self.generating.give_up_all()
-        parts.pause_external_requests()
+        if parts.external_requests is not None:
+            parts.external_requests.pause()
         if receives or engine.weights_sleep:  # passing weights on reads them
             engine.wake()
         try:
@@ -204,6 +205,11 @@ class RolloutService:
             raise
         if keeps_requests and config.rollout_section.asynchronous.recompute_kv_cache_after_weight_updates:
             engine.recompute_caches()
+
+    def _pause_external_requests(self) -> None:
+        """Keep external requests from the engine, if it takes any, until there is room for them again."""
+        if self.parts.external_requests is not None:
+            self.parts.external_requests.pause()
 
     def _serve_external_requests(self, parts: Parts) -> bool:
         """Make one token for each external request while no sample is made; return whether there is more to do.
@@ -221,7 +227,7 @@ class RolloutService:
     def _restore(self) -> None:
         """Have samples restored from disk; if training follows on the same device, the engine first releases it."""
         if self._config.is_colocated and not self.generating.generations:
-            self.parts.sleep()
+            self.generating.sleep()
         for command in self._restoring:
             self._record(command)
         self._restoring.clear()
