@@ -33,7 +33,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class Declared(Generic[Number]):
-    """An array that batches may have, read as an attribute."""
+    """An array that batches may have, read as an attribute. It is asked only where a batch has none of its name."""
 
     name = ""
 
@@ -50,13 +50,10 @@ class Declared(Generic[Number]):
     def __get__(self, batch: Batch, owner: type[Batch]) -> NDArray[Number]: ...
 
     def __get__(self, batch: Batch | None, owner: type[Batch]) -> Declared[Number] | NDArray[Number]:
-        """Return the array. Raises `AttributeError` if the batch has no array of that name."""
+        """Raise `AttributeError`, naming the arrays that there are."""
         if batch is None:
             return self
-        array: NDArray[Number] | None = batch.columns.get(self.name)
-        if array is None:
-            raise AttributeError(f"this batch has no {self.name}, but {', '.join(batch.columns)}")
-        return array
+        raise AttributeError(f"this batch has no {self.name}, but {', '.join(batch.columns)}")
 
 
 class Batch:
@@ -108,6 +105,7 @@ class Batch:
     def __init__(self, **columns: NDArray[Any]) -> None:
         """Take arrays, by names that end with their axes. They are neither copied nor changed."""
         self.columns: dict[str, NDArray[Any]] = columns
+        vars(self).update(columns)
 
     def __len__(self) -> int:
         """Return the number of sequences."""

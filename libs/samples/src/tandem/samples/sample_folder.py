@@ -120,15 +120,17 @@ class SampleFolder:
 
     def _look_for_logprobs(self, step: int) -> None:
         """Look for new log-probabilities from trainers, for the latest steps up to this one."""
-        self._awaited = [awaited for awaited in [*self._awaited, step] if step - _LATEST < awaited]
-        for awaited in [*self._awaited]:
-            found = self._files[awaited, "logprobs"] = {}
+        awaited, self._awaited = [*self._awaited, step], []
+        for each in awaited:
+            if each <= step - _LATEST:
+                continue
+            found = self._files[each, "logprobs"] = {}
             for trainer in self._trainers:
-                path = shard_path(self.path / LOGPROBS, awaited, trainer)
-                if size := _size(path):
-                    found[path] = size
-            if len(found) == len(self._trainers):
-                self._awaited.remove(awaited)
+                path = shard_path(self.path / LOGPROBS, each, trainer)
+                with contextlib.suppress(OSError):  # most often it is not there yet
+                    found[path] = path.stat().st_size
+            if len(found) < len(self._trainers):
+                self._awaited.append(each)
 
     def _delete_oldest(self, newest: int, most: float) -> None:
         """Delete the oldest steps until at most `most` bytes, or only the newest step, are left."""
@@ -166,10 +168,3 @@ class SampleFolder:
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of a file; zero if it does not exist."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0

@@ -114,7 +114,7 @@ class Generating:
 
     def _check(self, command: Generate) -> None:
         """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
-        longest = self._config.policy.max_total_sequence_length
+        longest, numbers = self._config.policy.max_total_sequence_length, set[int]()
         for index, group in enumerate(command.groups):
             highest, size = max(group.prompt_ids), len(group.prompt_ids)
             field = f"Generate.groups[{index}].prompt_ids"
@@ -126,8 +126,9 @@ class Generating:
                 raise WireError(f"Generate.groups[{index}].images: {wrong}")
             if self._parts.environments is not None and group.environment not in self._environments.of:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
-        if len({group.group for group in command.groups}) < len(command.groups):
-            raise WireError("Generate.groups: a group is there twice")
+            if group.group in numbers:
+                raise WireError("Generate.groups: a group is there twice")
+            numbers.add(group.group)
 
     def _give_up(self, command_ids: list[int]) -> None:
         """Stop generations that the coordinator no longer awaits; whole groups of their samples stay."""
