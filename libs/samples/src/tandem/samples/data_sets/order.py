@@ -81,7 +81,7 @@ class DataOrder:
         chosen = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
         pattern = drawing_pattern(data, len(sizes))
         self._sets: ChosenSets | _Pattern | None = chosen or (_Pattern(pattern) if len({*pattern}) > 1 else None)
-        """What places of the stream are drawn from; None if that is one set."""
+        """The sets that take turns in the stream; None if there is one."""
         self._sizes = [sum(sizes)] if self._sets is None else [*sizes]
         self._starts = [0, *accumulate(self._sizes)][:-1]
 

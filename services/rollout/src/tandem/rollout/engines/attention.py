@@ -115,7 +115,7 @@ class Step:
     length: int
     """Positions that attention of the running slots reads: the length of the longest slot, its new token included."""
     mask_R11L: torch.Tensor
-    """What to add to scores: 0 where a running slot has a token, and minus infinity beyond its end."""
+    """Mask to add to scores: 0 where a running slot has a token, and minus infinity beyond its end."""
     prompts: tuple[Prompt, ...]
     window_masks: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The same masks by width of a layer's sliding window, with minus infinity before the window; made once a step."""
