@@ -1,4 +1,4 @@
-"""The items of a run in the order in which they are drawn, and the seeds of samples: functions of the run's seed."""
+"""The items of a run in the order in which they are drawn, and the seeds of samples, by the run's seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError
 from tandem.config import Config
 from tandem.config.derive import GENERATED
-from tandem.samples.data_sets.drawing import ChosenSets, drawing_pattern
+from tandem.samples.data_sets.drawing import ChosenSets, Pattern, drawing_pattern
 
 Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")
@@ -45,25 +45,6 @@ def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool 
     return [epoch_index(seed, size, position, shuffle=shuffle) for position in range(first, first + count)]
 
 
-class _Pattern:
-    """Sets that take their places in a repeated pattern."""
-
-    def __init__(self, pattern: tuple[int, ...]) -> None:
-        self._pattern = pattern
-        self._counts = [0] * (max(pattern) + 1)
-        self._ranks: list[int] = []
-        """For each place, the number of earlier places with the same set."""
-        for number in pattern:
-            self._ranks.append(self._counts[number])
-            self._counts[number] += 1
-
-    def at(self, position: int) -> tuple[int, int]:
-        """Return the set of a place of the stream, and the place within that set's stream."""
-        cycle, place = divmod(position, len(self._pattern))
-        number = self._pattern[place]
-        return number, cycle * self._counts[number] + self._ranks[place]
-
-
 class DataOrder:
     """The order in which items of several concatenated datasets are drawn.
 
@@ -80,7 +61,7 @@ class DataOrder:
         self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
         chosen = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
         pattern = drawing_pattern(data, len(sizes))
-        self._sets: ChosenSets | _Pattern | None = chosen or (_Pattern(pattern) if len({*pattern}) > 1 else None)
+        self._sets: ChosenSets | Pattern | None = chosen or (Pattern(pattern) if len({*pattern}) > 1 else None)
         """The sets that take turns in the stream; None if there is one."""
         self._sizes = [sum(sizes)] if self._sets is None else [*sizes]
         self._starts = [0, *accumulate(self._sizes)][:-1]
