@@ -1,4 +1,4 @@
-"""The items of a run in the order in which they are drawn, and the seeds of samples, by the run's seed."""
+"""The items of a run in the order in which they are drawn, and the seeds of its samples."""
 
 from __future__ import annotations
 
