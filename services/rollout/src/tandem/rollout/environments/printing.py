@@ -21,7 +21,7 @@ class _Allowance:
     """The characters left of a step or minute, and how many more were wanted.
 
     Calls of an earlier step than the newest count for the newest: a process has one allowance at a time, whatever the
-    order of its calls.
+    order of its calls. It is renewed, and what was left out is said, when a call of a later period prints.
     """
 
     def __init__(self) -> None:
