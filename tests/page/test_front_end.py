@@ -81,7 +81,7 @@ def make_hostile(run: Path, copy: Path) -> None:
         row["components"] = [(HOSTILE, 0.5)]
     with contextlib.closing(Journal.open(copy)) as journal:
         hostile = type(table).from_pylist(rows, schema=table.schema)
-        write_shard(shard.parent, journal.run_id, 1, "rollout-0", hostile)
+        write_shard(shard, journal.run_id, hostile)
         journal.record_event(HOSTILE, HOSTILE)
         call = {"kind": "sample", "key": "me", "num_sequences": 2, "num_tokens": 30, "seconds": 0.5, "ended_at": 1e9}
         outcomes = (("model-1", "done"), (HOSTILE, HOSTILE), ("model-1", "done"))

@@ -19,7 +19,7 @@ from tandem.samples.batch import Batch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.markers import marker
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.sample_files import FOLDER
+from tandem.samples.sample_files import FOLDER, shard_path
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_writing import table_of, write_shard
 from tests.harness.runs.running import Command
@@ -91,7 +91,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Journal.create(folder, config, "grpo") as journal:
         journal.commit_step(StepRecord(step=1, version=1, metrics={"reward": 0.5}, seconds={"total": 1.0}))
         samples = [a_sample(number, later=not number) for number in range(NUM_SAMPLES)]
-        write_shard(folder / FOLDER, journal.run_id, 1, "rollout-0", table_of(samples))
+        write_shard(shard_path(folder / FOLDER, 1, "rollout-0"), journal.run_id, table_of(samples))
     images = ImageFolder(folder / "images")
     for digest, data in zip(DIGESTS, PICTURES, strict=True):
         images.put(digest, data)

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from tandem.observe.page.server import make_app
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.sample_files import FOLDER
+from tandem.samples.sample_files import FOLDER, shard_path
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_writing import table_of, write_shard
 
@@ -83,7 +83,7 @@ def record(
     """Record samples of one step, as its rollout does."""
     folder, step = Path(run) / FOLDER, samples[0].step
     into = Path("validation") if is_validation else folder
-    write_shard(into, run_id, step, "rollout-0", table_of(samples))
+    write_shard(shard_path(into, step, "rollout-0"), run_id, table_of(samples))
     if is_validation:
         name = f"{step:08d}.rollout-0.parquet"
         (into / f"step-{name}").rename(folder / f"validation-{name}")

@@ -100,4 +100,5 @@ def record(run: Run, samples: list[RecordedSample]) -> None:
     folder.mkdir(exist_ok=True)
     for rollout in {sample.rollout for sample in samples}:
         table = sample_writing.table_of([sample for sample in samples if sample.rollout == rollout])
-        sample_writing.write_shard(folder, run.journal.run_id, samples[0].step, rollout, table)
+        shard = sample_files.shard_path(folder, samples[0].step, rollout)
+        sample_writing.write_shard(shard, run.journal.run_id, table)

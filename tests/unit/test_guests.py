@@ -97,7 +97,8 @@ def test_a_guest_who_leaves_makes_room(start: Start) -> None:
 
 def test_an_answer_that_is_interrupted_is_the_one_that_is_not(start: Start) -> None:
     rollout = start(**DISJOINT)
-    service = rollout.service
+    service, external_requests = rollout.service, rollout.service.parts.external_requests
+    assert external_requests is not None
     with Guest(rollout) as guest:
         alone = guest.answer(guest.ask())
         text = alone.choices[0].text
@@ -110,7 +111,7 @@ def test_an_answer_that_is_interrupted_is_the_one_that_is_not(start: Start) -> N
             while not asked.done():
                 service.work()
                 if number % 3 == 0:
-                    service.parts.pause_external_requests()
+                    external_requests.pause()
                 number += 1
             interrupted, wanted = asked.result(), stopped if stops else alone
             assert interrupted.choices[0].token_ids == wanted.choices[0].token_ids

@@ -10,6 +10,7 @@ import pytest
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
 from tandem.samples.batch import IMAGES, TOKENS, Batch
+from tandem.samples.given_table import given_table, images_of
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.markers import Marked, marked_in, marker, shown, split_at_markers
 
@@ -33,7 +34,7 @@ def batch_of(*images: tuple[ImageRef, ...], tokens: tuple[int, ...] = (5, 6, 7))
 
 def digests_of(batch: Batch) -> list[list[str]]:
     return [
-        [batch.images_of(row)[start : start + 32].hex() for start in range(0, 32 * int(count), 32)]
+        [images_of(batch, row)[start : start + 32].hex() for start in range(0, 32 * int(count), 32)]
         for row, count in enumerate(batch.num_images_S)
     ]
 
@@ -51,7 +52,7 @@ def test_images_go_with_their_sequences() -> None:
 
 def test_equal_tokens_with_other_images_are_another_prompt() -> None:
     one, two = image(1), image(2)
-    assert batch_of((one,), (two,), (one,)).table().prompt_S.tolist() == [0, 1, 0]
+    assert given_table(batch_of((one,), (two,), (one,))).prompt_S.tolist() == [0, 1, 0]
 
 
 def test_grids_of_families_with_fewer_numbers_are_padded() -> None:

@@ -15,7 +15,7 @@ from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.samples.data_sets import LazyDataset, epoch_stream
-from tandem.samples.data_sets.lazy import NUM_CHECKED
+from tandem.samples.data_sets.order import NUM_CHECKED
 from tandem.samples.model_files import load_tokenizer
 
 NUM = 2 * NUM_CHECKED

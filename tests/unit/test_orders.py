@@ -19,6 +19,7 @@ from tandem.common.wire import Codec, encode
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
 from tandem.samples.batch import TABLE, Batch
+from tandem.samples.given_table import given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer.service import TrainerService
 from tests.harness.members import MEMBER
@@ -36,7 +37,7 @@ def batch() -> dict[str, Any]:
         rewards_S=np.zeros(2, dtype=np.float32),
     )
     tokens = {"token_ids_T": whole.token_ids_T, "loss_mask_T": whole.loss_mask_T}
-    return {**whole.table().columns, **tokens}
+    return {**given_table(whole).columns, **tokens}
 
 
 class Context:

@@ -15,8 +15,7 @@ from tandem.coordinator.loop.restored_samples import RestoredSamples, limits_of
 from tandem.observe.run_folder.journal import RefitRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.folders_aside import RestoreLimits
-from tandem.samples.sample_files import unfinished_path
-from tandem.samples.sample_folder import SampleFolder
+from tandem.samples.sample_files import SampleFolder, shard_path, unfinished_path
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_writing import UnfinishedFile, table_of, write_shard
 
@@ -67,7 +66,7 @@ def group(step: int, number: int, version: int, *, count: int = SIZE, **more: An
 
 def shard(folder: Path, samples: list[RecordedSample], run_id: str = RUN_ID) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_shard(folder, run_id, samples[0].step, samples[0].rollout, table_of(samples))
+    write_shard(shard_path(folder, samples[0].step, samples[0].rollout), run_id, table_of(samples))
 
 
 def unfinished(folder: Path, samples: list[RecordedSample]) -> None:

@@ -10,8 +10,15 @@ from tandem.common.messages import Purpose
 from tandem.config.schema import Logger
 from tandem.samples.folders_aside import RestoreLimits, read_limits
 from tandem.samples.recorded_shards import steps
-from tandem.samples.sample_files import LOGPROBS, UNFINISHED, files, shard_path, temporary_path, unfinished_path
-from tandem.samples.sample_folder import SampleFolder
+from tandem.samples.sample_files import (
+    LOGPROBS,
+    UNFINISHED,
+    SampleFolder,
+    files,
+    shard_path,
+    temporary_path,
+    unfinished_path,
+)
 from tandem.samples.sample_writing import UnfinishedFile, table_of, write_shard
 
 LIMITS = RestoreLimits(newest_proven=4, quarantined={"rollout-0": (3,)})
@@ -21,7 +28,7 @@ def write(folder: Path, step: int, rollout: str = "rollout-0", purpose: Purpose 
     """Write a shard; return its size."""
     folder.mkdir(parents=True, exist_ok=True)
     table = table_of([recorded(scored(0, 0), sample_of(2), step=step)])
-    return write_shard(folder, RUN_ID, step, rollout, table, purpose)
+    return write_shard(shard_path(folder, step, rollout, purpose), RUN_ID, table)
 
 
 def write_logprobs(folder: Path, step: int, trainer: str = "trainer-0") -> int:

@@ -28,8 +28,9 @@ from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinish
 
 def write(folder: Path, samples: list[RecordedSample], run_id: str = RUN_ID) -> Path:
     first = samples[0]
-    write_shard(folder, run_id, first.step, first.rollout, table_of(samples))
-    return shard_path(folder, first.step, first.rollout)
+    shard = shard_path(folder, first.step, first.rollout)
+    write_shard(shard, run_id, table_of(samples))
+    return shard
 
 
 def assert_same(found: RecordedSample, expected: RecordedSample) -> None:
@@ -214,7 +215,7 @@ def test_images_of_a_model_that_sees_are_recorded(tmp_path: Path) -> None:
     file = UnfinishedFile(path, RUN_ID, SEEING)
     file.append(samples)
     file.close()
-    write_shard(tmp_path, RUN_ID, 12, "rollout-0", read_unfinished(path, RUN_ID))
+    write_shard(shard_path(tmp_path, 12, "rollout-0"), RUN_ID, read_unfinished(path, RUN_ID))
     for found in (samples_of(read_unfinished(path, RUN_ID)), read_step(tmp_path, 12, RUN_ID)):
         for sample, wanted in zip(found, samples, strict=True):
             for name in IMAGES:

@@ -17,7 +17,7 @@ from tandem.common.errors import SamplesError
 from tandem.common.messages import Generated, RecordedGroup, SampleScored, SamplesFinished
 from tandem.samples.batch import Batch
 from tandem.samples.recorded_shards import read_step, steps
-from tandem.samples.sample_files import STREAM, UNFINISHED, files
+from tandem.samples.sample_files import STREAM, UNFINISHED, files, shard_path
 from tandem.samples.sample_writing import keys_of, read_unfinished, table_of, write_shard
 
 Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
@@ -272,7 +272,7 @@ def test_a_sample_whose_reward_float32_does_not_carry_is_taken_from_disk_as_drop
     (keys,) = where.values()
     rows = read_step(folder, 1)
     wrong = msgspec.structs.replace(rows[1], scored=msgspec.structs.replace(rows[1].scored, reward=1e39))
-    write_shard(folder, rollout.context.run_id, 1, "rollout-0", table_of([rows[0], wrong, *rows[2:]]))
+    write_shard(shard_path(folder, 1, "rollout-0"), rollout.context.run_id, table_of([rows[0], wrong, *rows[2:]]))
     finished, _ = rollout.restore({"step-00000001.rollout-0.parquet": keys}, num_samples=2)
     assert isinstance(finished, SamplesFinished)
     assert [(each.reward, each.dropped) for each in finished.samples if (each.group, each.sample) == (0, 1)] == [

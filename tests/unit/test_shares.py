@@ -14,6 +14,7 @@ from tandem.config import build_config
 from tandem.coordinator.loop.batches import shards_of
 from tandem.samples.assignment import Assignment, batches_of_samples, data_parallel_ranks
 from tandem.samples.batch import TABLE, TOKENS, Batch
+from tandem.samples.given_table import given_table
 
 
 def config_of(trainers: int, **policy: Any) -> Any:
@@ -91,7 +92,7 @@ def batch_of(num_pairs: int, seed: int = 0) -> Batch:
 def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
     config = config_of(3, train_global_batch_size=9)
     batch = batch_of(9)
-    batch = batch.replace(**batch.table().columns)
+    batch = batch.replace(**given_table(batch).columns)
     table = Assignment.of(config, shares_prompts=True).assign(batch)
     assert (table.rank_S[::2] == table.rank_S[1::2]).all()
     shares = shards_of(table, 3)
@@ -110,13 +111,13 @@ def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> 
     assignment = Assignment.of(config_of(2), shares_prompts=True)
     batch = batch_of(5)
     parts = [4, 6]
-    together = assignment.assign(batch.table(), parts)
-    apart = [assignment.assign(batch.take(rows).table()) for rows in (slice(4), slice(4, 10))]
+    together = assignment.assign(given_table(batch), parts)
+    apart = [assignment.assign(given_table(batch.take(rows))) for rows in (slice(4), slice(4, 10))]
     assert together.rank_S.tolist() == [*apart[0].rank_S.tolist(), *apart[1].rank_S.tolist()]
 
 
 def test_a_table_survives_the_wire_and_what_is_none_is_refused() -> None:
-    table = batch_of(2).table()
+    table = given_table(batch_of(2))
     again = Batch.from_frames(table.columns, TABLE)
     again.check_table(num_ranks=1)
     for name, array in table.columns.items():

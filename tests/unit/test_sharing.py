@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
 from tandem.samples.batch import Batch
+from tandem.samples.given_table import given_table
 from tandem.trainer.batching.padding import pad
 from tandem.trainer.batching.shard import micro_batches_of
 from tandem.trainer.batching.shared_prompts import prompts_of
@@ -27,7 +28,7 @@ def batch_of(*sequences: str) -> Batch:
         advantages_S=np.zeros(len(sequences), dtype=np.float32),
         rewards_S=np.zeros(len(sequences), dtype=np.float32),
     )
-    return batch.replace(**batch.table().columns)
+    return batch.replace(**given_table(batch).columns)
 
 
 def text_of(token_ids: torch.Tensor) -> str:

@@ -21,11 +21,8 @@ MODEL = {"hidden_size": 32, "num_hidden_layers": 1}
 class Sleeper(TransformersEngine):
     """What is read of its weights while it sleeps is nonsense; on a GPU it would be an illegal access."""
 
+    weights_sleep = True
     kept: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def weights_sleep(self) -> bool:
-        return True
 
     def storages(self) -> list[torch.Tensor]:
         return [*self._weights.storages.values()]  # type: ignore[attr-defined]

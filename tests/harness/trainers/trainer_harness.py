@@ -32,6 +32,7 @@ from tandem.refit.digests.task import combine
 from tandem.refit.program import Verification
 from tandem.samples.assignment import NO_RANK, Assignment
 from tandem.samples.batch import Batch
+from tandem.samples.given_table import given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer import step
 from tandem.trainer.backend import Backend
@@ -261,7 +262,7 @@ def share_of(
         assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
     elif not exchange.model_group.has_policy:
         rank = NO_RANK
-    table = assignment.assign(batch.table(), parts)
+    table = assignment.assign(given_table(batch), parts)
     return table, batch.replace(**table.columns).take(table.rows_of(rank))
 
 

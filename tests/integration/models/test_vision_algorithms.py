@@ -16,6 +16,7 @@ import transformers
 from tandem.config import load_config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.samples.batch import Batch
+from tandem.samples.given_table import images_of
 from tandem.samples.images.families import read_settings, undrawable_ids
 from tandem.samples.images.reading import decode
 from tandem.samples.images.store import ImageFolder
@@ -75,7 +76,7 @@ class Plain:
 
 def digests_of(batch: Batch, row: int) -> list[str]:
     """Return the digests of a sequence's images."""
-    found = batch.images_of(row)
+    found = images_of(batch, row)
     return [found[start : start + 32].hex() for start in range(0, len(found), 32)]
 
 

@@ -90,6 +90,8 @@ class Mapped:
 class StandInEngine(transformers.TransformersEngine):
     """Takes the arguments of `tandem.rollout.engines.vllm.engine.VllmEngine`."""
 
+    weights_sleep = True
+
     def __init__(
         self,
         model_folder: Path,
@@ -115,11 +117,6 @@ class StandInEngine(transformers.TransformersEngine):
                 )
         finally:
             transformers.load_skeleton = load_skeleton  # type: ignore[attr-defined]
-
-    @property
-    def weights_sleep(self) -> bool:
-        """Whether the memory of its weights is given back."""
-        return True
 
     def sleep(self) -> None:
         """Release the cache, and unmap the weights."""

@@ -67,6 +67,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
     def ranks(self, lengths_S: Ints, prompt_S: Ints, branch_S: Ints | None = None) -> NDArray[np.int32]:
         """Return the data-parallel rank of each sequence; with no `branch_S`, each sample has one sequence."""
+        if self.num_ranks == 1:
+            return np.zeros(len(lengths_S), dtype=np.int32)
         rank_S = np.empty(len(lengths_S), dtype=np.int32)
         lengths_U = lengths_S.astype(np.int64).reshape(-1, self.unit).sum(axis=1)
         branch_S = np.zeros(len(lengths_S), dtype=np.int32) if branch_S is None else branch_S

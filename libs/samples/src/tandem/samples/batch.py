@@ -33,7 +33,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class Declared(Generic[Number]):
-    """An array that batches may have, read as an attribute."""
+    """An array that batches may have, read as an attribute. It is asked only where a batch has none of its name."""
 
     name = ""
 
@@ -50,13 +50,10 @@ class Declared(Generic[Number]):
     def __get__(self, batch: Batch, owner: type[Batch]) -> NDArray[Number]: ...
 
     def __get__(self, batch: Batch | None, owner: type[Batch]) -> Declared[Number] | NDArray[Number]:
-        """Return the array. Raises `AttributeError` if the batch has no array of that name."""
+        """Raise `AttributeError`, naming the arrays that there are."""
         if batch is None:
             return self
-        array: NDArray[Number] | None = batch.columns.get(self.name)
-        if array is None:
-            raise AttributeError(f"this batch has no {self.name}, but {', '.join(batch.columns)}")
-        return array
+        raise AttributeError(f"this batch has no {self.name}, but {', '.join(batch.columns)}")
 
 
 class Batch:
@@ -108,6 +105,7 @@ class Batch:
     def __init__(self, **columns: NDArray[Any]) -> None:
         """Take arrays, by names that end with their axes. They are neither copied nor changed."""
         self.columns: dict[str, NDArray[Any]] = columns
+        vars(self).update(columns)
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -202,13 +200,6 @@ class Batch:
         """Return the start of each sequence on an axis, and the end of the last: ``S + 1`` numbers."""
         return np.concatenate([[0], np.cumsum(self.columns[LENGTHS[axis]], dtype=np.int64)])
 
-    def images_of(self, row: int) -> bytes:
-        """Return the digests of a sequence's images, one after the other; empty where the model does not see."""
-        if "num_images_S" not in self.columns:
-            return b""
-        offsets = self.offsets("I")
-        return self.image_digests_IX[offsets[row] : offsets[row + 1]].tobytes()
-
     def of_tokens(self, name: str) -> NDArray[Any]:
         """Return a column's value for each token: its own, or that of its sequence."""
         own = self.columns.get(f"{name}_T")
@@ -230,39 +221,6 @@ class Batch:
     def keeping(self, kept_S: Bools) -> Batch:
         """Return the batch without valid tokens in the sequences that are not kept."""
         return self.replace(loss_mask_T=self.loss_mask_T & np.repeat(kept_S, self.lengths_S))
-
-    def table(self) -> Batch:
-        """Return the table (`TABLE`) of a batch that was not generated, all assigned to rank 0.
-
-        Sequences with the same tokens before the first valid one share them as their prompt, if they have the same
-        images.
-        """
-        prompts: dict[tuple[bytes, bytes], int] = {}
-        firsts, lengths = [], []
-        start = 0
-        for row, length in enumerate(self.lengths_S.tolist()):
-            mask_T = self.loss_mask_T[start : start + length]
-            # Nothing predicts the very first token, so it belongs to the prompt whatever the mask says.
-            prompt = max(1, int(mask_T.argmax()) if mask_T.any() else length)
-            key = self.token_ids_T[start : start + prompt].tobytes(), self.images_of(row)
-            firsts.append(prompts.setdefault(key, row))
-            lengths.append(prompt)
-            start += length
-        nothing_S = np.zeros(len(firsts), dtype=np.int32)
-        return Batch(
-            lengths_S=self.lengths_S,
-            num_valid_S=self.num_valid().astype(np.int32),
-            prompt_S=np.array(firsts, dtype=np.int32),
-            prompt_lengths_S=np.array(lengths, dtype=np.int32),
-            rank_S=nothing_S,
-            advantages_S=self.advantages_S,
-            rewards_S=self.rewards_S,
-            source_S=nothing_S - 1,
-            command_S=nothing_S.astype(np.int64),
-            group_S=nothing_S,
-            sample_S=nothing_S,
-            branch_S=nothing_S,
-        )
 
     def check_table(self, *, num_ranks: int, may_mask_all: bool = False) -> None:
         """Raise `WireError` unless the numbers of a table are possible.

@@ -9,7 +9,7 @@ also answers `FetchImages`. It waits only for the next request, for short interv
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from operator import attrgetter
 
 from tandem.common.curve import Admitted
@@ -21,7 +21,6 @@ from tandem.common.messages import (
     SampleKey,
     SamplesFetched,
     SamplesGone,
-    SequenceKey,
     ToSampleStore,
 )
 from tandem.common.wire import Answering, Frames, encode
@@ -121,22 +120,16 @@ class SampleStore:
             raise SamplesError(f"it belongs to run {self._run_id}, but the request is from run {request.run_id[:100]}")
         if not request.keys:
             raise SamplesError("the request has no keys")
-        samples = self._taken(request.keys)
+        samples: list[Batch] = []
+        with self._lock:
+            for command_id, group, sample, branch in request.keys:
+                arrays = self._samples.get(command_id, {}).get((group, sample))
+                if arrays is None or branch >= len(arrays.lengths_S):
+                    what = f"sample {sample} of group {group} of command {command_id}"
+                    raise SamplesError(f"it does not have {what if arrays is None else f'branch {branch} of {what}'}")
+                samples.append(arrays if len(arrays.lengths_S) == 1 else arrays.take([branch]))
         self._await_record()
         num_tokens = sum(map(len, map(_TOKENS, samples)))
         if len(samples) > 1 and num_tokens > MAX_TOKENS_FETCHED:
             raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")
         return Batch.concatenate(samples)
-
-    def _taken(self, keys: Sequence[SequenceKey]) -> list[Batch]:
-        with self._lock:
-            found = [self._samples.get(command_id, {}).get((group, sample)) for command_id, group, sample, _ in keys]
-        taken = []
-        for (command_id, group, sample, branch), arrays in zip(keys, found, strict=True):
-            what = f"sample {sample} of group {group} of command {command_id}"
-            if arrays is None:
-                raise SamplesError(f"it does not have {what}")
-            if branch >= len(arrays.lengths_S):
-                raise SamplesError(f"it does not have branch {branch} of {what}")
-            taken.append(arrays if len(arrays.lengths_S) == 1 else arrays.take([branch]))
-        return taken

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from xxhash import xxh3_64_hexdigest
 
 from tandem.common.errors import SamplesError
-from tandem.common.messages import Purpose, SampleKey, SampleScored
+from tandem.common.messages import SampleKey, SampleScored
 from tandem.samples.batch import Float32s, Int32s
 from tandem.samples.routed_experts import COLUMN
 from tandem.samples.sample_files import LOGPROBS, shard_path, temporary_path
@@ -44,16 +44,11 @@ _ROW_GROUP = 128
 """Samples per row group, so that reading a few samples of a big shard does not read all tokens."""
 
 
-def write_shard(folder: Path, run_id: str, step: int, rollout: str, table: pa.Table, purpose: Purpose = "train") -> int:
-    """Write a rollout's samples of a step, replacing any existing shard; return the number of bytes.
+def write_shard(path: Path, run_id: str, table: pa.Table) -> int:
+    """Write a table as the shard of this path, replacing any existing one; return the number of bytes.
 
     The file gets its name once it is complete and on disk. Raises `OSError`.
     """
-    return _write_parquet(shard_path(folder, step, rollout, purpose), run_id, table)
-
-
-def _write_parquet(path: Path, run_id: str, table: pa.Table) -> int:
-    """Write a file atomically, and sync it to disk; return the number of bytes. Raises `OSError`."""
     content = _parquet(table.replace_schema_metadata(_metadata(run_id)))
     temporary = temporary_path(path)
     temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +99,7 @@ def write_logprobs(
         pa.ListArray.from_arrays(offsets, pa.array(logprobs_T, pa.float32()), type=LOGPROBS_SCHEMA.field(-1).type),
     ]
     table = pa.Table.from_arrays(columns, schema=LOGPROBS_SCHEMA)
-    _write_parquet(shard_path(folder / LOGPROBS, step, trainer), run_id, table)
+    write_shard(shard_path(folder / LOGPROBS, step, trainer), run_id, table)
 
 
 class UnfinishedFile:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.common.messages import BuildEngine, Listener, RewardServer
+from tandem.common.messages import BuildEngine, EngineBuilt, Listener, RewardServer
 from tandem.common.network import address_towards
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
@@ -15,6 +15,7 @@ from tandem.config.placement import gpus_per_engine
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
+from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
 from tandem.rollout.engines.kind import adapters_kind, engine_kind
@@ -52,12 +53,14 @@ def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedEx
         parts = Parts(
             tokenizer=tokenizer,
             engine=engine,
+            sample_engine=engine,
             weight_client=WeightClient(context, engine),
             environments=environments,
             is_async=config.policy.generation.is_async,
         )
         if config.policy.generation.takes_external_requests:
             parts.external_requests = _make_external_requests(context, engine, tokenizer, host, received)
+            parts.sample_engine = parts.external_requests
             stack.callback(parts.external_requests.close)
         if environments is not None:  # its import has begun beside the engine's
             environments.await_ready(None if parts.external_requests is None else parts.external_requests.address)
@@ -80,11 +83,46 @@ def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedEx
         return parts
 
 
+def engine_built(command: BuildEngine, parts: Parts) -> EngineBuilt:
+    """Return the answer that the engine is built."""
+    return EngineBuilt(
+        command_id=command.command_id,
+        layouts=tuple(map(layout.encode, parts.engine.layouts())),
+        samples_at=parts.store.at,
+        external_requests=None if parts.external_requests is None else parts.external_requests.address,
+    )
+
+
+def begin_anew(command: BuildEngine, context: ServiceContext, parts: Parts) -> None:
+    """Keep the engine, forget all earlier commands, and answer once nothing of theirs is written any more.
+
+    The trainers were restarted. The samples they need are generated here again, or restored from the rollout log.
+    """
+
+    def answer() -> None:
+        context.reply(command.command_id, engine_built(command, parts))
+
+    if parts.images is not None:
+        parts.images.begin(command.images_at, context.coordinator)
+    if parts.external_requests is not None:
+        parts.external_requests.pause()
+    if parts.agents is not None:
+        parts.agents.rest()
+    parts.weight_client.close()
+    if context.config.is_colocated:
+        parts.engine.sleep()
+    parts.store.release_all()
+    if parts.recorder is None:
+        answer()
+    else:
+        parts.recorder.begin_anew(answer)
+
+
 def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
     # Imported only where agents play: it serves HTTP.
     from tandem.rollout.agents.agents import Agents
 
-    return Agents(config, parts.engine, parts.tokenizer, host, parts.step)
+    return Agents(config, parts.engine, parts.tokenizer, host, parts.sample_engine.step)
 
 
 def _make_external_requests(

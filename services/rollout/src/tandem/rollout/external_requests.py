@@ -3,8 +3,8 @@
 Two threads meet here, as in `tandem.rollout.openai_api.driver`: one answers HTTP, and the engine's thread calls all
 other methods of `ExternalRequests`. In a run that can be repeated to the bit, they and samples never share the
 engine. External requests have it while there are no samples to make (`work`). They are taken out before there are
-(`pause`), and later continue from what they have. In an asynchronous run, a few external requests run beside samples
-(`admit`, `hand_out`).
+(`pause`), and later continue from what they have. In an asynchronous run, a few external requests run beside samples.
+Samples then see the engine through `step` and `num_unfinished`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from tandem.common.messages import EngineServer
@@ -54,7 +54,8 @@ class ExternalRequests:
         `images` keeps those of requests to a model that sees, for its engine.
         """
         generation = config.policy.generation
-        is_beside = generation.is_async
+        self._engine = engine
+        self._is_beside = is_beside = generation.is_async
         self._driver = EngineDriver(
             engine, notify=notify, most_at_once=_BESIDE_SAMPLES if is_beside else _AT_ONCE, for_external_requests=True
         )
@@ -102,13 +103,21 @@ class ExternalRequests:
         """Take external requests out of the engine until the next `work`."""
         self._driver.suspend()
 
-    def admit(self) -> None:
-        """Put external requests into the engine beside others."""
-        self._driver.admit()
+    @property
+    def num_unfinished(self) -> int:
+        """Requests for samples that the engine has."""
+        return self._engine.num_unfinished - self._driver.num_running
 
-    def hand_out(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Send external requests what the engine has made for them; return the finished ones of others."""
-        return self._driver.hand_out(completions)
+    def step(self) -> list[Completion]:
+        """Make one token for each sample; return the finished ones.
+
+        External requests run beside samples only with ``async_engine``.
+        """
+        if not self._is_beside:
+            self._driver.suspend()
+            return self._engine.step()
+        self._driver.admit()
+        return self._driver.hand_out(self._engine.step())
 
     def close(self) -> None:
         """Refuse all external requests: the run ends, or this process."""

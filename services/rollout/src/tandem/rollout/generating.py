@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -68,6 +68,7 @@ class Generating:
         self._context = context
         self._config = context.config
         self._parts = parts
+        self._environments = cast("Environments", parts.environments)  # asked only where no agents play
         self._experts = experts
         self._vocabulary = vocabulary_size(context.config.policy)
         self._sees = parts.tokenizer.sees
@@ -113,7 +114,7 @@ class Generating:
 
     def _check(self, command: Generate) -> None:
         """Raise `WireError`, naming the field, for prompts that the model cannot read or answer."""
-        longest = self._config.policy.max_total_sequence_length
+        longest, numbers = self._config.policy.max_total_sequence_length, set[int]()
         for index, group in enumerate(command.groups):
             highest, size = max(group.prompt_ids), len(group.prompt_ids)
             field = f"Generate.groups[{index}].prompt_ids"
@@ -123,10 +124,11 @@ class Generating:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
             if (self._sees or group.images) and (wrong := _wrong_images(group, self._parts.tokenizer.image_token_id)):
                 raise WireError(f"Generate.groups[{index}].images: {wrong}")
-            if self._parts.environments is not None and group.environment not in self._parts.environments:
+            if self._parts.environments is not None and group.environment not in self._environments.of:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
-        if len({group.group for group in command.groups}) < len(command.groups):
-            raise WireError("Generate.groups: a group is there twice")
+            if group.group in numbers:
+                raise WireError("Generate.groups: a group is there twice")
+            numbers.add(group.group)
 
     def _give_up(self, command_ids: list[int]) -> None:
         """Stop generations that the coordinator no longer awaits; whole groups of their samples stay."""
@@ -167,26 +169,21 @@ class Generating:
                 self._context.fail(command_id, error)
             self.give_up_all()
 
-    @property
-    def _environments(self) -> Environments:
-        assert self._parts.environments is not None, "asked only where no agents play"
-        return self._parts.environments
-
     def _converse(self) -> None:
         """Make one token for each conversation; let environments answer those with a response."""
-        parts, environments = self._parts, self._environments
+        parts = self._parts
         started = time.perf_counter()
         phase = "rewards"
-        num_running = parts.num_running
+        num_running = parts.sample_engine.num_unfinished
         if num_running and (parts.is_async or not self._awaited):
             phase = "generation"
-            for completion in parts.step():
+            for completion in parts.sample_engine.step():
                 self._take(completion)
         elif num_running or parts.external_requests is None or not parts.external_requests.work():
             time.sleep(_REWARD_POLL_S)
         for generation in self.generations.values():
             generation.seconds[phase] += time.perf_counter() - started
-        self._answer(environments.poll())
+        self._answer(self._environments.poll())
         if self._unreadable:
             self._end_unreadable()
         if parts.is_async or not self._awaited:
@@ -197,15 +194,16 @@ class Generating:
 
     def _take(self, completion: Completion) -> None:
         """Pass a response to the environment."""
-        environments, number = self._environments, completion.request_id
+        number = completion.request_id
         generation = self._generation_of[number]
         conversation = generation.conversations[number]
         conversation.add_response(completion, self._parts.tokenizer.decode(completion.token_ids_T.tolist()))
         generation.num_tokens += len(completion.token_ids_T)
-        has_turns_left = conversation.num_turns < self._max_turns
-        if has_turns_left and environments.is_multi_turn(conversation.group):
+        group = conversation.group
+        scorer = self._environments.of[group.environment]
+        if scorer.is_multi_turn and conversation.num_turns < self._max_turns:
             self._awaited.add(number)
-        environments.submit(number, conversation.group, tuple(conversation.messages), generation.command.step)
+        scorer.submit(number, group.problem, tuple(conversation.messages), generation.command.step)
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Report which samples have ended; let the others go on."""
@@ -215,7 +213,7 @@ class Generating:
             generation = self._generation_of[number]
             conversation = generation.conversations[number]
             if wrong := beyond_in_sum(conversation.reward, result):
-                result = self._environments.refuse(conversation.group, conversation.messages, wrong)
+                result = self._refuse(conversation, wrong)
             ended = self._go_on(conversation, result) if isinstance(result, Turn) else result
             match ended:
                 case None:
@@ -235,7 +233,7 @@ class Generating:
         finished: Finished = {}
         for number, why in self._unreadable.items():
             conversation = self._generation_of[number].conversations[number]
-            unscored = self._environments.refuse(conversation.group, conversation.messages, why)
+            unscored = self._refuse(conversation, why)
             if conversation.num_turns:
                 conversation.take_back_answer()
             else:  # trainers could not read the prompt either
@@ -244,6 +242,11 @@ class Generating:
             self._end(finished, number, *conversation.finish(UNSCORED, "score", unscored, version))
         self._unreadable.clear()
         self._send(finished)
+
+    def _refuse(self, conversation: Conversation, what: str) -> Unscored:
+        """Judge an answer or a prompt that cannot be used. Raises `RewardError` if that ends the run."""
+        group = conversation.group
+        return self._environments.of[group.environment].refuse(group.problem, conversation.messages, what)
 
     def _end(self, finished: Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
         """Note a sample as finished, to be reported with the others of its command."""
@@ -281,7 +284,7 @@ class Generating:
         try:
             token_ids = self._parts.tokenizer.encode_continuation(turn.messages, conversation.last_id)
         except DataError as error:
-            return self._environments.refuse(conversation.group, conversation.messages, str(error))
+            return self._refuse(conversation, str(error))
         if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:
             return "length"
         conversation.add_answer(turn.messages, token_ids, self._parts.tokenizer.images_in(turn.messages))
@@ -294,7 +297,7 @@ class Generating:
                 self._parts.external_requests.work_for(
                     min(_EXTERNAL_SHARE * sum(generation.seconds.values()), _MOST_EXTERNAL_S)
                 )
-            self._parts.sleep()
+            self.sleep()
         reply = Generated(
             command_id=generation.command.command_id,
             step=generation.command.step,
@@ -306,6 +309,15 @@ class Generating:
             gpus={} if self._parts.gpus is None else self._parts.gpus.means(),
         )
         self._context.reply(generation.command.command_id, reply)
+
+    def sleep(self) -> None:
+        """Release the device to training."""
+        parts = self._parts
+        if parts.external_requests is not None:
+            parts.external_requests.pause()
+        if parts.engine.weights_sleep:
+            parts.weight_client.finish_digest()
+        parts.engine.sleep()
 
 
 def _wrong_images(group: PromptGroup, image_token_id: int | None) -> str | None:

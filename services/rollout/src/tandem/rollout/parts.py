@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit.weight_client import WeightClient
-from tandem.rollout.engine import Completion, Engine
+from tandem.rollout.engine import Engine
 from tandem.rollout.environments.scorer import Environments
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
@@ -25,6 +25,8 @@ class Parts:
 
     tokenizer: Tokenizer
     engine: Engine
+    sample_engine: Engine | ExternalRequests
+    """The engine as samples see it: itself, or what shares it among them and external requests."""
     weight_client: WeightClient
     store: SampleStore = dataclasses.field(init=False)
     environments: Environments | None
@@ -40,38 +42,6 @@ class Parts:
     """The way to images that the run's folder lacks here; None if the model does not see."""
     gpus: GpuMonitor | None = None
     """None where it computes on the CPU."""
-
-    def step(self) -> list[Completion]:
-        """Make one token for each sample; return the finished ones.
-
-        External requests run beside samples only with ``async_engine``.
-        """
-        if self.external_requests is None:
-            return self.engine.step()
-        if not self.is_async:
-            self.external_requests.pause()
-            return self.engine.step()
-        self.external_requests.admit()
-        return self.external_requests.hand_out(self.engine.step())
-
-    @property
-    def num_running(self) -> int:
-        """Requests for samples that the engine has."""
-        return self.engine.num_unfinished - (
-            0 if self.external_requests is None else self.external_requests.num_running
-        )
-
-    def pause_external_requests(self) -> None:
-        """Keep external requests from the engine, if it takes any, until there is room for them again."""
-        if self.external_requests is not None:
-            self.external_requests.pause()
-
-    def sleep(self) -> None:
-        """Release the device to training."""
-        self.pause_external_requests()
-        if self.engine.weights_sleep:
-            self.weight_client.finish_digest()
-        self.engine.sleep()
 
     def close(self) -> None:
         """Release the engine and the environments."""

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
@@ -154,8 +155,7 @@ class SampleRecorder:
         while (item := self._queue.get()) is not None:
             match item:
                 case _Finished():
-                    samples = (self._recorded(item, *sample) for sample in item.samples)
-                    self._append(item.step, item.purpose, samples)
+                    self._append(item.step, item.purpose, map(partial(self._recorded, item), item.samples))
                     with self._has_written:
                         self._num_written += 1
                         self._has_written.notify_all()
@@ -222,8 +222,7 @@ class SampleRecorder:
             for sample, advantage in enumerate(group.advantages)
         }
         table = _chosen(tables, advantages)
-        run_id = self._context.run_id
-        num_bytes = write_shard(self._folder, run_id, command.step, command.rollout, table, command.purpose)
+        num_bytes = write_shard(shard, self._context.run_id, table)
         for path in of_rollout:
             path.unlink(missing_ok=True)
         recorded = SamplesRecorded(
@@ -250,7 +249,8 @@ class SampleRecorder:
         if file is not None:
             file.close()
 
-    def _recorded(self, finished: _Finished, group: PromptGroup, scored: SampleScored, arrays: Batch) -> RecordedSample:
+    def _recorded(self, finished: _Finished, sample: tuple[PromptGroup, SampleScored, Batch]) -> RecordedSample:
+        group, scored, arrays = sample
         # As the model saw it: the agent's own prompt, if one plays.
         prompt_ids = arrays.token_ids_T[: scored.prompt_length].tolist()
         if self._pictures is None:

@@ -12,14 +12,12 @@ External requests (`tandem.rollout.external_requests`) are served while the engi
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
 from tandem.common import gc_tuning
 from tandem.common.messages import (
     BuildEngine,
     ConnectTransferGroup,
-    EngineBuilt,
     Generate,
     InstallProgram,
     RecordSamples,
@@ -31,8 +29,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays
 from tandem.launch.service import ServiceContext
-from tandem.refit import layout
-from tandem.rollout.building import build_parts
+from tandem.rollout.building import begin_anew, build_parts, engine_built
 from tandem.rollout.generating import Generating
 from tandem.rollout.parts import Parts
 from tandem.samples.routed_experts import replayed_experts
@@ -49,40 +46,35 @@ _DIGEST_SHARE = 0.25
 class RolloutService:
     """One engine's answers to the coordinator."""
 
+    parts: Parts
+    """The engine, and what works beside it; made by `BuildEngine`, which the coordinator sends first."""
+    generating: Generating
+    """The generations in progress, likewise."""
+
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._config = context.config
-        self._parts: Parts | None = None
+        self._is_built = False
         self._is_closed = False
-        self._generating: Generating | None = None
         self._restoring: list[RestoreSamples] = []
         """Commands to restore samples that have not begun."""
-
-    @property
-    def parts(self) -> Parts:
-        """The engine, and what works beside it."""
-        assert self._parts is not None, "the coordinator sends BuildEngine first"
-        return self._parts
-
-    @property
-    def generating(self) -> Generating:
-        """The generations in progress."""
-        assert self._generating is not None, "the coordinator sends BuildEngine first"
-        return self._generating
 
     def handle(self, command: RolloutCommand, arrays: Arrays) -> None:
         """Carry out one command; `Generate` goes on in `work`."""
         match command:
-            case BuildEngine() if self._parts is None:
+            case BuildEngine() if not self._is_built:
                 with self._context.phase("building the engine"):
                     self._build(command)
             case BuildEngine():
                 with self._context.phase("beginning anew"):
-                    self._begin_anew(command)
+                    self.generating.give_up_all()
+                    self._restoring.clear()
+                    begin_anew(command, self._context, self.parts)
             case Refit():
                 self._refit(command)
             case InstallProgram() | ConnectTransferGroup():
-                self.parts.pause_external_requests()
+                if self.parts.external_requests is not None:
+                    self.parts.external_requests.pause()
                 self.parts.weight_client.handle(command)
             case ReportDigests():
                 self.parts.weight_client.handle(command)
@@ -101,9 +93,9 @@ class RolloutService:
 
     def work(self) -> bool:
         """Advance generation by one token, and the digest in progress by a fraction of that time."""
-        parts, generating = self._parts, self._generating
-        if parts is None or generating is None:
+        if not self._is_built:
             return False
+        parts, generating = self.parts, self.generating
         if not generating.generations:
             is_digesting = parts.weight_client.work()
             if self._restoring and not is_digesting:
@@ -122,54 +114,22 @@ class RolloutService:
 
     def close(self) -> None:
         """Release the engine and the environments."""
-        if self._parts is not None and not self._is_closed:
+        if self._is_built and not self._is_closed:
             self._is_closed = True
-            self._parts.close()
+            self.parts.close()
 
     @gc_tuning.paused()
     def _build(self, command: BuildEngine) -> None:
         experts = replayed_experts(self._config)
-        self._parts = build_parts(command, self._context, experts)
-        if self._parts.agents is None:
-            self._generating = Generating(self._context, self._parts, experts)
+        self.parts = build_parts(command, self._context, experts)
+        self._is_built = True
+        if self.parts.agents is None:
+            self.generating = Generating(self._context, self.parts, experts)
         else:
             from tandem.rollout.agents.playing import Playing  # it serves HTTP
 
-            self._generating = Playing(self._context, self._parts, experts, self._parts.agents)
-        self._say_built(command)
-
-    def _say_built(self, command: BuildEngine) -> None:
-        """Answer that the engine is built; from any thread."""
-        parts = self.parts
-        reply = EngineBuilt(
-            command_id=command.command_id,
-            layouts=tuple(map(layout.encode, parts.engine.layouts())),
-            samples_at=parts.store.at,
-            external_requests=None if parts.external_requests is None else parts.external_requests.address,
-        )
-        self._context.reply(command.command_id, reply)
-
-    def _begin_anew(self, command: BuildEngine) -> None:
-        """Give up all earlier commands, keep the engine, and answer once nothing of theirs is written any more.
-
-        The trainers were restarted. The samples they need are generated here again, or restored from the rollout log.
-        """
-        parts = self.parts
-        if parts.images is not None:
-            parts.images.begin(command.images_at, self._context.coordinator)
-        self.generating.give_up_all()
-        self._restoring.clear()
-        parts.pause_external_requests()
-        if parts.agents is not None:
-            parts.agents.rest()
-        parts.weight_client.close()
-        if self._config.is_colocated:
-            parts.engine.sleep()
-        parts.store.release_all()
-        if parts.recorder is None:
-            self._say_built(command)
-        else:
-            parts.recorder.begin_anew(partial(self._say_built, command))
+            self.generating = Playing(self._context, self.parts, experts, self.parts.agents)
+        self._context.reply(command.command_id, engine_built(command, self.parts))
 
     def _fetch_images(self, command: Generate, images: ImageFetcher) -> None:
         """Fetch the images of prompts that the run's folder lacks here, before the engine or an agent reads them.
@@ -193,7 +153,8 @@ class RolloutService:
         keeps_requests = receives and is_newer and config.updates_in_flight
         if receives and not keeps_requests:
             self.generating.give_up_all()
-        parts.pause_external_requests()
+        if parts.external_requests is not None:
+            parts.external_requests.pause()
         if receives or engine.weights_sleep:  # passing weights on reads them
             engine.wake()
         try:
@@ -221,7 +182,7 @@ class RolloutService:
     def _restore(self) -> None:
         """Have samples restored from disk; if training follows on the same device, the engine first releases it."""
         if self._config.is_colocated and not self.generating.generations:
-            self.parts.sleep()
+            self.generating.sleep()
         for command in self._restoring:
             self._record(command)
         self._restoring.clear()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tandem.samples.data_sets.chat import ChatEncoder
 from tandem.samples.data_sets.conversations import Conversation, ConversationWriter, load_conversations
-from tandem.samples.data_sets.lazy import LazyDataset, encode_now
 from tandem.samples.data_sets.notices import left_out, set_aside, steps_capped
-from tandem.samples.data_sets.order import epoch_stream, sample_seed
+from tandem.samples.data_sets.order import LazyDataset, encode_now, epoch_stream, sample_seed
 from tandem.samples.data_sets.prompts import Asked, EncodedProblem, PromptEncoder
 from tandem.samples.data_sets.split import ProblemSets, load_problems
 

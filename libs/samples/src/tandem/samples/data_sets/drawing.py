@@ -17,6 +17,25 @@ _FINEST = 1000
 """Most places of a pattern, to which weights are rounded."""
 
 
+class Pattern:
+    """Sets that take their places in a repeated pattern."""
+
+    def __init__(self, pattern: tuple[int, ...]) -> None:
+        self._pattern = pattern
+        self._counts = [0] * (max(pattern) + 1)
+        self._ranks: list[int] = []
+        """For each place, the number of earlier places with the same set."""
+        for number in pattern:
+            self._ranks.append(self._counts[number])
+            self._counts[number] += 1
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Return the set of a place of the stream, and the place within that set's stream."""
+        cycle, place = divmod(position, len(self._pattern))
+        number = self._pattern[place]
+        return number, cycle * self._counts[number] + self._ranks[place]
+
+
 class ChosenSets:
     """Sets that a user's function chooses (``data.custom_dataloader``), step by step."""
 

@@ -1,18 +1,29 @@
-"""The order of problems and the seeds of samples: pure functions of the run's seed."""
+"""The items of a run in the order in which they are drawn, and the seeds of its samples."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.errors import DataError
 from tandem.config import Config
-from tandem.samples.data_sets.drawing import ChosenSets, drawing_pattern
+from tandem.config.derive import GENERATED
+from tandem.samples.data_sets.drawing import ChosenSets, Pattern, drawing_pattern
+
+Item = TypeVar("Item")
+Encoded = TypeVar("Encoded")
+
+NUM_CHECKED = 256
+"""Number of items tokenised before a run begins: the first that it draws."""
+_NUM_KEPT = 4096
+"""Number of encoded items that are cached: a step is requested several times."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -34,25 +45,6 @@ def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool 
     return [epoch_index(seed, size, position, shuffle=shuffle) for position in range(first, first + count)]
 
 
-class _Pattern:
-    """Sets that take their places in a repeated pattern."""
-
-    def __init__(self, pattern: tuple[int, ...]) -> None:
-        self._pattern = pattern
-        self._counts = [0] * (max(pattern) + 1)
-        self._ranks: list[int] = []
-        """For each place, the number of earlier places with the same set."""
-        for number in pattern:
-            self._ranks.append(self._counts[number])
-            self._counts[number] += 1
-
-    def at(self, position: int) -> tuple[int, int]:
-        """Return the set of a place of the stream, and the place within that set's stream."""
-        cycle, place = divmod(position, len(self._pattern))
-        number = self._pattern[place]
-        return number, cycle * self._counts[number] + self._ranks[place]
-
-
 class DataOrder:
     """The order in which items of several concatenated datasets are drawn.
 
@@ -69,8 +61,9 @@ class DataOrder:
         self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
         chosen = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
         pattern = drawing_pattern(data, len(sizes))
-        self._sets: ChosenSets | _Pattern = chosen or _Pattern(pattern)
-        self._sizes = [*sizes] if chosen is not None or len({*pattern}) > 1 else [sum(sizes)]
+        self._sets: ChosenSets | Pattern | None = chosen or (Pattern(pattern) if len({*pattern}) > 1 else None)
+        """The sets that take turns in the stream; None if there is one."""
+        self._sizes = [sum(sizes)] if self._sets is None else [*sizes]
         self._starts = [0, *accumulate(self._sizes)][:-1]
 
     @property
@@ -80,7 +73,7 @@ class DataOrder:
 
     def index(self, position: int) -> int:
         """Return the index at a position."""
-        number, own = self._sets.at(position)
+        number, own = (0, position) if self._sets is None else self._sets.at(position)
         return self._starts[number] + epoch_index(self._seed, self._sizes[number], own, shuffle=self._shuffle)
 
     def first_of(self, number: int, count: int) -> list[int]:
@@ -94,6 +87,84 @@ class DataOrder:
         number = bisect_right(self._starts, index) - 1
         start, size = self._starts[number], self._sizes[number]
         return (start + (index - start + distance) % size for distance in range(1, size))
+
+
+class LazyDataset(Generic[Item, Encoded]):
+    """The training items of a run, each encoded when a step first takes it.
+
+    An item that does not fit the context is left out: the next fitting item of its set takes its place. The draw thus
+    depends on the items alone, and a resumed run draws the same.
+
+    Most faults of a dataset are in all of its items. The first items drawn are therefore encoded at once, and all of
+    them where a task generated them.
+
+    Args:
+        config: Configuration of the run.
+        items: One at least, unless none will be drawn.
+        encode: Returns None for an item that does not fit, and raises `DataError` for one that cannot be encoded.
+        sizes: Sizes of the sets that `items` concatenates; empty if there is one.
+
+    Raises:
+        DataError: one of the first cannot be encoded; or none of them fits, or none of the first of a set.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        items: Sequence[Item],
+        encode: Callable[[Item], Encoded | None],
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self._num_items = len(items)
+        self._encoded = functools.lru_cache(_NUM_KEPT)(lambda index: encode(items[index]))
+        self._order = DataOrder(config, sizes or (len(items),))
+        is_made = config.data.dataset_name in GENERATED
+        self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
+        """Number of items that were encoded at once ..."""
+        first = map(self._order.index, range(self.num_checked))
+        self.num_too_long = sum(self._encoded(index) is None for index in first)
+        """... and of those that do not fit."""
+        if items and self.num_too_long == self.num_checked:
+            which = "every one" if self.num_checked == len(items) else f"each of the first {self.num_checked}"
+            raise DataError(f"data: {which} is longer than policy.max_total_sequence_length allows")
+        if self._order.num_sets > 1:
+            self._check_sets()
+
+    def __len__(self) -> int:
+        """Return the number of items, including those that do not fit."""
+        return self._num_items
+
+    def draw(self, first: int, count: int) -> list[Encoded]:
+        """Return `count` items, from position `first` on, of the stream of epochs."""
+        return [self.at(position) for position in range(first, first + count)]
+
+    def at(self, position: int) -> Encoded:
+        """Return the item at a position of the stream of epochs, or the next of its set that fits."""
+        index = self._order.index(position)
+        found = self._encoded(index)
+        if found is None:
+            others = map(self._encoded, self._order.following(index))
+            found = next((other for other in others if other is not None), None)
+        assert found is not None, "one of the first items of each set fits"
+        return found
+
+    def _check_sets(self) -> None:
+        """Raise `DataError` if none of a set's first items fits; they stand for all of it."""
+        for number in range(self._order.num_sets):
+            first = self._order.first_of(number, NUM_CHECKED)
+            if all(self._encoded(index) is None for index in first):
+                raise DataError(
+                    f"data.train[{number}]: each of the first {len(first)} is longer than "
+                    "policy.max_total_sequence_length allows"
+                )
+
+
+def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> list[Encoded]:
+    """Return the items that fit, encoded. Raise `DataError` if there are items and none fits."""
+    found = [encoded for encoded in map(encode, items) if encoded is not None]
+    if items and not found:
+        raise DataError("data: everything held out is longer than policy.max_total_sequence_length allows")
+    return found
 
 
 def sample_seed(seed: int, step: int, purpose: str, group: int, sample: int) -> int:

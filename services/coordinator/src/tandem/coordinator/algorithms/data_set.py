@@ -26,6 +26,7 @@ from tandem.samples.data_sets import (
 )
 from tandem.samples.data_sets.chat import EncodedSolution
 from tandem.samples.data_sets.step_size import check_step_size
+from tandem.samples.given_table import given_table
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ class DataSetAlgorithm(WithoutGeneration):
         else:
             size = self._config.policy.train_global_batch_size
             batch = batch_of(self._train.draw((step - 1) * size, size))
-        return batch.replace(**batch.table().columns), {}
+        return batch.replace(**given_table(batch).columns), {}
 
     def _encode(self, conversation: Conversation) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""

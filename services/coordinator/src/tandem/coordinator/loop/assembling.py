@@ -43,7 +43,7 @@ from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.assignment import scoring_trainers
 from tandem.samples.folders_aside import RestoreLimits
-from tandem.samples.sample_folder import SampleFolder
+from tandem.samples.sample_files import SampleFolder
 
 _ORDERS_OF_A_COORDINATOR = 1 << 32
 

@@ -16,7 +16,7 @@ from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, Drop
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.sample_folder import SampleFolder
+from tandem.samples.sample_files import SampleFolder
 
 
 class Recorder:

@@ -1,6 +1,6 @@
 """Restored samples: groups that a resumed run had generated and need not generate again.
 
-The files of coming steps in the rollout log are put aside first (`tandem.samples.sample_folder`), so that the log
+The files of coming steps in the rollout log are put aside first (`tandem.samples.sample_files`), so that the log
 itself holds only what the run stands by. A group is restored if it is complete, from this run, and of a problem that it
 would draw. Engines must also have been verified to hold its weights; for samples that were trained on, they were. The
 scheduler checks whether the run's weights are still the same (`tandem.coordinator.scheduler.groups.restored`).
@@ -18,8 +18,7 @@ from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.observe.run_folder.journal import JournalReader
 from tandem.samples.folders_aside import RestoreLimits, read_limits
-from tandem.samples.sample_files import SHARD, files
-from tandem.samples.sample_folder import SampleFolder
+from tandem.samples.sample_files import SHARD, SampleFolder, files
 
 _COLUMNS = ("command_id", "group", "sample", "problem_id", "oldest_version", "newest_version", "rollout")
 

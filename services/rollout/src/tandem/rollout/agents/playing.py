@@ -33,7 +33,7 @@ class Playing(Generating):
         """Make one token for each request of an agent; take the episodes that have ended."""
         started = time.perf_counter()
         phase = "generation" if self._agents.work() else "rewards"
-        if self._parts.external_requests is not None and not self._parts.num_running:
+        if self._parts.external_requests is not None and not self._parts.sample_engine.num_unfinished:
             self._parts.external_requests.work()
         for generation in self.generations.values():
             generation.seconds[phase] += time.perf_counter() - started

@@ -61,7 +61,7 @@ class SeveralVersions(RefittedEngine, ABC):
     ) -> dict[str, int]:
         """Receive a version, and keep a copy of its adapters; running requests go on with those of theirs."""
         counted = super().apply(version, deadline_s, only, joining_engines)
-        if self._version == version:
+        if self.version == version:
             self._uses.begin(version)
             needed = {version_of(request) for request in self._requests()}
             self._keep(version, self._uses.surplus({*self._held(), version}, {*needed, version}))
@@ -73,9 +73,9 @@ class SeveralVersions(RefittedEngine, ABC):
         if not isinstance(sampling, ServedSampling):
             sampling = ServedSampling(**msgspec.structs.asdict(sampling))
         if sampling.weight_version is None:
-            if self._version is None:
+            if self.version is None:
                 raise NotHeld("the engine holds no weight version yet")
-            sampling = msgspec.structs.replace(sampling, weight_version=self._version)
+            sampling = msgspec.structs.replace(sampling, weight_version=self.version)
         return msgspec.structs.replace(request, sampling=sampling)
 
     def _note(self, request: Request) -> None:
@@ -155,9 +155,9 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
     def digest_task(self, sampling: Sampling | None) -> Digesting:
         """Return a task that digests the adapters in use, and those of another version."""
         assert isinstance(self._weights, Weights), "of this process"
-        if self._version is None or self._version not in self._sets:
+        if self.version is None or self.version not in self._sets:
             return super().digest_task(sampling)
-        return self._sets.digest_task(self._version, self._weights, sampling)
+        return self._sets.digest_task(self.version, self._weights, sampling)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `NotHeld` without its version, and `DataError` if it can make no token."""

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import mmap
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -114,15 +115,14 @@ class Step:
     length: int
     """Positions that attention of the running slots reads: the length of the longest slot, its new token included."""
     mask_R11L: torch.Tensor
-    """Mask with 0 where a running slot has a token, and minus infinity beyond its end."""
+    """Mask to add to scores: 0 where a running slot has a token, and minus infinity beyond its end."""
     prompts: tuple[Prompt, ...]
     window_masks: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The same masks by width of a layer's sliding window, with minus infinity before the window; made once a step."""
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Return what to add to the scores of a layer with this sliding window; None means attention over all
-        tokens."""
-        if window is None or window >= self.length:
+    def mask_of(self, window: int) -> torch.Tensor:
+        """Return the mask of a layer with this sliding window."""
+        if window >= self.length:
             return self.mask_R11L
         if window not in self.window_masks:
             key_L = torch.arange(self.length, device=self.position_R.device)
@@ -148,12 +148,11 @@ def slot_attention(
 
     The signature is that of `transformers.AttentionInterface`, which calls sinks `s_aux`; returns ``[1, N, H, D]``.
     `told_windows` collects the sliding windows that layers report. Raises `ModelError` if the architecture's attention
-    differs from scaled dot products.
+    differs from scaled dot products, when a model is tried out (`tandem.rollout.engines.trying`).
     """
-    unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
-    if slot_step is None or unknown:
-        reason = f"its attention needs {unknown[0]}" if unknown else "it does not pass arguments on to its attention"
-        raise ModelError(f"{type(module).__name__}: the embedded engine cannot run this architecture: {reason}")
+    if slot_step is None or told_windows is not None:  # the engine tries the model out
+        _refuse_unknown(module, kwargs, passes_on=slot_step is not None)
+    assert slot_step is not None, "refused"
     step, layer = slot_step, int(module.layer_idx)  # type: ignore[arg-type]
     if told_windows is not None:
         told_windows[layer] = sliding_window
@@ -166,14 +165,14 @@ def slot_attention(
         # Query heads that share a key-value head become its query positions, so that no key is copied.
         num_heads, head_dim = query_1HND.shape[1], query_1HND.shape[3]
         query_RHGD = query_1HND[0, :, :num].transpose(0, 1).reshape(num, keys_SHLD.shape[1], -1, head_dim)
-        attended_RHGD = _attend_to_cache(
-            query_RHGD,
-            keys_SHLD[:num, :, : step.length],
-            values_SHLD[:num, :, : step.length],
-            step.mask(sliding_window),
-            scaling,
-            s_aux,
-        )
+        keys_RHLD, values_RHLD = keys_SHLD[:num, :, : step.length], values_SHLD[:num, :, : step.length]
+        mask_R11L = step.mask_R11L if sliding_window is None else step.mask_of(sliding_window)
+        if s_aux is None:
+            attended_RHGD = F.scaled_dot_product_attention(
+                query_RHGD, keys_RHLD, values_RHLD, attn_mask=mask_R11L, scale=scaling
+            )
+        else:
+            attended_RHGD = _attend_with_sinks(query_RHGD, keys_RHLD, values_RHLD, mask_R11L, scaling, s_aux)
         outputs_NHD.append(attended_RHGD.reshape(num, num_heads, -1))
     for prompt in step.prompts:
         tokens = slice(prompt.start, prompt.start + prompt.length)
@@ -181,26 +180,31 @@ def slot_attention(
         key_1HTD, value_1HTD = key_1HND[:, :, tokens], value_1HND[:, :, tokens]
         keys_SHLD[slots, :, : prompt.length] = key_1HTD
         values_SHLD[slots, :, : prompt.length] = value_1HTD
-        query_THD, key_THD, value_THD = (
-            tensor_1HTD[0].transpose(0, 1) for tensor_1HTD in (query_1HND[:, :, tokens], key_1HTD, value_1HTD)
-        )
+        query_THD = query_1HND[0, :, tokens].transpose(0, 1)
+        key_THD, value_THD = key_1HTD[0].transpose(0, 1), value_1HTD[0].transpose(0, 1)
         segment = prompt.length, prompt.length
         outputs_NHD.append(attend(query_THD, key_THD, value_THD, [segment], scaling, sliding_window, s_aux))
     output_NHD = outputs_NHD[0] if len(outputs_NHD) == 1 else torch.cat(outputs_NHD)
     return output_NHD[None], None
 
 
-def _attend_to_cache(
+def _refuse_unknown(module: torch.nn.Module, given: Mapping[str, Any], *, passes_on: bool) -> None:
+    """Raise `ModelError` for an architecture whose attention is another."""
+    unknown = [name for name in ("softcap", "position_bias") if given.get(name) is not None]
+    if unknown or not passes_on:
+        reason = f"its attention needs {unknown[0]}" if unknown else "it does not pass arguments on to its attention"
+        raise ModelError(f"{type(module).__name__}: the embedded engine cannot run this architecture: {reason}")
+
+
+def _attend_with_sinks(
     query_RHGD: torch.Tensor,
     keys_RHLD: torch.Tensor,
     values_RHLD: torch.Tensor,
     mask_R11L: torch.Tensor,
     scaling: float | None,
-    sinks: torch.Tensor | None,
+    sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend from the newest token of each running slot to the tokens before it."""
-    if sinks is None:
-        return F.scaled_dot_product_attention(query_RHGD, keys_RHLD, values_RHLD, attn_mask=mask_R11L, scale=scaling)
+    """Attend from the newest token of each running slot to the tokens before it, and to the sinks of its heads."""
     num_rows, num_heads, num_each, head_dim = query_RHGD.shape
     scores_RHGL = query_RHGD @ keys_RHLD.transpose(2, 3) * (head_dim**-0.5 if scaling is None else scaling) + mask_R11L
     sinks_RHG1 = sinks.view(num_heads, num_each, 1).to(scores_RHGL.dtype).expand(num_rows, -1, -1, -1)

@@ -41,6 +41,9 @@ class RefittedEngine:
     A subclass generates, and updates whatever else depends on the weights in `_take_weights`.
     """
 
+    weights_sleep = False
+    """Whether the memory of the weights is also released while the engine sleeps; on a CPU it is not."""
+
     def __init__(self, model_folder: Path, weights: EngineWeights, max_length: int, length_key: str) -> None:
         """Hold no version yet. `max_length` is the longest sequence, prompt included, which `length_key` configures."""
         self._model_folder = model_folder
@@ -50,20 +53,11 @@ class RefittedEngine:
         self._member = ""
         """The engine's name in the run, once a program is installed."""
         self.meter = MemoryMeter()
-        self._version: int | None = None
+        self.version: int | None = None
+        """Weight version that the engine holds; None while it holds none, or a partial one."""
         self._is_paused = False
         self._is_asleep = False
         self._detokenizer: tokenizers.Tokenizer | None = None
-
-    @property
-    def version(self) -> int | None:
-        """Weight version that the engine holds; None while it holds none, or a partial one."""
-        return self._version
-
-    @property
-    def weights_sleep(self) -> bool:
-        """Whether the memory of the weights is also released while the engine sleeps; on a CPU it is not."""
-        return False
 
     def pause(self) -> None:
         """Keep the requests and their caches, and make no token until `resume`."""
@@ -82,7 +76,7 @@ class RefittedEngine:
 
         The engine holds no version until `apply`. Raises `RefitError`.
         """
-        self._version = None
+        self.version = None
         self._member = process_of(programs[0].member)
         return self._weights.install(programs)
 
@@ -105,10 +99,10 @@ class RefittedEngine:
         """
         if only and self._member not in only:
             return self._weights.apply(version, deadline_s, only, joining_engines)
-        self._version = None
+        self.version = None
         num_bytes = self._weights.apply(version, deadline_s, only, joining_engines)
         self._take_weights()
-        self._version = version
+        self.version = version
         return num_bytes
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:
@@ -127,11 +121,11 @@ class RefittedEngine:
 
         Raises `RefitError` if the engine holds no whole version, `RuntimeError` if it sleeps.
         """
-        if self._version is None:
+        if self.version is None:
             raise RefitError("the engine holds no whole weight version: it serves no token until a refit has succeeded")
         if self._is_asleep:
             raise RuntimeError("step called while the engine sleeps")
-        return self._version
+        return self.version
 
     def _require_room(self, request: Request) -> None:
         """Raise `DataError` if the request cannot make a single token."""
@@ -152,11 +146,10 @@ class RefittedEngine:
                 raise NotHeld(f"the engine does not hold weight version {wanted}")
 
     def _holds(self, version: int) -> bool:
-        return version == self._version
+        return version == self.version
 
-    def _stop_strings(self, request: Request) -> StopStrings | None:
-        if not request.sampling.stop_strings:
-            return None
+    def _stop_strings(self, request: Request) -> StopStrings:
+        """Return the watch over the text of a request that has stop strings."""
         if self._detokenizer is None:
             self._detokenizer = load_detokenizer(self._model_folder)
         stop_strings = StopStrings(self._detokenizer, request.sampling.stop_strings)

@@ -42,6 +42,8 @@ class Slots:
         self.num_slots = num_slots
         self.num_running = 0
         self.sequences: list[Sequence] = []
+        self.arrival_S = np.zeros(num_slots, np.int64)
+        """Numbers in the order in which requests were added."""
         self.length_S = np.zeros(num_slots, np.int64)
         """Positions of the slot's sequence that are in the key-value cache."""
         self.last_token_S = np.zeros(num_slots, np.int64)
@@ -71,6 +73,7 @@ class Slots:
         slot = self.num_running
         assert slot < self.num_slots
         sampling = sequence.request.sampling
+        self.arrival_S[slot] = sequence.arrival
         self.length_S[slot] = len(sequence.request.prompt_ids)
         self.num_before_S[slot] = sequence.request.num_made
         self.num_new_S[slot] = 0

@@ -83,7 +83,7 @@ class TransformersEngine(RefittedEngine):
         """Whether running sequences must compute their keys and values anew."""
         try_out(self._model, model_folder, max_total_sequence_length)
         if with_weights:
-            self._version = 0
+            self.version = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -103,7 +103,7 @@ class TransformersEngine(RefittedEngine):
             request=request,
             arrival=self._num_arrived,
             max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
-            stop_strings=self._stop_strings(request),
+            stop_strings=self._stop_strings(request) if request.sampling.stop_strings else None,
         )
         if request.is_external:
             self._queue.appendleft(sequence)
@@ -136,7 +136,10 @@ class TransformersEngine(RefittedEngine):
             raise ModelError(f"weight version {version} gives probabilities that are not numbers")
         stopped_R = slots.record(token_R, logprob_R, version)
         finished_F = np.flatnonzero(stopped_R | (slots.num_new_S[:num] >= slots.max_new_S[:num]))
-        return self._retire(finished_F, ["stop" if stopped_R[slot] else "length" for slot in finished_F.tolist()])
+        if not len(finished_F):
+            return []
+        finished_F = finished_F[np.argsort(slots.arrival_S[finished_F])]
+        return self._retire(finished_F, np.where(stopped_R[finished_F], "stop", "length").tolist())
 
     def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
         """Return what running requests have made from these tokens on, by id."""
@@ -179,7 +182,7 @@ class TransformersEngine(RefittedEngine):
 
     def close(self) -> None:
         """Release everything."""
-        self._version = None
+        self.version = None
         self._weights.close()
         self._queue.clear()
         self._cache.release()
@@ -213,6 +216,7 @@ class TransformersEngine(RefittedEngine):
         token_parts = [slots.last_token_S[:num_decoding]]
         position_parts = [length_R]
         prompts: list[Prompt] = []
+        kept, num_slots = [*range(num_decoding)], [1] * num_decoding  # tokens, and the slots that go on from each
         start = num_decoding
         for group in self._admit():
             prompt_ids = group[0].request.prompt_ids
@@ -222,15 +226,13 @@ class TransformersEngine(RefittedEngine):
             token_parts.append(np.array(prompt_ids, np.int64))
             position_parts.append(np.arange(len(prompt_ids)))
             start += len(prompt_ids)
-        kept_K = None
-        if prompts:  # what a prompt's other tokens predict is known
-            ends = [prompt.start + prompt.length - 1 for prompt in prompts]
-            kept_K = torch.from_numpy(np.concatenate([np.arange(num_decoding), np.array(ends, np.int64)]))
+            kept.append(start - 1)  # what a prompt's other tokens predict is known
+            num_slots.append(len(group))
+        kept_K = torch.from_numpy(np.array(kept, np.int64)) if prompts else None
         logits_KV = self._run(token_parts, position_parts, self._plan(length_R, tuple(prompts)), kept_K)
         if not prompts:
             return logits_KV
-        num_rows = np.array([1] * num_decoding + [prompt.num_slots for prompt in prompts])
-        row_R = torch.from_numpy(np.repeat(np.arange(len(num_rows)), num_rows)).to(self._model.device)
+        row_R = torch.from_numpy(np.repeat(np.arange(len(kept)), num_slots)).to(self._model.device)
         with torch.inference_mode():
             return logits_KV.index_select(0, row_R)
 
@@ -296,16 +298,13 @@ class TransformersEngine(RefittedEngine):
     def _retire(
         self, slot_F: NDArray[np.int64], finish_reasons: list[Literal["stop", "length", "abort"]]
     ) -> list[Completion]:
-        """Complete these slots and close their holes; return completions in request order."""
-        if not len(slot_F):
-            return []
+        """Complete these slots and close their holes; return their completions."""
         slots = self._slots
-        joining_engines = [slots.sequences[slot].arrival for slot in slot_F.tolist()]
-        completions = [slots.completion(slot, why) for slot, why in zip(slot_F.tolist(), finish_reasons, strict=True)]
+        completions = list(map(slots.completion, slot_F.tolist(), finish_reasons))
         if self._served is not None:
             completions = [self._served.finish(completion) for completion in completions]
         source_M, destination_M = slots.leave(slot_F)
         if len(source_M):
             with torch.inference_mode():
                 self._cache.move(source_M, destination_M, int(slots.length_S[destination_M].max()))
-        return [completions[index] for index in np.argsort(joining_engines).tolist()]
+        return completions

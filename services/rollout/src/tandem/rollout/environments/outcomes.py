@@ -16,7 +16,7 @@ from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
 from tandem.common.returned import beyond, finite_number, line, raised_at, sayable, shown
 from tandem.common.texts import visible
 from tandem.rollout.environments.environment import ConversingEnvironment, Environment, Score, Step, Turn
-from tandem.rollout.environments.printing import bounded
+from tandem.rollout.environments.printing import step_of_call
 from tandem.samples.chat_templates import Messages
 
 _LONGEST_TRACE = 20_000
@@ -71,11 +71,13 @@ class Job(msgspec.Struct, eq=False):
 
 def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, is_multi_turn: bool, module: str) -> Outcome:
     """Call an environment; any result or exception becomes an outcome. `module` has its class, if that is custom."""
+    before = step_of_call.set(call.step)
     try:
-        with bounded(call.step):
-            result = step(call.problem, call.conversation)
+        result = step(call.problem, call.conversation)
     except BaseException as error:  # sys.exit(), for example
         return failure_of(error, module)
+    finally:
+        step_of_call.reset(before)
     try:
         return checked(result, is_multi_turn=is_multi_turn)
     except RewardError as error:
@@ -103,9 +105,9 @@ def checked(result: object, *, is_multi_turn: bool) -> Score | Turn:
     if isinstance(result, Score):
         return Score(
             finite_number(result.reward, "the reward"),
-            _truth(result.correct),
+            result.correct if isinstance(result.correct, bool) else _truth(result.correct),
             _by_name(result.components, "component"),
-            _answer(result.answer),
+            None if result.answer is None else _answer(result.answer),
             _by_name(result.spent, "cost"),
         )
     returned = type(result).__name__
@@ -145,27 +147,33 @@ def timed_out(timeout_s: float) -> Failure:
 
 def _by_name(given: object, kind: Literal["component", "cost"]) -> dict[str, float]:
     """Return numbers by name, if they are few and no name is too long to send."""
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+    if not isinstance(given, Mapping):
         raise RewardError(f"the {kind}s are {shown(given)}, not numbers by name")
     if len(given) > MAX_COMPONENTS:
         raise RewardError(f"{len(given)} {kind}s of a reward, more than {MAX_COMPONENTS}")
-    named = {line(name): finite_number(value, f"the {kind} {line(name)!r}") for name, value in given.items()}
-    for name in (*given, *named):
-        if not 1 <= len(name) <= MAX_NAME:
-            raise RewardError(f"the name of a {kind} has {len(name)} characters, not 1 to {MAX_NAME}")
+    named: dict[str, float] = {}
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise RewardError(f"the {kind}s are {shown(given)}, not numbers by name")
+        sent = line(name)
+        named[sent] = finite_number(value, f"the {kind} {sent!r}")
+        for each in (name, sent):
+            if not 1 <= len(each) <= MAX_NAME:
+                raise RewardError(f"the name of a {kind} has {len(each)} characters, not 1 to {MAX_NAME}")
     return named
 
 
 def _truth(given: object) -> bool:
+    """Return a truth of numpy as Python's."""
     kind = type(given)
-    if kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
         return bool(given)
     raise RewardError(f"correct is {shown(given)}, not True or False")
 
 
-def _answer(given: object) -> str | None:
-    if given is None or isinstance(given, str):
-        return None if given is None else line(given)
+def _answer(given: object) -> str:
+    if isinstance(given, str):
+        return line(given)
     raise RewardError(f"answer is {shown(given)}, not a text or None")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
-from tandem.common.messages import EngineServer, Problem, PromptGroup
+from tandem.common.messages import EngineServer, Problem
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.rollout.environments.environment import HEAVY, Score, Turn
@@ -67,14 +67,16 @@ class Scorer:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
         self._num_calls += 1
         self._wanted[key] = job = Job(key, Call(self._num_calls, problem, conversation, step))
-        self._started().submit(job)
+        assert self._pool is not None, "await_ready comes first"
+        self._pool.submit(job)
 
     def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
         """Return what is ready, in the order in which it became ready.
 
         Raises `RewardError` if a failure of the environment ends the run.
         """
-        pool = self._started()
+        pool = self._pool
+        assert pool is not None, "await_ready comes first"
         pool.check()
         results: list[tuple[int, Score | Turn | Unscored]] = []
         while not pool.done.empty():
@@ -93,7 +95,7 @@ class Scorer:
                     results.append((job.key, result))
         return results
 
-    def forget(self, keys: Iterable[int]) -> None:
+    def forget(self, keys: Collection[int]) -> None:
         """Abandon what was submitted with these keys."""
         for key in keys:
             if (job := self._wanted.pop(key, None)) is not None:
@@ -113,66 +115,39 @@ class Scorer:
         if server is not None:
             server.close()
 
-    def _started(self) -> ThreadPool | WorkerPool | ProgramPool:
-        assert self._pool is not None, "await_ready comes first"
-        return self._pool
-
 
 class Environments:
-    """A `Scorer` for each of the run's environments, behind the same methods."""
+    """A `Scorer` for each of the run's environments. Keys are unique among all of them."""
 
     def __init__(self, config: Config, program: Program | None = None) -> None:
         """Make the scorers; `program` scores with functions given to `tandem.train`."""
-        self._scorers = {
-            name: Scorer(config.of_environment(name), program if name == PYTHON_REWARDS else None)
+        self._scorers = [
+            Scorer(config.of_environment(name), program if name == PYTHON_REWARDS else None)
             for name in config.environments
-        }
-        self._only = config.environments[0]
-        self._scorer_of: dict[int, Scorer] = {}
-        """Scorers by the keys of submitted responses."""
-
-    def __contains__(self, environment: str) -> bool:
-        """Return whether a prompt may name this environment."""
-        return environment in self._scorers or (not environment and len(self._scorers) == 1)
+        ]
+        self.of = dict(zip(config.environments, self._scorers, strict=True))
+        """Scorers by what prompts name as their environment; where there is one, they need not name it."""
+        if len(self._scorers) == 1:
+            self.of[""] = self._scorers[0]
 
     def await_ready(self, engine: EngineServer | None = None) -> None:
         """Wait until responses can be scored. Raises `ConfigError` if an environment cannot be made."""
-        for scorer in self._scorers.values():
+        for scorer in self._scorers:
             scorer.await_ready(engine)
-
-    def is_multi_turn(self, group: PromptGroup) -> bool:
-        """Return whether a response to this prompt may be answered."""
-        return self._of(group).is_multi_turn
-
-    def submit(self, key: int, group: PromptGroup, conversation: Messages, step: int | None = None) -> None:
-        """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
-        self._scorer_of[key] = scorer = self._of(group)
-        scorer.submit(key, group.problem, conversation, step)
 
     def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
         """Return what is ready. Raises `RewardError` where a failure of an environment ends the run."""
         ready: list[tuple[int, Score | Turn | Unscored]] = []
-        for scorer in self._scorers.values():
+        for scorer in self._scorers:
             ready += scorer.poll()
-        for key, _ in ready:
-            del self._scorer_of[key]
         return ready
 
-    def forget(self, keys: Iterable[int]) -> None:
+    def forget(self, keys: Collection[int]) -> None:
         """Abandon what was submitted with these keys."""
-        for key in keys:
-            if (scorer := self._scorer_of.pop(key, None)) is not None:
-                scorer.forget([key])
-
-    def refuse(self, group: PromptGroup, conversation: Messages, what: str) -> Unscored:
-        """Judge an environment's answer that cannot be used. Raises `RewardError` if that ends the run."""
-        return self._of(group).refuse(group.problem, conversation, what)
+        for scorer in self._scorers:
+            scorer.forget(keys)
 
     def close(self) -> None:
         """End everything that runs the environments."""
-        self._scorer_of.clear()
-        for scorer in self._scorers.values():
+        for scorer in self._scorers:
             scorer.close()
-
-    def _of(self, group: PromptGroup) -> Scorer:
-        return self._scorers[group.environment or self._only]

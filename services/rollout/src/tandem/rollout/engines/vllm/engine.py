@@ -129,12 +129,13 @@ class VllmEngine(RefittedEngine):
             raise
         length_key = "policy.generation.vllm_cfg.max_model_len"
         super().__init__(model_folder, self._workers or NoRefits(), settings.max_model_len, length_key)
+        self.weights_sleep = not insides.is_on_cpu()  # on GPUs they wait in host memory
         self.meter = WorkersMeter(self._llm)
         self._sequences: dict[int, RunningSequence] = {}
         self._num_arrived = 0
         self._num_updates = 0
         if with_weights:
-            self._version = 0
+            self.version = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -146,7 +147,7 @@ class VllmEngine(RefittedEngine):
         self._require_room(request)
         if isinstance(request.sampling, ServedSampling):
             self._require_held(request)
-        stop_strings = self._stop_strings(request)
+        stop_strings = self._stop_strings(request) if request.sampling.stop_strings else None
         params = self._params(request)
         # Cached keys and values are looked up by the salt, too.
         salt = f"{'external requests of ' if request.is_external else ''}{self._cached_with(request)}"
@@ -204,11 +205,6 @@ class VllmEngine(RefittedEngine):
         """Have running sequences compute all their keys and values anew before their next token."""
         self._llm.reset_caches()
 
-    @property
-    def weights_sleep(self) -> bool:
-        """Whether the memory of the weights is released: on GPUs they wait in host memory."""
-        return not insides.is_on_cpu()
-
     def sleep(self) -> None:
         """Release the key-value cache; on a GPU the weights wait in host memory. Refuses while requests run."""
         if self.num_unfinished:
@@ -225,7 +221,7 @@ class VllmEngine(RefittedEngine):
 
     def close(self) -> None:
         """Release everything."""
-        self._version = None
+        self.version = None
         self._weights.close()
         self._sequences.clear()
         self._llm.close()
