@@ -181,3 +181,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             listed = ", ".join(self.columns) or "none"
             raise LookupError(f"no column {column.name} is declared of the loss of this algorithm, but {listed}")
         return self.columns[column.name]
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device."""
+    return torch.from_numpy(values).to(device)

@@ -33,8 +33,7 @@ from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer.advantages import AdvantageEstimator
 from tandem.trainer.advantages import Scored as ScoredBatch
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
-from tandem.trainer.batching.padding import unpad_into
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.batching.shard import Shard, unpad_into
 from tandem.trainer.exchange import BatchExchange, Exchange, divided_again, moved
 from tandem.trainer.fetching import image_settings
 from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.schema.columns import Column, Model
-from tandem.trainer.batching.padding import unpad_into
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.batching.shard import Shard, unpad_into
 from tandem.trainer.exchange import moved
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scores import Scores
