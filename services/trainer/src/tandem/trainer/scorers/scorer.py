@@ -104,18 +104,12 @@ class Scorer:
             return inputs_of_share(batch, self._context)
         if batch.row is not None:
             row = batch.row
-            inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, **self._attended(row)}
-            return inputs, row.predictor_K
+            attended = {"ends_2S": _ends_of(row)} if self.compiles_attention else {"row": row}
+            return {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, **attended}, row.predictor_K
         inputs = {"input_ids": batch.token_ids_BT}
         if self._is_cut:  # the activations may be shorter than the sequence
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
-
-    def _attended(self, row: Row) -> dict[str, Any]:
-        """Return what attention takes of a row."""
-        if not self.compiles_attention:
-            return {"row": row}
-        return {"ends_2S": boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)}
 
     def _routed(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return the experts of the tokens that `_inputs` gives the model; None if they are unknown for all."""
@@ -132,6 +126,11 @@ class Scorer:
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task.predictor_K),)
+
+
+def _ends_of(row: Row) -> torch.Tensor:
+    """Return the ends of a packed row's segments, as compiled attention takes them."""
+    return boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)
 
 
 class TokenScorer(Scorer):
