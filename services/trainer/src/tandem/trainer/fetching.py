@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter, methodcaller
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,14 +29,13 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 from tandem.config import Config
-from tandem.config.models.model_sizes import local_folder, vocabulary_size
-from tandem.config.models.vision_families import family_of
+from tandem.config.models.model_sizes import vocabulary_size
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
 from tandem.samples.images.columns import check_images, image_columns
-from tandem.samples.images.families import ImageSettings, read_settings
+from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts
-from tandem.trainer.batching.images import check_image_tokens
+from tandem.trainer.batching.images import check_image_tokens, image_settings
 
 _PATIENCE_S = 5.0
 """How long a rollout may be without a connection."""
@@ -48,15 +47,7 @@ Rows = list[int]
 """Rows of a batch's table."""
 
 
-def image_settings(config: Config) -> ImageSettings | None:
-    """Return the settings for images of a run's policy; None if it does not see. Raises `ModelError`."""
-    if family_of(config.policy) is None:
-        return None
-    name = config.policy.tokenizer.name
-    return read_settings(local_folder(name) or Path(name), name)
-
-
-class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
+class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The arrays of samples as a run's engines send them."""
 
     vocabulary: int
@@ -75,7 +66,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
             images=image_settings(config),
         )
 
-    @property
+    @cached_property
     def most_tokens(self) -> int:
         """Most tokens of one request."""
         most = MAX_TOKENS_FETCHED

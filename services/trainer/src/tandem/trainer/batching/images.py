@@ -7,16 +7,28 @@ of a sequence up to an image's last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import DataError, ModelError, WireError
+from tandem.config import Config
+from tandem.config.models.model_sizes import local_folder
+from tandem.config.models.vision_families import family_of
 from tandem.samples.assignment import EMPTY_ROW
 from tandem.samples.batch import Batch
-from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions
+from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions, read_settings
 from tandem.trainer.micro_batches import ImageBlock, Row, RowImages
+
+
+def image_settings(config: Config) -> ImageSettings | None:
+    """Return the settings for images of a run's policy; None if it does not see. Raises `ModelError`."""
+    if family_of(config.policy) is None:
+        return None
+    name = config.policy.tokenizer.name
+    return read_settings(local_folder(name) or Path(name), name)
 
 
 def row_images(
