@@ -84,15 +84,14 @@ class Scorer:
             self._replay.give(self._routed(batch))
         if self._pictures is not None:
             inputs |= self._pictures(batch)
-        is_here_K = predictor_K >= 0
-        self._task = task if self._context is None else task.take(is_here_K)
+        self._task = task if self._context is None else task.take(predictor_K >= 0)
         try:
             scores_K: Any = self._scores(inputs, self._task)
         finally:
             self._task = None
         kind = type(scores_K)
         if self._context is not None:
-            scores_K = [sum_shares(placed(each_K, is_here_K), self._context) for each_K in scores_K]
+            scores_K = [sum_shares(placed(each_K, predictor_K >= 0), self._context) for each_K in scores_K]
         return kind(*(placed(each_K, valid_BT) for each_K in scores_K))
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
