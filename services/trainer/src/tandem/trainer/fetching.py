@@ -84,8 +84,8 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             **({} if self.images is None else image_columns([])),
         )
 
-    def read(self, frames: Arrays) -> Batch:
-        """Return received samples. Raises `WireError` unless they are possible samples."""
+    def read(self, frames: Arrays, table: Batch) -> Batch:
+        """Return received samples. Raises `WireError` unless they are possible, and match these rows of a table."""
         names = SAMPLES if self.images is None else (*SAMPLES, *IMAGES)
         arrays = Batch.from_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
         arrays.check_samples(self.vocabulary)
@@ -94,6 +94,17 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.images is not None:
             check_images(arrays)
             check_image_tokens(arrays, self.images)
+        if arrays.lengths_S.tolist() != table.lengths_S.tolist():
+            raise WireError("lengths_S: not the lengths that were announced")
+        starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T
+        num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
+        ends_of_prompts = starts + table.prompt_lengths_S
+        is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
+        is_made_S |= table.num_valid_S == 0  # an agent that failed may have asked for none
+        if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
+            raise WireError("loss_mask_T: not the prompts that were announced")
+        if ((table.num_valid_S > 0) & (arrays.num_valid() != table.num_valid_S)).any():
+            raise WireError("loss_mask_T: not the numbers of tokens that were announced")
         return arrays
 
 
@@ -259,7 +270,7 @@ class _Inquiry:
             self.why_missing = reply.why
             return
         rows = self._requests[self.num_taken]
-        self.answers.append(samples_from(frames, self._table.take(np.array(rows)), self._format))
+        self.answers.append(self._format.read(frames, self._table.take(np.array(rows))))
         self.rows += rows
         self.num_taken += 1
 
@@ -286,23 +297,6 @@ def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
         request.append(row)
         num_tokens += length
     yield request
-
-
-def samples_from(frames: Arrays, table: Batch, sample_format: SampleFormat) -> Batch:
-    """Return received samples. Raises `WireError` unless they are possible samples that match these rows of a table."""
-    arrays = sample_format.read(frames)
-    if arrays.lengths_S.tolist() != table.lengths_S.tolist():
-        raise WireError("lengths_S: not the lengths that were announced")
-    starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T
-    num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
-    ends_of_prompts = starts + table.prompt_lengths_S
-    is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
-    is_made_S |= table.num_valid_S == 0  # an agent that failed may have asked for none
-    if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
-        raise WireError("loss_mask_T: not the prompts that were announced")
-    if ((table.num_valid_S > 0) & (arrays.num_valid() != table.num_valid_S)).any():
-        raise WireError("loss_mask_T: not the numbers of tokens that were announced")
-    return arrays
 
 
 def with_samples(table: Batch, samples: Sequence[Batch], places: Sequence[int]) -> Batch:
