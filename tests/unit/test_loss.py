@@ -61,8 +61,8 @@ KL: dict[str, Callable[[float, float], float]] = {
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @pytest.mark.parametrize(("policy", "reference"), [(-1.0, -1.0), (-0.5, -2.0), (-3.0, -0.1)])
 def test_kl_estimators(kind: Any, policy: float, reference: float) -> None:
-    logprobs = torch.tensor([policy, reference], dtype=torch.float64)
-    found = kl_penalty(*logprobs, settings(reference_policy_kl_type=kind))
+    logprobs, reference_logprobs = torch.tensor([policy, reference], dtype=torch.float64)
+    found = kl_penalty(logprobs, reference_logprobs, settings(reference_policy_kl_type=kind))
     assert float(found) == pytest.approx(KL[kind](policy, reference), rel=1e-12, abs=1e-12)
 
 
