@@ -13,9 +13,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tandem.common.attention.on_gpu import boundaries
 from tandem.common.errors import ModelError
-from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
+from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.micro_batches import MicroBatch, Row
-from tandem.trainer.routing import RoutingReplay, of_row
+from tandem.trainer.routing import RoutingReplay, experts_of
 from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
 from tandem.trainer.scores import Scores, StudentScores, TokenScores
 from tandem.trainer.scoring import VocabularyShard, placed, score_tokens
@@ -81,7 +81,7 @@ class Scorer:
         others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
         task = Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
         if self._replay is not None:
-            self._replay.give(self._routed(batch))
+            self._replay.give(experts_of(batch, self._context))
         if self._pictures is not None:
             inputs |= self._pictures(batch)
         self._task = task if self._context is None else task.take(predictor_K >= 0)
@@ -109,15 +109,6 @@ class Scorer:
         if self._is_cut:  # the activations may be shorter than the sequence
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
-
-    def _routed(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return the experts of the tokens that `_inputs` gives the model; None if they are unknown for all."""
-        experts_BTLK, row = batch.routed_experts_BTLK, batch.row
-        if experts_BTLK is None:
-            return None
-        if self._context is not None:
-            return of_row(experts_BTLK, sources_of_share(batch, self._context))
-        return experts_BTLK if row is None else of_row(experts_BTLK, row.source_N)
 
     def _scores(self, inputs: dict[str, Any], task: Task) -> Scores:
         """Return the model's scores of the targets."""
