@@ -1,4 +1,4 @@
-"""The shard of a batch: a replica's sequences, divided into micro-batches and laid out, on the right to one width.
+"""The shard of a batch: a replica's sequences, divided into micro-batches and padded to one width.
 
 The division is a pure function of the batch's table and the configuration, so that every rank knows the number of
 micro-batches of the others.

@@ -1,4 +1,4 @@
-"""The losses, one module for each family, and what they share: means over the global batch, and sums to report.
+"""The losses, one module for each family, and what they share: means over the batch, sums to report.
 
 `make_loss` makes a run's configured loss.
 
