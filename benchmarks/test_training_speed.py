@@ -38,7 +38,7 @@ from smoke import sized
 from tandem.config import build_config
 from tandem.samples.batch import Batch
 from tandem.trainer.backends import make_backend
-from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import pad
 from tandem.trainer.losses import Counts, make_loss
 
 NUM_SEQUENCES, LENGTH = sized((8, 256), (2, 32))

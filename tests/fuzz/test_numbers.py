@@ -25,7 +25,7 @@ from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
 from tandem.samples.batch import Batch
-from tandem.trainer.losses.aggregate import Counts
+from tandem.trainer.losses import Counts
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores

@@ -9,7 +9,7 @@ import torch
 
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import BUILT_IN
-from tandem.trainer.losses.aggregate import Counts
+from tandem.trainer.losses import Counts
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores
 

@@ -305,7 +305,7 @@ def test_whatever_arrays_come_they_are_right_or_a_wire_error(
             came[name] = array.copy()
             came[name].view(np.int32)[at] = bits
     with contextlib.suppress(WireError):
-        fetching.samples_from(came, table_of().take(np.array([2, 3])), SampleFormat(vocabulary=VOCABULARY))
+        SampleFormat(vocabulary=VOCABULARY).read(came, table_of().take(np.array([2, 3])))
 
 
 def test_samples_of_a_group_must_have_its_prompt() -> None:

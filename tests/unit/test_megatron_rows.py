@@ -10,7 +10,7 @@ import pytest
 import torch
 from packing_harness import CPU, batch_of
 
-from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import pad
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed")
 BATCH = batch_of("..xx", ".x", "..x", "..xxx")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
 from tandem.samples.assignment import EMPTY_ROW
-from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import pad
 
 
 def test_segments_lie_end_to_end_and_each_is_rounded_up() -> None:

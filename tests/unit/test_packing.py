@@ -12,8 +12,7 @@ from packing_harness import CPU, batch_of
 from tandem.config.schema.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.samples.assignment import EMPTY_ROW, assign, batches_of_samples
 from tandem.samples.batch import Batch
-from tandem.trainer.batching.padding import pad, unpad_into
-from tandem.trainer.batching.shard import micro_batches_of
+from tandem.trainer.batching.shard import micro_batches_of, pad, unpad_into
 from tandem.trainer.micro_batches import Columns
 
 

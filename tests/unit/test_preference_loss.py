@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.config.schema import Dpo, Rm
-from tandem.trainer.losses.aggregate import Counts
+from tandem.trainer.losses import Counts
 from tandem.trainer.losses.preference import BradleyTerryLoss, PreferenceLoss
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores, TokenValues

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
 from tandem.samples.batch import Batch
 from tandem.samples.given_table import given_table
-from tandem.trainer.batching.padding import pad
-from tandem.trainer.batching.shard import micro_batches_of
+from tandem.trainer.batching.shard import micro_batches_of, pad
 from tandem.trainer.batching.shared_prompts import prompts_of
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from loss_harness import CPU, MASK_BT, micro_batch
 from tandem.common.errors import ModelError
 from tandem.config import build_config
 from tandem.config.schema import ValueLossFn
-from tandem.trainer.losses.aggregate import Counts
+from tandem.trainer.losses import Counts
 from tandem.trainer.losses.value import ValueLoss
 from tandem.trainer.models import load_scalar_model, scalar_head
 from tandem.trainer.scores import TokenValues

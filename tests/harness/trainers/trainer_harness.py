@@ -38,7 +38,7 @@ from tandem.trainer import step
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.batching.padding import unpad_into
+from tandem.trainer.batching.shard import unpad_into
 from tandem.trainer.evaluating import evaluate
 from tandem.trainer.exchange import Exchange, meet, moved
 from tandem.trainer.files import box_files, policy_files

@@ -20,7 +20,7 @@ from tandem.samples.batch import Batch
 from tandem.samples.given_table import given_table
 from tandem.trainer.attention.preparing import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import pad
 from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,

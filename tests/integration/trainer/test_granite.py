@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.samples.batch import Batch
-from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import pad
 from tandem.trainer.models import has_linear_head
 from tandem.trainer.scorers.scorer import TokenScorer
 from tests.harness.runs.running import coordinator, steps_of, write_config

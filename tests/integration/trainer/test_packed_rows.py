@@ -18,7 +18,7 @@ from tandem.config.schema.columns import ADVANTAGES
 from tandem.samples.batch import Batch
 from tandem.trainer.attention.preparing import prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import pad
 from tandem.trainer.models import has_linear_head
 from tandem.trainer.scorers.scorer import TokenScorer
 from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights

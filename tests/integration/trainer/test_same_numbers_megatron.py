@@ -11,7 +11,7 @@ import torch
 
 from tandem.config import Config
 from tandem.trainer.backend import Backend
-from tandem.trainer.batching.padding import pad
+from tandem.trainer.batching.shard import pad
 from tests.harness.trainers.megatron_harness import (
     BATCHES,
     CP2,

@@ -14,9 +14,8 @@ from tandem.common.errors import ModelError, WireError
 from tandem.config import Config
 from tandem.samples.batch import Batch
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.batching.images import check_image_tokens
-from tandem.trainer.batching.padding import pad
-from tandem.trainer.fetching import image_settings
+from tandem.trainer.batching.images import check_image_tokens, image_settings
+from tandem.trainer.batching.shard import pad
 from tandem.trainer.files.merging import merge
 from tests.harness.trainers.reference import (
     Numbers,

@@ -13,7 +13,7 @@ from tandem.trainer.backend import Backend
 from tandem.trainer.exchange import Exchange
 from tandem.trainer.losses import make_loss
 from tandem.trainer.scorers.columns import scored_by
-from tandem.trainer.step import NUMBERS, Step, numbers_of
+from tandem.trainer.step import NUMBERS, Step
 
 
 def evaluate(
@@ -69,7 +69,6 @@ def _evaluated(
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
     for micro_batch, scores_BT in scored_by(step, "policy", size, columns):
         total += loss(micro_batch, scores_BT)
-    metrics = (
-        step.reported(loss, "policy") | numbers_of(config, counts) | {"loss": float(backend.sum_over_ranks(total)[0])}
-    )
+    metrics = step.reported(loss, "policy") | step.numbers([range(len(whole))])
+    metrics["loss"] = float(backend.sum_over_ranks(total)[0])
     return metrics, loss.report.count

@@ -108,9 +108,9 @@ class BatchExchange:
         self._divisions = {model_group.name: self._division(model_group) for model_group in exchange.model_groups}
 
     @property
-    def elsewhere(self) -> list[ModelGroup]:
-        """The model groups that do not hold the policy, in the order in which all trainers exchange them."""
-        return [model_group for model_group in self._exchange.model_groups if not model_group.has_policy]
+    def elsewhere(self) -> list[Model]:
+        """The model groups that do not hold the policy, by name, in the order in which all trainers exchange them."""
+        return [model_group.name for model_group in self._exchange.model_groups if not model_group.has_policy]
 
     @property
     def model_group(self) -> ModelGroup:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter, methodcaller
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,14 +29,13 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 from tandem.config import Config
-from tandem.config.models.model_sizes import local_folder, vocabulary_size
-from tandem.config.models.vision_families import family_of
+from tandem.config.models.model_sizes import vocabulary_size
 from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
 from tandem.samples.images.columns import check_images, image_columns
-from tandem.samples.images.families import ImageSettings, read_settings
+from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts
-from tandem.trainer.batching.images import check_image_tokens
+from tandem.trainer.batching.images import check_image_tokens, image_settings
 
 _PATIENCE_S = 5.0
 """How long a rollout may be without a connection."""
@@ -48,15 +47,7 @@ Rows = list[int]
 """Rows of a batch's table."""
 
 
-def image_settings(config: Config) -> ImageSettings | None:
-    """Return the settings for images of a run's policy; None if it does not see. Raises `ModelError`."""
-    if family_of(config.policy) is None:
-        return None
-    name = config.policy.tokenizer.name
-    return read_settings(local_folder(name) or Path(name), name)
-
-
-class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
+class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The arrays of samples as a run's engines send them."""
 
     vocabulary: int
@@ -75,7 +66,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
             images=image_settings(config),
         )
 
-    @property
+    @cached_property
     def most_tokens(self) -> int:
         """Most tokens of one request."""
         most = MAX_TOKENS_FETCHED
@@ -93,8 +84,8 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
             **({} if self.images is None else image_columns([])),
         )
 
-    def read(self, frames: Arrays) -> Batch:
-        """Return received samples. Raises `WireError` unless they are possible samples."""
+    def read(self, frames: Arrays, table: Batch) -> Batch:
+        """Return received samples. Raises `WireError` unless they are possible, and match these rows of a table."""
         names = SAMPLES if self.images is None else (*SAMPLES, *IMAGES)
         arrays = Batch.from_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
         arrays.check_samples(self.vocabulary)
@@ -103,6 +94,17 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True):
         if self.images is not None:
             check_images(arrays)
             check_image_tokens(arrays, self.images)
+        if arrays.lengths_S.tolist() != table.lengths_S.tolist():
+            raise WireError("lengths_S: not the lengths that were announced")
+        starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T
+        num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
+        ends_of_prompts = starts + table.prompt_lengths_S
+        is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
+        is_made_S |= table.num_valid_S == 0  # an agent that failed may have asked for none
+        if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
+            raise WireError("loss_mask_T: not the prompts that were announced")
+        if ((table.num_valid_S > 0) & (arrays.num_valid() != table.num_valid_S)).any():
+            raise WireError("loss_mask_T: not the numbers of tokens that were announced")
         return arrays
 
 
@@ -268,7 +270,7 @@ class _Inquiry:
             self.why_missing = reply.why
             return
         rows = self._requests[self.num_taken]
-        self.answers.append(samples_from(frames, self._table.take(np.array(rows)), self._format))
+        self.answers.append(self._format.read(frames, self._table.take(np.array(rows))))
         self.rows += rows
         self.num_taken += 1
 
@@ -295,23 +297,6 @@ def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
         request.append(row)
         num_tokens += length
     yield request
-
-
-def samples_from(frames: Arrays, table: Batch, sample_format: SampleFormat) -> Batch:
-    """Return received samples. Raises `WireError` unless they are possible samples that match these rows of a table."""
-    arrays = sample_format.read(frames)
-    if arrays.lengths_S.tolist() != table.lengths_S.tolist():
-        raise WireError("lengths_S: not the lengths that were announced")
-    starts, made_T = arrays.offsets()[:-1], arrays.loss_mask_T
-    num_made = np.concatenate([[0], np.cumsum(made_T, dtype=np.int64)])
-    ends_of_prompts = starts + table.prompt_lengths_S
-    is_made_S = made_T[np.minimum(ends_of_prompts, len(made_T) - 1)] & (table.prompt_lengths_S < table.lengths_S)
-    is_made_S |= table.num_valid_S == 0  # an agent that failed may have asked for none
-    if not is_made_S.all() or (num_made[ends_of_prompts] != num_made[starts]).any():
-        raise WireError("loss_mask_T: not the prompts that were announced")
-    if ((table.num_valid_S > 0) & (arrays.num_valid() != table.num_valid_S)).any():
-        raise WireError("loss_mask_T: not the numbers of tokens that were announced")
-    return arrays
 
 
 def with_samples(table: Batch, samples: Sequence[Batch], places: Sequence[int]) -> Batch:

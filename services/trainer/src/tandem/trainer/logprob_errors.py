@@ -1,17 +1,37 @@
-"""Sequences with log-probabilities that differ too much between training and generation.
+"""Leaving out of sequences with log-probabilities that differ too much between training and generation.
 
 Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's shard of it.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tandem.samples.batch import Batch, Float32s
 
+if TYPE_CHECKING:
+    from tandem.trainer.step import Step
+
 _LARGEST = 600.0
 """The largest difference of log-probabilities. Beyond it the error would not be finite, and exceeds any threshold."""
+
+
+def leave_out(step: Step, threshold: float, policy_T: Float32s) -> None:
+    """Mask the sequences on which training and generation differ by more than the threshold. Collective.
+
+    `policy_T` are the log-probabilities of the shard's tokens under the policy.
+    """
+    own, whole = step.shards["policy"], step.whole
+    errors_S = torch.zeros(len(whole), dtype=torch.float64)
+    errors_S[torch.from_numpy(own.rows)] = torch.from_numpy(mult_prob_errors(own.own, policy_T))
+    errors = step.backend.sum_over_ranks(errors_S).cpu().numpy()
+    kept_S, metrics = kept_sequences(errors, whole.num_valid_S, whole.rewards_S, threshold)
+    step.metrics |= metrics
+    step.keep(kept_S)
 
 
 def mult_prob_errors(batch: Batch, policy_T: Float32s) -> NDArray[np.float64]:

@@ -10,13 +10,13 @@ than its longest sample. Log-probabilities and gradients are the same as for the
 `tandem.trainer.batching` makes them.
 
 Shapes: ``B`` rows and ``T`` padded positions; ``N`` tokens of the model's row; ``W`` <= ``T`` predicting positions;
-``K`` valid tokens; ``M`` tokens of a sequence up to an image's last.
+``K`` valid tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -34,7 +34,9 @@ from tandem.config.schema.columns import (
     VALUES,
     Column,
 )
-from tandem.samples.images.families import Grid
+
+if TYPE_CHECKING:
+    from tandem.trainer.batching.images import RowImages
 
 Columns = Mapping[Column, NDArray[Any]]
 """Loss inputs for each token of a shard, ``[T]`` or ``[T, N]``."""
@@ -65,32 +67,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; index, among the ``B * W`` positions, of the attention output for each token of the row. None in a packed
     row.
     """
-
-
-class ImageBlock(NamedTuple):
-    """The tokens of an image that attend to each other in both directions."""
-
-    row: int
-    """Row that they are in."""
-    size: int
-    """Number of them."""
-    source_M: torch.Tensor
-    """int64; the tokens of the row that their sequence consists of, in order, up to the image's last one."""
-
-
-class RowImages(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The images whose tokens are in a micro-batch, as its model takes them: an image of a shared prompt once."""
-
-    digests: tuple[str, ...]
-    """In the order of their tokens: the rows one after the other, and the images in each."""
-    grids: tuple[Grid, ...]
-    """How they are divided, as the prompts' tokens say (`tandem.common.messages.ImageRef.grid`)."""
-    position_ids: torch.Tensor | None
-    """int64, ``[3, B, T]``, or ``[3, 1, N]`` for a row: time, height and width of each token; None for a model whose
-    tokens are only counted.
-    """
-    blocks: tuple[ImageBlock, ...] = ()
-    """The images in the rows that the model takes, for a family whose images attend in both directions."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -181,3 +157,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             listed = ", ".join(self.columns) or "none"
             raise LookupError(f"no column {column.name} is declared of the loss of this algorithm, but {listed}")
         return self.columns[column.name]
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device."""
+    return torch.from_numpy(values).to(device)

@@ -1,4 +1,4 @@
-"""The time of a rank's step: its own work, its waits for other ranks, its queue for a processor."""
+"""The time of a rank's step by use: its own work, its waits for other ranks and for a processor."""
 
 from __future__ import annotations
 

@@ -10,8 +10,11 @@ Shapes: ``B`` rows of ``T`` positions of a micro-batch, or one row of ``N`` toke
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from tandem.common.routers import intercept
+from tandem.trainer.context import sources_of_share
+from tandem.trainer.micro_batches import MicroBatch
 
 
 class RoutingReplay:
@@ -40,6 +43,19 @@ class RoutingReplay:
             return own_NK
         given_NK = self._experts[:, :, layer].flatten(0, 1).to(own_NK.dtype)
         return torch.where(given_NK < 0, own_NK, given_NK)
+
+
+def experts_of(batch: MicroBatch, context: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """Return the experts of the tokens that a model takes of a micro-batch; None if they are unknown for all.
+
+    `context` are the ranks that share each sequence with this one.
+    """
+    experts_BTLK, row = batch.routed_experts_BTLK, batch.row
+    if experts_BTLK is None:
+        return None
+    if context is not None:
+        return of_row(experts_BTLK, sources_of_share(batch, context))
+    return experts_BTLK if row is None else of_row(experts_BTLK, row.source_N)
 
 
 def of_row(experts_BTLK: torch.Tensor, source_N: torch.Tensor) -> torch.Tensor:

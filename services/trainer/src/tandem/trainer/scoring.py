@@ -84,7 +84,7 @@ def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
     """Place numbers, or rows of them, at the given positions in order, with zeros elsewhere."""
     rows = values_K.shape[1:]
     zeros = torch.zeros((*is_there.shape, *rows), dtype=values_K.dtype, device=is_there.device)
-    return zeros.masked_scatter(is_there.view(*is_there.shape, *(1 for _ in rows)), values_K)
+    return zeros.masked_scatter(is_there.view(*is_there.shape, *[1] * len(rows)), values_K)
 
 
 def rows_at_once(weight_VH: torch.Tensor) -> int:
@@ -241,9 +241,9 @@ def _sums(logits_RV: torch.Tensor, row_RN: torch.Tensor, num_tokens: int) -> tor
     exp(x)``, and ``x`` at the rows ``row_RN``. The logits are overwritten with the exponentials.
     """
     logits_RV[:, num_tokens:] = NEVER
-    size = len(logits_RV) if logits_RV.is_cuda else _CACHED // logits_RV.shape[1]
+    size = max(1, len(logits_RV) if logits_RV.is_cuda else _CACHED // logits_RV.shape[1])
     parts = []
-    for logits_BV, row_BN in zip(*(torch.split(tensor, max(1, size)) for tensor in (logits_RV, row_RN)), strict=True):
+    for logits_BV, row_BN in zip(torch.split(logits_RV, size), torch.split(row_RN, size), strict=True):
         max_B = logits_BV.amax(dim=1)
         below_BV = logits_BV - max_B[:, None]
         of_rows_BN = below_BV.gather(1, row_BN)

@@ -21,8 +21,7 @@ from tandem.common.returned import line
 from tandem.config.schema.columns import Model
 from tandem.samples.assignment import EMPTY_ROW
 from tandem.samples.batch import Batch, Float32s
-from tandem.trainer.losses import make_loss
-from tandem.trainer.losses.aggregate import Loss
+from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scorers.columns import scored_by
 from tandem.trainer.scores import Scores

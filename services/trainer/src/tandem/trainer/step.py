@@ -4,7 +4,7 @@ It takes the table of a batch, the same on every rank, and the sequences that th
 of the whole batch, the same on every rank. It waits only for the other ranks, inside the backend's collective
 operations.
 
-Loss inputs are columns, filled one source after another (`Step.fillers`): by the models that score tokens, here or in
+Loss inputs are columns, filled one source after another (`Step.filled`): by the models that score tokens, here or in
 other processes, by the algorithm's advantage estimator, and by the batch itself. `tandem.trainer.exchange` brings
 columns to models that divide the ranks differently from the policy.
 """
@@ -33,11 +33,10 @@ from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer.advantages import AdvantageEstimator
 from tandem.trainer.advantages import Scored as ScoredBatch
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
-from tandem.trainer.batching.padding import unpad_into
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.batching.images import image_settings
+from tandem.trainer.batching.shard import Shard, unpad_into
 from tandem.trainer.exchange import BatchExchange, Exchange, divided_again, moved
-from tandem.trainer.fetching import image_settings
-from tandem.trainer.logprob_errors import kept_sequences, mult_prob_errors
+from tandem.trainer.logprob_errors import leave_out
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
 from tandem.trainer.micro_batches import Columns, MicroBatch
@@ -45,8 +44,8 @@ from tandem.trainer.scorers.columns import Filled, filled_by
 from tandem.trainer.scores import TokenScores
 from tandem.trainer.set_aside import set_aside_by_loss
 
-Scored = list[tuple[tuple[int, ...], torch.Tensor]]
-"""The policy's log-probabilities of micro-batches, padded and on their device, with their rows of the shard."""
+Scored = tuple[tuple[int, ...], torch.Tensor]
+"""The policy's log-probabilities of a micro-batch, padded and on their device, with its rows of the shard."""
 NUMBERS = ("num_valid_tokens", "num_valid_samples")
 """Metrics that are not means."""
 
@@ -103,7 +102,7 @@ def train(
     step = Step(backend, whole, own, config, exchange)
     seconds = {"policy_training": 0.0, **dict.fromkeys(ALWAYS_TIMED, 0.0)}
     columns = step.filled(seconds)
-    scored: Scored | None = [] if keeps_logprobs and step.policy_logprobs_T is None else None
+    scored: list[Scored] | None = [] if keeps_logprobs and step.policy_logprobs_T is None else None
     parts: dict[Model, list[dict[str, float]]] = {}
     for _ in range(config.num_passes):
         for model in trained or config.declaration.trains:
@@ -113,12 +112,13 @@ def train(
                         done = step.optimized(rows, columns, model, scored if model == "policy" else None)
                         parts.setdefault(model, []).append(done)
     logprobs = None
-    if keeps_logprobs and step.policy_logprobs_T is not None:
-        logprobs = partial(_of_valid, own, step.policy_logprobs_T)
-    elif scored is not None and "policy" in parts:
-        logprobs = partial(_unpadded, own, scored)
+    if keeps_logprobs and (step.policy_logprobs_T is not None or "policy" in parts):
+        logprobs = partial(_logged, own, step.policy_logprobs_T, scored or ())
+    metrics = _metrics_of_step(parts)
+    if "policy" in step.shards:
+        metrics |= step.numbers(step.global_batches) | step.metrics
     return TrainResult(
-        metrics=_metrics_of_step(parts) | (step.numbers() | step.metrics if "policy" in step.shards else {}),
+        metrics=metrics,
         seconds=seconds,
         has_update=any(part["grad_norm"] > 0 and part["learning_rate"] > 0 for part in parts.get("policy", ())),
         notes=tuple(step.notes),
@@ -164,13 +164,14 @@ class Step:
         positive = int(counted[self.whole.rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
-    def numbers(self) -> dict[str, float]:
-        """Return the counts of the whole batch."""
-        totals = dict.fromkeys(NUMBERS, 0.0)
-        for rows in self.global_batches:
-            for name, number in numbers_of(self.config, self.counts(rows)).items():
-                totals[name] += number
-        return totals
+    def numbers(self, batches: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Return the metrics that count these global batches."""
+        num_tokens = num_samples = 0
+        for rows in batches:
+            counts = self.counts(rows)
+            num_tokens += counts.tokens
+            num_samples += counts.sequences // self.config.sequences_per_sample
+        return {"num_valid_tokens": float(num_tokens), "num_valid_samples": float(num_samples)}
 
     def filled(self, seconds: dict[str, float], size: int | None = None) -> Filled:
         """Return the columns that losses read, from all sources. Models score in micro-batches of `size`. Collective.
@@ -178,29 +179,27 @@ class Step:
         The time of each model is added to `seconds`; for a model with its own processes, the time of waiting for it.
         """
         columns: Filled = {}
-        for name, fill in self.fillers(size):
-            with timed(seconds, name) if name else nullcontext():
-                columns |= fill(columns)
-        return columns
-
-    def fillers(self, size: int | None = None) -> Iterator[tuple[str, Callable[[Filled], Filled]]]:
-        """Yield what fills columns, in order. Each filler gets the columns before it, and is timed if it has a name."""
         for model in self.config.scored_by(self._num_steps):
             if model in self.shards:
-                yield SCORING_SECONDS[model], partial(filled_by, self, model, size)
-        elsewhere = [] if self._exchange is None else [model_group.name for model_group in self._exchange.elsewhere]
-        for model in elsewhere:
-            said = [column for column in self.read if column.model == model]
-            yield SCORING_SECONDS[model], partial(self._exchanged, model, "policy", said)
+                with timed(seconds, SCORING_SECONDS[model]):
+                    columns |= filled_by(self, model, size)
+        exchange = self._exchange
+        if exchange is not None:
+            for model in exchange.elsewhere:
+                said = [column for column in self.read if column.model == model]
+                with timed(seconds, SCORING_SECONDS[model]):
+                    columns |= exchange.columns(model, "policy", said, columns, self.own)
         if "policy" in self.shards:
             if self.config.largest_logprob_error is not None:
-                yield "", partial(self._leave_out, self.config.largest_logprob_error)
-            yield "", self.finished
-        for model in elsewhere:
-            if model in self.config.declaration.trains:
-                assert self.config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
-                read = self.config.columns_of(self._num_steps, model)
-                yield "", partial(self._exchanged, "policy", model, read)
+                leave_out(self, self.config.largest_logprob_error, _scores(columns)["policy"])
+            columns |= self.finished(columns)
+        if exchange is not None:
+            for model in exchange.elsewhere:
+                if model in self.config.declaration.trains:
+                    assert self.config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
+                    read = self.config.columns_of(self._num_steps, model)
+                    columns |= exchange.columns("policy", model, read, columns, self.own)
+        return columns
 
     def finished(self, columns: Filled) -> Filled:
         """Return the columns made from models' scores, and those that came with the batch."""
@@ -218,23 +217,6 @@ class Step:
                 made[column] = batch.of_tokens(column.name)
         return made
 
-    def _exchanged(self, source: Model, target: Model, which: Sequence[Column], columns: Filled) -> Filled:
-        """Bring columns from one model's processes to another's."""
-        assert self._exchange is not None, "asked only where models have processes of their own"
-        return self._exchange.columns(source, target, which, columns, self.own)
-
-    def _leave_out(self, threshold: float, columns: Filled) -> Filled:
-        """Mask sequences on which training and generation differ by more than the threshold. Collective."""
-        errors_S = torch.zeros(len(self.whole), dtype=torch.float64)
-        own = self.shards["policy"]
-        errors_S[torch.from_numpy(own.rows)] = torch.from_numpy(mult_prob_errors(own.own, _scores(columns)["policy"]))
-        errors = self.backend.sum_over_ranks(errors_S).cpu().numpy()
-        num_valid_S, rewards_S = self.whole.num_valid_S, self.whole.rewards_S
-        kept_S, metrics = kept_sequences(errors, num_valid_S, rewards_S, threshold)
-        self.metrics |= metrics
-        self.keep(kept_S)
-        return {}
-
     def keep(self, kept_S: NDArray[np.bool_]) -> None:
         """Mask the sequences of the batch that are not kept."""
         num_valid_S = self.whole.num_valid_S
@@ -243,7 +225,7 @@ class Step:
             shard.own = shard.own.keeping(kept_S[shard.rows])
 
     def optimized(
-        self, rows: Sequence[int], columns: Columns, model: Model, scored: Scored | None = None
+        self, rows: Sequence[int], columns: Columns, model: Model, scored: list[Scored] | None = None
     ) -> dict[str, float]:
         """Take one optimizer step of a model on a global batch; return its metrics, and add its scores to `scored`."""
         is_custom = model == "policy" and self.config.loss_fn.class_path is not None
@@ -261,7 +243,7 @@ class Step:
         }
 
     def _step(
-        self, rows: Sequence[int], columns: Columns, model: Model, scored: Scored | None
+        self, rows: Sequence[int], columns: Columns, model: Model, scored: list[Scored] | None
     ) -> tuple[Loss, OptimizerStep]:
         loss = make_loss(self.config, self.counts(rows), self.backend.device, model)
         of_batch: LossOfMicroBatch = loss if scored is None else partial(_keeping, scored, loss)
@@ -324,12 +306,6 @@ def _scores(columns: Columns) -> dict[Source, Float32s]:
     return {column.source: values_T for column, values_T in columns.items() if column.model and not column.number}
 
 
-def numbers_of(config: Config, counts: Counts) -> dict[str, float]:
-    """Return the metrics that count a batch."""
-    num_samples = counts.sequences // config.sequences_per_sample
-    return {"num_valid_tokens": float(counts.tokens), "num_valid_samples": float(num_samples)}
-
-
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     """Add the time of the block to the seconds of that name."""
@@ -349,19 +325,18 @@ def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> di
     return metrics
 
 
-def _keeping(scored: Scored, loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+def _keeping(scored: list[Scored], loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
     """Return the loss of a micro-batch, and keep its log-probabilities on their device."""
     scored.append((micro_batch.rows, scores_BT.logprobs.detach()))
     return loss(micro_batch, scores_BT)
 
 
-def _unpadded(batch: Batch, scored: Scored) -> Float32s:
-    """Return the log-probabilities of a shard's tokens that were kept, NaN for tokens that are not valid."""
-    values_T = np.zeros(len(batch.token_ids_T), dtype=np.float32)
+def _logged(batch: Batch, found_T: Float32s | None, scored: Sequence[Scored]) -> Float32s:
+    """Return the log-probabilities of a shard's tokens, NaN for tokens that are not valid.
+
+    A pass of their own has found them, or else the loss has scored them.
+    """
+    values_T = np.zeros(len(batch.token_ids_T), dtype=np.float32) if found_T is None else found_T
     for rows, logprobs_BT in scored:
         unpad_into(values_T, logprobs_BT, batch, rows)
-    return _of_valid(batch, values_T)
-
-
-def _of_valid(batch: Batch, values_T: Float32s) -> Float32s:
     return np.where(batch.valid(), values_T, np.float32(np.nan))

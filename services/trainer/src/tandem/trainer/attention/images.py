@@ -10,7 +10,7 @@ import transformers
 
 from tandem.samples.images.blocks import Block, attend_blocks
 from tandem.trainer.attention.rows import attend
-from tandem.trainer.micro_batches import ImageBlock
+from tandem.trainer.batching.images import ImageBlock
 
 WITH_IMAGES = "tandem_rows_with_images"
 

@@ -1,4 +1,4 @@
-"""The common part of all backends: the models that a rank holds."""
+"""The common part of all backends: the models that a rank holds, its device, sums over ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Writing
-from tandem.trainer.backends.devices import device_of
 from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores
@@ -67,7 +67,7 @@ class HoldingBackend(Generic[AnyHeld]):
         """Begin without models. `model_group` is the model group of the process group; None if it holds all models."""
         self._config = config
         self._model_group = model_group or ModelGroup(models=config.holds, first=0, size=dist.get_world_size())
-        self.device = device_of(self._model_group.first + dist.get_rank())
+        self.device = _device_of(self._model_group.first + dist.get_rank())
         self._held: dict[tuple[Model, int], AnyHeld] = {}
         """The models, by name and number."""
         self._replicas: dict[Model, Replicas] = {}
@@ -125,3 +125,19 @@ class HoldingBackend(Generic[AnyHeld]):
 
     def _states(self) -> dict[Model, checkpoints.State]:
         return {model.name: model.state() for model in self._trained()}
+
+
+def sum_over(group: dist.ProcessGroup, device: torch.device, values: torch.Tensor) -> torch.Tensor:
+    """Add a float64 tensor over the ranks of a group, which compute on this kind of device."""
+    total = values.detach().clone().to(device)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _device_of(index: int) -> torch.device:
+    """Return the device of a trainer. Trainers take a node's GPUs from the first on (`tandem.config.placement`)."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

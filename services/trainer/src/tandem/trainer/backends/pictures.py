@@ -28,7 +28,8 @@ from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.attention.images import WITH_IMAGES
 from tandem.trainer.attention.preparing import use_attention
 from tandem.trainer.backends.sharding import Ranks
-from tandem.trainer.micro_batches import MicroBatch, RowImages
+from tandem.trainer.batching.images import RowImages
+from tandem.trainer.micro_batches import MicroBatch
 
 if TYPE_CHECKING:
     from PIL.Image import Image

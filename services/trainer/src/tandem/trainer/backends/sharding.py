@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tandem.config.schema import Model
 from tandem.trainer.backend import Replicas
 from tandem.trainer.backends import tensor_plans
-from tandem.trainer.backends.reductions import sum_over
+from tandem.trainer.backends.holding import sum_over
 from tandem.trainer.models import decoder_layers
 
 

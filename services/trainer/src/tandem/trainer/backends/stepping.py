@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tandem.common.errors import NotFiniteError
 from tandem.config.models.lora import tensor_name
@@ -16,7 +19,6 @@ from tandem.trainer import shards
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.building import Built
 from tandem.trainer.backends.offload import Offloaded, state_of
-from tandem.trainer.backends.reductions import norm_of, scale_down
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores
@@ -40,6 +42,12 @@ class SteppedModel:
         self.parameters: dict[str, torch.nn.Parameter] = {
             tensor_name(name): parameter for name, parameter in self.model.named_parameters()
         }
+        # Gradients are reduced once an optimizer step, if host memory can hold them whole until then. On several GPUs
+        # every backward pass is a last one to FSDP2. After others it keeps whole gradients of the embedding and the
+        # output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
+        communicates = isinstance(self.model, FSDPModule) and (self.device.type == "cpu" or ranks.num_shards == 1)
+        self._reduces_once: FSDPModule | None = self.model if communicates else None
+        """The model if FSDP2 is told which backward pass of an optimizer step reduces gradients."""
         self.num_steps = 0
         self._offloaded: Offloaded | None = None
 
@@ -51,7 +59,8 @@ class SteppedModel:
         """Add the gradient of the loss of these micro-batches on all ranks to what there is. Return the loss."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
-            self._communicate(last=index == len(micro_batches) - 1)
+            if self._reduces_once is not None:
+                _reduce_gradients(self._reduces_once, index == len(micro_batches) - 1)
             if self._place is not None:
                 self._place.enter(self.num_steps, index)
             value = loss(batch, self._scorer(batch))
@@ -64,7 +73,11 @@ class SteppedModel:
 
     def take_step(self, loss: float, max_grad_norm: float | None) -> OptimizerStep:
         """Clip the gradient, which is that of `loss`, step, and forget it. Raises `NotFiniteError`."""
-        grad_norm = self._clip(max_grad_norm)
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = norm_of(gradients)
+        if max_grad_norm is not None:
+            scale_down(gradients, norm, max_grad_norm)
+        grad_norm = float(norm)
         if not (abs(loss) < float("inf") and grad_norm < float("inf")):
             self.optimizer.zero_grad(set_to_none=True)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
@@ -120,25 +133,43 @@ class SteppedModel:
 
         return lora.switched_off(self.model)
 
-    def _communicate(self, *, last: bool) -> None:
-        """Reduce gradients once an optimizer step, if host memory can hold them whole until then.
 
-        On several GPUs every backward pass is a last one to FSDP2. After others it keeps whole gradients of the
-        embedding and the output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
-        """
-        if not isinstance(self.model, FSDPModule) or (self.device.type != "cpu" and self._ranks.num_shards > 1):
-            return
-        self.model.set_requires_gradient_sync(last)
-        self.model.set_reshard_after_backward(last)
-        self.model.set_is_last_backward(last)
+def _reduce_gradients(model: FSDPModule, is_last: bool) -> None:
+    """Have the next backward pass reduce gradients and give up whole parameters, or neither."""
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+    model.set_is_last_backward(is_last)
 
-    def _clip(self, max_grad_norm: float | None) -> float:
-        """Scale the gradients down to a norm; return their norm before."""
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = norm_of(gradients)
-        if max_grad_norm is not None:
-            scale_down(gradients, norm, max_grad_norm)
-        return float(norm)
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of all elements of tensors on one mesh of all ranks, as a float64 scalar.
+
+    Collective. Ranks exchange one number, whereas torch would reduce over one axis of the mesh after the other.
+    """
+    total, is_shared = torch.zeros((), dtype=torch.float64), False
+    for tensor in tensors:
+        local, num_holders = tensor, 1
+        if isinstance(tensor, DTensor):
+            is_shared = True
+            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            local, num_holders = tensor.to_local(), math.prod(size for each, size in sizes if each.is_replicate())
+        square = torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square()
+        total = total.to(square.device) + square / num_holders
+    if is_shared:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def scale_down(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale tensors of this norm to `max_norm` in place, if it is larger: `torch.nn.utils.clip_grads_with_norm_`.
+
+    Each rank scales its own parts. Of whole tensors torch would first find out, one by one, how ranks share the
+    multiplication, which takes a first step tenths of a second a tensor where a mesh has several axes.
+    """
+    if tensors:  # torch multiplies no empty list
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        torch._foreach_mul_(own, factor)
 
 
 def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:

@@ -7,16 +7,56 @@ of a sequence up to an image's last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import DataError, ModelError, WireError
+from tandem.config import Config
+from tandem.config.models.model_sizes import local_folder
+from tandem.config.models.vision_families import family_of
 from tandem.samples.assignment import EMPTY_ROW
 from tandem.samples.batch import Batch
-from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions
-from tandem.trainer.micro_batches import ImageBlock, Row, RowImages
+from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions, read_settings
+from tandem.trainer.micro_batches import Row
+
+
+class ImageBlock(NamedTuple):
+    """The tokens of an image that attend to each other in both directions."""
+
+    row: int
+    """Row that they are in."""
+    size: int
+    """Number of them."""
+    source_M: torch.Tensor
+    """int64; the tokens of the row that their sequence consists of, in order, up to the image's last one."""
+
+
+class RowImages(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The images whose tokens are in a micro-batch, as its model takes them: an image of a shared prompt once."""
+
+    digests: tuple[str, ...]
+    """In the order of their tokens: the rows one after the other, and the images in each."""
+    grids: tuple[Grid, ...]
+    """How they are divided, as the prompts' tokens say (`tandem.common.messages.ImageRef.grid`)."""
+    position_ids: torch.Tensor | None
+    """int64, ``[3, B, T]``, or ``[3, 1, N]`` for a row: time, height and width of each token; None for a model whose
+    tokens are only counted.
+    """
+    blocks: tuple[ImageBlock, ...] = ()
+    """The images in the rows that the model takes, for a family whose images attend in both directions."""
+
+
+def image_settings(config: Config) -> ImageSettings | None:
+    """Return the settings for images of a run's policy; None if it does not see. Raises `ModelError`."""
+    if family_of(config.policy) is None:
+        return None
+    name = config.policy.tokenizer.name
+    return read_settings(local_folder(name) or Path(name), name)
 
 
 def row_images(

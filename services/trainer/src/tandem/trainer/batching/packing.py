@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tandem.config.schema import PackingAlgorithm
 from tandem.trainer.batching import bins
-from tandem.trainer.micro_batches import Groups, Row
+from tandem.trainer.micro_batches import Groups, Row, to_device
 
 
 def packed_groups(
@@ -71,13 +71,10 @@ def pack_row(
     source_N = np.full(num_tokens, -1, dtype=np.int64)
     source_N[place_V] = np.flatnonzero(filled_BT)
 
-    def moved(values: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
     return Row(
-        token_ids_1N=moved(token_ids_N[None]),
-        position_ids_1N=moved(np.concatenate([np.arange(length) for length in lengths])[None]),
+        token_ids_1N=to_device(token_ids_N[None], device),
+        position_ids_1N=to_device(np.concatenate([np.arange(length) for length in lengths])[None], device),
         lengths=tuple(lengths),
-        predictor_K=moved(firsts_B[row_K] + position_K - 1),
-        source_N=moved(source_N),
+        predictor_K=to_device(firsts_B[row_K] + position_K - 1, device),
+        source_N=to_device(source_N, device),
     )

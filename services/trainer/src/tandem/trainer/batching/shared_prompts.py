@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT
 from tandem.samples.batch import Batch
-from tandem.trainer.micro_batches import Row
+from tandem.trainer.micro_batches import Row, to_device
 
 
 def shared_row(
@@ -94,16 +94,15 @@ def share_prompts(
     position_N = taken_N % len(position_W)
     padding = (0, max(1, -(-len(taken_N) // divisible_by)) * divisible_by - len(taken_N))
 
-    def moved(values: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
     return Row(
-        token_ids_1N=moved(np.pad(token_ids_BT[:, : len(position_W)].reshape(-1)[taken_N], padding)[None]),
-        position_ids_1N=moved(np.pad(position_N, padding)[None]),
-        source_BW=moved(source_BW),
-        taken_N=moved(np.pad(taken_N, padding)),
-        predictor_K=moved(source_BW[:, : width - 1][valid_BT[:, 1 : len(position_W) + 1]]),
-        source_N=moved(np.pad(taken_N // len(position_W) * width + position_N, padding, constant_values=-1)),
+        token_ids_1N=to_device(np.pad(token_ids_BT[:, : len(position_W)].reshape(-1)[taken_N], padding)[None], device),
+        position_ids_1N=to_device(np.pad(position_N, padding)[None], device),
+        source_BW=to_device(source_BW, device),
+        taken_N=to_device(np.pad(taken_N, padding), device),
+        predictor_K=to_device(source_BW[:, : width - 1][valid_BT[:, 1 : len(position_W) + 1]], device),
+        source_N=to_device(
+            np.pad(taken_N // len(position_W) * width + position_N, padding, constant_values=-1), device
+        ),
     )
 
 
@@ -113,4 +112,4 @@ def _owners(prompt_B: NDArray[np.int64], counts_B: NDArray[np.bool_]) -> NDArray
     owners = dict[int, int]()
     for row in np.flatnonzero(counts_B).tolist():
         owners.setdefault(prompts[row], row)
-    return np.array([owners.get(prompt, row) for row, prompt in enumerate(prompts)], dtype=np.int64)
+    return np.array([*map(owners.get, prompts, range(len(prompts)))], dtype=np.int64)

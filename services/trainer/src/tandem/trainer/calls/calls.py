@@ -32,8 +32,7 @@ from tandem.config.schema.columns import TEACHER_TOPK_INDICES, Column
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import Batch, Float32s
 from tandem.trainer.backend import Backend
-from tandem.trainer.batching.padding import unpad_into
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.batching.shard import Shard, unpad_into
 from tandem.trainer.calls.losses import LOSSES
 from tandem.trainer.calls.policy import CalledPolicy, Progress
 from tandem.trainer.micro_batches import MicroBatch

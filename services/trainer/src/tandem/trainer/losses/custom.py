@@ -15,7 +15,7 @@ from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
 from tandem.config import Config
 from tandem.config.schema.columns import GENERATION_LOGPROBS, Column
-from tandem.trainer.losses.aggregate import Counts, Report
+from tandem.trainer.losses import Counts, Report
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores, StudentScores, TokenScores, TokenValues
 

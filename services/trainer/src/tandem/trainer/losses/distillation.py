@@ -13,7 +13,7 @@ import math
 import torch
 
 from tandem.config.schema import LossFn
-from tandem.trainer.losses.aggregate import Counts, Report, aggregate
+from tandem.trainer.losses import Counts, Report, aggregate
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import StudentScores
 

@@ -5,23 +5,13 @@ Shapes: ``B`` rows, ``T`` padded positions.
 
 from __future__ import annotations
 
-import math
 from typing import assert_never
 
 import torch
 
 from tandem.config.schema import LossFn
 from tandem.config.schema.loss import KlType
-
-
-def kl_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: KlType) -> torch.Tensor:
-    """Estimate KL(policy || reference) at each token that the policy sampled, from two tensors of the same shape.
-
-    With r = reference probability / policy probability (Schulman 2020, joschu.net/blog/kl-approx.html), ``k1`` is
-    -log r (unbiased, high variance), ``k2`` is (log r)^2 / 2 (biased, low variance), ``k3`` is r - 1 - log r (unbiased,
-    low variance, never negative).
-    """
-    return _of_log_ratio(reference_logprobs - logprobs, kind)
+from tandem.trainer.losses import finite_ratio
 
 
 def kl_penalty(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, settings: LossFn) -> torch.Tensor:
@@ -52,16 +42,13 @@ def weighted_kl_penalty(
     return _clamped(estimate_BT, settings.kl_output_clamp_value)
 
 
-def finite_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the ratio, or zero without gradient where the ratio is not finite.
-
-    That happens where the engine gave a token no probability. Such a token teaches nothing.
-    """
-    is_finite = log_ratio.detach().exp().isfinite()
-    return torch.where(is_finite, log_ratio, -math.inf).exp()
-
-
 def _of_log_ratio(log_ratio: torch.Tensor, kind: KlType) -> torch.Tensor:
+    """Estimate KL(policy || reference) at each token that the policy sampled, from log r.
+
+    With r = reference probability / policy probability (Schulman 2020, joschu.net/blog/kl-approx.html), ``k1`` is
+    -log r (unbiased, high variance), ``k2`` is (log r)^2 / 2 (biased, low variance), ``k3`` is r - 1 - log r (unbiased,
+    low variance, never negative).
+    """
     match kind:
         case "k1":
             return -log_ratio

@@ -9,8 +9,8 @@ import torch
 
 from tandem.common.bounds import LARGEST_LOG_RATIO
 from tandem.config.schema import LossFn
-from tandem.trainer.losses.aggregate import Counts, Report, aggregate
-from tandem.trainer.losses.kl import finite_ratio, kl_divergence, weighted_kl_penalty
+from tandem.trainer.losses import Counts, Report, aggregate, finite_ratio
+from tandem.trainer.losses.kl import weighted_kl_penalty
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores
 
@@ -145,15 +145,18 @@ class PolicyGradientLoss:
         weights_BT, is_outside_BT = importance_weights(previous_BT, batch.generation_logprobs_BT, mask_BT, settings)
         if settings.use_importance_sampling_correction:
             loss_BT = weights_BT * loss_BT
-        kl_BT = self._kl(batch, logprobs_BT)
-        if settings.reference_policy_kl_penalty > 0 and not settings.use_kl_in_reward:
-            loss_BT = loss_BT + settings.reference_policy_kl_penalty * kl_BT
+        kl_BT = torch.zeros_like(logprobs_BT)
+        if settings.reference_policy_kl_penalty > 0:
+            kl_BT = self._kl(batch, logprobs_BT)
+            if not settings.use_kl_in_reward:
+                loss_BT = loss_BT + settings.reference_policy_kl_penalty * kl_BT
+        # The divergence from the policy before the step, by estimator k3, finite however far the two are apart.
+        apart_BT = torch.minimum(current_BT, previous_BT + LARGEST_LOG_RATIO) - previous_BT
         nll = [] if settings.positive_example_nll_weight == 0 else [self._positive_nll(batch, logprobs_BT)]
         self.report.add(
             mask_BT,
             kl_BT,
-            # Reported values stay finite however far the policies are apart.
-            kl_divergence(previous_BT, torch.minimum(current_BT, previous_BT + LARGEST_LOG_RATIO), "k3"),
+            apart_BT.exp() - 1 - apart_BT,
             scores_BT.entropy,
             is_clipped_BT,
             ratios_BT,
@@ -171,11 +174,8 @@ class PolicyGradientLoss:
         return loss
 
     def _kl(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:
-        """Return the divergence from the reference at each token; zeros without a penalty."""
-        settings = self._settings
-        if settings.reference_policy_kl_penalty == 0:
-            return torch.zeros_like(logprobs_BT)
-        reference_BT = batch.reference_logprobs_BT
+        """Return the divergence from the reference at each token."""
+        settings, reference_BT = self._settings, batch.reference_logprobs_BT
         assert reference_BT is not None, "a KL penalty needs the reference's log-probabilities"
         sampler_BT = batch.generation_logprobs_BT if settings.use_on_policy_kl_approximation else logprobs_BT.detach()
         return weighted_kl_penalty(logprobs_BT, reference_BT, sampler_BT, settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tandem.config.schema import Dpo, Rm
-from tandem.trainer.losses.aggregate import Counts, Report
+from tandem.trainer.losses import Counts, Report
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores, TokenValues
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tandem.config.schema import ValueLossFn
-from tandem.trainer.losses.aggregate import Counts, Report, aggregate
+from tandem.trainer.losses import Counts, Report, aggregate
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenValues
 

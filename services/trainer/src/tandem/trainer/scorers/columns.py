@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.schema.columns import Column, Model
-from tandem.trainer.batching.padding import unpad_into
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.batching.shard import Shard, unpad_into
 from tandem.trainer.exchange import moved
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scores import Scores
@@ -22,8 +21,8 @@ Filled = dict[Column, NDArray[Any]]
 """Columns for the tokens of a shard."""
 
 
-def filled_by(step: Step, model: Model, size: int | None, columns: Filled) -> Filled:
-    """Return the columns with a model's scores of the shard's valid tokens; zeros elsewhere. It reads no others."""
+def filled_by(step: Step, model: Model, size: int | None) -> Filled:
+    """Return the columns with a model's scores of the shard's valid tokens; zeros elsewhere."""
     shard, own = step.shards[model], step.own
     found = {column: _nothing(step, column, shard) for column in step.read if column.model == model}
     for number in range(step.config.num_of(model)):

@@ -13,9 +13,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tandem.common.attention.on_gpu import boundaries
 from tandem.common.errors import ModelError
-from tandem.trainer.context import inputs_of_share, sources_of_share, sum_shares
+from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.micro_batches import MicroBatch, Row
-from tandem.trainer.routing import RoutingReplay, of_row
+from tandem.trainer.routing import RoutingReplay, experts_of
 from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
 from tandem.trainer.scores import Scores, StudentScores, TokenScores
 from tandem.trainer.scoring import VocabularyShard, placed, score_tokens
@@ -81,18 +81,17 @@ class Scorer:
         others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
         task = Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
         if self._replay is not None:
-            self._replay.give(self._routed(batch))
+            self._replay.give(experts_of(batch, self._context))
         if self._pictures is not None:
             inputs |= self._pictures(batch)
-        is_here_K = predictor_K >= 0
-        self._task = task if self._context is None else task.take(is_here_K)
+        self._task = task if self._context is None else task.take(predictor_K >= 0)
         try:
             scores_K: Any = self._scores(inputs, self._task)
         finally:
             self._task = None
         kind = type(scores_K)
         if self._context is not None:
-            scores_K = [sum_shares(placed(each_K, is_here_K), self._context) for each_K in scores_K]
+            scores_K = [sum_shares(placed(each_K, predictor_K >= 0), self._context) for each_K in scores_K]
         return kind(*(placed(each_K, valid_BT) for each_K in scores_K))
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
@@ -104,27 +103,12 @@ class Scorer:
             return inputs_of_share(batch, self._context)
         if batch.row is not None:
             row = batch.row
-            inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, **self._attended(row)}
-            return inputs, row.predictor_K
+            attended = {"ends_2S": _ends_of(row)} if self.compiles_attention else {"row": row}
+            return {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, **attended}, row.predictor_K
         inputs = {"input_ids": batch.token_ids_BT}
         if self._is_cut:  # the activations may be shorter than the sequence
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
-
-    def _attended(self, row: Row) -> dict[str, Any]:
-        """Return what attention takes of a row."""
-        if not self.compiles_attention:
-            return {"row": row}
-        return {"ends_2S": boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)}
-
-    def _routed(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return the experts of the tokens that `_inputs` gives the model; None if they are unknown for all."""
-        experts_BTLK, row = batch.routed_experts_BTLK, batch.row
-        if experts_BTLK is None:
-            return None
-        if self._context is not None:
-            return of_row(experts_BTLK, sources_of_share(batch, self._context))
-        return experts_BTLK if row is None else of_row(experts_BTLK, row.source_N)
 
     def _scores(self, inputs: dict[str, Any], task: Task) -> Scores:
         """Return the model's scores of the targets."""
@@ -132,6 +116,11 @@ class Scorer:
 
     def _pick(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task.predictor_K),)
+
+
+def _ends_of(row: Row) -> torch.Tensor:
+    """Return the ends of a packed row's segments, as compiled attention takes them."""
+    return boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)
 
 
 class TokenScorer(Scorer):

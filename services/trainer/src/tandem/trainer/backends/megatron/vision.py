@@ -38,7 +38,7 @@ from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.backends.megatron.rows import Row
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory
 from tandem.trainer.backends.pictures import PixelSource
-from tandem.trainer.micro_batches import RowImages
+from tandem.trainer.batching.images import RowImages
 from tandem.trainer.models import checkpoint_activations, load_model
 
 
