@@ -18,8 +18,10 @@ ROOT = Path(__file__).resolve().parents[3]
 WALK = ROOT / "tests" / "walk"
 PART_S = 0.05
 """As `tests/walk/sitecustomize.py` has it."""
-MOST_FUNCTIONS, MOST_FILES, MOST_LINES = 749, 109, 16_750
+MOST_FUNCTIONS, MOST_FILES, MOST_LINES = 683, 99, 16_100
 """What a steady step may execute: what it does on 27 November 2026, and a twentieth. The aim is 600, 80 and 13,000.
+
+Of its 650 functions 71 are comprehensions and generator expressions, which Python counts as functions of their own.
 
 A twentieth, since on a busy machine steps last longer than the periods of what is done now and then, such as asking
 whether a checkpoint is due by time: of one commit 738 to 741 functions in 116 to 118 files were counted.
@@ -68,7 +70,11 @@ def test_a_steady_step_executes_no_more_than_it_did(walk: Walk) -> None:
     files = {file for file, _ in walk.steady}
     sizes = {str(path).rsplit("/src/tandem/", 1)[1]: path for path in ROOT.glob("*/*/src/tandem/**/*.py")}
     num_lines = sum(len(sizes[file].read_text().splitlines()) for file in files)
-    print(f"a steady step executes {len(walk.steady)} functions in {len(files)} files of {num_lines} lines")
+    inner = sum(name.endswith(("comp>", "genexpr>")) for _, name in walk.steady)
+    print(
+        f"a steady step executes {len(walk.steady)} functions, {inner} of them comprehensions, in {len(files)} files "
+        f"of {num_lines} lines"
+    )
     assert len(walk.steady) <= MOST_FUNCTIONS
     assert len(files) <= MOST_FILES
     assert num_lines <= MOST_LINES
