@@ -191,7 +191,7 @@ class Backend(Way):
         if policy.get("megatron_cfg"):
             self._watch(self.backend._held["policy", 0].optimizer, "prepare_grads")
         else:
-            self._watch(self.backend._held["policy", 0], "_clip")
+            self._watch(self.backend._held["policy", 0], "take_step")
 
     def _watch(self, owner: Any, name: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)
