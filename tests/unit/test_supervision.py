@@ -135,8 +135,9 @@ def test_who_is_asked_to_end_in_a_pause_ends_at_once(folder: Path) -> None:
         folder,
         """
         import subprocess
-        tell = f"import os, time; time.sleep(0.3); os.kill({os.getppid()}, 15)"
+        tell = "import os, time\\nwhile os.path.exists('/proc/%d'): time.sleep(0.1)\\nos.kill(%d, 15)"
         if life == 3:
+            tell %= os.getpid(), os.getppid()
             subprocess.Popen([sys.executable, "-c", tell], start_new_session=True)
         raise SystemExit(1)
         """,
