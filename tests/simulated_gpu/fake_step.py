@@ -299,7 +299,7 @@ def tell_phases(meter: Meter, is_megatron: bool) -> None:
         during("forward and backward passes", Pipeline, "run")
     else:
         during("forward and backward passes", HeldModel, "train_step")
-        during(_OPTIMIZER, HeldModel, "_clip")
+        during(_OPTIMIZER, HeldModel, "take_step")
 
 
 def main(plan: str, rank: str, *overrides: str) -> None:
