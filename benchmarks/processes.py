@@ -230,8 +230,7 @@ class _Replies:
 def take_samples(service: RolloutService, command_id: int) -> list[tuple[int, int, list[int]]]:
     """Return group, place and tokens of each sample that was made for an order, and keep them no longer."""
     store = service.parts.store
-    keys = [(command_id, group, sample, 0) for group, sample in store._samples[command_id]]
-    taken = [(*key[1:3], arrays.token_ids_T.tolist()) for key, arrays in zip(keys, store._taken(keys), strict=True)]
+    taken = [(*place, arrays.token_ids_T.tolist()) for place, arrays in store._samples[command_id].items()]
     store.release([command_id])
     return taken
 
