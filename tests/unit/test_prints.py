@@ -35,8 +35,6 @@ def calls(text: str, *steps: int | None) -> None:
         print(text, end="")
         return Score(reward=1.0, correct=True)
 
-    with bounded():
-        pass  # as when an environment is made
     for step in steps:
         outcome_of(Call(1, problem(), (), step), prints, is_multi_turn=False, module="")
 

@@ -16,7 +16,7 @@ from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
 from tandem.common.returned import beyond, finite_number, line, raised_at, sayable, shown
 from tandem.common.texts import visible
 from tandem.rollout.environments.environment import ConversingEnvironment, Environment, Score, Step, Turn
-from tandem.rollout.environments.printing import step_of_call
+from tandem.rollout.environments.printing import bounded
 from tandem.samples.chat_templates import Messages
 
 _LONGEST_TRACE = 20_000
@@ -71,13 +71,11 @@ class Job(msgspec.Struct, eq=False):
 
 def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, is_multi_turn: bool, module: str) -> Outcome:
     """Call an environment; any result or exception becomes an outcome. `module` has its class, if that is custom."""
-    before = step_of_call.set(call.step)
     try:
-        result = step(call.problem, call.conversation)
+        with bounded(call.step):
+            result = step(call.problem, call.conversation)
     except BaseException as error:  # sys.exit(), for example
         return failure_of(error, module)
-    finally:
-        step_of_call.reset(before)
     try:
         return checked(result, is_multi_turn=is_multi_turn)
     except RewardError as error:

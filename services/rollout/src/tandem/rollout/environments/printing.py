@@ -21,7 +21,7 @@ class _Allowance:
     """The characters left of a step or minute, and how many more were wanted.
 
     Calls of an earlier step than the newest count for the newest: a process has one allowance at a time, whatever the
-    order of its calls. It is renewed, and what was left out is said, when a call of a later period prints.
+    order of its calls.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,7 @@ class _Allowance:
 
 
 _of_step, _of_minute = _Allowance(), _Allowance()
-_NO_CALL = -1
-step_of_call: ContextVar[int | None] = ContextVar("step_of_call", default=_NO_CALL)
-"""Step of the run that the environment's call in this thread or task is made for; None if it is not known."""
+_allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None)
 
 
 class _Bounded:
@@ -65,14 +63,8 @@ class _Bounded:
 
     def write(self, text: str) -> int:
         """Write the part of the text that is allowed."""
-        step = step_of_call.get()
-        if step == _NO_CALL:
-            allowed = text
-        elif step is None:
-            allowed = _of_minute.of(time.monotonic() // _MINUTE_S, "a minute").taken(text)
-        else:
-            allowed = _of_step.of(step, f"step {step}").taken(text)
-        self._stream.write(allowed)
+        allowance = _allowance.get()
+        self._stream.write(text if allowance is None else allowance.taken(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -86,24 +78,20 @@ class _Bounded:
 
 @contextlib.contextmanager
 def bounded(step: int | None = None) -> Iterator[None]:
-    """Bound what this thread or task prints in the block, for a step of the run.
-
-    The streams stay wrapped, so that afterwards `step_of_call` alone says what is bounded.
-    """
-    _wrap_streams()
-    before = step_of_call.set(step)
-    try:
-        yield
-    finally:
-        step_of_call.reset(before)
-        _wrap_streams()  # the block may have made an environment that replaces them
-
-
-def _wrap_streams() -> None:
+    """Bound what this thread or task prints in the block, for a step of the run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Bounded):
             setattr(sys, name, _Bounded(stream))
+    if step is None:
+        minute = time.monotonic() // _MINUTE_S
+        before = _allowance.set(_of_minute.of(minute, "a minute"))
+    else:
+        before = _allowance.set(_of_step.of(step, f"step {step}"))
+    try:
+        yield
+    finally:
+        _allowance.reset(before)
 
 
 def say_left_out() -> None:
