@@ -103,7 +103,7 @@ def make(context: ServiceContext, connection: Connection, folder: str) -> tuple[
         return trainer, {"layout": lambda: layout.encode(trainer.layout), "write": trainer.write}
     service = RolloutService(context)
     service.handle(BuildEngine(command_id=0, deadline_s=TIMEOUT_S), {})
-    service.generating = generating = HoldsBack(context, service.parts, None)
+    service._generating = generating = HoldsBack(context, service.parts, None)
     return service, {
         "layout": lambda: layout.encode(service.parts.engine.layouts()[0]),
         "choose": generating.choose,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 
@@ -68,7 +68,6 @@ class Generating:
         self._context = context
         self._config = context.config
         self._parts = parts
-        self._environments = cast("Environments", parts.environments)  # asked only where no agents play
         self._experts = experts
         self._vocabulary = vocabulary_size(context.config.policy)
         self._sees = parts.tokenizer.sees
@@ -124,7 +123,7 @@ class Generating:
                 raise WireError(f"{field}: {size} tokens, must be fewer than {longest}")
             if (self._sees or group.images) and (wrong := _wrong_images(group, self._parts.tokenizer.image_token_id)):
                 raise WireError(f"Generate.groups[{index}].images: {wrong}")
-            if self._parts.environments is not None and group.environment not in self._environments.of:
+            if self._parts.environments is not None and group.environment not in self._parts.environments.of:
                 raise WireError(f"Generate.groups[{index}].environment: the run has none {group.environment!r}")
             if group.group in numbers:
                 raise WireError("Generate.groups: a group is there twice")
@@ -242,6 +241,11 @@ class Generating:
             self._end(finished, number, *conversation.finish(UNSCORED, "score", unscored, version))
         self._unreadable.clear()
         self._send(finished)
+
+    @property
+    def _environments(self) -> Environments:
+        assert self._parts.environments is not None, "asked only where no agents play"
+        return self._parts.environments
 
     def _refuse(self, conversation: Conversation, what: str) -> Unscored:
         """Judge an answer or a prompt that cannot be used. Raises `RewardError` if that ends the run."""

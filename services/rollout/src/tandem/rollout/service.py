@@ -46,23 +46,31 @@ _DIGEST_SHARE = 0.25
 class RolloutService:
     """One engine's answers to the coordinator."""
 
-    parts: Parts
-    """The engine, and what works beside it; made by `BuildEngine`, which the coordinator sends first."""
-    generating: Generating
-    """The generations in progress, likewise."""
-
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._config = context.config
-        self._is_built = False
+        self._parts: Parts | None = None
+        self._generating: Generating | None = None
         self._is_closed = False
         self._restoring: list[RestoreSamples] = []
         """Commands to restore samples that have not begun."""
 
+    @property
+    def parts(self) -> Parts:
+        """The engine, and what works beside it."""
+        assert self._parts is not None, "the coordinator sends BuildEngine first"
+        return self._parts
+
+    @property
+    def generating(self) -> Generating:
+        """The generations in progress."""
+        assert self._generating is not None, "the coordinator sends BuildEngine first"
+        return self._generating
+
     def handle(self, command: RolloutCommand, arrays: Arrays) -> None:
         """Carry out one command; `Generate` goes on in `work`."""
         match command:
-            case BuildEngine() if not self._is_built:
+            case BuildEngine() if self._parts is None:
                 with self._context.phase("building the engine"):
                     self._build(command)
             case BuildEngine():
@@ -93,9 +101,9 @@ class RolloutService:
 
     def work(self) -> bool:
         """Advance generation by one token, and the digest in progress by a fraction of that time."""
-        if not self._is_built:
+        if self._parts is None or self._generating is None:
             return False
-        parts, generating = self.parts, self.generating
+        parts, generating = self._parts, self._generating
         if not generating.generations:
             is_digesting = parts.weight_client.work()
             if self._restoring and not is_digesting:
@@ -114,22 +122,21 @@ class RolloutService:
 
     def close(self) -> None:
         """Release the engine and the environments."""
-        if self._is_built and not self._is_closed:
+        if self._parts is not None and not self._is_closed:
             self._is_closed = True
-            self.parts.close()
+            self._parts.close()
 
     @gc_tuning.paused()
     def _build(self, command: BuildEngine) -> None:
         experts = replayed_experts(self._config)
-        self.parts = build_parts(command, self._context, experts)
-        self._is_built = True
-        if self.parts.agents is None:
-            self.generating = Generating(self._context, self.parts, experts)
+        self._parts = parts = build_parts(command, self._context, experts)
+        if parts.agents is None:
+            self._generating = Generating(self._context, parts, experts)
         else:
             from tandem.rollout.agents.playing import Playing  # it serves HTTP
 
-            self.generating = Playing(self._context, self.parts, experts, self.parts.agents)
-        self._context.reply(command.command_id, engine_built(command, self.parts))
+            self._generating = Playing(self._context, parts, experts, parts.agents)
+        self._context.reply(command.command_id, engine_built(command, parts))
 
     def _fetch_images(self, command: Generate, images: ImageFetcher) -> None:
         """Fetch the images of prompts that the run's folder lacks here, before the engine or an agent reads them.
