@@ -53,7 +53,7 @@ from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import Limits
 from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
-from tandem.coordinator.scheduler.groups.again import GroupTable
+from tandem.coordinator.scheduler.groups.table import Groups
 from tandem.launch.admission.admission import HeartbeatSettings
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
@@ -302,7 +302,7 @@ class Cluster:
             batches.take_reply(built.process, built.reply)
         self.bytes_sent = 0
         times = [time.process_time()]
-        groups = GroupTable()
+        groups = Groups()
         groups.draw(self._step + 1, "train", NUM_GROUPS)
         waiting: Any = None
         for engine, command in self.commands(OURS):

@@ -23,7 +23,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Callers, Codec, Frames, encode
 from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
-from tandem.coordinator.scheduler.groups.again import GroupTable
+from tandem.coordinator.scheduler.groups.table import Groups
 from tandem.samples.batch import IMAGES, SAMPLES, Batch
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.members import MEMBER
@@ -129,7 +129,7 @@ def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[S
 
 def records_of(groups: Sequence[PromptGroup], messages: Sequence[SamplesFinished]) -> list[SampleRecord]:
     """Return what the scheduler's table keeps of the answers of two engines, which take the groups in turns."""
-    table, step = GroupTable(), messages[0].step
+    table, step = Groups(), messages[0].step
     table.draw(step, "train", len(groups))
     sizes = [GroupSize(num_samples=len(group.seeds), num_tokens=1) for group in groups]
     waiting = table.add(step, "train", sizes)

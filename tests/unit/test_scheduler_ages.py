@@ -20,7 +20,7 @@ from tandem.common.messages import (
     ReportDigests,
     VersionCommitted,
 )
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,

@@ -295,7 +295,7 @@ class Harried(Cluster):
             self.join(self.random.choice(free))
         elif troubles.leave and engines and self.may_lose("") and chance() < troubles.leave:
             self.tell(Draining(now=self.now, process=self.random.choice(engines)))
-        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.engines.leaving():
+        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.engines.draining:
             self.now += LEAVE_S
             self.tell(Ticked(now=self.now))
         elif troubles.nobody_comes and self.may_do_without() and chance() < troubles.nobody_comes:
@@ -336,7 +336,7 @@ class Harried(Cluster):
 
     def lose(self, name: str) -> None:
         self.end(name)
-        if name not in self.plan.engines.leaving():
+        if name not in self.plan.engines.draining:
             self.absent.append(name)
         self.tell(Lost(now=self.now, process=name, why="killed by SIGKILL"))
         if self.troubles.join and self.random.random() < 0.5:

@@ -32,7 +32,7 @@ from tandem.coordinator.loop.restored_samples import limits_of
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
 from tandem.coordinator.scheduler.engines.processes import Failures
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Finish, Lost
 from tandem.launch.admission.known_processes import ProcessesSnapshot
 from tandem.launch.expected import launched_processes

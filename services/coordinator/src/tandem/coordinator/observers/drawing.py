@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.observe.lines import SPARKLINE_WIDTH, curves_of, policy_of, shares, sparkline

@@ -15,7 +15,7 @@ from tandem.coordinator.observers.observer import Observer, Reporter
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.joining import Stage
-from tandem.coordinator.scheduler.engines.status import COMING_BACK
+from tandem.coordinator.scheduler.engines.table import COMING_BACK
 from tandem.launch.page_process import PageProcess
 from tandem.launch.supervision import Supervision
 from tandem.observe.exporters.telemetry import MetricWriters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.scheduler import Scheduler
@@ -83,13 +83,13 @@ def _validate_engines(scheduler: Scheduler) -> None:
 
 def _validate_comings_and_goings(scheduler: Scheduler) -> None:
     engines = scheduler.engines
-    for name in engines.leaving():
+    for name in engines.draining:
         engine = engines[name]
         assert engine.leave_by is not None, f"{name} is listed as leaving"
         if engine.is_vacant:
             assert engine.status is Status.ABSENT, f"{name} has left, and is {engine.status.value}"
             assert not engines.staying(), f"the place of {name} is vacant, and there is another engine"
-            assert len(engines.leaving()) == 1, f"{name} was not the last to leave"
+            assert len(engines.draining) == 1, f"{name} was not the last to leave"
         if not engines.staying():
             continue
         waiting = [group for group in scheduler.groups if group.state is GroupState.WAITING and group.engine == name]

@@ -14,13 +14,12 @@ from tandem.common.messages import SampleScored
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
 from tandem.coordinator.scheduler.engines.processes import Failures, Processes, Replacements
-from tandem.coordinator.scheduler.engines.status import Status
-from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.table import Engines, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
-from tandem.coordinator.scheduler.groups.again import GroupTable
 from tandem.coordinator.scheduler.groups.balanced import assignment_for
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
+from tandem.coordinator.scheduler.groups.table import Groups
 from tandem.coordinator.scheduler.idleness import Idleness
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
 from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
@@ -57,14 +56,14 @@ class Tables:
         self.told_to_leave: dict[str, None] = {}
         """Engines that were told to leave before everything was set up, or that stay nevertheless."""
         self.requests = PendingRequests(now, first_command_id, changes(Table.REQUESTS))
-        self.groups = GroupTable(
+        self.groups = Groups(
             changes(Table.GROUPS),
             changes(Table.READY),
             no_agenda if spec.max_stored_tokens is None else changes(Table.STORED),
         )
         self.assignment = assignment_for(spec.balance, changes(Table.WAITING))
         self.restored = RestoredGroups({})
-        self.engines = EngineTable(spec.departed, changes)
+        self.engines = Engines(spec.departed, changes)
         self.transfers = Transfers(spec, self.requests, self.processes.public_keys)
         self.joining = Joining(self.requests, self.transfers, changes(Table.JOINING))
         self.weights = Weights(spec, self.requests, self.engines, self.transfers, changes(Table.WEIGHTS))

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import EngineBuilt, Reply, TransfersPlanned
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.engines.status import Engine, Status
-from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.table import Engine, Engines, Status
 from tandem.coordinator.scheduler.engines.transfers import TransferGroups, Transfers
 from tandem.coordinator.scheduler.events import Action, Dispatch, Replace
 from tandem.coordinator.scheduler.requests import PendingRequests
@@ -164,7 +163,7 @@ class Recovery:
         self,
         spec: RunSpec,
         requests: PendingRequests,
-        engines: EngineTable,
+        engines: Engines,
         transfers: Transfers,
         groups: TransferGroups,
     ) -> None:

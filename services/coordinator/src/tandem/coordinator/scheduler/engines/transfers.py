@@ -26,8 +26,7 @@ from tandem.common.messages import (
 )
 from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.engines.status import Engine, Status
-from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.table import Engine, Engines, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.requests import PendingRequests
@@ -204,7 +203,7 @@ _NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.JOINED, Status.BUILDING, Status.IN
 class TransferGroups:
     """The transfer groups of the plan. Their first connection, while the run is set up, happens elsewhere."""
 
-    def __init__(self, transfers: Transfers, engines: EngineTable, requests: PendingRequests, changed: Changed) -> None:
+    def __init__(self, transfers: Transfers, engines: Engines, requests: PendingRequests, changed: Changed) -> None:
         self._changed = changed
         self._transfers = transfers
         self._engines = engines

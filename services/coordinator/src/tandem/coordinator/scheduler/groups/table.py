@@ -138,6 +138,35 @@ class Groups:
         """Return the groups of a step; None if it has not begun or is done."""
         return self._steps.get((step, purpose))
 
+    def of_engine(self, engine: str, *states: GroupState) -> list[Group]:
+        """Return the groups of an engine in these states, in the order in which they were assigned."""
+        return [group for group in self._of_engine.get(engine, {}) if group.state in states]
+
+    def num_in_flight(self, engine: str, *purposes: Purpose) -> int:
+        """Return how many groups an engine is generating, of some purposes or of any."""
+        num = 0
+        for purpose in purposes or self._num_in_flight:
+            num += self._num_in_flight[purpose].get(engine, 0)
+        return num
+
+    @property
+    def num_generating(self) -> int:
+        """Engines that are generating."""
+        train, validate = self._num_in_flight["train"], self._num_in_flight["validate"]
+        return len(train) + (len(validate.keys() - train.keys()) if validate else 0)
+
+    def num_ready_after(self, step: int) -> int:
+        """Return how many groups are ready that later steps train on."""
+        return sum(
+            of.num_ready for (of_step, purpose), of in self._steps.items() if of_step > step and purpose == "train"
+        )
+
+    def num_tokens(self, engine: str) -> int:
+        """Return the tokens that a rollout keeps, or may have to keep, until their steps are done."""
+        return sum(self._stored.get(engine, {}).values()) + self._awaited.get(engine, 0)
+
+    # --- drawn and assigned ------------------------------------------------------------------------------------------
+
     def draw(self, step: int, purpose: Purpose, count: int) -> range:
         """Make room for `count` more groups of a step; return their numbers."""
         of_step = self._steps.setdefault((step, purpose), StepGroups())
@@ -180,6 +209,8 @@ class Groups:
             if of_step.is_ready:
                 self._changed_ready()
 
+    # --- generated ---------------------------------------------------------------------------------------------------
+
     def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[Group, int]]:
         """Keep results; return how many of each group were new. Repeated results, and those of groups given up, do not
         count.
@@ -215,16 +246,7 @@ class Groups:
         self._changed_stored()
         return list(news.items())
 
-    def num_in_flight(self, engine: str, *purposes: Purpose) -> int:
-        """Return how many groups an engine is generating, of some purposes or of any."""
-        num = 0
-        for purpose in purposes or self._num_in_flight:
-            num += self._num_in_flight[purpose].get(engine, 0)
-        return num
-
-    def num_tokens(self, engine: str) -> int:
-        """Return the tokens that a rollout keeps, or may have to keep, until their steps are done."""
-        return sum(self._stored.get(engine, {}).values()) + self._awaited.get(engine, 0)
+    # --- trained on, and done ----------------------------------------------------------------------------------------
 
     def take(self, step: int, purpose: Purpose) -> None:
         """Note that a step's groups are trained on or evaluated. No engine is asked for them again."""
@@ -232,6 +254,16 @@ class Groups:
             group.state = GroupState.TAKEN
             self._forget_engine(group)
         self._changed()
+
+    def untake(self, step: int, purpose: Purpose) -> list[Group]:
+        """Note that a step's groups have yet to be trained on after all, and return them."""
+        groups = self._steps[step, purpose].groups
+        for group in groups:
+            group.state = GroupState.READY
+            self._of_engine.setdefault(str(group.engine), {})[group] = None
+        self._changed()
+        self._changed_ready()
+        return groups
 
     def remove(self, step: int, purpose: Purpose) -> None:
         """Forget the groups of a step that is done."""
@@ -243,6 +275,45 @@ class Groups:
             of_engine.pop(step, None)
         self._changed()
         self._changed_stored()
+
+    def clear(self) -> None:
+        """Forget all groups, except those trained on or evaluated, because the run ends."""
+        self._of_request.clear()
+        self._changed()
+        for step, purpose in [*self._steps]:
+            groups = self._steps[step, purpose].groups
+            if not any(group.state is GroupState.TAKEN for group in groups):
+                self.remove(step, purpose)
+
+    # --- lost, and waiting again -------------------------------------------------------------------------------------
+
+    def put_back(self, groups: Iterable[Group]) -> None:
+        """Let groups wait again, without what was made of them."""
+        changed: dict[str, None] = {}
+        for group in groups:
+            of_step = self._steps[group.step, group.purpose]
+            of_step.num_ready -= group.state is GroupState.READY
+            assert group.engine is not None, "only what was assigned is put back"
+            del self._of_engine[group.engine][group]
+            self._await_tokens(group, -len(group.unfinished))
+            self._count_in_flight(group, -(group.state is GroupState.IN_FLIGHT))
+            group.state = GroupState.WAITING
+            group.unfinished, group.results = set(), {}
+            group.oldest_version, group.newest_version = NO_VERSION, -1
+            if of_step.newest_versions.pop(group.engine, None) is not None:
+                changed[group.engine] = None
+        for engine in changed:
+            for group in self.of_engine(engine, GroupState.READY):
+                self._note_versions(self._steps[group.step, group.purpose], group)
+        self._changed()
+        self._changed_stored()
+
+    def forget_stored(self, engine: str) -> None:
+        """Note that a rollout is lost, with all that it kept."""
+        self._stored.pop(engine, None)
+        self._changed_stored()
+
+    # --- what is counted ---------------------------------------------------------------------------------------------
 
     def _await_tokens(self, group: Group, num_samples: int) -> None:
         if group.purpose == "train" and group.engine is not None:

@@ -83,7 +83,7 @@ def take_prompts(tables: Tables, drawn: PromptsDrawn) -> None:
     """Add the groups that were drawn, which wait for an engine."""
     groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
     engines = tables.engines
-    tables.assignment.add(groups, engines.staying() or engines.names())
+    tables.assignment.add(groups, engines.staying() or [*engines])
 
 
 def take_results(tables: Tables, process: str, finished: SamplesFinished) -> list[Action]:

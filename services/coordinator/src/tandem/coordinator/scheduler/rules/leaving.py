@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.coordinator.scheduler.engines.status import Engine, Status
+from tandem.coordinator.scheduler.engines.table import Engine, Status
 from tandem.coordinator.scheduler.events import Action, LetGo, Say
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.rules import recovery, regeneration
@@ -49,7 +49,7 @@ def take_leaving(tables: Tables, process: str) -> list[Action]:
 def let_go(tables: Tables) -> list[Action] | None:
     """Let draining engines go that can, and reassign the groups that wait for them."""
     engines = tables.engines
-    for name in engines.leaving():
+    for name in engines.draining:
         actions = _go_on(tables, engines[name])
         if actions is not None:
             return actions
@@ -59,7 +59,7 @@ def let_go(tables: Tables) -> list[Action] | None:
 def check(tables: Tables) -> list[Action]:
     """Let draining engines go when their time is up, and do without those that were not replaced in time."""
     engines, actions = tables.engines, list[Action]()
-    for name in engines.leaving():
+    for name in [*engines.draining]:
         engine = engines[name]
         if not engine.is_vacant and engine.leave_by is not None and tables.requests.now > engine.leave_by:
             actions += depart(tables, engine, f"it did not leave within {tables.spec.deadlines.leave:g} s")
@@ -82,7 +82,7 @@ def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
     if name in engines:  # for the process that comes in its place
         tables.assignment.withdraw(name)
     else:
-        tables.assignment.move(name, engines.staying() or engines.names())
+        tables.assignment.move(name, engines.staying() or [*engines])
         tables.assignment.forget(name)
     again = f"; {len(groups)} rollout groups of its are made again" if groups else ""
     is_awaited = name in engines
@@ -101,7 +101,7 @@ def welcome(tables: Tables) -> list[Action] | None:
         return []
     if joining.refused:
         return [action for name, why in [*joining.refused.items()] for action in turn_away(tables, name, why)]
-    engines, is_service_able = tables.engines.names(), tables.is_service_able
+    engines, is_service_able = [*tables.engines], tables.is_service_able
     may_build = not tables.trainers_use_devices
     trainers = tables.weights.trainers
     return joining.go_on(trainers, engines, may_build=may_build, is_service_able=is_service_able) or None
@@ -113,7 +113,7 @@ def turn_away(tables: Tables, process: str, why: str) -> list[Action]:
     tables.joining.remove(process)
     tables.processes.remove(process)
     engines = tables.engines
-    is_awaited = any(engines[name].is_vacant for name in engines.leaving())
+    is_awaited = any(engines[name].is_vacant for name in engines.draining)
     return [LetGo(process=process, why=why, is_awaited=is_awaited)]
 
 

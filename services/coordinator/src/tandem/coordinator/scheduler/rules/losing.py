@@ -30,7 +30,7 @@ from collections.abc import Mapping
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceError, ServiceLost, Standstill
 from tandem.common.messages import Failed
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action, Joined, Say
 from tandem.coordinator.scheduler.groups.table import GroupState

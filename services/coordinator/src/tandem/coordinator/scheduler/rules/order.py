@@ -31,7 +31,7 @@ An algorithm over a data set has no engines, so the rules about engines do not f
 
 from __future__ import annotations
 
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.rule import Mode, Rule, Table
 from tandem.coordinator.scheduler.rules.checkpoints import publish_checkpoint, save

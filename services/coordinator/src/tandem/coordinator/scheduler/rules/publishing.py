@@ -16,7 +16,7 @@ from tandem.common.messages import (
     VersionCommitted,
     WeightsCopied,
 )
-from tandem.coordinator.scheduler.engines.status import COMING_BACK, Status
+from tandem.coordinator.scheduler.engines.table import COMING_BACK, Status
 from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import recovery

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import Failed, Reply
 from tandem.coordinator.scheduler.engines.joining import MOST_FAILURES
-from tandem.coordinator.scheduler.engines.status import Engine, Status
+from tandem.coordinator.scheduler.engines.table import Engine, Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.phases import Phase
@@ -95,7 +95,7 @@ def quarantine(tables: Tables, engine: Engine, doing: str, why: str) -> None:
 def overdue(tables: Tables) -> DeadlineExceeded | None:
     """Return the error for an overdue replacement."""
     engines = tables.engines
-    for name in engines.leaving() if len(tables.joining) else ():  # nothing waits for it: another joins
+    for name in engines.draining if len(tables.joining) else ():  # nothing waits for it: another joins
         engines[name].replace_by = tables.requests.now + tables.spec.deadlines.join
     return tables.recovery.overdue() or tables.service.overdue()
 
@@ -135,4 +135,4 @@ def replace_service(tables: Tables, doing: str, why: str) -> list[Action]:
 
 def take_service(tables: Tables) -> list[Action]:
     """Tell the replacement of the refit service what it has to know."""
-    return tables.service.take_joined(tables.weights.trainers, [*tables.engines.names(), *tables.joining.planned()])
+    return tables.service.take_joined(tables.weights.trainers, [*tables.engines, *tables.joining.planned()])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.messages import Failed, Purpose
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, Say
 from tandem.coordinator.scheduler.groups.assigning import Assigned
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
@@ -94,7 +94,7 @@ def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     tables.assignment.put_back(groups)
     engines = tables.engines
     for engine in {str(group.engine) for group in groups if str(group.engine) not in engines}:  # it has left
-        tables.assignment.move(engine, engines.staying() or engines.names())
+        tables.assignment.move(engine, engines.staying() or [*engines])
     return [
         DiscardSamples(step=step, purpose=purpose, groups=tuple(discarded))
         for (step, purpose), discarded in numbers.items()

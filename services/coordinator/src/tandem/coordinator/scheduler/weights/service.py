@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tandem.common.errors import DeadlineExceeded
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.status import Status
+from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
 from tandem.coordinator.scheduler.events import Action, Replace
 from tandem.coordinator.scheduler.requests import PendingRequests

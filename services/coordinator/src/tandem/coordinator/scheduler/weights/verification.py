@@ -13,8 +13,7 @@ from tandem.common.errors import CommandFailed
 from tandem.common.messages import CommitVersion, Refitted, TransfersPlanned
 from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.status import Status
-from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.table import Engines, Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
 from tandem.coordinator.scheduler.events import Action, Dispatch, RecordRefit
 from tandem.coordinator.scheduler.phases import Phase
@@ -26,7 +25,7 @@ class Verification:
     """The digests of one version that are known so far, and the processes that have yet to send theirs."""
 
     def __init__(
-        self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, transfers: Transfers, changed: Changed
+        self, spec: RunSpec, requests: PendingRequests, engines: Engines, transfers: Transfers, changed: Changed
     ) -> None:
         self._changed = changed
         self._spec = spec

@@ -19,8 +19,7 @@ import enum
 
 from tandem.common.messages import CopyWeights
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.status import Engine, Status
-from tandem.coordinator.scheduler.engines.table import EngineTable
+from tandem.coordinator.scheduler.engines.table import Engine, Engines, Status
 from tandem.coordinator.scheduler.engines.transfers import TransferGroups, Transfers
 from tandem.coordinator.scheduler.events import Action, Dispatch, Say
 from tandem.coordinator.scheduler.phases import Phase
@@ -50,7 +49,7 @@ class Weights(Tracked):
     """The newest version of the trainers' weights, on its way to engines."""
 
     def __init__(
-        self, spec: RunSpec, requests: PendingRequests, engines: EngineTable, transfers: Transfers, changed: Changed
+        self, spec: RunSpec, requests: PendingRequests, engines: Engines, transfers: Transfers, changed: Changed
     ) -> None:
         super().__init__(changed)
         self.spec = spec
