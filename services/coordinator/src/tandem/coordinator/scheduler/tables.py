@@ -17,7 +17,8 @@ from tandem.coordinator.scheduler.engines.processes import Failures, Processes, 
 from tandem.coordinator.scheduler.engines.table import Engines, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
 from tandem.coordinator.scheduler.events import Finish
-from tandem.coordinator.scheduler.groups.balanced import assignment_for
+from tandem.coordinator.scheduler.groups.assignment import Assignment, PinnedAssignment
+from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.groups.table import Groups
 from tandem.coordinator.scheduler.idleness import Idleness
@@ -61,7 +62,12 @@ class Tables:
             changes(Table.READY),
             no_agenda if spec.max_stored_tokens is None else changes(Table.STORED),
         )
-        self.assignment = assignment_for(spec.balance, changes(Table.WAITING))
+        balance, changed_waiting = spec.balance, changes(Table.WAITING)
+        self.assignment: Assignment = (
+            PinnedAssignment(changed_waiting)
+            if balance is None
+            else BalancedAssignment(width=balance.width, timeout_s=balance.timeout_s, changed=changed_waiting)
+        )
         self.restored = RestoredGroups({})
         self.engines = Engines(spec.departed, changes)
         self.transfers = Transfers(spec, self.requests, self.processes.public_keys)

@@ -11,10 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.coordinator.scheduler.groups.assigning import Assigned, Assignment, CanGenerate
-from tandem.coordinator.scheduler.groups.assignment import PinnedAssignment, queue
+from tandem.coordinator.scheduler.groups.assignment import Assigned, CanGenerate, queue
 from tandem.coordinator.scheduler.groups.table import Group
-from tandem.coordinator.scheduler.spec import Balance
 
 
 class _Load:
@@ -174,10 +172,3 @@ class BalancedAssignment:
         load = self._loads[engine]
         if self._has_room(load):
             heapq.heappush(self._least, (load.num_tokens, load.place, engine))
-
-
-def assignment_for(balance: Balance | None, changed: Changed = no_agenda) -> Assignment:
-    """Return the assignment of groups to engines: balanced if `balance` is given, else pinned."""
-    if balance is None:
-        return PinnedAssignment(changed)
-    return BalancedAssignment(width=balance.width, timeout_s=balance.timeout_s, changed=changed)

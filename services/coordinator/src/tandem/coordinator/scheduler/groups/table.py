@@ -49,6 +49,7 @@ class Group:
         "size",
         "state",
         "step",
+        "turn",
         "unfinished",
     )
 
@@ -57,6 +58,10 @@ class Group:
         self.purpose = purpose
         self.number = number
         """The group's number within its step."""
+        self.turn = purpose != "validate", step
+        """Its place among waiting groups: a step waits for its validation, which stores nothing, and then for the step
+        before it.
+        """
         self.size = size
         self.state = GroupState.WAITING
         self.engine: str | None = None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tandem.common.messages import Failed, Purpose
 from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, Say
-from tandem.coordinator.scheduler.groups.assigning import Assigned
+from tandem.coordinator.scheduler.groups.assignment import Assigned
 from tandem.coordinator.scheduler.groups.table import Group, GroupState
 from tandem.coordinator.scheduler.phases import GENERATION
 from tandem.coordinator.scheduler.tables import Tables
