@@ -151,6 +151,7 @@ NEVER_CHANGES = {
     "spec",
     "_spec",
     "is_synchronous",
+    "_is_synchronous",
     "transfers",  # the plan changes for engines that join, which then enter the table of engines
     "_transfers",
     "now",  # what a rule does may depend on the time, but not whether it fires

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from tandem.common.errors import ServiceError
 from tandem.common.messages import SampleScored
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.coordinator.scheduler.engines.joining import Joining, Recovery
+from tandem.coordinator.scheduler.engines.joining import Joining
 from tandem.coordinator.scheduler.engines.processes import Failures, Processes, Replacements
 from tandem.coordinator.scheduler.engines.table import Engines, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
@@ -29,8 +29,8 @@ from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps, StepState
 from tandem.coordinator.scheduler.steps.recording import Recording
 from tandem.coordinator.scheduler.steps.saving import Saving
-from tandem.coordinator.scheduler.weights.service import RefitService
-from tandem.coordinator.scheduler.weights.version import VersionState, Weights
+from tandem.coordinator.scheduler.weights.service import RefitServicePresence
+from tandem.coordinator.scheduler.weights.version import NewestVersion, VersionState
 
 IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
@@ -72,11 +72,10 @@ class Tables:
         self.engines = Engines(spec.departed, changes)
         self.transfers = Transfers(spec, self.requests, self.processes.public_keys)
         self.joining = Joining(self.requests, self.transfers, changes(Table.JOINING))
-        self.weights = Weights(spec, self.requests, self.engines, self.transfers, changes(Table.WEIGHTS))
-        self.service = RefitService(
+        self.weights = NewestVersion(spec, self.requests, self.engines, self.transfers, changes(Table.WEIGHTS))
+        self.service = RefitServicePresence(
             spec, self.requests, self.transfers, self.weights.verification, changes(Table.WEIGHTS)
         )
-        self.recovery = Recovery(spec, self.requests, self.engines, self.transfers, self.weights.transfer_groups)
         self.replacements = Replacements(spec.max_replacements, spec.replacement_window_s, spec.replaced_at)
         self.saving = Saving(spec, self.requests, changes(Table.SAVING))
         self.recording = Recording(spec, self.requests, changes(Table.RECORDING))

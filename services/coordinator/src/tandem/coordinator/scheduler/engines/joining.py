@@ -1,4 +1,4 @@
-"""Engines on their way into the table of engines: new ones, and those that come back.
+"""Engines on their way into the table of engines, which have joined later than the others.
 
     joined ─▶ WAITING ─▶ BUILDING ─▶ BUILT ─▶ PLANNING ─▶ INSTALLING ─▶ enters the table, and is refitted as any other.
                              └─────────── cannot: it is let go, and the run goes on without it.
@@ -6,11 +6,6 @@
 Other processes take no part in this: an engine that joins reads weights where they lie, by a program of its own. The
 processes of a transfer group are fixed when the run begins. So an engine that needs streamed weights can only take the
 place of an engine that has left; otherwise it is let go.
-
-    lost ─▶ ABSENT ─▶ JOINED ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other.
-    torn ────────────────────────────────────────────────────▲
-
-An engine comes back a bounded number of times. After that, its error ends the run.
 """
 
 from __future__ import annotations
@@ -18,14 +13,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import EngineBuilt, Reply, TransfersPlanned
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.engines.table import Engine, Engines, Status
-from tandem.coordinator.scheduler.engines.transfers import TransferGroups, Transfers
-from tandem.coordinator.scheduler.events import Action, Dispatch, Replace
+from tandem.coordinator.scheduler.engines.transfers import Transfers
+from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.requests import PendingRequests
-from tandem.coordinator.scheduler.spec import RunSpec
 
 _STREAMED = (
     "weights would have to be streamed to it, and the senders are fixed when a run begins: start it on a host "
@@ -150,91 +142,3 @@ class Joining:
 
     def _having(self, stage: Stage) -> list[str]:
         return [name for name, its in self.stages.items() if its is stage]
-
-
-MOST_FAILURES = 2
-"""The attempts at one version that may fail before the run does."""
-
-
-class Recovery:
-    """How often engines were lost or invalidated, and how far those are that come back."""
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        requests: PendingRequests,
-        engines: Engines,
-        transfers: Transfers,
-        groups: TransferGroups,
-    ) -> None:
-        self._spec = spec
-        self._requests = requests
-        self._engines = engines
-        self._transfers = transfers
-        self._groups = groups
-
-    def count_failure(self, engine: Engine, doing: str, why: str) -> None:
-        """Raise `CommandFailed` if an invalidated engine has had its second attempt."""
-        engine.num_failures += 1
-        if engine.num_failures >= MOST_FAILURES:
-            raise CommandFailed(engine.name, doing, why)
-
-    def replace(self, engine: Engine, why: str) -> list[Action]:
-        """Ask for a process in the place of a lost engine."""
-        self.vacate(engine)
-        return [Replace(process=engine.name, why=why)]
-
-    def vacate(self, engine: Engine) -> None:
-        """Wait for a process in the place of an engine."""
-        self._engines.move(engine, Status.ABSENT, version=-1)
-        engine.awaited = set()
-        engine.is_awaited_by_hand = False
-        engine.replace_by = self._requests.now + self._spec.deadlines.join
-        self._engines.stay(engine)
-        self._groups.stop_connecting(engine.name)
-
-    def refit_again(self, engine: Engine) -> None:
-        """Refit an invalidated engine once more."""
-        self._engines.move(engine, Status.CONNECTING, version=-1)
-        engine.awaited = set()
-
-    def take_joined(self, name: str) -> None:
-        """Note a new process, which is built and brought to the state of the others."""
-        self._engines.move(self._engines[name], Status.JOINED)
-
-    def build(self) -> list[Action]:
-        """Build the engines in new processes."""
-        actions: list[Action] = []
-        for name in self._engines.having(Status.JOINED):
-            self._engines.move(self._engines[name], Status.BUILDING)
-            actions += self._await(self._engines[name], [self._transfers.request_build(name)])
-        return actions
-
-    def go_on(self, engine: Engine) -> list[Action]:
-        """Advance an engine by one status, now that all its requests were answered."""
-        match engine.status:
-            case Status.BUILDING:
-                self._engines.move(engine, Status.INSTALLING)
-                return self._await(engine, self._transfers.request_install([engine.name]))
-            case Status.INSTALLING:
-                self._engines.move(engine, Status.CONNECTING)
-                return []
-            case other:
-                raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
-
-    def is_overdue(self, engine: Engine) -> bool:
-        """Tell whether the replacement of an engine is overdue."""
-        return engine.status is Status.ABSENT and self._requests.now > engine.replace_by
-
-    def overdue(self) -> DeadlineExceeded | None:
-        """Return the error for an overdue replacement."""
-        for name in self._engines.having(Status.ABSENT):
-            if self.is_overdue(self._engines[name]):
-                what = f"no process has taken its place within {self._spec.deadlines.join:g} s"
-                return DeadlineExceeded(name, Status.ABSENT.value, what)
-        return None
-
-    def _await(self, engine: Engine, actions: list[Action]) -> list[Action]:
-        """Make an engine wait for the answers to these commands."""
-        engine.awaited = {action.command.command_id for action in actions if isinstance(action, Dispatch)}
-        return actions

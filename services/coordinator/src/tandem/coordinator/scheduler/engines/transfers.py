@@ -132,7 +132,7 @@ class Transfers:
         )
         return True
 
-    def request_install(self, processes: Iterable[str] | None = None) -> list[Action]:
+    def request_install(self, processes: Iterable[str] | None = None) -> list[Dispatch]:
         """Install the programs of all processes, or of the given ones."""
         programs = self.plan.programs
         every_process = dict.fromkeys(map(process_of, programs))

@@ -50,12 +50,14 @@ def take_joined(tables: Tables, joined: Joined) -> list[Action]:
     if tables.error is not None:
         return []
     if process in engines and not engines[process].is_vacant:
-        tables.recovery.take_joined(process)
+        engines.move(engines[process], Status.JOINED)
         return []
     if kind == "rollout" and tables.stage is not Phase.JOINING:
         tables.joining.add(process)
         return [Say(text=f"{process} joins the run, beside those that it began with")]
-    return recovery.take_service(tables) if tables.service.is_absent and kind == "refit" else []
+    if tables.service.is_absent and kind == "refit":
+        return tables.service.take_joined(tables.weights.trainers, [*engines, *tables.joining.planned()])
+    return []
 
 
 def take_loss(tables: Tables, process: str, why: str) -> list[Action]:

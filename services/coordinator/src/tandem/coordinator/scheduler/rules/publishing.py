@@ -21,7 +21,7 @@ from tandem.coordinator.scheduler.events import Action, Dispatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import recovery
 from tandem.coordinator.scheduler.tables import Tables
-from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED, READABLE, VersionState, Weights
+from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED, READABLE, VersionState
 
 _SHARE_OF_TRANSFER = 0.8
 """The share of a refit's deadline for the transfer. The rest is for reporting a failure, with its peer and tensor."""
@@ -32,41 +32,41 @@ def publish(tables: Tables) -> list[Action] | None:
     weights = tables.weights
     is_readable = weights.state in READABLE
     actions: list[Action] = []
-    if weights.engines.num_having(Status.CONNECTING):
+    if tables.engines.num_having(Status.CONNECTING):
         actions += weights.transfer_groups.connect(may_join=is_readable)
     if weights.record.engines:
-        actions += _finish_record(weights)
+        actions += _finish_record(tables)
     if is_readable:
         actions += _refit_engines(tables)
     if weights.state is VersionState.UNDER_WAY:
-        actions += _begin_verifying(weights)
+        actions += _begin_verifying(tables)
     if weights.state in HAS_ARRIVED and not weights.verification.awaited and tables.is_service_able:
-        actions += _compare(weights)
+        actions += _compare(tables)
     return actions or None
 
 
 def _refit_engines(tables: Tables) -> list[Action]:
     """Bring engines to the version that trainers hold: all together, or later ones by themselves."""
-    weights = tables.weights
+    engines, weights = tables.engines, tables.weights
     is_begun = weights.state is not VersionState.OFFERED
-    if is_begun and not weights.engines.num_having(Status.READY) and weights.num_behind == 0:
+    if is_begun and not engines.num_having(Status.READY) and weights.num_behind == 0:
         return []
-    if not is_begun and weights.is_synchronous and weights.engines.num_having(*COMING_BACK):
+    if not is_begun and tables.is_synchronous and engines.num_having(*COMING_BACK):
         return []  # no engine could go on without them
-    takers = [name for name in weights.engines.having(Status.READY, Status.HOLDING) if _may_take(tables, name)]
-    if weights.transfers.plan.transfer_groups:
+    takers = [name for name in engines.having(Status.READY, Status.HOLDING) if _may_take(tables, name)]
+    if tables.transfers.plan.transfer_groups:
         takers = weights.transfer_groups.who_get_it_whole(takers, weights.version)
     if not takers:
         return []
-    now = weights.requests.now
+    now = tables.requests.now
     if is_begun:
-        weights.record.deadline = max(weights.record.deadline, now + weights.spec.deadlines.refit)
-        return _refit(weights, takers, everybody=False)
+        weights.record.deadline = max(weights.record.deadline, now + tables.spec.deadlines.refit)
+        return _refit(tables, takers, everybody=False)
     weights.state = VersionState.UNDER_WAY
     quarantined = weights.record.quarantined  # of the version before, which is already recorded
-    weights.begin_record(now + weights.spec.deadlines.refit)
+    weights.begin_record(now + tables.spec.deadlines.refit)
     weights.record.quarantined = quarantined
-    return _refit(weights, takers, everybody=weights.may_address_all and len(takers) == len(weights.engines))
+    return _refit(tables, takers, everybody=weights.may_address_all and len(takers) == len(engines))
 
 
 def _may_take(tables: Tables, name: str) -> bool:
@@ -79,26 +79,26 @@ def _may_take(tables: Tables, name: str) -> bool:
         return True
     if engine.version >= weights.version or not engine.is_verified:
         return False
-    return not tables.groups.num_in_flight(name, *(("validate",) if weights.spec.updates_in_flight else ()))
+    return not tables.groups.num_in_flight(name, *(("validate",) if tables.spec.updates_in_flight else ()))
 
 
-def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Action]:
+def _refit(tables: Tables, takers: list[str], *, everybody: bool) -> list[Action]:
     """Have engines receive the version, and other processes send what they need for it."""
-    plan = weights.transfers.plan
-    senders = plan.senders if everybody else weights.transfers.senders_for(takers)
+    engines, weights, plan = tables.engines, tables.weights, tables.transfers.plan
+    senders = plan.senders if everybody else tables.transfers.senders_for(takers)
     joining_engines: tuple[str, ...] = ()
     if plan.num_bytes_frozen:
-        joining_engines = tuple(name for name in takers if not weights.engines[name].has_frozen)
+        joining_engines = tuple(name for name in takers if not engines[name].has_frozen)
     whole: tuple[str, ...] = ()
-    if weights.spec.sends_differences:
-        whole = tuple(name for name in takers if weights.engines[name].status is Status.READY)
+    if tables.spec.sends_differences:
+        whole = tuple(name for name in takers if engines[name].status is Status.READY)
     actions: list[Action] = []
     for process in dict.fromkeys([*senders, *takers]):
-        fields = weights.requests.open(process, Phase.REFITTING, weights.remaining_s())
+        fields = tables.requests.open(process, Phase.REFITTING, weights.remaining_s())
         if process in takers:
-            weights.num_behind -= weights.is_behind(weights.engines[process])
-            weights.engines.move(weights.engines[process], Status.REFITTING, version=weights.version)
-            weights.engines[process].awaited = {fields["command_id"]}
+            weights.num_behind -= weights.is_behind(engines[process])
+            engines.move(engines[process], Status.REFITTING, version=weights.version)
+            engines[process].awaited = {fields["command_id"]}
         fields["deadline_s"] *= _SHARE_OF_TRANSFER
         only = () if everybody else tuple(takers)
         if joining_engines:
@@ -108,48 +108,50 @@ def _refit(weights: Weights, takers: list[str], *, everybody: bool) -> list[Acti
     return actions
 
 
-def _begin_verifying(weights: Weights) -> list[Action]:
+def _begin_verifying(tables: Tables) -> list[Action]:
     """Take digests of a version that has reached every engine it was begun with, while the run goes on."""
-    engines = weights.engines
+    engines, weights = tables.engines, tables.weights
     if engines.num_having(Status.REFITTING):
         return []
-    if weights.is_synchronous and engines.num_having(Status.READY, *COMING_BACK):
+    if tables.is_synchronous and engines.num_having(Status.READY, *COMING_BACK):
         return []
     weights.state = VersionState.ARRIVED
-    weights.record.note("transfer", weights.requests.now)
+    weights.record.note("transfer", tables.requests.now)
     holders = [name for name in engines.having(Status.HOLDING) if engines[name].version == weights.version]
-    return _take_digests(weights, holders if weights.spec.keeps_copy else [*weights.trainers, *holders])
+    return _take_digests(tables, holders if tables.spec.keeps_copy else [*weights.trainers, *holders])
 
 
-def _take_digests(weights: Weights, processes: list[str]) -> list[Action]:
+def _take_digests(tables: Tables, processes: list[str]) -> list[Action]:
     """Take digests of the version on these processes, unless the run does not verify."""
-    if not weights.spec.is_verified:
+    if not tables.spec.is_verified:
         return []
+    weights = tables.weights
     weights.verification.wait_for(processes)
     actions: list[Action] = []
     for process in processes:
-        fields = weights.requests.open(process, Phase.VERIFYING, weights.remaining_s())
+        fields = tables.requests.open(process, Phase.VERIFYING, weights.remaining_s())
         actions.append(Dispatch(process=process, command=ReportDigests(version=weights.version, **fields)))
     return actions
 
 
-def _compare(weights: Weights) -> list[Action]:
+def _compare(tables: Tables) -> list[Action]:
     """Compare the digests of engines once they are all here, unless others are being compared."""
-    if weights.verification.comparing is not None or not weights.engines.are_any_unverified:
+    weights = tables.weights
+    if weights.verification.comparing is not None or not tables.engines.are_any_unverified:
         return []
-    weights.record.note("attest" if "transfer" in weights.record.seconds else "transfer", weights.requests.now)
+    weights.record.note("attest" if "transfer" in weights.record.seconds else "transfer", tables.requests.now)
     return weights.verification.compare(
         weights.trainers, weights.version, weights.remaining_s(), has_update=weights.has_update
     )
 
 
-def _finish_record(weights: Weights) -> list[Action]:
+def _finish_record(tables: Tables) -> list[Action]:
     """Record that the version is in place and verified, once its digests were compared and no comparison is open."""
-    done = weights.record
+    weights, done = tables.weights, tables.weights.record
     if done.digest is None or weights.verification.is_going_on or not weights.is_everything_verified:
         return []
     weights.begin_record(done.deadline)
-    return [done.committed(weights.version, weights.transfers.plan, weights.requests.now)]
+    return [done.committed(weights.version, tables.transfers.plan, tables.requests.now)]
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def take_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
             _take_committed(tables, reply)
             return []
         case _:
-            weights.transfers.take(process, reply)
+            tables.transfers.take(process, reply)
             if isinstance(reply, TransfersPlanned) and weights.version >= 0:  # from a replacement of the refit service
                 weights.take_service()
                 return []
@@ -192,10 +194,10 @@ def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
     if engine.awaited:
         return []
     if engine.status is not Status.REFITTING:
-        return tables.recovery.go_on(engine)
+        return recovery.go_on(tables, engine)
     tables.engines.move(engine, Status.HOLDING)
     engine.has_frozen = True
-    return _take_digests(tables.weights, [engine.name]) if tables.weights.state in HAS_ARRIVED else []
+    return _take_digests(tables, [engine.name]) if tables.weights.state in HAS_ARRIVED else []
 
 
 def _take_committed(tables: Tables, reply: VersionCommitted) -> None:

@@ -1,5 +1,8 @@
 """Recovery of lost or invalidated engines and of the refit service.
 
+    lost ─▶ ABSENT ─▶ JOINED ─▶ BUILDING ─▶ INSTALLING ─▶ CONNECTING ─▶ refitted like any other.
+    invalidated ─────────────────────────────────────────────▲
+
 An engine is invalidated when its part of a refit fails, or when its digests differ from the trainers'. It is refitted
 once more, and if that fails too, the run ends. A lost engine is replaced. The new process is built, gets its transfer
 program, and is brought to the current version while trainers and other engines go on.
@@ -9,13 +12,15 @@ from __future__ import annotations
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import Failed, Reply
-from tandem.coordinator.scheduler.engines.joining import MOST_FAILURES
 from tandem.coordinator.scheduler.engines.table import Engine, Status
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
-from tandem.coordinator.scheduler.events import Action
+from tandem.coordinator.scheduler.events import Action, Replace
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.tables import Tables
 from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
+
+_MOST_FAILURES = 2
+"""The attempts at one version that may fail before the run does."""
 
 
 def take_joining(tables: Tables, process: str, reply: Reply) -> list[Action]:
@@ -45,7 +50,7 @@ def take_failure(tables: Tables, process: str, failed: Failed, phase: Phase) -> 
     # A sender fails when its receiver does. The receiver says so itself or is lost; only its weights matter.
     times = tables.weights.record.num_failures_to_send
     times[process] = times.get(process, 0) + 1
-    if times[process] > (MOST_FAILURES + tables.spec.max_replacements) * len(engines):
+    if times[process] > (_MOST_FAILURES + tables.spec.max_replacements) * len(engines):
         raise CommandFailed(process, failed.phase, failed.account)
 
 
@@ -59,12 +64,36 @@ def replace_engine(tables: Tables, name: str, doing: str, why: str) -> list[Acti
     tables.requests.drop(name)
     tables.weights.forget(engine)
     tables.weights.expect_one()
-    return tables.recovery.replace(engine, why)
+    _vacate(tables, engine)
+    return [Replace(process=name, why=why)]
 
 
 def build(tables: Tables) -> list[Action] | None:
     """Build the engines in new processes, in the places of lost ones."""
-    return None if tables.trainers_use_devices else tables.recovery.build()
+    if tables.trainers_use_devices:
+        return None
+    actions: list[Action] = []
+    for name in tables.engines.having(Status.JOINED):
+        tables.engines.move(tables.engines[name], Status.BUILDING)
+        build_it = tables.transfers.request_build(name)
+        tables.engines[name].awaited = {build_it.command.command_id}
+        actions.append(build_it)
+    return actions
+
+
+def go_on(tables: Tables, engine: Engine) -> list[Action]:
+    """Advance an engine by one status, now that all its requests were answered."""
+    match engine.status:
+        case Status.BUILDING:
+            tables.engines.move(engine, Status.INSTALLING)
+            installs = tables.transfers.request_install([engine.name])
+            engine.awaited = {install.command.command_id for install in installs}
+            return [*installs]
+        case Status.INSTALLING:
+            tables.engines.move(engine, Status.CONNECTING)
+            return []
+        case other:
+            raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
 
 
 def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
@@ -78,26 +107,43 @@ def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
     if not is_last and not weights.transfer_groups.has_others(name):
         tables.engines.remove(name)
         return
-    tables.recovery.vacate(engine)
+    _vacate(tables, engine)
     if is_last:
         tables.engines.leave_vacant(engine)
 
 
+def _vacate(tables: Tables, engine: Engine) -> None:
+    """Wait for a process in the place of an engine."""
+    tables.engines.move(engine, Status.ABSENT, version=-1)
+    engine.awaited = set()
+    engine.is_awaited_by_hand = False
+    engine.replace_by = tables.requests.now + tables.spec.deadlines.join
+    tables.engines.stay(engine)
+    tables.weights.transfer_groups.stop_connecting(engine.name)
+
+
 def quarantine(tables: Tables, engine: Engine, doing: str, why: str) -> None:
     """Refit an engine once more. Raises `CommandFailed` if it has had its second attempt."""
-    tables.recovery.count_failure(engine, doing, why)
+    engine.num_failures += 1
+    if engine.num_failures >= _MOST_FAILURES:
+        raise CommandFailed(engine.name, doing, why)
     tables.weights.record.quarantined[engine.name] = why
     tables.requests.drop(engine.name, Phase.REFITTING, Phase.VERIFYING)
     tables.weights.forget(engine)
-    tables.recovery.refit_again(engine)
+    tables.engines.move(engine, Status.CONNECTING, version=-1)
+    engine.awaited = set()
 
 
 def overdue(tables: Tables) -> DeadlineExceeded | None:
     """Return the error for an overdue replacement."""
-    engines = tables.engines
+    engines, allowed_s = tables.engines, tables.spec.deadlines.join
     for name in engines.draining if len(tables.joining) else ():  # nothing waits for it: another joins
-        engines[name].replace_by = tables.requests.now + tables.spec.deadlines.join
-    return tables.recovery.overdue() or tables.service.overdue()
+        engines[name].replace_by = tables.requests.now + allowed_s
+    for name in engines.having(Status.ABSENT):
+        if tables.requests.now > engines[name].replace_by:
+            what = f"no process has taken its place within {allowed_s:g} s"
+            return DeadlineExceeded(name, Status.ABSENT.value, what)
+    return tables.service.overdue()
 
 
 def dispensable(tables: Tables) -> tuple[Engine, str] | None:
@@ -118,7 +164,7 @@ def dispensable(tables: Tables) -> tuple[Engine, str] | None:
             continue
         if engine.is_awaited_by_hand and is_enough:
             return engine, "it was lost, and as many others are there as the run began with"
-        if tables.recovery.is_overdue(engine):
+        if tables.requests.now > engine.replace_by:
             return engine, f"it was lost, and no process has taken its place within {tables.spec.deadlines.join:g} s"
     return None
 
@@ -131,8 +177,3 @@ def replace_service(tables: Tables, doing: str, why: str) -> list[Action]:
     tables.replacements.count(tables.requests.now, SERVICE, doing, why)
     tables.joining.plan_again()
     return tables.service.replace(why)
-
-
-def take_service(tables: Tables) -> list[Action]:
-    """Tell the replacement of the refit service what it has to know."""
-    return tables.service.take_joined(tables.weights.trainers, [*tables.engines, *tables.joining.planned()])

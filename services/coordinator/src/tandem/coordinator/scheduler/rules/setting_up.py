@@ -30,7 +30,7 @@ def set_up(tables: Tables) -> list[Action] | None:
             return [FindRestored(), transfers.request_plan(trainers, engines)]
         case Phase.PLANNING:
             tables.stage = Phase.INSTALLING
-            return transfers.request_install()
+            return [*transfers.request_install()]
         case Phase.INSTALLING:
             tables.stage = Phase.CONNECTING
             return [

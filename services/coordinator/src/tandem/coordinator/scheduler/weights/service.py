@@ -19,7 +19,7 @@ from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.weights.verification import Verification
 
 
-class RefitService(Tracked):
+class RefitServicePresence(Tracked):
     """Whether the refit service is there, and the progress of its replacement."""
 
     def __init__(

@@ -9,8 +9,8 @@ If trainers keep a copy for engines to read (`RunSpec.keeps_copy`), a version be
 Trainers go on at once. Engines, also late ones, read the copy until the next one is requested. That happens when no
 engine reads it and all that was read is verified. A version that no engine had time for is skipped.
 
-`Weights` knows how far the version is. The rule that brings it to engines is in `rules.publishing`. Engines that are
-lost or invalidated meanwhile are handled in `rules.recovery`.
+`NewestVersion` knows how far it is. The rule that brings it to engines is in `rules.publishing`. Engines that are lost
+or invalidated meanwhile are handled in `rules.recovery`.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ HAS_ARRIVED = (VersionState.ARRIVED, VersionState.WITHDRAWN)
 """The states after every engine that it was begun with holds it, and digests are taken."""
 
 
-class Weights(Tracked):
+class NewestVersion(Tracked):
     """The newest version of the trainers' weights, on its way to engines."""
 
     def __init__(
         self, spec: RunSpec, requests: PendingRequests, engines: Engines, transfers: Transfers, changed: Changed
     ) -> None:
         super().__init__(changed)
-        self.spec = spec
-        self.is_synchronous = spec.is_synchronous
-        self.requests = requests
-        self.engines = engines
-        self.transfers = transfers
+        self._spec = spec
+        self._is_synchronous = spec.is_synchronous
+        self._requests = requests
+        self._engines = engines
+        self._transfers = transfers
         self.version = -1
         """The version that trainers hold, or held before the step in progress."""
         self.state = VersionState.NONE
@@ -80,33 +80,33 @@ class Weights(Tracked):
     @property
     def is_transferring(self) -> bool:
         """Whether the version that trainers hold is on its way to its first engines."""
-        is_to_begin = self.state is VersionState.OFFERED and self.is_synchronous
+        is_to_begin = self.state is VersionState.OFFERED and self._is_synchronous
         is_on_its_way = is_to_begin or self.state in (VersionState.COPYING, VersionState.UNDER_WAY)
-        return is_on_its_way and len(self.engines) > 0
+        return is_on_its_way and len(self._engines) > 0
 
     @property
     def may_offer(self) -> bool:
         """Whether no engine reads the version before, and what was read is verified."""
-        return not self.verification.is_going_on and not self.engines.num_having(Status.REFITTING)
+        return not self.verification.is_going_on and not self._engines.num_having(Status.REFITTING)
 
     @property
     def is_settled(self) -> bool:
         """Whether every engine has what it needs of the trainers' version, and that is verified."""
-        return not len(self.engines) or (self.state in HAS_ARRIVED and self.may_offer and self.is_everything_verified)
+        return not len(self._engines) or (self.state in HAS_ARRIVED and self.may_offer and self.is_everything_verified)
 
     @property
     def is_everything_verified(self) -> bool:
         """Whether every engine that must be is verified: in synchronous training all, else those with a version."""
-        expected = len(self.engines) if self.is_synchronous else self.engines.num_having(Status.HOLDING)
-        return self.engines.num_verified == expected
+        expected = len(self._engines) if self._is_synchronous else self._engines.num_having(Status.HOLDING)
+        return self._engines.num_verified == expected
 
     @property
     def is_done(self) -> bool:
         """Whether every engine has the version, and all of it is verified and recorded, as is usual."""
-        if not len(self.engines):
+        if not len(self._engines):
             return True
         is_read = self.state in HAS_ARRIVED and not self.num_behind
-        return is_read and self.engines.num_verified == len(self.engines) and not self.record.engines
+        return is_read and self._engines.num_verified == len(self._engines) and not self.record.engines
 
     @property
     def may_step(self) -> bool:
@@ -114,17 +114,17 @@ class Weights(Tracked):
 
         Synchronous training also waits until they are verified. Otherwise verification goes on beside the step.
         """
-        if self.is_synchronous or not len(self.engines):
+        if self._is_synchronous or not len(self._engines):
             return self.is_settled
         if self.outlasts_step:
             return self.state in READABLE
         is_read = self.state in HAS_ARRIVED and not self.num_behind
-        is_read &= not self.engines.num_having(Status.READY, Status.REFITTING)
+        is_read &= not self._engines.num_having(Status.READY, Status.REFITTING)
         return is_read and not self.verification.needs_trainers
 
     def is_proven(self, name: str, version: int) -> bool:
         """Tell whether the samples that an engine made with a version, and before, were made with verified weights."""
-        engine = self.engines.get(name)
+        engine = self._engines.get(name)
         # No engine takes a version before its present one is verified.
         return engine is None or version < engine.version or engine.is_verified
 
@@ -133,14 +133,14 @@ class Weights(Tracked):
 
         In synchronous training, the others must hold the newest version as well.
         """
-        engine = self.engines.get(name)
+        engine = self._engines.get(name)
         if engine is None or engine.status is not Status.HOLDING or engine.leave_by is not None:
             return False
         if not oldest_version <= engine.version <= newest_version:
             return False
         if engine.version == self.version:
-            return not self.is_synchronous or self.state not in (VersionState.OFFERED, VersionState.UNDER_WAY)
-        return self.spec.updates_in_flight or not self.is_behind(engine)
+            return not self._is_synchronous or self.state not in (VersionState.OFFERED, VersionState.UNDER_WAY)
+        return self._spec.updates_in_flight or not self.is_behind(engine)
 
     def is_behind(self, engine: Engine) -> bool:
         """Tell whether an engine can be brought to a newer version than its own."""
@@ -148,20 +148,20 @@ class Weights(Tracked):
 
     def begin_record(self, deadline: float) -> None:
         """Begin a new record of the version; `deadline` is that of its refit."""
-        self.record = RefitProgress(self._changed, started_at=self.requests.now, deadline=deadline)
+        self.record = RefitProgress(self._changed, started_at=self._requests.now, deadline=deadline)
 
     def remaining_s(self) -> float:
         """Return the rest of the refit's deadline, at least a little, so that a late error is the command's own."""
-        return max(self.record.deadline - self.requests.now, 1.0)
+        return max(self.record.deadline - self._requests.now, 1.0)
 
     # --- what the scheduler says -------------------------------------------------------------------------------------
 
     def begin(self, trainers: list[str], engines: list[str]) -> list[Action]:
         """Enter the processes of the run, now that transfers are planned, installed and connected."""
         self.trainers = trainers
-        self.engines.fill(engines)
-        self.outlasts_step = self.spec.keeps_copy and not self.transfers.plan.senders
-        if not self.spec.keeps_copy or self.outlasts_step:
+        self._engines.fill(engines)
+        self.outlasts_step = self._spec.keeps_copy and not self._transfers.plan.senders
+        if not self._spec.keeps_copy or self.outlasts_step:
             return []
         return [
             Say(
@@ -177,10 +177,10 @@ class Weights(Tracked):
         """
         self.has_update = has_update or (self.state is VersionState.OFFERED and self.has_update)
         self.version = version
-        for name in self.engines:
-            self.engines[name].num_failures = 0
+        for name in self._engines:
+            self._engines[name].num_failures = 0
         self.verification.begin_version()
-        if not self.spec.keeps_copy:
+        if not self._spec.keeps_copy:
             self._let_engines_read()
             return []
         self.state = VersionState.COPYING
@@ -190,8 +190,8 @@ class Weights(Tracked):
                 process=rank,
                 command=CopyWeights(
                     version=version,
-                    with_digests=self.spec.is_verified,
-                    **self.requests.open(rank, Phase.COPYING, self.spec.deadlines.refit),
+                    with_digests=self._spec.is_verified,
+                    **self._requests.open(rank, Phase.COPYING, self._spec.deadlines.refit),
                 ),
             )
             for rank in self.trainers
@@ -210,7 +210,7 @@ class Weights(Tracked):
     def stop(self) -> None:
         """Ask nothing more of engines, because the run is being interrupted."""
         self.transfer_groups.stop()
-        self.engines.fill([])
+        self._engines.fill([])
         self.state = VersionState.NONE
 
     def take_copied(self, trainer: str, digests: tuple[bytes, ...]) -> None:
@@ -222,7 +222,7 @@ class Weights(Tracked):
 
     def take_service(self) -> None:
         """Note that a replacement of the refit service is able. What was verified is verified again."""
-        self.record.deadline = max(self.record.deadline, self.requests.now + self.spec.deadlines.refit)
+        self.record.deadline = max(self.record.deadline, self._requests.now + self._spec.deadlines.refit)
         if self.state in HAS_ARRIVED:
             self.verification.prove_again(self.version)
 
@@ -231,7 +231,7 @@ class Weights(Tracked):
         self.num_behind -= self.is_behind(engine)
         engine.has_frozen = False
         self.verification.forget(engine.name)
-        self.engines.invalidate(engine.name)
+        self._engines.invalidate(engine.name)
 
     def expect_one(self) -> None:
         """Note that one engine is to be brought to the version by itself, if the others hold it."""
@@ -240,4 +240,4 @@ class Weights(Tracked):
 
     def _let_engines_read(self) -> None:
         self.state = VersionState.OFFERED
-        self.num_behind = self.engines.num_having(Status.HOLDING)
+        self.num_behind = self._engines.num_having(Status.HOLDING)
