@@ -304,7 +304,7 @@ class Plane:
             remote.receive()
         return sum(sum(engine.receive().num_bytes.values()) for engine in self.engines)
 
-    def order_attestation(self, version: int) -> None:
+    def request_digests(self, version: int) -> None:
         """Have the version digested everywhere."""
         for remote in [*self.trainers, *self.engines]:
             remote.command(ReportDigests(version=version, **self.promise()))
@@ -316,9 +316,9 @@ class Plane:
         assert committed.differing == {}
         assert committed.digest != 0
 
-    def attest(self, version: int) -> None:
+    def verify(self, version: int) -> None:
         """Have the version digested everywhere, and compared."""
-        self.order_attestation(version)
+        self.request_digests(version)
         remotes = [*self.trainers, *self.engines]
         self.commit(version, {remote.name: remote.receive().digests[0] for remote in remotes})
 

@@ -212,12 +212,12 @@ class Bench:
     def refit(self) -> None:
         self.plane.refit(self.version)
 
-    def attest(self) -> None:
-        self.plane.attest(self.version)
+    def verify(self) -> None:
+        self.plane.verify(self.version)
 
-    def refit_and_attest(self) -> None:
+    def refit_and_verify(self) -> None:
         self.refit()
-        self.attest()
+        self.verify()
 
     def by_name(self) -> None:
         for remote in (self.trainer, self.engine):
@@ -241,8 +241,8 @@ def test_refit_on_one_gpu(benchmark: BenchmarkFixture) -> None:
             {
                 "copy on the device": lambda: float(bench.engine.ask("memcpy")),
                 f"tandem, {transport}, not verified": lambda: bench.turn(bench.refit),
-                f"tandem, {transport}, verified beside": lambda: bench.turn(bench.refit, "full", bench.attest),
-                f"tandem, {transport}, until attested": lambda: bench.turn(bench.refit_and_attest, "full"),
+                f"tandem, {transport}, verified beside": lambda: bench.turn(bench.refit, "full", bench.verify),
+                f"tandem, {transport}, until verified": lambda: bench.turn(bench.refit_and_verify, "full"),
                 "buckets, loaded by name": lambda: bench.turn(bench.by_name),
             }
         )

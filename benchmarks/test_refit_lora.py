@@ -132,7 +132,7 @@ class Way:
         self.num_bytes: list[int] = []
 
     def seconds(self, *, is_first: bool = False, verify: str = "off") -> float:
-        """Move a new version, and have it attested unless `verify` is off; return what that took."""
+        """Move a new version, and have it verified unless `verify` is off; return what that took."""
         (trainer,), (engine,) = self.plane.trainers, self.plane.engines
         self.version += 1
         for remote in (trainer, engine):
@@ -142,11 +142,11 @@ class Way:
         def transaction() -> None:
             self.num_bytes.append(self.plane.refit(self.version, is_first=is_first))
             if verify != "off":
-                self.plane.attest(self.version)
+                self.plane.verify(self.version)
 
         seconds = seconds_of(transaction)
         if verify == "off":
-            self.plane.attest(self.version)  # beside the next generation, and not counted
+            self.plane.verify(self.version)  # beside the next generation, and not counted
         engine.ask("check", self.version)
         return seconds
 
@@ -186,7 +186,7 @@ def test_refit_of_adapters_beside_that_of_all_weights(benchmark: BenchmarkFixtur
             {
                 f"{kind}{until}": lambda way=way, verify=verify: way.seconds(verify=verify)  # type: ignore[misc]
                 for kind, way in ways.items()
-                for until, verify in (("", "off"), (", until attested", "full"))
+                for until, verify in (("", "off"), (", until verified", "full"))
             }
         )
         benchmark.pedantic(turns.round, rounds=NUM_ROUNDS, warmup_rounds=2)

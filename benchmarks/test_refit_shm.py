@@ -279,7 +279,7 @@ class Bench:
     def verifying(self, verify: str) -> Callable[[], float]:
         def transaction() -> None:
             self.plane.refit(self.version)
-            self.plane.attest(self.version)
+            self.plane.verify(self.version)
 
         measured = self.turn(transaction)
 
@@ -297,7 +297,7 @@ class Bench:
 
         self.everywhere("verify", "full")
         seconds = self.turn(refit)()
-        self.plane.attest(self.version)
+        self.plane.verify(self.version)
         return seconds
 
     def memcpy(self) -> float:
@@ -455,8 +455,8 @@ def test_refit_over_shared_memory(
         ways: dict[str, Callable[[], float]] = {
             "memcpy": bench.turn(bench.memcpy),
             "tandem, verified in full beside": bench.verifying_beside,
-            "tandem, until attested in samples": bench.verifying("sampled"),
-            "tandem, until attested in full": bench.verifying("full"),
+            "tandem, until verified in samples": bench.verifying("sampled"),
+            "tandem, until verified in full": bench.verifying("full"),
             "gloo broadcast, each tensor": bench.turn(bench.together("broadcast")),
             "gloo broadcast, 64 MB buckets": bench.turn(bench.together("buckets")),
             "torch.multiprocessing": bench.turn(bench.queue),

@@ -1,7 +1,7 @@
 """What does `refit.verify` add to the time from the last optimizer step to the first new token?
 
 A trainer's memory and the real rollout service with its engine, in processes of their own, get the orders that a
-coordinator gives after a training step: refit, then attest and generate. The trainer digests while the engine makes
+coordinator gives after a training step: refit, then verify and generate. The trainer digests while the engine makes
 tokens, and the engine digests between them, as in a run. A round does this with `off`, `sampled` and `full` in turns.
 Checked: digests agree, and the tokens are those of a Hugging Face model with the same weights (greedily decoded).
 
@@ -107,7 +107,7 @@ class Bench:
         self.plane = Plane([trainer], [engine], config, alias=alias)
         self.version = 0
         self.until_end: dict[str, list[float]] = {verify: [] for verify in VERIFY}
-        self.until_attested: dict[str, list[float]] = {verify: [] for verify in VERIFY}
+        self.until_verified: dict[str, list[float]] = {verify: [] for verify in VERIFY}
         self.until_held: dict[str, list[float]] = {verify: [] for verify in VERIFY}
 
     def generate(self) -> Generate:
@@ -148,7 +148,7 @@ class Bench:
         self.plane.refit(self.version)
         self.until_held[verify].append(clock() - started_at)
         if verify != "off":
-            self.plane.order_attestation(self.version)
+            self.plane.request_digests(self.version)
         self.engine.command(command)
         self._await_all(verify, started_at)
         first_tokens: dict[int, set[int]] = {}
@@ -171,7 +171,7 @@ class Bench:
                         digests[remote.name] = message.digests[0]
                         if len(digests) == 2:
                             self.plane.commit(self.version, digests)
-                            self.until_attested[verify].append(clock() - started_at)
+                            self.until_verified[verify].append(clock() - started_at)
                     case "Generated":
                         is_generated = True
         self.until_end[verify].append(clock() - started_at)
@@ -193,7 +193,7 @@ def test_verification_until_the_first_token(benchmark: BenchmarkFixture, tmp_pat
         name: {verify: times[-NUM_ROUNDS:] for verify, times in of.items() if times}
         for name, of in (
             ("seconds until held", bench.until_held),
-            ("seconds until attested", bench.until_attested),
+            ("seconds until verified", bench.until_verified),
             ("seconds until the last token", bench.until_end),
         )
     }

@@ -53,7 +53,7 @@ def test_a_run_survives_the_loss_of_each_process(backend: str, tmp_path: Path) -
             children = run.children()
             assert run.wait() == 0, run.output()
             assert not all_gone(children, 20.0)
-        assert all(refit.digest for refit in refits_of()), "what engines held was not attested"
+        assert all(refit.digest for refit in refits_of()), "what engines held was not verified"
         if IS_RUNNING:
             assert_same_results("run", tmp_path / "alone" / "run")
     # A GPU's own kernels may add the gradient up in another order each time.

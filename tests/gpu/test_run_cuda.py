@@ -67,5 +67,5 @@ def test_training_and_generation_take_turns_on_one_gpu() -> None:
     refits = refits_of()
     assert [refit.version for refit in refits] == [*range(NUM_STEPS + 1)], ended.stdout + ended.stderr
     for refit in refits:
-        assert refit.digest, "what the engine held was not attested"
+        assert refit.digest, "what the engine held was not verified"
         assert not refit.quarantined

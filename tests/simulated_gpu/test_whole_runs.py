@@ -108,7 +108,7 @@ def assert_learned(run: str | Path) -> None:
     assert statistics.mean(rewards[-3:]) > statistics.mean(rewards[:3]) + 0.05, rewards
     refits = refits_of(run)
     assert {refit.version for refit in refits} == {*range(NUM_STEPS + 1)}
-    assert all(refit.digest for refit in refits), "what engines held was not attested"
+    assert all(refit.digest for refit in refits), "what engines held was not verified"
 
 
 def undisturbed(folder: Path, config: dict[str, Any]) -> Path:
@@ -172,4 +172,4 @@ def test_trainers_step_while_engines_generate(gpus: Gpus, tmp_path: Path) -> Non
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert max(step.metrics["max_trajectory_age"] for step in steps) == 1.0
     assert {refit.version for refit in refits_of(run)} >= {1, 2, 3}
-    assert all(refit.digest for refit in refits_of(run)), "what engines held was not attested"
+    assert all(refit.digest for refit in refits_of(run)), "what engines held was not verified"

@@ -45,7 +45,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths are `mean_length`, or lie evenly around it if that is less than `longest`, which one sample has."""
     training_s: float
     refit_s: float = 0.0
-    attest_s: float = 0.0
+    verify_s: float = 0.0
     age: int = 0
     in_flight: bool = False
     num_steps: int = 56
@@ -150,7 +150,7 @@ class Simulation(Cluster):
             if action.process in self.engines:
                 self.engines[action.process].is_paused = True
         elif isinstance(action.command, ReportDigests):
-            seconds = simulated.attest_s
+            seconds = simulated.verify_s
         self._after(seconds, partial(self._end, action))
 
     def _end(self, action: Dispatch | DispatchBatch) -> None:

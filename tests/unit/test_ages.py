@@ -28,14 +28,14 @@ SAME_GPUS = ROOT / "examples" / "plans" / "llama-8b-fsdp8-to-tp2.yaml"
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
-EVEN = Simulated(training_s=20, refit_s=1, attest_s=1)
+EVEN = Simulated(training_s=20, refit_s=1, verify_s=1)
 """Generation takes as long as training, and all responses are equally long."""
-UNEVEN = Simulated(training_s=10, longest=40, refit_s=4, attest_s=3)
-TAILED = Simulated(training_s=20, longest=60, refit_s=1, attest_s=1)
+UNEVEN = Simulated(training_s=10, longest=40, refit_s=4, verify_s=3)
+TAILED = Simulated(training_s=20, longest=60, refit_s=1, verify_s=1)
 """The longest response is three times as long as the mean."""
-LOADED = Simulated(training_s=40, longest=40, num_places=8, refit_s=1, attest_s=1)
+LOADED = Simulated(training_s=40, longest=40, num_places=8, refit_s=1, verify_s=1)
 """Two samples share a place."""
-FULL = Simulated(training_s=10, longest=60, num_places=4, refit_s=2, attest_s=1)
+FULL = Simulated(training_s=10, longest=60, num_places=4, refit_s=2, verify_s=1)
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def measure(simulated: Simulated) -> tuple[Simulation, Rates]:
         generation_s=generation_s(msgspec.structs.replace(simulated, age=0, in_flight=False, training_s=1)),
         training_s=simulated.training_s,
         refit_s=simulated.refit_s,
-        attest_s=simulated.attest_s,
+        verify_s=simulated.verify_s,
         longest_over_mean=simulated.longest / simulated.mean_length,
         samples_per_place=simulated.num_groups * simulated.num_samples / (simulated.num_engines * simulated.num_places),
     )
@@ -142,7 +142,7 @@ def test_no_rates_make_an_age_worth_more_than_it_can_be(age: int) -> None:
         for training_s in (1e-6, 1.0, 30.0):
             for refit_s in (0.0, 5.0):
                 rates = Rates(
-                    generation_s=20, training_s=training_s, refit_s=refit_s, longest_over_mean=longest, attest_s=1
+                    generation_s=20, training_s=training_s, refit_s=refit_s, longest_over_mean=longest, verify_s=1
                 )
                 for in_flight in (False, True):
                     found = predict(rates, age, in_flight=in_flight)
@@ -191,7 +191,7 @@ def run_before(config: Config, num_steps: int = 4, folder: Path | None = None) -
                     version=step,
                     engines=("rollout-0",),
                     num_bytes={},
-                    seconds={"transfer": 0.5, "attest": 0.25, "commit": 0.05},
+                    seconds={"transfer": 0.5, "verify": 0.25, "commit": 0.05},
                     predicted_s=0.1,
                     bound_s=0.1,
                     digest=1,
@@ -205,7 +205,7 @@ def test_rates_are_those_of_the_run_before(tmp_path: Path) -> None:
     run_before(config)
     found = read_rates(configured(tmp_path, "grpo.async_grpo.enabled=true", "grpo.max_num_steps=7"))
     assert found.rates == pytest.approx(
-        {"generation_s": 27, "training_s": 16, "refit_s": 0.5, "attest_s": 0.3, "longest_over_mean": 3.5}
+        {"generation_s": 27, "training_s": 16, "refit_s": 0.5, "verify_s": 0.3, "longest_over_mean": 3.5}
     )
     assert found.source == f"medians of 3 steps of the run in {tmp_path}"
     text = printed(config, predicted_refit_s=9.0)

@@ -48,14 +48,14 @@ class Balanced(Cluster):
         """Samples of the step that count, and how often."""
         self.join_all()
         self.run_until(Phase.GENERATING)
-        while self.attesting():
+        while self.verifying():
             self.answer_next()
 
     def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
         assert drawn.groups == range(len(self.tokens))
         return GroupSize(num_samples=NUM_SAMPLES, num_tokens=self.tokens[group])
 
-    def attesting(self) -> bool:
+    def verifying(self) -> bool:
         self.pending.sort(key=lambda a: isinstance(a, DispatchPrompts))
         return isinstance(self.pending[0], Dispatch)
 

@@ -88,7 +88,7 @@ def test_a_trainer_digests_its_weights_as_engines_hold_them() -> None:
     assert digest_layout(layout, storages, verification).tolist() == [*expected, 0]
 
 
-def test_only_the_rows_of_the_attestation_are_digested() -> None:
+def test_only_the_rows_of_the_verification_are_digested() -> None:
     weights = {"a": random_tensor((6, 4), FLOAT32)}
     top, bottom = boxes_between([[0, 2, 6], [0, 4]])
     layout, storages = hold(weights, {"a": [top, bottom]})

@@ -90,7 +90,7 @@ def test_samples_of_an_engine_that_is_lost_do_not_count() -> None:
     cluster = Sampling([0, 1, 2, 4])
     while not all(isinstance(action, DispatchPrompts) for action in cluster.pending):
         cluster.pending.sort(key=lambda action: isinstance(action, DispatchPrompts))
-        cluster.answer_next()  # the version is attested
+        cluster.answer_next()  # the version is verified
     first = next(a for a in cluster.pending if a.process == "rollout-0")
     assert isinstance(first, DispatchPrompts)
     cluster.send_samples(first)  # groups 0 and 2, and then it dies; its replacement makes others

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tandem.common.errors import RunFolderError
+from tandem.observe.page.reader import RunReader
 from tandem.observe.run_folder.calls import CallRecord, calls_of, record_calls
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_writer import Journal
@@ -28,7 +29,7 @@ def refit(version: int) -> RefitRecord:
         version=version,
         engines=("rollout-0",),
         num_bytes={"trainer-0>rollout-0": 7_000_000},
-        seconds={"transfer": 0.012, "copy": 0.01, "attest": 0.2, "digest": 0.05, "commit": 0.001},
+        seconds={"transfer": 0.012, "copy": 0.01, "verify": 0.2, "digest": 0.05, "commit": 0.001},
         predicted_s=0.008,
         bound_s=0.005,
         digest=2**64 - 1,
@@ -49,6 +50,16 @@ def test_what_is_committed_is_read_back() -> None:
         assert reader.refits()[0].share_of_bound == 0.5
         assert reader.config_json == b'{"a": 1}'
         assert [(member, text) for _, member, text in reader.events()] == [("trainer-0", "joined")]
+
+
+def test_the_phase_verify_is_read_by_its_name_of_earlier_versions() -> None:
+    now = {"transfer": 0.012, "verify": 0.2, "commit": 0.001}
+    with Journal.create(Path("run"), b"{}", "grpo") as journal:
+        earlier = {"transfer": 0.012, "attest": 0.2, "commit": 0.001}
+        journal.record_refit(msgspec.structs.replace(refit(1), seconds=earlier))
+        journal.record_refit(msgspec.structs.replace(refit(2), seconds=now))
+        assert [each.seconds for each in journal.refits()] == [now, now]
+    assert [each.seconds for each in RunReader(Path("run")).refits(2)] == [now, now]
 
 
 def test_calls_have_a_table_that_other_runs_do_not_have() -> None:

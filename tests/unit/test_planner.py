@@ -486,7 +486,7 @@ def test_what_is_read_is_counted_in_the_sources_type(wanted: str) -> None:
     assert (link.num_read, link.num_bytes) == (64 * 8 * 4, 64 * 8 * min(4, ITEM_SIZES[wanted]))
 
 
-def test_what_nobody_wants_is_not_attested() -> None:
+def test_what_nobody_wants_is_not_verified() -> None:
     held = simple({"q": ((4,), "float32"), "optimizer": ((4,), "float32")})
     planned = plan({"t": held}, {"e": simple({"q": ((4,), "bfloat16")}, PRIVATE)}, allow_alias=False)
     assert planned.programs["t"].verification.dtypes == ("bfloat16", "")

@@ -82,7 +82,7 @@ def test_values_and_scales_are_those_of_whole_blocks(data: st.DataObject) -> Non
         for name, box, place in places(layout, memories[engine]):
             np.testing.assert_array_equal(place, part(expected[name], box).astype(place.dtype), err_msg=f"{name}{box}")
         verified = planned.programs[engine].verification
-        assert verified.dtypes == ("float32", "", "float16"), "what was sent is attested, and the scales made of it not"
+        assert verified.dtypes == ("float32", "", "float16"), "what was sent is verified, and the scales made of it not"
         assert verified.rows.tolist() == [row for row, tensor in enumerate(layout.pieces.tensor_P) if tensor != 1]
     surveyed = survey(sources, engines, allow_alias=False, grain=1)
     for engine, program in planned.programs.items():

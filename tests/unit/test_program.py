@@ -61,5 +61,5 @@ def test_a_damaged_program_is_refused() -> None:
             programs.decode(damaged)
 
 
-def test_nothing_to_attest() -> None:
+def test_nothing_to_verify() -> None:
     assert Verification(np.zeros(0, np.int64), ()) == programs.NOTHING

@@ -19,7 +19,7 @@ COPIED = RefitRecord(
     version=0,
     engines=("rollout-0", "rollout-1"),
     num_bytes={"trainer-0>rollout-0": 3_000_000, "trainer-0>rollout-1": 1_000_000},
-    seconds={"transfer": 0.004, "attest": 0.02, "commit": 0.001, "copy": 0.002, "digest": 0.01},
+    seconds={"transfer": 0.004, "verify": 0.02, "commit": 0.001, "copy": 0.002, "digest": 0.01},
     predicted_s=0.0015,
     bound_s=0.001,
     digest=0x00FF,
@@ -50,7 +50,7 @@ def test_a_row_a_refit_and_a_line_a_link() -> None:
     header, first, second, *rest = printed(COPIED, ALIASED)
     assert header.split()[:3] == ["version", "engines", "MB"]
     assert first.split() == ["0", "2", "4.0", "2.00", "1.50", "0.50", "4.00", "20.00", "00000000000000ff"]
-    # Nothing was copied, so there is no bound to have a share of; nothing was attested.
+    # Nothing was copied, so there is no bound to have a share of; nothing was verified.
     assert second.split() == ["1", "1", "in", "place", "0.05", "0.00", "0.50", "not", "verified"]
     assert [line[2:13].strip() for line in rest[:9]] == re.split(r" {2,}", header.strip()), "a legend of every column"
     assert rest[-4:] == [

@@ -136,7 +136,7 @@ TRAINED = Trained(
     memory=MEMORY,
 )
 REFITTED = Refitted(command_id=11, version=VERSION, num_bytes={"trainer-0>rollout-0": 40}, seconds=0.1, memory=MEMORY)
-ATTESTED = DigestsReported(command_id=12, version=VERSION, digests=(bytes(16),), seconds=0.1)
+DIGESTED = DigestsReported(command_id=12, version=VERSION, digests=(bytes(16),), seconds=0.1)
 COPIED = WeightsCopied(command_id=25, version=VERSION, digests=(bytes(16),))
 PLANNED = TransfersPlanned(
     command_id=31,
@@ -155,7 +155,7 @@ EXCHANGES: dict[ServiceKind, list[Exchange]] = {
     "rollout": [
         (BuildEngine(**command(10)), ((BUILT, {}),)),
         (Refit(**command(11), version=VERSION), ((REFITTED, {}),)),
-        (ReportDigests(**command(12), version=VERSION), ((ATTESTED, {}),)),
+        (ReportDigests(**command(12), version=VERSION), ((DIGESTED, {}),)),
         (GENERATE, ((FINISHED, {}), (GENERATED, {}))),
         (
             InstallProgram(**command(14), programs=(b"p",)),

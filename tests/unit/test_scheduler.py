@@ -155,21 +155,21 @@ def test_a_version_is_committed_with_every_digest() -> None:
     assert [r.version for r in records] == [0, 1, 2, 3]
     assert records[1].engines == ("rollout-0", "rollout-1")
     assert (records[1].digest, records[1].predicted_s, records[1].bound_s) == (9, 0.5, 0.25)
-    assert set(records[1].seconds) == {"transfer", "attest", "commit"}
+    assert set(records[1].seconds) == {"transfer", "verify", "commit"}
 
 
-def test_no_sample_is_trained_on_before_its_version_is_attested() -> None:
+def test_no_sample_is_trained_on_before_its_version_is_verified() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
     cluster.run_until(Phase.GENERATING)
-    attests = [a for a in cluster.pending if isinstance(a, Dispatch)]
-    assert {a.process for a in attests} == {"trainer-0", "trainer-1", "rollout-0", "rollout-1"}
+    reports = [a for a in cluster.pending if isinstance(a, Dispatch)]
+    assert {a.process for a in reports} == {"trainer-0", "trainer-1", "rollout-0", "rollout-1"}
     cluster.pending = [a for a in cluster.pending if isinstance(a, DispatchPrompts)]
     for _ in range(2):
         cluster.answer_next()  # every sample is here
     assert cluster.plan.phase is Phase.GENERATING
-    cluster.pending = list(attests)
+    cluster.pending = list(reports)
     for _ in range(4):
         cluster.answer_next()
     assert cluster.plan.phase is Phase.GENERATING
@@ -185,7 +185,7 @@ def test_without_verification_a_version_is_committed_without_digests() -> None:
     assert [(c.version, c.digests) for c in orders_of(cluster, CommitVersion)] == [(0, {}), (1, {}), (2, {}), (3, {})]
 
 
-def test_the_last_version_is_attested_even_if_nothing_follows() -> None:
+def test_the_last_version_is_verified_even_if_nothing_follows() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, validate_every=0, save_every=0))
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
@@ -260,7 +260,7 @@ def test_seconds_by_phase_add_up(validate_at_start: bool) -> None:
         assert sum(parts.values()) == pytest.approx(commit.seconds["total"])
         assert parts.get("refit", 0.0) == (2.0 if commit.step else 0.0)  # the first refit is no step's
         if commit.step > (0 if validate_at_start else 1):
-            # Beside the second step's generation, five orders attest version 1; beside the third's, two save step 2.
+            # Beside the second step's generation, five commands verify version 1; beside the third's, two save step 2.
             assert parts["generation"] == {1: 2.0, 2: 7.0, 3: 4.0}[commit.step]
 
 
@@ -524,7 +524,7 @@ def in_two_parts(reply: Reply) -> Reply:
             return other
 
 
-def test_the_workers_of_an_engine_are_planned_for_and_attested_one_by_one_and_ordered_together() -> None:
+def test_the_workers_of_an_engine_are_planned_for_and_verified_one_by_one_and_ordered_together() -> None:
     cluster = Cluster(GRPO)
     cluster.adjust = in_two_parts
     cluster.join_all()

@@ -392,7 +392,7 @@ def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
         lose(cluster, "rollout-1")
     else:
         cluster.pending.remove(verify)
-        failed = Failed(command_id=verify.command.command_id, phase="attesting", error="no memory", expected=True)
+        failed = Failed(command_id=verify.command.command_id, phase="verifying", error="no memory", expected=True)
         cluster.give(Erred(now=cluster.now, process="rollout-1", failed=failed))
     until(cluster, lambda: cluster.plan.phase is Phase.FINISHED)
     assert cluster.done[-1] == Finish(outcome="interrupted")

@@ -68,7 +68,7 @@ def refit(request: pytest.FixtureRequest) -> Refit:
     return Refit(DTensor(shard=2), Vllm(tp=2), wanted)
 
 
-def test_what_arrives_is_what_was_sent_and_every_tensor_is_attested(refit: Refit) -> None:
+def test_what_arrives_is_what_was_sent_and_every_tensor_is_verified(refit: Refit) -> None:
     assert refit.verdict().differences[0].num_tensors > 10, "nothing has arrived yet"
     refit.run()
     verdict = refit.verdict()

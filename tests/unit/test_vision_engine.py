@@ -150,7 +150,7 @@ def test_a_changed_tower_changes_the_answers(family: str, tmp_path: Path) -> Non
     assert len(engine._features) == 1
     refit(engine, seeing.model, 1)
     assert not len(engine._features)
-    assert held_by(engine) == digest_of(seeing.model), "the tower is attested too"
+    assert held_by(engine) == digest_of(seeing.model), "the tower is verified too"
     after = run_all(engine, [msgspec.structs.replace(request, request_id=1)])[1]
     assert apart(seeing, [msgspec.structs.replace(request, request_id=1)], {1: after}) < TOLERANCE
     assert np.abs(seeing.logprobs(request, before.token_ids_T) - before.logprobs_T).max() > 0.01

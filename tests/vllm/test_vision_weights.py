@@ -97,7 +97,7 @@ def test_a_changed_tower_changes_the_answers(family: str, tmp_path: Path) -> Non
                 if is_of_tower(name):
                     parameter.mul_(1.5)
         refit(engine, seeing.model, 1)
-        assert held_by(engine) == digests_of(seeing.model), "the tower is attested too"
+        assert held_by(engine) == digests_of(seeing.model), "the tower is verified too"
         after = run_all(engine, [request])
         assert apart(seeing, [request], after) < TOLERANCE
         assert np.abs(seeing.logprobs(request, before.token_ids_T) - before.logprobs_T).max() > 0.01

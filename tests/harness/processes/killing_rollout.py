@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         return apply(self, version, *args)
 
     def digesting(self: Any, *args: Any) -> Any:
-        _strike(address, "attest", self.version)
+        _strike(address, "verify", self.version)
         return digest(self, *args)
 
     def recording(self: Any, command: Any) -> None:

@@ -90,7 +90,7 @@ def _started(*arguments: str | Path) -> Iterator[Command]:
 
 
 def check_steps(run: str | Path, age: int, num_steps: int = 8, val_period: int = 3) -> None:
-    """Assert that every step is there once, of samples that are young enough, and every version attested."""
+    """Assert that every step is there once, of samples that are young enough, and every version verified."""
     steps = steps_of(run)
     assert [step.step for step in steps] == list(range(1, num_steps + 1))
     for step in steps:
@@ -104,4 +104,4 @@ def check_steps(run: str | Path, age: int, num_steps: int = 8, val_period: int =
     assert {refit.version for refit in refits} == set(range(num_steps + 1))
     for version in range(num_steps + 1):
         (digest,) = {refit.digest for refit in refits if refit.version == version}
-        assert digest, "attested"
+        assert digest, "verified"

@@ -60,7 +60,7 @@ def test_an_engine_reads_in_place_what_one_trainer_has_whole_if_they_take_turns(
     for placement, copied in (("colocated", in_parts), ("disjoint", sum(sizes.values()))):
         refits = refits_of(runs[placement])
         assert [sum(refit.num_bytes.values()) for refit in refits] == [copied] * (NUM_STEPS + 1)
-        assert all(refit.digest for refit in refits), "attested"
+        assert all(refit.digest for refit in refits), "verified"
 
 
 def test_an_engine_that_takes_turns_holds_no_cache_while_others_train(runs: dict[str, Path]) -> None:

@@ -27,7 +27,7 @@ TORN_VERSION = 6
 CONFIG: dict[str, Any] = {
     # As many heads of keys as of queries: their projections have the same shape, and could change places.
     "policy": {"new_model": {"config": {"num_key_value_heads": 2}}},
-    # Versions are attested beside validation as well as beside generation; the last one before the run may end.
+    # Versions are verified beside validation as well as beside generation; the last one before the run may end.
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 3},
     "checkpointing": {"save_period": NUM_STEPS},
     "refit": {"alias": "never"},

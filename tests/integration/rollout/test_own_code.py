@@ -64,7 +64,7 @@ def feed_forward():
 
 
 def test_four_trainers_cut_layers_by_a_plan_beside_the_configuration() -> None:
-    """Two share each layer and two pairs shard the rest; every version that the engine holds is attested."""
+    """Two share each layer and two pairs shard the rest; every version that the engine holds is verified."""
     Path("plans.py").write_text(PLANS)
     settings = {"tensor_parallel_size": 2, "custom_parallel_plan": "plans.feed_forward"}
     over = {"policy": {"dtensor_cfg": settings}, "cluster": {"trainers": 4}, "grpo": {"max_num_steps": 2}}
@@ -77,7 +77,7 @@ def test_four_trainers_cut_layers_by_a_plan_beside_the_configuration() -> None:
     with read_journal(Path("run")) as journal:
         refits = journal.refits()
     assert [refit.version for refit in refits] == [0, 1, 2]
-    assert len({refit.digest for refit in refits}) == 3, "no two versions are alike, and all were attested"
+    assert len({refit.digest for refit in refits}) == 3, "no two versions are alike, and all were verified"
     assert {f"trainer-{rank}>rollout-0" for rank in range(4)} == {link for refit in refits for link in refit.num_bytes}
 
 

@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_refit_service_that_dies_or_hangs_is_replaced_and_nobody_else(undisturbed: Path) -> None:
     """The second loss of two: it is stopped, and is not heard any more when it would go on."""
     config = write_config(RUN)
-    kill_file("attest", 2).write_text("refit 0 SIGKILL")
+    kill_file("verify", 2).write_text("refit 0 SIGKILL")
     kill_file("give", 5).write_text("refit 0 SIGSTOP")
     with harried(config) as cluster:
         cluster.run.wait_for("step 1/8")
@@ -58,7 +58,7 @@ def test_trainers_may_die_at_any_moment(undisturbed: Path) -> None:
     kill_file("generate", 2).write_text("trainer 0 SIGKILL")
     kill_file("give", 5).write_text("trainer 1 SIGKILL")
     kill_file("refit", 6).write_text("trainer 0 SIGKILL")
-    kill_file("attest", 7).write_text("trainer 1 SIGKILL")
+    kill_file("verify", 7).write_text("trainer 1 SIGKILL")
     with harried(config) as cluster:
         said = cluster.end()
     assert len(re.findall(r"trainer-\d is lost: killed by SIGKILL.*all trainers are started again", said)) == 4, said

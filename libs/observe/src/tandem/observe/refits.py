@@ -19,7 +19,7 @@ _COLUMNS = {
     "predicted": "time predicted from the rates of cluster.links, in ms",
     "of bound": "least possible time over actual time of copying: 1.00 is the best",
     "transfer": "time until every engine held the version, in ms",
-    "attest": "time from then until the version was verified, beside generation, in ms",
+    "verify": "time from then until the version was verified, beside generation, in ms",
     "digest": "digest of the whole version, independent of sharding",
 }
 """Columns and their meanings."""
@@ -58,7 +58,7 @@ def refit_table(records: Sequence[RefitRecord]) -> Table:
             _milliseconds(record.predicted_s),
             f"{record.share_of_bound:.2f}" if record.bound_s else "",
             _milliseconds(record.seconds.get("transfer")),
-            _milliseconds(record.seconds.get("attest")),
+            _milliseconds(record.seconds.get("verify")),
             f"{record.digest:016x}" if record.digest else "not verified",
         )
     return table

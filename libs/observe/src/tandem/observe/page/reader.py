@@ -16,7 +16,7 @@ import msgspec
 
 from tandem.observe.run_folder.calls import NewestCalls, has_calls, newest_calls
 from tandem.observe.run_folder.ending import outcome_in
-from tandem.observe.run_folder.journal import RefitRecord, last_event
+from tandem.observe.run_folder.journal import RefitRecord, last_event, read_refit
 from tandem.observe.run_folder.journal_errors import file_errors
 from tandem.observe.run_folder.journal_file import connect_checked, is_taken, require_journal
 from tandem.observe.run_folder.live import Live, read_live
@@ -184,7 +184,7 @@ class RunReader:
         query = "SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id DESC LIMIT ?"
         with self.journal() as journal:
             rows = journal.execute(query, (limit,)).fetchall()
-        return [_refit(msgspec.json.decode(record, type=RefitRecord)) for (record,) in reversed(rows)]
+        return [_refit(read_refit(record)) for (record,) in reversed(rows)]
 
     def calls(self, limit: int) -> NewestCalls:
         """Return the newest calls of clients, and sums of all of them."""

@@ -44,7 +44,7 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on each link, named ``trainer-0>rollout-1``; zero if engines read the trainer's memory."""
     seconds: dict[str, float]
     """Seconds by phase. Wall time of the coordinator: ``transfer``, ``verify`` (beside other work) and ``commit``. Of
-    the slowest process: ``copy``, a part of transfer, and ``digest``, a part of attest."""
+    the slowest process: ``copy``, a part of transfer, and ``digest``, a part of verify."""
     predicted_s: float
     """Predicted time of the copy, from the plan."""
     bound_s: float
@@ -66,6 +66,14 @@ class RefitRecord(msgspec.Struct, frozen=True, kw_only=True):
     def is_aliased(self) -> bool:
         """Whether engines read all of it in the trainer's memory, without copies."""
         return not any(self.num_bytes.values())
+
+
+def read_refit(stored: bytes) -> RefitRecord:
+    """Read a refit from its row. In journals of earlier versions the phase `verify` is called ``attest``."""
+    record = msgspec.json.decode(stored, type=RefitRecord)
+    if "attest" in record.seconds:
+        record.seconds["verify"] = record.seconds.pop("attest")
+    return record
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +147,7 @@ class JournalReader:
         """Return every refit of a valid version, in order."""
         rows = self.rows("SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id")
         with damage(self.folder):
-            return [msgspec.json.decode(record, type=RefitRecord) for (record,) in rows]
+            return [read_refit(record) for (record,) in rows]
 
     def events(self) -> list[tuple[float, str, str]]:
         """Return the events of processes, in order: Unix time, process, text."""

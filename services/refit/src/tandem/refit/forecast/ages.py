@@ -67,7 +67,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float
     """Training, with the log-probabilities before it."""
     refit_s: float = 0.0
-    attest_s: float = 0.0
+    verify_s: float = 0.0
     """Seconds from the refit until digests agree."""
     longest_over_mean: float = 1.0
     """A step's longest response as a multiple of the mean."""
@@ -122,7 +122,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 def predict(rates: Rates, age: int, *, in_flight: bool) -> Prediction:
     """Predict steps with samples of an age; `in_flight` says whether engines are updated while they generate."""
-    synchronous_s = max(rates.generation_s, rates.attest_s) + rates.training_s + rates.refit_s
+    synchronous_s = max(rates.generation_s, rates.verify_s) + rates.training_s + rates.refit_s
     period_s, limit = _slowest(rates, age, in_flight) if age else (synchronous_s, "nothing overlaps")
     return Prediction(
         age=age,
@@ -147,7 +147,7 @@ def _slowest(rates: Rates, age: int, in_flight: bool) -> tuple[float, Limit]:
         generation_s = rates.generation_s + rates.left_s(period_s - rates.refit_s, age)
         return {
             "engines": (rates.work_s if in_flight else rates.generation_s) + rates.refit_s,
-            "trainers": rates.training_s + rates.refit_s + rates.attest_s,
+            "trainers": rates.training_s + rates.refit_s + rates.verify_s,
             "latency": (generation_s + rates.training_s) / (age + 1) + rates.refit_s,
         }
 

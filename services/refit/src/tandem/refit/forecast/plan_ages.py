@@ -137,12 +137,12 @@ def _medians(steps: Sequence[StepRecord], refits: Sequence[RefitRecord]) -> dict
         return statistics.median(sum(step.seconds.get(name, 0.0) for name in names) for step in steps)
 
     lengths = [(step.metrics["max_generation_length"], step.metrics["mean_generation_length"]) for step in steps]
-    proofs = [refit.seconds.get("attest", 0.0) + refit.seconds.get("commit", 0.0) for refit in refits]
+    proofs = [refit.seconds.get("verify", 0.0) + refit.seconds.get("commit", 0.0) for refit in refits]
     return {
         "generation_s": median("generation"),
         "training_s": median("policy_training", "get_logprobs", "value_training", "value_inference"),
         "refit_s": median("refit"),
-        "attest_s": statistics.median(proofs) if proofs else 0.0,
+        "verify_s": statistics.median(proofs) if proofs else 0.0,
         "longest_over_mean": statistics.median(longest / mean for longest, mean in lengths),
     }
 

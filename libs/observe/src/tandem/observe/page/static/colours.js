@@ -26,7 +26,7 @@ export const painted = (index) => css(`--c${index % NUM_COLOURS}`);
  * @type {Record<string, number>} */
 const ACTIVITIES = {
   generating: 0, generation: 0, training: 1, policy_training: 1, train: 1, "log-probabilities": 2, logprobs: 2,
-  get_logprobs: 2, reference_logprobs: 2, refitting: 3, refit: 3, transfer: 3, copy: 3, verifying: 5, attest: 5,
+  get_logprobs: 2, reference_logprobs: 2, refitting: 3, refit: 3, transfer: 3, copy: 3, verifying: 5, verify: 5,
   digest: 5, validating: 4, validation: 4, saving: 6, checkpointing: 6, recording: 7, commit: 7, starting: 7,
 };
 

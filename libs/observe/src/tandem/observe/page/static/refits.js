@@ -11,7 +11,7 @@ import { heads } from "./scheduler.js";
 
 const LIMIT = 200;
 /** @type {[string, string, number][]} */
-const DRAWN = [["transfer", "transfer", 0], ["copy", "of which copy", 5], ["attest", "verification", 4],
+const DRAWN = [["transfer", "transfer", 0], ["copy", "of which copy", 5], ["verify", "verification", 4],
   ["commit", "commit", 1]];
 
 /** @param {HTMLElement} root @param {Context} ctx */
@@ -74,7 +74,7 @@ function rows(refit, isOpen, toggle) {
       data: { place: String(refit.version) }, disabled: links.length === 0, onclick: toggle,
     }, refit.aliased ? "none" : bytes(total), links.length ? (isOpen ? " ▾" : " ▸") : "")),
     el("td.num", null, duration(refit.seconds.copy)), el("td.num", null, duration(refit.seconds.transfer)),
-    el("td.num", null, duration(refit.seconds.attest)), el("td.num", null, duration(refit.predicted_s)),
+    el("td.num", null, duration(refit.seconds.verify)), el("td.num", null, duration(refit.predicted_s)),
     el("td.num.meter", { style: { "--share": Math.min(1, refit.share_of_bound) },
       title: `bound ${duration(refit.bound_s)}` },
       refit.aliased ? "–" : percent(refit.share_of_bound)),

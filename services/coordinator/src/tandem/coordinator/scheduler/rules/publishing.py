@@ -139,7 +139,7 @@ def _compare(tables: Tables) -> list[Action]:
     weights = tables.weights
     if weights.verification.comparing is not None or not tables.engines.are_any_unverified:
         return []
-    weights.record.note("attest" if "transfer" in weights.record.seconds else "transfer", tables.requests.now)
+    weights.record.note("verify" if "transfer" in weights.record.seconds else "transfer", tables.requests.now)
     return weights.verification.compare(
         weights.trainers, weights.version, weights.remaining_s(), has_update=weights.has_update
     )

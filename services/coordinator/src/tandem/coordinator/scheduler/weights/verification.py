@@ -158,6 +158,6 @@ class RefitProgress(Tracked):
         )
 
     def note(self, phase: str, now: float) -> None:
-        """Note the end of a phase: `transfer` ends when every engine holds the version, `attest` with the digests."""
+        """Note the end of a phase: `transfer` ends when every engine holds the version, `verify` with the digests."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
