@@ -169,7 +169,7 @@ class Rollout:
 
     def command(self, command: RolloutCommand) -> None:
         """Give the service an order."""
-        self.context.replies.ordered(self.context.name, command)
+        self.context.replies.expect(self.context.name, command)
         self.service.handle(command, {})
 
     def refit(self, version: int) -> None:

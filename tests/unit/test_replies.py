@@ -588,18 +588,18 @@ def engine(command: Generate = GENERATE) -> Replies:
     """Return what is known after an engine has been given an order to generate."""
     replies = Replies(LIMITS)
     for each, answers in EXCHANGES["rollout"][:2]:
-        replies.ordered("rollout-0", each)
+        replies.expect("rollout-0", each)
         for message, came in answers:
             assert replies.take("rollout-0", message, came)  # type: ignore[arg-type]
-    replies.ordered("rollout-0", command)
+    replies.expect("rollout-0", command)
     return replies
 
 
 def test_what_an_order_to_generate_gives_up_is_not_heard_any_more() -> None:
     replies = engine()
-    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=16, cancel_before=13))
+    replies.expect("rollout-0", msgspec.structs.replace(GENERATE, command_id=16, cancel_before=13))
     assert replies.take("rollout-0", FINISHED, {})
-    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=17, cancel_before=17))
+    replies.expect("rollout-0", msgspec.structs.replace(GENERATE, command_id=17, cancel_before=17))
     for command_id in (13, 16):
         assert not replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=command_id), {})
     assert replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=17), {})
@@ -616,15 +616,15 @@ def test_an_engine_may_take_a_version_while_it_generates() -> None:
     replies, mixed = engine(), with_versions(3, 5)
     with pytest.raises(WireError, match=r"newest_version: 5, .*held then: 3"):
         replies.take("rollout-0", mixed, {})
-    replies.ordered("rollout-0", Refit(**command(16), version=4, only=("rollout-1",)))  # which it passes on
-    replies.ordered("rollout-0", Refit(**command(17), version=5))
+    replies.expect("rollout-0", Refit(**command(16), version=4, only=("rollout-1",)))  # which it passes on
+    replies.expect("rollout-0", Refit(**command(17), version=5))
     assert replies.take("rollout-0", mixed, {})
     with pytest.raises(WireError, match=r"newest_version: 4, .*held then: 3, 5"):
         replies.take("rollout-0", with_versions(3, 4), {})
     with pytest.raises(WireError, match=r"oldest_version: 5, must be at most the newest, 3"):
         replies.take("rollout-0", with_versions(5, 3), {})
     assert replies.take("rollout-0", msgspec.structs.replace(REFITTED, command_id=17, version=5), {})
-    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=18, cancel_before=18))
+    replies.expect("rollout-0", msgspec.structs.replace(GENERATE, command_id=18, cancel_before=18))
     with pytest.raises(WireError, match=r"oldest_version: 3, .*held then: 5"):
         replies.take("rollout-0", msgspec.structs.replace(mixed, command_id=18), {})
 
@@ -646,6 +646,6 @@ def test_another_of_the_name_begins_anew() -> None:
     replies = engine()
     replies.forget("rollout-0")
     assert not replies.take("rollout-0", FINISHED, {})
-    replies.ordered("rollout-0", msgspec.structs.replace(GENERATE, command_id=16))
+    replies.expect("rollout-0", msgspec.structs.replace(GENERATE, command_id=16))
     with pytest.raises(WireError, match=r"held then: none"):
         replies.take("rollout-0", msgspec.structs.replace(FINISHED, command_id=16), {})

@@ -154,7 +154,7 @@ class Registry:
         """Send a process a request for the first time; its replies are checked against it."""
         if not self._keys.are_told:
             self._keys.tell()
-        self._replies.ordered(name, command)
+        self._replies.expect(name, command)
         self.send(name, frames)
 
     def send(self, name: str, frames: wire.Frames) -> bool:

@@ -1,11 +1,11 @@
 """The check of replies against their requests; pure, no sockets and no clock.
 
-`Replies` is told of every request that is sent (`ordered`) and of every process that is lost (`forget`). Every reply
+`Replies` is told of every request that is sent (`expect`) and of every process that is lost (`forget`). Every reply
 passes `take` before it becomes an event. A reply that cannot answer its request thus never reaches a batch, a metric or
 the journal.
 
 Decoding has already checked each field by itself (the types in `tandem.common.messages`). Here fields are compared with
-the request, by one rule for each message (`reply_rules`). ``docs/protocol.md`` lists the rules' docstrings
+the request, by one check for each message (`reply_checks`). ``docs/protocol.md`` lists the docstrings of the checks
 (``scripts/protocol_page.py``).
 """
 
@@ -41,8 +41,8 @@ class Replies:
         self._newest = newest
         """Highest command id so far."""
 
-    def ordered(self, name: str, command: AnyCommand) -> None:
-        """Note a request that is sent to a process."""
+    def expect(self, name: str, command: AnyCommand) -> None:
+        """Note a request that is sent to a process, whose replies are checked against it."""
         self._newest = max(self._newest, command.command_id)
         if isinstance(command, BuildEngine):  # it begins anew, without any version
             self._states[name] = KnownState()
@@ -85,10 +85,10 @@ class Replies:
                 return False
             must(asked.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {asked.name}")
             if not isinstance(reply, Failed):
-                answered = type(reply), type(asked.command)
-                if answered not in CHECKS:
-                    must(False, "command_id", reply.command_id, answerable(*answered))
-                elif (check := CHECKS[answered]) is not None:
+                checks, command = CHECKS[type(reply)], type(asked.command)
+                if command not in checks:
+                    must(False, "command_id", reply.command_id, answerable(type(reply), command))
+                elif (check := checks[command]) is not None:
                     check(asked, reply)
             for array in arrays:
                 raise WireError(f"{array[:SHOWN]}: arrays came with a message that has none")

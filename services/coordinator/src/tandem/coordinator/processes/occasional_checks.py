@@ -1,4 +1,4 @@
-"""Rules of replies to what is asked now and then: to restore, evaluate, copy, or call a trainer."""
+"""Checks of replies to what is asked now and then: to restore, evaluate, copy, or call a trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tandem.common.messages import (
     SamplesMissing,
     WeightsCopied,
 )
-from tandem.coordinator.processes.episode_checks import check_branches
 from tandem.coordinator.processes.reply_checks import (
     Asked,
     all_among,
+    check_branches,
     check_digests,
     check_whole,
     finite,

@@ -1,4 +1,4 @@
-"""The rules of replies while a run is set up: what is built, installed, planned and connected."""
+"""Checks of replies while a run is set up: what is built, installed, planned and connected."""
 
 from __future__ import annotations
 
