@@ -79,7 +79,7 @@ def config_json(verify: str, **policy: Any) -> bytes:
 
 
 class EndpointService:
-    """A service that knows no orders but the weight plane's."""
+    """A service that knows no commands but the weight plane's."""
 
     weight_client: WeightClient
 
@@ -88,7 +88,7 @@ class EndpointService:
         self.weight_client._verify = mode  # type: ignore[assignment]
 
     def handle(self, command: Any, arrays: Arrays) -> None:
-        """Carry out one order."""
+        """Carry out one command."""
         self.weight_client.handle(command)
 
     def work(self) -> bool:
@@ -156,7 +156,7 @@ class Remote:
         self.connection = connection
 
     def command(self, message: Message) -> None:
-        """Send an order."""
+        """Send a command."""
         self.connection.send_bytes(msgspec.msgpack.encode([bytes(frame) for frame in encode(message)]))
 
     def receive(self) -> Any:
@@ -228,7 +228,7 @@ class _Replies:
 
 
 def take_samples(service: RolloutService, command_id: int) -> list[tuple[int, int, list[int]]]:
-    """Return group, place and tokens of each sample that was made for an order, and keep them no longer."""
+    """Return group, place and tokens of each sample that was made for a command, and keep them no longer."""
     store = service.parts.store
     taken = [(*place, arrays.token_ids_T.tolist()) for place, arrays in store._samples[command_id].items()]
     store.release([command_id])
@@ -236,7 +236,7 @@ def take_samples(service: RolloutService, command_id: int) -> list[tuple[int, in
 
 
 class Plane:
-    """Orders the processes as the coordinator's weight plane does, with the real refit service beside it."""
+    """Commands the processes as the coordinator's weight plane does, with the real refit service beside it."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ VOCABULARY = 150_000
 
 
 def stand_in(address: str, kind: ServiceKind) -> None:
-    """Be processes whose keys come in: join, answer every order at once, end with the coordinator's process."""
+    """Be processes whose keys come in: join, answer every command at once, end with the coordinator's process."""
     context, poller = zmq.Context(), zmq.Poller()
     codec: Codec[Any] = Codec(ToTrainer if kind == "trainer" else ToRollout)
     own = msgspec.json.decode(sys.stdin.buffer.read(), type=list[ProcessKeys])
@@ -257,7 +257,7 @@ class Cluster:
         return next(iter(self.replies(1)))
 
     def replies(self, count: int) -> Iterator[Replied]:
-        """Yield replies until so many orders are answered whole."""
+        """Yield replies until so many commands are answered whole."""
         deadline = time.monotonic() + DEADLINE_S
         while count:
             assert time.monotonic() < deadline

@@ -1,6 +1,6 @@
 """What does `async_engine` save where samples take several turns and the environment takes 50 ms for each?
 
-The real rollout service with the embedded engine, in a process of its own, gets the same order three ways in turns:
+The real rollout service with the embedded engine, in a process of its own, gets the same command three ways in turns:
 
 - ``async_engine``: samples go on as soon as they are answered;
 - ``waits``: what the service does without it: the engine waits at every token at which somebody asks the environment;

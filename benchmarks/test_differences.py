@@ -172,7 +172,7 @@ class End:
         return {each.__name__: each for each in asked}
 
     def handle(self, command: Any, arrays: Any) -> None:
-        raise AssertionError("no orders are given")
+        raise AssertionError("no commands are given")
 
     def work(self) -> bool:
         return False

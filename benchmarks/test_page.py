@@ -164,7 +164,7 @@ def test_a_browser_shows_a_run_of_100000_steps(benchmark: BenchmarkFixture, run:
 
 
 def test_what_the_coordinator_pays_a_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """Curves and the timeline, with 64 orders a step."""
+    """Curves and the timeline, with 64 commands a step."""
     file, timeline = CurvesFile(tmp_path, []), Timeline(tmp_path, 1)
     of_run = records()
 

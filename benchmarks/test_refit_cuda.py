@@ -4,7 +4,7 @@ Two processes on one device. The trainer holds a Qwen3-8B in bfloat16 with the p
 the engine holds vLLM's fused parameters of the same model. Ours: the engine opens the trainer's memory once and copies
 out of it, one copy a byte. The usual way, as post-training systems around vLLM do it: the trainer packs parameters into
 a bucket, sends a CUDA IPC handle to it, and the engine opens it and loads each tensor by name into its place; bucket
-after bucket. What is timed is from the order until the engine holds the last element. Setting up is not timed.
+after bucket. What is timed is from the command until the engine holds the last element. Setting up is not timed.
 Checked after every turn: each element, at a place that is computed here and not by an adapter.
 
 Without a GPU this skips. ``BENCHMARK_DEVICE=cpu BENCHMARK_LAYERS=1`` runs all of it in shared memory, to try the code.

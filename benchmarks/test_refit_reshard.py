@@ -114,7 +114,7 @@ class Process:
         return {way.__name__: way for way in ways}
 
     def handle(self, command: Any, arrays: Any) -> None:
-        raise AssertionError("no orders are given")
+        raise AssertionError("no commands are given")
 
     def work(self) -> bool:
         return False

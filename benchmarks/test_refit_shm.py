@@ -1,7 +1,7 @@
 """How fast do weights cross to other processes of one host, beside a plain memcpy and every other way to move them?
 
 One thread a process. Every round runs every way, so that whatever else the machine does meets all of them. What is
-timed is what one refit costs, from the order until the last element is in the parameters of every receiver, which
+timed is what one refit costs, from the command until the last element is in the parameters of every receiver, which
 exist beforehand: ours as the whole transaction. The default verifies in full, beside the next generation, which begins
 when the last element is there; `until verified` waits for the digests of both sides, with nothing beside them. What the
 digests cost a generation that runs beside them is measured by `test_refit_verify.py`.
@@ -124,7 +124,7 @@ class Process(EndpointService):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # --- what is asked for beside orders ---
+    # --- what is asked for beside commands ---
 
     def asked(self) -> Asked:
         ways = (self.join, self.verify, self.broadcast, self.buckets, self.safetensors, self.disk, self.queue)

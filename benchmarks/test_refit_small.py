@@ -1,7 +1,7 @@
 """What does one refit of a small model cost, end to end through a real run?
 
 A run of the console command with a Qwen3 of 35 tensors and 14 MB, all processes on this machine; the journal's records
-of its refits say what each took: `transfer`, from the coordinator's order until every engine is known to hold the
+of its refits say what each took: `transfer`, from the coordinator's command until every engine is known to hold the
 version, and within it `copy`, the engine's own copying. Each way to refit is a run of its own, and they take turns.
 """
 

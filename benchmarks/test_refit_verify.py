@@ -1,6 +1,6 @@
 """What does `refit.verify` add to the time from the last optimizer step to the first new token?
 
-A trainer's memory and the real rollout service with its engine, in processes of their own, get the orders that a
+A trainer's memory and the real rollout service with its engine, in processes of their own, get the commands that a
 coordinator gives after a training step: refit, then verify and generate. The trainer digests while the engine makes
 tokens, and the engine digests between them, as in a run. A round does this with `off`, `sampled` and `full` in turns.
 Checked: digests agree, and the tokens are those of a Hugging Face model with the same weights (greedily decoded).
@@ -111,7 +111,7 @@ class Bench:
         self.until_held: dict[str, list[float]] = {verify: [] for verify in VERIFY}
 
     def generate(self) -> Generate:
-        """Return an order for new tokens, other prompts for each version."""
+        """Return a command for new tokens, other prompts for each version."""
         generator = torch.Generator().manual_seed(self.version)
         self.prompts = torch.randint(VOCABULARY - 64, (NUM_GROUPS, NUM_PROMPT), generator=generator).tolist()
         groups = tuple(

@@ -1,9 +1,9 @@
 """What does a step of 1,024 samples x 8,192 tokens cost the coordinator, for 8, 64 and 512 trainer ranks?
 
-The coordinator's own parts do what they do in a run: they order samples of up to 128 engines, admit and check every
-record that comes back, make a batch of them, assign it, and send every rank its order; the step is over when every rank
-has answered. Ranks and engines are stand-ins, a few processes with many sockets each, that speak the real protocol and
-compute nothing. Processor time is that of the coordinator's process, with the threads of its sockets.
+The coordinator's own parts do what they do in a run: they ask up to 128 engines for samples, admit and check
+every record that comes back, make a batch of them, assign it, and send every rank its command; the step is over when
+every rank has answered. Ranks and engines are stand-ins, a few processes with many sockets each, that speak the real
+protocol and compute nothing. Processor time is that of the coordinator's process, with the threads of its sockets.
 
 Beside it stands the former way: the arrays of every sample come to the coordinator, which joins them to one batch and
 sends that to every rank. It is measured for 8 ranks, and with ``--long`` for 64: for 512 it would be 39 GB in

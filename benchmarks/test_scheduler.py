@@ -89,7 +89,7 @@ def sample(group: int, number: int, version: int) -> SampleScored:
 
 
 def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
-    """Return what an obedient process says to an order."""
+    """Return what an obedient process says to a command."""
     if isinstance(action, DispatchPrompts):
         command_id, step, purpose = action.command_id, action.step, action.purpose
         finished: list[Reply] = [
@@ -146,7 +146,7 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
         case CommitVersion(version=version):
             return [VersionCommitted(command_id=command_id, version=version, differing={}, digest=1)]
         case other:
-            raise AssertionError(f"{type(other).__name__} is not ordered in this run")
+            raise AssertionError(f"{type(other).__name__} is not sent in this run")
 
 
 class Simulation:

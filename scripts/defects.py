@@ -57,10 +57,10 @@ DEFECTS = (
         "tests/protocol/test_wire.py::test_another_version_is_told_both",
     ),
     Defect(
-        "an order that comes twice is carried out twice",
+        "a command that comes twice is carried out twice",
         "if command.command_id in self._answered:",
         "if command.command_id in ():",
-        "tests/protocol/test_wire.py::test_an_order_that_comes_twice_is_carried_out_once",
+        "tests/protocol/test_wire.py::test_a_command_that_comes_twice_is_carried_out_once",
     ),
     Defect(
         "a service outlives the coordinator that launched it",

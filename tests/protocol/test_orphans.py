@@ -41,7 +41,7 @@ UNIONS: dict[str, Any] = {"refit": ToRefit, "trainer": ToTrainer, "rollout": ToR
 EXPECTED: dict[ServiceKind, int] = {"refit": 1, "trainer": 1, "rollout": 2}
 WAIT_S = 30.0
 BEFORE, AFTER = 7, (1 << 32) + 1
-"""Ids of orders of one coordinator and of the next."""
+"""Ids of commands of one coordinator and of the next."""
 
 
 class Coordinator:
@@ -141,8 +141,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_members_are_taken_up_by_name_and_what_the_last_coordinator_asked_for_is_over(cluster: Cluster) -> None:
     first, refit = cluster.first, cluster.links["refit-0"]
     first.command("refit-0", BEFORE)
-    ordered = refit.receive(WAIT_S)
-    assert ordered is not None
+    asked = refit.receive(WAIT_S)
+    assert asked is not None
     first.die()
     refit.send(encode(VersionCommitted(command_id=BEFORE, version=3, differing={}, digest=0)))
     second = cluster.begin(cluster.earlier())
@@ -199,7 +199,7 @@ def test_a_trainer_of_before_is_told_to_go_and_makes_way_for_another(cluster: Cl
     assert "another coordinator goes on" in told_to_go(cluster.links["trainer-0"]).reason
     trainer = second.join("trainer")
     cluster.stack.callback(trainer.close, "the test is over")
-    second.command("refit-0", AFTER)  # with any order rollouts hear who may fetch samples now
+    second.command("refit-0", AFTER)  # with any command rollouts hear who may fetch samples now
     deadline = time.monotonic() + WAIT_S
     while cluster.links["rollout-0"].trainers.keys() != (trainer.own.public,):
         assert time.monotonic() < deadline

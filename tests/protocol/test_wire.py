@@ -222,7 +222,7 @@ def test_messages_of_absurd_sizes_are_refused_unread() -> None:
 
 
 @pytest.mark.parametrize("change", [{"version": -1}, {"digest": 1.5}, {"differing": {"": "a"}}, {"more": 1}])
-def test_an_error_names_the_message_the_field_and_the_order(change: dict[str, Any]) -> None:
+def test_an_error_names_the_message_the_field_and_the_command(change: dict[str, Any]) -> None:
     plain = msgspec.msgpack.decode(encode(VersionCommitted(command_id=17, version=3, differing={}, digest=0))[0])
     with pytest.raises(WireError, match=r"^VersionCommitted(\.(version|digest|differing))?: ") as caught:
         CODEC.decode([msgspec.msgpack.encode(plain | change)])
@@ -406,7 +406,7 @@ def test_bytes_that_are_no_message_reach_the_process_as_an_error(hub: Hub) -> No
 
 
 class Counting:
-    """A service that counts how often it carries an order out."""
+    """A service that counts how often it carries a command out."""
 
     def __init__(self, member: Any) -> None:
         self.member = member
@@ -453,7 +453,7 @@ def test_a_configuration_that_is_none_is_one_line(
     assert line.startswith("refit-0 leaves: the coordinator has sent Welcome.config_json: ")
 
 
-def test_an_order_that_comes_twice_is_carried_out_once(hub: Hub, tmp_path: Path) -> None:
+def test_a_command_that_comes_twice_is_carried_out_once(hub: Hub, tmp_path: Path) -> None:
     from tandem.common.messages import Failed
     from tandem.config import build_config, config_to_json
 

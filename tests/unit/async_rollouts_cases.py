@@ -1,4 +1,4 @@
-"""Samples that go on while others run, orders beside each other, and weights that change meanwhile: for any engine.
+"""Samples that go on while others run, commands beside each other, and weights that change meanwhile: for any engine.
 
 Tests that `test_async_rollouts.py` runs with the embedded engine and `tests/vllm` with the real vLLM, each with its own
 fixture `start`.
@@ -30,13 +30,13 @@ Start = Callable[..., Rollout]
 
 
 def finished(rollout: Rollout) -> list[tuple[int, int]]:
-    """Return the groups of the samples sent so far, with the orders that they answer."""
+    """Return the groups of the samples sent so far, with the commands that they answer."""
     sent = [message for message, _ in rollout.context.sent if isinstance(message, SamplesFinished)]
     return [(message.command_id, sample.group) for message in sent for sample in message.samples]
 
 
 def generated(rollout: Rollout) -> list[int]:
-    """Return the orders that were answered."""
+    """Return the commands that were answered."""
     return [message.command_id for message, _ in rollout.context.sent if isinstance(message, Generated)]
 
 
@@ -80,10 +80,10 @@ def test_samples_are_those_of_the_engine_that_waits(start: Start) -> None:
         np.testing.assert_allclose(arrays.generation_logprobs_T, two[key][1].generation_logprobs_T, atol=2e-5)
 
 
-# --- orders ----------------------------------------------------------------------------------------------------------
+# --- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_orders_run_beside_each_other_until_one_says_otherwise(start: Start) -> None:
+def test_commands_run_beside_each_other_until_one_says_otherwise(start: Start) -> None:
     rollout = start(Dawdles, generation={"async_engine": True}, num_workers=2)
     groups = [rollout.group(number, range(3)) for number in range(4)]
     expected = tokens_of(rollout.run(*groups))
@@ -207,7 +207,7 @@ def test_otherwise_what_was_begun_is_given_up(start: Start, in_flight: bool, ver
     assert tokens_of(rollout.run(group)) == expected
 
 
-def test_nothing_goes_on_with_torn_weights(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_goes_on_with_partial_weights(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = start(ScoresAtOnce, generation={}, async_grpo=IN_FLIGHT)
     group = rollout.group(0, range(3))
     expected = tokens_of(rollout.run(group))

@@ -201,7 +201,7 @@ def made_with(sample: SampleScored, oldest: int, newest: int) -> SampleScored:
 
 
 class Cluster:
-    """Drives a scheduler with obedient processes; one second passes between an order and its answer."""
+    """Drives a scheduler with obedient processes; one second passes between a command and its answer."""
 
     num_samples = 1
     """Of each group."""
@@ -220,7 +220,7 @@ class Cluster:
         self.commands: list[Sent] = []
         self.adjust: Callable[[Reply], Reply] = lambda reply: reply
         self.begun_with: dict[int, int] = {}
-        """The weights that the engine held which was given an order to generate."""
+        """The weights that the engine held which was given a command to generate."""
 
     def give_unchecked(self, event: Any) -> list[Action]:
         """Give an event to tables that contradict each other, and to nobody what follows."""
@@ -273,7 +273,7 @@ class Cluster:
         self.give(Replied(now=self.now, process=action.process, reply=self.adjust(answer(action))))
 
     def send_samples(self, command: DispatchPrompts) -> None:
-        """Have an engine finish every sample of an order."""
+        """Have an engine finish every sample of a command."""
         oldest = self.begun_with[command.command_id]
         engine = self.plan.engines.get(command.process)
         newest = engine.version if engine is not None and engine.version >= 0 else oldest
@@ -288,7 +288,7 @@ class Cluster:
         self.give(Replied(now=self.now, process=command.process, reply=reply))
 
     def send_kept(self, process: str, command: RestoreSamples) -> None:
-        """Have a rollout find every sample of an order on disk."""
+        """Have a rollout find every sample of a command on disk."""
         newest = {number: self.kept[command.step, number].newest_version for number in numbers_of(command)}
         samples = tuple(
             made_with(self.result(group, i), version, version)
@@ -302,7 +302,7 @@ class Cluster:
         return result(group, sample)
 
     def hold(self, kind: type[Any]) -> list[Dispatch]:
-        """Take the orders of a kind out of those that are answered next."""
+        """Take the commands of a kind out of those that are answered next."""
         held = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.command, kind)]
         self.pending = [a for a in self.pending if a not in held]
         return held
@@ -319,12 +319,12 @@ class Cluster:
 
 
 def numbers_of(command: RestoreSamples) -> list[int]:
-    """Return the groups that an order is for."""
+    """Return the groups that a command is for."""
     return sorted(number for keys in command.files.values() for _, number in keys)
 
 
 def kinds(cluster: Cluster) -> list[str]:
-    """Name every order in turn, with the number of processes that got it."""
+    """Name every command in turn, with the number of processes that got it."""
     names: list[str] = []
     for action in cluster.commands:
         if isinstance(action, Dispatch):
@@ -343,7 +343,7 @@ def kinds(cluster: Cluster) -> list[str]:
     return compressed
 
 
-def orders_of(cluster: Cluster, kind: type[Any]) -> list[Any]:
+def commands_of(cluster: Cluster, kind: type[Any]) -> list[Any]:
     return [a.command for a in cluster.commands if isinstance(a, Dispatch) and isinstance(a.command, kind)]
 
 

@@ -168,7 +168,7 @@ class Rollout:
         self.refit(0)
 
     def command(self, command: RolloutCommand) -> None:
-        """Give the service an order."""
+        """Give the service a command."""
         self.context.replies.expect(self.context.name, command)
         self.service.handle(command, {})
 
@@ -195,7 +195,7 @@ class Rollout:
         ends: bool = True,
         purpose: Purpose = "train",
     ) -> int:
-        """Order to generate; return the id. `ends`: whether the end-of-sequence token ends a response."""
+        """Have it generate; return the id. `ends`: whether the end-of-sequence token ends a response."""
         stops = (self.tokenizer.eos_id,) if ends else ()
         how = sampling(max_new_tokens=max_new_tokens, stop_token_ids=stops)
         command_id = next(self._command_ids)
@@ -253,7 +253,7 @@ class Rollout:
         return self.answers(command, Generated)
 
     def answers(self, command: RecordSamples | RestoreSamples, last: type[Message]) -> list[Message]:
-        """Give an order about the record; return the answers, up to the last one or a failure."""
+        """Give a command about the record; return the answers, up to the last one or a failure."""
         self.context.sent.clear()
         self.command(command)
         deadline = time.monotonic() + WAIT_S
@@ -285,7 +285,7 @@ class Rollout:
         return samples
 
     def release(self, number: int) -> None:
-        """Release what was made for one order: the first, the second and so on."""
+        """Release what was made for one command: the first, the second and so on."""
         released = ReleaseSamples(
             command_id=next(self._command_ids), deadline_s=WAIT_S, command_ids=(self._generated[number],)
         )

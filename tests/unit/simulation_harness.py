@@ -85,7 +85,7 @@ class _Engine:
         self.running: list[_Sample] = []
         self.waiting: list[_Sample] = []
         self.unfinished: Counter[int] = Counter()
-        """Samples by order."""
+        """Samples by command."""
         self.is_paused = False
         self.version = 0
 
@@ -109,7 +109,7 @@ class _Engine:
 
 
 class Simulation(Cluster):
-    """Runs the scheduler's orders in simulated time; notes when steps are done, and how old tokens are."""
+    """Runs the scheduler's commands in simulated time; notes when steps are done, and how old tokens are."""
 
     def __init__(self, simulated: Simulated, seed: int = 0) -> None:
         self.simulated = simulated
@@ -127,7 +127,7 @@ class Simulation(Cluster):
     # --- events ------------------------------------------------------------------------------------------------------
 
     def give(self, event: object) -> list[Action]:
-        """Have the scheduler decide; begin what it orders."""
+        """Have the scheduler decide; begin what it commands."""
         actions = super().give(event)
         pending, self.pending = self.pending, []
         for action in pending:
@@ -184,7 +184,7 @@ class Simulation(Cluster):
                 engine.unfinished[command.command_id] += 1
 
     def _finish(self, name: str, done: Iterable[_Sample]) -> None:
-        """Send what is finished; of an order whose last that was, the end."""
+        """Send what is finished; of a command whose last that was, the end."""
         engine = self.engines[name]
         for sample in done:
             engine.running.remove(sample)

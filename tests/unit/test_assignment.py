@@ -75,7 +75,7 @@ class Balanced(Cluster):
         return held
 
     def sample(self, engine: str, group: int, *samples: int) -> list[Action]:
-        """Have an engine finish samples of a group; with the last of an order, answer the order."""
+        """Have an engine finish samples of a group; with the last of a command, answer the command."""
         command = next(a for a in self.commands if is_for(a, engine, group) and self.waits_for(a))
         assert isinstance(command, DispatchPrompts)
         for sample in samples:
@@ -87,7 +87,7 @@ class Balanced(Cluster):
         return self.give(Replied(now=self.now, process=engine, reply=reply))
 
     def complete(self, engine: str, group: int) -> list[Action]:
-        """Have an engine finish a group, and answer its order if that was all of it."""
+        """Have an engine finish a group, and answer its command if that was all of it."""
         actions = self.sample(engine, group, *range(NUM_SAMPLES))
         command = next(a for a in self.pending if is_for(a, engine, group))
         assert isinstance(command, DispatchPrompts)

@@ -1,4 +1,4 @@
-"""Samples that go on while others run, orders beside each other, and weights that change meanwhile.
+"""Samples that go on while others run, commands beside each other, and weights that change meanwhile.
 
 `tests/vllm` runs the same tests with the real vLLM.
 """
@@ -15,8 +15,8 @@ from async_rollouts_cases import (
     Start,
     generated,
     test_a_version_is_taken_between_two_tokens,
-    test_nothing_goes_on_with_torn_weights,
-    test_orders_run_beside_each_other_until_one_says_otherwise,
+    test_commands_run_beside_each_other_until_one_says_otherwise,
+    test_nothing_goes_on_with_partial_weights,
     test_others_go_on_while_an_answer_is_awaited,
     test_otherwise_what_was_begun_is_given_up,
     test_requests_added_later_use_nothing_of_the_weights_before,
@@ -27,8 +27,8 @@ from rollout_harness import Rollout
 
 __all__ = [
     "test_a_version_is_taken_between_two_tokens",
-    "test_nothing_goes_on_with_torn_weights",
-    "test_orders_run_beside_each_other_until_one_says_otherwise",
+    "test_commands_run_beside_each_other_until_one_says_otherwise",
+    "test_nothing_goes_on_with_partial_weights",
     "test_others_go_on_while_an_answer_is_awaited",
     "test_otherwise_what_was_begun_is_given_up",
     "test_requests_added_later_use_nothing_of_the_weights_before",
@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         rollout.service.close()
 
 
-def test_an_order_without_groups_only_gives_up_others(start: Start) -> None:
+def test_a_command_without_groups_only_gives_up_others(start: Start) -> None:
     rollout = start(Dawdles, generation={"async_engine": True})
     rollout.start(rollout.group(0, range(3)))
     assert rollout.service.work()

@@ -1,4 +1,4 @@
-"""Requests come and go: order, stopping, aborting, pausing, versions, torn weights."""
+"""Requests come and go: order, stopping, aborting, pausing, versions, partial weights."""
 
 from __future__ import annotations
 

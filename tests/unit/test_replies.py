@@ -150,7 +150,7 @@ PLANNED = TransfersPlanned(
 )
 
 Exchange = tuple[AnyCommand, tuple[tuple[Message, Mapping[str, Any]], ...]]
-"""An order and its whole answer."""
+"""A command and its whole answer."""
 EXCHANGES: dict[ServiceKind, list[Exchange]] = {
     "rollout": [
         (BuildEngine(**command(10)), ((BUILT, {}),)),
@@ -242,7 +242,7 @@ class Room:
         return self.next()
 
     def talk(self, kind: ServiceKind, until: type[Message], before: int = 0) -> None:
-        """Exchange orders and answers, up to the answer of a type, which is not sent."""
+        """Exchange commands and answers, up to the answer of a type, which is not sent."""
         for command, answers in EXCHANGES[kind]:
             self.command(command)
             for answer, came in answers:
@@ -318,7 +318,7 @@ def test_what_is_right_is_accepted_and_what_is_over_is_dropped(hub: Listening, k
             assert event.reply == message
             assert passed.keys() == came.keys()
     for _, answers in EXCHANGES[kind]:
-        for message, came in answers:  # once more, as after an order that was sent twice
+        for message, came in answers:  # once more, as after a command that was sent twice
             room.members[-1].send(encode(message, came))
     event, _ = room.say([b"junk"])
     assert isinstance(event, Lost), "nothing of it is an event"
@@ -383,8 +383,8 @@ SENT: dict[str, tuple[Tampering, str]] = {
     "many names": (say("samples.1.components", dict.fromkeys(map(str, range(101)), 0)), ".*: .* of length <= 100"),
     "another step": (say("step", 5), "step: 5, must be 4, as in the command"),
     "another purpose": (say("purpose", "validate"), "purpose: validate, must be train, as in the command"),
-    "nobody's order": (say("command_id", 99), "command_id: 99, must be of a command"),
-    "another order": (
+    "nobody's command": (say("command_id", 99), "command_id: 99, must be of a command"),
+    "another command": (
         say("command_id", 14),
         "command_id: 14, must be of a Generate or a RestoreSamples, not of a InstallProgram",
     ),
@@ -510,7 +510,7 @@ def test_generated_before_any_sample(hub: Listening) -> None:
     )
 
 
-def test_the_answer_to_another_members_order(hub: Listening) -> None:
+def test_the_answer_to_another_members_command(hub: Listening) -> None:
     room = Room(hub, "trainer", index=1)
     room.registry.command("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
     event, _ = room.say(encode(TRAINED))
@@ -562,7 +562,7 @@ def test_a_member_that_is_dismissed_is_told_to_go(hub: Listening) -> None:
     assert room.registry.processes == {}
 
 
-def test_what_was_ordered_before_a_term_is_answered_in_vain(hub: Listening) -> None:
+def test_what_was_asked_before_a_term_is_answered_in_vain(hub: Listening) -> None:
     room = Room(hub, "rollout")
     room.command(BuildEngine(**command(10)))
     (joined,) = room.registry.begin_attempt()
@@ -574,7 +574,7 @@ def test_what_was_ordered_before_a_term_is_answered_in_vain(hub: Listening) -> N
     assert isinstance(event, Replied)
 
 
-def test_a_failure_closes_its_order(hub: Listening) -> None:
+def test_a_failure_closes_its_command(hub: Listening) -> None:
     room = Room(hub, "rollout")
     room.command(BuildEngine(**command(10)))
     failed = Failed(command_id=10, phase="building", error="no", expected=True)
@@ -585,7 +585,7 @@ def test_a_failure_closes_its_order(hub: Listening) -> None:
 
 
 def engine(command: Generate = GENERATE) -> Replies:
-    """Return what is known after an engine has been given an order to generate."""
+    """Return what is known after an engine has been given a command to generate."""
     replies = Replies(LIMITS)
     for each, answers in EXCHANGES["rollout"][:2]:
         replies.expect("rollout-0", each)
@@ -595,7 +595,7 @@ def engine(command: Generate = GENERATE) -> Replies:
     return replies
 
 
-def test_what_an_order_to_generate_gives_up_is_not_heard_any_more() -> None:
+def test_what_a_command_to_generate_gives_up_is_not_heard_any_more() -> None:
     replies = engine()
     replies.expect("rollout-0", msgspec.structs.replace(GENERATE, command_id=16, cancel_before=13))
     assert replies.take("rollout-0", FINISHED, {})

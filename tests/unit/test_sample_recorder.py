@@ -53,7 +53,7 @@ def written(folder: Path, count: int) -> list[tuple[int, int, int]]:
 
 
 def all_of(command_id: int, samples: Samples, advantage: float | None = 0.5) -> list[RecordedGroup]:
-    """Return what records all samples of an order."""
+    """Return what records all samples of a command."""
     numbers = sorted({group for group, _ in samples})
     sizes = {number: sum(group == number for group, _ in samples) for number in numbers}
     return [
@@ -133,7 +133,7 @@ def test_an_engine_that_begins_anew_stays_and_has_nothing_to_do_with_what_it_mad
     assert shard.read_bytes() == before
 
 
-def test_the_order_sent_again_is_answered_as_before(start: Callable[..., Rollout], tmp_path: Path) -> None:
+def test_the_command_sent_again_is_answered_as_before(start: Callable[..., Rollout], tmp_path: Path) -> None:
     rollout = start()
     samples = rollout.run(rollout.group(0, [1, 2]))
     groups = all_of(rollout._generated[0], samples)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, lose, only_finish, orders_of, replace
+from cluster_harness import GRPO, SFT, Cluster, answer, commands_of, interrupt, kinds, lose, only_finish, replace
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
@@ -96,11 +96,11 @@ def test_an_engine_that_measures_memory_is_built_again_while_no_trainer_works() 
     since = len(cluster.commands)
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
-    assert orders_to(cluster, "rollout-0", since) == [], "both trainers train"
+    assert commands_to(cluster, "rollout-0", since) == [], "both trainers train"
     cluster.answer_next()
-    assert orders_to(cluster, "rollout-0", since) == [], "one of them still does"
+    assert commands_to(cluster, "rollout-0", since) == [], "one of them still does"
     cluster.answer_next()
-    assert orders_to(cluster, "rollout-0", since) == ["BuildEngine"]
+    assert commands_to(cluster, "rollout-0", since) == ["BuildEngine"]
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
 
@@ -118,7 +118,7 @@ def test_layouts_and_programs_reach_the_right_processes() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.REFITTING)
-    (planning,) = orders_of(cluster, PlanTransfers)
+    (planning,) = commands_of(cluster, PlanTransfers)
     assert planning.sources == {"trainer-0": b"trainer-0 holds", "trainer-1": b"trainer-1 holds"}
     assert planning.destinations == {"rollout-0": b"rollout-0 wants", "rollout-1": b"rollout-1 wants"}
     installs = {
@@ -133,20 +133,20 @@ def test_trainers_that_do_not_hold_the_policy_train_and_save_and_have_no_weights
     cluster = Cluster(msgspec.structs.replace(GRPO, without_policy=frozenset({"trainer-1"})))
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    (planning,) = orders_of(cluster, PlanTransfers)
+    (planning,) = commands_of(cluster, PlanTransfers)
     assert planning.sources == {"trainer-0": b"trainer-0 holds"}
     dispatched = [type(a.command) for a in cluster.commands if isinstance(a, Dispatch) and a.process == "trainer-1"]
     assert {*dispatched} == {BuildTrainer, SaveCheckpoint, AwaitCheckpoint}
     trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.process == "trainer-1"]
     assert trained == [1, 2, 3]
-    assert {*orders_of(cluster, CommitVersion)[1].digests} == {"trainer-0", "rollout-0", "rollout-1"}
+    assert {*commands_of(cluster, CommitVersion)[1].digests} == {"trainer-0", "rollout-0", "rollout-1"}
 
 
 def test_a_version_is_committed_with_every_digest() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    commits = orders_of(cluster, CommitVersion)
+    commits = commands_of(cluster, CommitVersion)
     assert [c.version for c in commits] == [0, 1, 2, 3]
     processes = ("trainer-0", "trainer-1", "rollout-0", "rollout-1")
     assert commits[1].digests == {process: f"{process} at 1".encode() for process in processes}
@@ -181,15 +181,15 @@ def test_without_verification_a_version_is_committed_without_digests() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, is_verified=False))
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    assert orders_of(cluster, ReportDigests) == []
-    assert [(c.version, c.digests) for c in orders_of(cluster, CommitVersion)] == [(0, {}), (1, {}), (2, {}), (3, {})]
+    assert commands_of(cluster, ReportDigests) == []
+    assert [(c.version, c.digests) for c in commands_of(cluster, CommitVersion)] == [(0, {}), (1, {}), (2, {}), (3, {})]
 
 
 def test_the_last_version_is_verified_even_if_nothing_follows() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, validate_every=0, save_every=0))
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    assert [c.version for c in orders_of(cluster, CommitVersion)] == [0, 1, 2, 3]
+    assert [c.version for c in commands_of(cluster, CommitVersion)] == [0, 1, 2, 3]
     assert cluster.commits() == [0, 1, 2, 3]
     assert isinstance(cluster.done[-2], RecordRefit)
     assert cluster.done[-1] == Finish(outcome="finished")
@@ -245,8 +245,8 @@ def test_a_resumed_run_begins_after_its_checkpoint() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, first_step=3, resume_from="ck/step_2"))
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
-    assert {b.checkpoint for b in orders_of(cluster, BuildTrainer)} == {"ck/step_2"}
-    assert [refit.version for refit in orders_of(cluster, Refit)] == [2, 2, 3, 3]
+    assert {b.checkpoint for b in commands_of(cluster, BuildTrainer)} == {"ck/step_2"}
+    assert [refit.version for refit in commands_of(cluster, Refit)] == [2, 2, 3, 3]
     assert cluster.commits() == [3]
 
 
@@ -336,10 +336,10 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     assert cluster.plan.phase is Phase.TRAINING
 
 
-# --- engines that are lost, torn or wrong ----------------------------------------------------------------------------
+# --- engines that are lost, invalidated or wrong ---------------------------------------------------------------------
 
 
-def orders_to(cluster: Cluster, process: str, since: int) -> list[str]:
+def commands_to(cluster: Cluster, process: str, since: int) -> list[str]:
     named = [
         type(a.command).__name__ if isinstance(a, Dispatch) else type(a).__name__
         for a in cluster.commands[since:]
@@ -364,11 +364,11 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     assert cluster.plan.phase is Phase.GENERATING  # the others are done
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.TRAINING)
-    assert orders_to(cluster, "rollout-1", since) == [
+    assert commands_to(cluster, "rollout-1", since) == [
         "BuildEngine", "InstallProgram", "Refit", "ReportDigests", "DispatchPrompts"
     ]  # fmt: skip
-    assert orders_to(cluster, "rollout-0", since) == []
-    assert orders_to(cluster, "trainer-0", since) == ["DispatchBatch"]
+    assert commands_to(cluster, "rollout-0", since) == []
+    assert commands_to(cluster, "trainer-0", since) == ["DispatchBatch"]
     again = [a for a in cluster.commands[since:] if isinstance(a, DispatchPrompts)]
     assert [(a.process, a.groups) for a in again] == [("rollout-1", (1, 3))]
     (refit,) = (a.command for a in cluster.commands[since:] if isinstance(a, Dispatch) and isinstance(a.command, Refit))
@@ -385,7 +385,7 @@ def test_an_engine_lost_while_training_joins_the_next_refit() -> None:
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.REFITTING)
     cluster.run_until(Phase.GENERATING)
-    refits = [(r.version, r.only) for r in orders_of(cluster, Refit)]
+    refits = [(r.version, r.only) for r in commands_of(cluster, Refit)]
     assert refits[2:] == [(1, ()), (1, ())]
 
 
@@ -399,7 +399,7 @@ def test_an_engine_lost_while_refitting_gets_the_version_alone() -> None:
     assert cluster.plan.phase is Phase.REFITTING
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.GENERATING)
-    assert [(r.version, r.only) for r in orders_of(cluster, Refit)][-1] == (1, ("rollout-0",))
+    assert [(r.version, r.only) for r in commands_of(cluster, Refit)][-1] == (1, ("rollout-0",))
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
 
@@ -431,7 +431,7 @@ def test_a_lost_refit_service_is_told_the_layouts_and_goes_on() -> None:
         assert cluster.give(Ticked(now=cluster.now + seconds)) == [], "it is waited for"
     (again,) = cluster.give(Joined(now=cluster.now, process="refit-0", kind="refit"))
     assert isinstance(again, Dispatch)
-    (first, second) = orders_of(cluster, PlanTransfers)
+    (first, second) = commands_of(cluster, PlanTransfers)
     assert (first.sources, first.destinations) == (second.sources, second.destinations)
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
@@ -444,14 +444,14 @@ def test_a_lost_refit_service_is_told_the_layouts_and_goes_on() -> None:
 def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(*, is_comparing: bool) -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
-    while not orders_of(cluster, CommitVersion):
+    while not commands_of(cluster, CommitVersion):
         cluster.answer_next()
     while not is_comparing and cluster.plan.weights.verification.is_going_on:
         cluster.answer_next()
     lose(cluster, "refit-0")
     cluster.give(Joined(now=cluster.now, process="refit-0", kind="refit"))
     cluster.run_until(Phase.FINISHED)
-    assert [command.version for command in orders_of(cluster, CommitVersion)] == [0, 0, 1, 2, 3]
+    assert [command.version for command in commands_of(cluster, CommitVersion)] == [0, 0, 1, 2, 3]
     recorded = [action.version for action in cluster.done if isinstance(action, RecordRefit)]
     assert recorded == ([0, 1, 2, 3] if is_comparing else [0, 0, 1, 2, 3])
     assert cluster.commits() == [0, 1, 2, 3]
@@ -524,13 +524,13 @@ def in_two_parts(reply: Reply) -> Reply:
             return other
 
 
-def test_the_workers_of_an_engine_are_planned_for_and_verified_one_by_one_and_ordered_together() -> None:
+def test_the_workers_of_an_engine_are_planned_for_and_verified_one_by_one_and_asked_together() -> None:
     cluster = Cluster(GRPO)
     cluster.adjust = in_two_parts
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
-    (planning,) = orders_of(cluster, PlanTransfers)
+    (planning,) = commands_of(cluster, PlanTransfers)
     workers = [(engine, worker) for engine in range(2) for worker in range(2)]
     assert planning.destinations == {f"rollout-{e}/{w}": f"rollout-{e} wants {w}".encode() for e, w in workers}
     assert planning.sources.keys() == {"trainer-0", "trainer-1"}
@@ -545,7 +545,7 @@ def test_the_workers_of_an_engine_are_planned_for_and_verified_one_by_one_and_or
         ("rollout-0", (b"program of rollout-0/0", b"program of rollout-0/1")),
         ("rollout-1", (b"program of rollout-1/0", b"program of rollout-1/1")),
     ]
-    first = orders_of(cluster, CommitVersion)[0]
+    first = commands_of(cluster, CommitVersion)[0]
     assert first.digests == {
         **{f"trainer-{rank}": f"trainer-{rank} at 0".encode() for rank in range(2)},
         **{f"rollout-{e}/{w}": f"rollout-{e} at 0 {w}".encode() for e, w in workers},
@@ -575,13 +575,13 @@ def test_an_engine_that_differs_is_quarantined_refitted_and_asked_again() -> Non
     since = len(cluster.commands)
     assert differ(cluster, "rollout-1", "q_proj differs")[0] == DiscardSamples(step=2, purpose="train", groups=(1, 3))
     cluster.run_until(Phase.TRAINING)
-    assert orders_to(cluster, "rollout-1", since)[-3:] == ["Refit", "ReportDigests", "DispatchPrompts"]
+    assert commands_to(cluster, "rollout-1", since)[-3:] == ["Refit", "ReportDigests", "DispatchPrompts"]
     record = [a for a in cluster.done if isinstance(a, RecordRefit)][-1]
     assert record.quarantined == {"rollout-1": "it does not hold version 1: q_proj differs"}
     assert record.engines == ("rollout-0", "rollout-1")
 
 
-def test_what_never_changes_goes_once_to_each_engine_and_again_to_one_that_is_torn_or_new() -> None:
+def test_what_never_changes_goes_once_to_each_engine_and_again_to_one_that_is_partial_or_new() -> None:
     cluster = Cluster(GRPO)
     frozen, both = {"trainer-0>rollout-0": 7, "trainer-0>rollout-1": 7}, ("rollout-0", "rollout-1")
 
@@ -597,18 +597,18 @@ def test_what_never_changes_goes_once_to_each_engine_and_again_to_one_that_is_to
     assert isinstance(planning, Dispatch)
     cluster.give(Replied(now=cluster.now, process="refit-0", reply=plan_with_frozen(planning)))
     cluster.run_until(Phase.TRAINING)
-    assert [(command.version, command.joining_engines) for command in orders_of(cluster, Refit)] == [(0, both)] * 2
+    assert [(command.version, command.joining_engines) for command in commands_of(cluster, Refit)] == [(0, both)] * 2
     cluster.run_until(Phase.GENERATING)
-    since = len(orders_of(cluster, Refit))
+    since = len(commands_of(cluster, Refit))
     differ(cluster, "rollout-1", "q_proj differs")
     cluster.run_until(Phase.TRAINING)
-    of_version = [(command.version, command.joining_engines) for command in orders_of(cluster, Refit)[2:]]
+    of_version = [(command.version, command.joining_engines) for command in commands_of(cluster, Refit)[2:]]
     assert of_version == [(1, ()), (1, ()), (1, ("rollout-1",))]
     assert since == 4
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.GENERATING)
-    assert {command.joining_engines for command in orders_of(cluster, Refit)[5:]} == {("rollout-0",)}
+    assert {command.joining_engines for command in commands_of(cluster, Refit)[5:]} == {("rollout-0",)}
 
 
 def test_engines_without_a_verified_version_are_named_to_senders_of_differences() -> None:
@@ -619,12 +619,12 @@ def test_engines_without_a_verified_version_are_named_to_senders_of_differences(
     differ(cluster, "rollout-1", "q_proj differs")
     cluster.run_until(Phase.TRAINING)
     both = ("rollout-0", "rollout-1")
-    told = [(command.version, command.whole) for command in orders_of(cluster, Refit)]
+    told = [(command.version, command.whole) for command in commands_of(cluster, Refit)]
     assert told == [(0, both), (0, both), (1, ()), (1, ()), (1, ("rollout-1",))]
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.GENERATING)
-    later = {(command.version, command.whole) for command in orders_of(cluster, Refit)[len(told) :]}
+    later = {(command.version, command.whole) for command in commands_of(cluster, Refit)[len(told) :]}
     assert later == {(2, ("rollout-0",))}, "the other one holds version 1"
 
 
@@ -664,7 +664,7 @@ def fail_refit(cluster: Cluster) -> list[Action]:
     return cluster.give(Erred(now=cluster.now, process=action.process, failed=failed))
 
 
-def test_a_torn_engine_is_refitted_once_more_before_the_run_fails() -> None:
+def test_an_invalidated_engine_is_refitted_once_more_before_the_run_fails() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.REFITTING)
@@ -687,15 +687,15 @@ def test_a_replaced_engine_is_connected_again_with_those_it_streams_with() -> No
     )
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    connects = orders_of(cluster, ConnectTransferGroup)
+    connects = commands_of(cluster, ConnectTransferGroup)
     assert [(c.epoch, c.rendezvous_host, c.rendezvous_port) for c in connects] == [(0, "127.0.0.1", 1234)] * 2
     since = len(cluster.commands)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.TRAINING)
-    assert [c.epoch for c in orders_of(cluster, ConnectTransferGroup)[2:]] == [1, 1]
-    assert orders_to(cluster, "trainer-0", since)[:2] == ["ConnectTransferGroup", "Refit"]
-    assert orders_to(cluster, "rollout-0", since) == []
+    assert [c.epoch for c in commands_of(cluster, ConnectTransferGroup)[2:]] == [1, 1]
+    assert commands_to(cluster, "trainer-0", since)[:2] == ["ConnectTransferGroup", "Refit"]
+    assert commands_to(cluster, "rollout-0", since) == []
 
 
 def with_mesh(*processes: str) -> Callable[[Reply], Reply]:
@@ -712,7 +712,7 @@ def with_mesh(*processes: str) -> Callable[[Reply], Reply]:
 
 
 def test_engines_that_pass_weights_on_are_refitted_together() -> None:
-    """One that is torn has nothing to pass on: they are connected once, and served by one order."""
+    """One that is invalidated has nothing to pass on: they are connected once, and served by one command."""
     cluster = Cluster(GRPO)
     cluster.adjust = with_mesh("trainer-0", "rollout-0", "rollout-1")
     cluster.join_all()
@@ -742,11 +742,11 @@ def test_a_mesh_is_not_connected_with_a_member_that_is_gone() -> None:
     since = len(cluster.commands)
     lose(cluster, "rollout-1")
     cluster.pending.sort(key=lambda action: action.process)
-    assert fail_refit(cluster) == [], "the one that is torn waits for the one that is gone"
+    assert fail_refit(cluster) == [], "the one that is invalidated waits for the one that is gone"
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.GENERATING)
-    assert orders_to(cluster, "rollout-0", since)[:2] == ["ConnectTransferGroup", "Refit"]
-    assert orders_to(cluster, "rollout-1", since)[:4] == [
+    assert commands_to(cluster, "rollout-0", since)[:2] == ["ConnectTransferGroup", "Refit"]
+    assert commands_to(cluster, "rollout-1", since)[:4] == [
         "BuildEngine",
         "InstallProgram",
         "ConnectTransferGroup",

@@ -305,11 +305,11 @@ def test_trouble_with_a_version_does_not_count_against_the_next() -> None:
         until(cluster, lambda v=version: v in {command.version for command in orders_to(cluster, "rollout-1", Refit)})  # type: ignore[misc]
         (refit,) = [a for a in cluster.pending if is_order(a, Refit) and a.process == "rollout-1"]
         cluster.pending.remove(refit)
-        failed = Failed(command_id=refit.command.command_id, phase="refitting", error="torn", expected=True)
+        failed = Failed(command_id=refit.command.command_id, phase="refitting", error="partial", expected=True)
         cluster.give(Erred(now=cluster.now, process="rollout-1", failed=failed))
     finishes(cluster)
     told = [a for a in cluster.done if isinstance(a, RecordRefit) and a.quarantined]
-    assert [(a.version, a.quarantined) for a in told] == [(v, {"rollout-1": "torn"}) for v in (1, 2, 3)]
+    assert [(a.version, a.quarantined) for a in told] == [(v, {"rollout-1": "partial"}) for v in (1, 2, 3)]
 
 
 def test_all_engines_may_be_lost_while_a_step_trains() -> None:

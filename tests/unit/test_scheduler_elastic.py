@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, lose, only_finish, orders_of, replace
+from cluster_harness import GRPO, Cluster, commands_of, lose, only_finish, replace
 
 from tandem.common.messages import Failed, PlannedTransferGroup, PlanTransfers, Reply, TransfersPlanned
 from tandem.coordinator.scheduler.engines.processes import Processes
@@ -55,7 +55,7 @@ def let_go(cluster: Cluster) -> list[LetGo]:
 
 
 def fail(cluster: Cluster, process: str, kind: str, error: str) -> list[Action]:
-    """Have a member fail at an order of a kind; what it was asked for is answered by nobody."""
+    """Have a member fail at a command of a kind; what it was asked for is answered by nobody."""
     (command,) = [
         a for a in cluster.pending if a.process == process and isinstance(a, Dispatch) and kind in str(a.command)
     ]
@@ -73,7 +73,7 @@ def test_an_engine_that_joins_is_planned_for_alone_and_generates_from_the_next_s
     of_newcomer = [kind for process, kind in commands if process == "rollout-2"]
     assert of_newcomer[:4] == ["BuildEngine", "InstallProgram", "Refit", "ReportDigests"]
     assert commands.count(("rollout-2", "InstallProgram")) == sum(kind == "InstallProgram" for _, kind in commands) == 1
-    assert orders_of(cluster, PlanTransfers)[-1].destinations.keys() == {"rollout-0", "rollout-1", "rollout-2"}
+    assert commands_of(cluster, PlanTransfers)[-1].destinations.keys() == {"rollout-0", "rollout-1", "rollout-2"}
     assert who_generate(cluster, 1) == {"rollout-0", "rollout-1"}
     assert who_generate(cluster, 3) == {"rollout-0", "rollout-1", "rollout-2"}
     assert cluster.commits() == [0, 1, 2, 3]

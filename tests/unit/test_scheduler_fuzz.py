@@ -1,7 +1,8 @@
-"""Whole runs against whom everything conspires: any order of answers, losses, torn and wrong weights, interrupts.
+"""Whole runs against whom everything conspires: any order of answers, losses, partial and wrong weights, interrupts.
 
-What processes do is modelled as far as the scheduler depends on it: they carry out orders one after the other, engines
-hold weights that may be wrong, requests go on with new ones or are given up, a digest is abandoned for the next one.
+What processes do is modelled as far as the scheduler depends on it: they carry out commands one after the other,
+engines hold weights that may be wrong, requests go on with new ones or are given up, a digest is abandoned for the next
+one.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True):
     loss: float = 0.0
     trainer_loss: float = 0.0
     service_loss: float = 0.0
-    torn: float = 0.0
+    partial: float = 0.0
     wrong: float = 0.0
     missing: float = 0.0
     tick: float = 0.0
@@ -129,7 +130,7 @@ class Harried(Cluster):
         self.troubles = troubles
         self.history: dict[str, list[Weights]] = {}
         """Of each engine process, oldest first."""
-        self.is_torn: set[str] = set()
+        self.is_partial: set[str] = set()
         self.absent: list[str] = []
         self.jobs: dict[int, Job] = {}
         self.made_with: dict[float, list[Weights]] = {}
@@ -161,7 +162,7 @@ class Harried(Cluster):
         assert tables.watch.phase is tables.phase, "the phase is noted when it changes"
         return actions
 
-    # --- orders ------------------------------------------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------------------------------
 
     def tell(self, event: object) -> None:
         """Give an event from outside to the scheduler; nobody waits for what no process owes then."""
@@ -208,7 +209,7 @@ class Harried(Cluster):
             processes = processes_in(transfer_group)
             for other in processes if receiver in processes and command.only else ():
                 if other.startswith("rollout") and other not in command.only:
-                    assert other not in self.is_torn
+                    assert other not in self.is_partial
                     assert self.history[other], f"{other} is gone"
                     assert self.history[other][-1].version == command.version, f"{other} passes on what is old"
 
@@ -218,7 +219,7 @@ class Harried(Cluster):
                 self.give_up(command_id)
         history, purpose = self.history[command.process], command.purpose
         if command.groups:
-            assert command.process not in self.is_torn
+            assert command.process not in self.is_partial
             age = command.step - 1 - history[-1].version
             if purpose == "validate":
                 assert age == -1, "validated are the step's own weights"
@@ -232,7 +233,7 @@ class Harried(Cluster):
         self.pending = [action for action in self.pending if self.id_of(action) != command_id]
 
     def forget_pending(self, action: Dispatch | DispatchBatch, kind: type[object]) -> None:
-        """An order takes the place of earlier ones of a kind, which are never answered."""
+        """A command takes the place of earlier ones of a kind, which are never answered."""
         self.pending = [
             each
             for each in self.pending
@@ -350,7 +351,7 @@ class Harried(Cluster):
         for processes in self.epochs.values():
             processes.discard(name)
         self.history[name] = []
-        self.is_torn.discard(name)
+        self.is_partial.discard(name)
 
     def begin_attempt(self) -> None:
         """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.attempts` does."""
@@ -364,7 +365,7 @@ class Harried(Cluster):
         self.num_terms, self.begun_at = self.num_terms + 1, len(self.done)
         self.before = [step for step in done if step < first]
         self.pending, self.jobs, self.epochs = [], {}, {}
-        self.history, self.is_torn, self.lacking, self.num_missing = {}, set(), {}, {}
+        self.history, self.is_partial, self.lacking, self.num_missing = {}, set(), {}, {}
         self.commands.clear()
         for name in self.present:
             self.give(Joined(now=self.now, process=name, kind="rollout"))
@@ -415,15 +416,15 @@ class Harried(Cluster):
         if command.only and process not in command.only:
             return reply
         history = self.history.setdefault(process, [])
-        is_newer = process not in self.is_torn and bool(history) and command.version > history[-1].version
-        is_torn = self.has_trouble(process, command.version, self.troubles.torn)
-        if is_torn or not (is_newer and self.plan.spec.updates_in_flight):
+        is_newer = process not in self.is_partial and bool(history) and command.version > history[-1].version
+        is_partial = self.has_trouble(process, command.version, self.troubles.partial)
+        if is_partial or not (is_newer and self.plan.spec.updates_in_flight):
             for command_id in [i for i, job in self.jobs.items() if job.command.process == process]:
                 self.give_up(command_id)
-        if is_torn:
-            self.is_torn.add(process)
-            return Failed(command_id=command.command_id, phase="refitting", error="torn", expected=True)
-        self.is_torn.discard(process)
+        if is_partial:
+            self.is_partial.add(process)
+            return Failed(command_id=command.command_id, phase="refitting", error="partial", expected=True)
+        self.is_partial.discard(process)
         is_wrong = self.has_trouble(process, command.version, self.troubles.wrong)
         history.append(Weights(command.version, is_wrong=is_wrong))
         return reply
@@ -533,7 +534,7 @@ def make(
         loss=draw.choice([0.0, 0.01, 0.05]),
         trainer_loss=draw.choice([0.0, 0.002, 0.01]) if loses_others else 0.0,
         service_loss=draw.choice([0.0, 0.01, 0.05]) if loses_others else 0.0,
-        torn=draw.choice([0.0, 0.3]),
+        partial=draw.choice([0.0, 0.3]),
         wrong=draw.choice([0.0, 0.3]),
         missing=draw.choice([0.0, 0.3]),
         tick=draw.choice([0.01, 0.1]),

@@ -29,14 +29,14 @@ SPEC = msgspec.structs.replace(
 
 
 def held(cluster: Cluster) -> list[DispatchRecord]:
-    """Take the orders to record out of those that are answered next."""
+    """Take the commands to record out of those that are answered next."""
     found = [action for action in cluster.pending if isinstance(action, DispatchRecord)]
     cluster.pending = [action for action in cluster.pending if action not in found]
     return found
 
 
 def until_recording(spec: RunSpec = SPEC) -> tuple[Cluster, list[DispatchRecord]]:
-    """Return a cluster whose first step has just trained, and the orders to record it."""
+    """Return a cluster whose first step has just trained, and the commands to record it."""
     cluster = Cluster(spec)
     cluster.join_all()
     while not (found := held(cluster)):

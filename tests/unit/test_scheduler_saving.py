@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, SFT, Cluster, answer, interrupt, kinds, only_finish, orders_of
+from cluster_harness import GRPO, SFT, Cluster, answer, commands_of, interrupt, kinds, only_finish
 
 from tandem.common.errors import DeadlineExceeded
 from tandem.common.messages import AwaitCheckpoint, Failed, SaveCheckpoint
@@ -32,7 +32,7 @@ def writing(shape: RunSpec) -> tuple[Cluster, list[Dispatch]]:
     """Return a cluster in its second step whose trainers still write step 1, and what they owe answers to."""
     cluster = Cluster(shape)
     cluster.join_all()
-    while not orders_of(cluster, AwaitCheckpoint):
+    while not commands_of(cluster, AwaitCheckpoint):
         cluster.answer_next()
     assert cluster.plan.step == 2
     return cluster, cluster.hold(AwaitCheckpoint)
@@ -66,7 +66,7 @@ def test_a_second_checkpoint_waits_for_the_first() -> None:
     cluster.run_until(Phase.SAVING)
     while cluster.pending:  # the digests of version 2
         cluster.answer_next()
-    assert [command.step for command in orders_of(cluster, SaveCheckpoint)] == [1, 1]
+    assert [command.step for command in commands_of(cluster, SaveCheckpoint)] == [1, 1]
     assert cluster.give(Ticked(now=cluster.now + 1)) == []
     publish, *copies = finish_writing(cluster, owed)
     assert publish == PublishCheckpoint(step=1)

@@ -1,4 +1,4 @@
-"""The timeline: spans of orders and phases, kept by step, and what of them the page shows."""
+"""The timeline: spans of commands and phases, kept by step, and what of them the page shows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_was_before_a_step_is_no_part_of_it(recorded: Timeline) -> None:
     recorded.close()
 
 
-def test_orders_that_nobody_waits_for_end_where_they_were_given_up(recorded: Timeline) -> None:
+def test_commands_that_nobody_waits_for_end_where_they_were_given_up(recorded: Timeline) -> None:
     recorded.sent("rollout-0", Refit(command_id=1, deadline_s=9.0, version=2), 10.0)
     recorded.sent("rollout-1", Refit(command_id=2, deadline_s=9.0, version=2), 10.0)
     recorded.give_up({2}.__contains__, 12.0)

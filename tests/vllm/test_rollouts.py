@@ -10,8 +10,8 @@ import pytest
 from async_rollouts_cases import (
     MODEL,
     test_a_version_is_taken_between_two_tokens,
-    test_nothing_goes_on_with_torn_weights,
-    test_orders_run_beside_each_other_until_one_says_otherwise,
+    test_commands_run_beside_each_other_until_one_says_otherwise,
+    test_nothing_goes_on_with_partial_weights,
     test_others_go_on_while_an_answer_is_awaited,
     test_otherwise_what_was_begun_is_given_up,
     test_requests_added_later_use_nothing_of_the_weights_before,
@@ -21,8 +21,8 @@ from rollout_harness import Rollout
 
 __all__ = [
     "test_a_version_is_taken_between_two_tokens",
-    "test_nothing_goes_on_with_torn_weights",
-    "test_orders_run_beside_each_other_until_one_says_otherwise",
+    "test_commands_run_beside_each_other_until_one_says_otherwise",
+    "test_nothing_goes_on_with_partial_weights",
     "test_others_go_on_while_an_answer_is_awaited",
     "test_otherwise_what_was_begun_is_given_up",
     "test_requests_added_later_use_nothing_of_the_weights_before",

@@ -58,10 +58,10 @@ HARMS: dict[str, Harm] = {
     "stale": keep_a_stale_tensor,
     "flip": flip_one_bit,
 }
-TORN, DIES, PAYLOAD = "torn", "dies", "payload"
+PARTIAL, DIES, PAYLOAD = "partial", "dies", "payload"
 """The transfer fails when half of it is there; the process is gone when its peers begin to transfer; a bit of a
 difference is flipped on its way."""
-TORN_BECAUSE = "the cable was bitten through"
+PARTIAL_BECAUSE = "the cable was bitten through"
 
 _real_apply = TransformersEngine.apply
 _real_transfer = Weights.apply
@@ -106,10 +106,10 @@ def _transfer(
         stream_harms.damage()
     before = {name: tensor.detach().clone() for name, tensor in weights.storages.items()}
     num_bytes = _real_transfer(weights, version, deadline_s, only, joining_engines)
-    if _take_harm(version, TORN):
+    if _take_harm(version, PARTIAL):
         for name in [*before][::2]:
             weights.storages[name].data.copy_(before[name])
-        raise RefitError(TORN_BECAUSE)
+        raise RefitError(PARTIAL_BECAUSE)
     return num_bytes
 
 

@@ -1,8 +1,8 @@
 """A process that will not hear that it is no member any more, and says what is not so: a script that tests start.
 
 ``KIND ARGUMENTS...``. Neither the coordinator's silence nor its `Shutdown` ends it. Once the working directory has the
-file ``lies``, it says hello again and again, and that it could not carry out any of the orders which the process in its
-place may have; whoever fetches samples from it gets other tokens than were made. It prints what it does.
+file ``lies``, it says hello again and again, and that it could not carry out any of the commands which the process in
+its place may have; whoever fetches samples from it gets other tokens than were made. It prints what it does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.samples.sample_store import SampleStore
 
 LIES = Path("lies")
 _EVERY_S = 0.2
-_NUM_ORDERS = 200
+_NUM_COMMANDS = 200
 _FOR_EVER_S = 1e6
 _TOLD = (1, 10, 20)
 
@@ -51,7 +51,7 @@ def _lie(link: Any) -> None:
         if not LIES.exists():
             continue
         link.send(wire.encode(hello))
-        for command_id in range(_NUM_ORDERS):
+        for command_id in range(_NUM_COMMANDS):
             failed = Failed(command_id=command_id, phase="lying", error="it is a lie", expected=True, traceback="")
             link.send(wire.encode(failed))
         num_lies += 1

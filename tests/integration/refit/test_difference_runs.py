@@ -17,7 +17,7 @@ from tests.harness.runs.running import Command, merged, process_of
 other_host = hosts_harness.other_host
 
 NUM_STEPS = 16
-FLIPPED, TORN, WRONG = 2, 3, 5
+FLIPPED, PARTIAL, WRONG = 2, 3, 5
 """Versions that come to harm: behind the transfer, half-way, and in what travels."""
 SETTINGS: dict[str, Any] = {
     # Of so little a change, most is lost when weights are rounded for the engine.
@@ -68,19 +68,19 @@ def test_a_run_with_differences_is_equal_to_the_bit(other_host: tuple[str, ...],
 
 def test_harm_is_caught_and_costs_a_whole_version(other_host: tuple[str, ...], streamed: Path) -> None:
     """An engine's weights are damaged behind a transfer, left partial, and damaged by a bit that flips on its way."""
-    damages = [f"{FLIPPED}:flip,{TORN}:torn,{WRONG}:payload"]
+    damages = [f"{FLIPPED}:flip,{PARTIAL}:partial,{WRONG}:payload"]
     with on_two_hosts(DIFFERENCES, other_host, damages=damages) as (run, engines, _):
         assert run.wait() == 0, run.output()
         assert [engine.wait() for engine in engines] == [0]
     assert_same_results("run", streamed)
     refits = {refit.version: refit for refit in refits_of()}
-    assert {version for version, refit in refits.items() if refit.quarantined} == {FLIPPED, TORN, WRONG}
-    assert refits[TORN].quarantined == {"rollout-0": damaged_rollout.TORN_BECAUSE}
+    assert {version for version, refit in refits.items() if refit.quarantined} == {FLIPPED, PARTIAL, WRONG}
+    assert refits[PARTIAL].quarantined == {"rollout-0": damaged_rollout.PARTIAL_BECAUSE}
     for version in (FLIPPED, WRONG):
         assert re.match(rf"it does not hold version {version}: ", refits[version].quarantined["rollout-0"])
     for version, refit in refits.items():
         is_whole = sum(refit.num_bytes.values()) == whole(streamed)
-        assert is_whole == (version in (0, FLIPPED, TORN, WRONG)), f"version {version}: {refit.num_bytes}"
+        assert is_whole == (version in (0, FLIPPED, PARTIAL, WRONG)), f"version {version}: {refit.num_bytes}"
     assert [refits[v].digest for v in sorted(refits)] == [refit.digest for refit in refits_of(streamed)]
 
 

@@ -245,7 +245,7 @@ def test_a_trainer_that_is_replaced_in_the_middle_sends_a_whole_version(rendezvo
         scene.tell(2)
         with pytest.raises(RefitError, match=r"rollout-0 failed while receiving \w+ from trainer-0"):
             scene.own.bound.run(20.0)
-        assert not torch.equal(before, scene.own.storages["everything"]), "it was torn"
+        assert not torch.equal(before, scene.own.storages["everything"]), "it is partial"
     with remotes(tmp_path, ["trainer-0"]) as scene.others:
         scene.connect(rendezvous.port, epoch=1)
         assert scene.run(2) == {"rollout-0": whole}

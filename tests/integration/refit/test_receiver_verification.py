@@ -23,7 +23,7 @@ HARMED = {
     4: ("stale", {OUT}),
     5: ("flip", {EMBEDDING}),
 }
-TORN_VERSION = 6
+PARTIAL_VERSION = 6
 CONFIG: dict[str, Any] = {
     # As many heads of keys as of queries: their projections have the same shape, and could change places.
     "policy": {"new_model": {"config": {"num_key_value_heads": 2}}},
@@ -57,7 +57,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     damages = ",".join(f"{version}:{harm}" for version, (harm, _) in HARMED.items())
     with in_folder(folder):
         over = {"cluster": {"rollouts": 2, "launch": {"trainers": 1, "rollouts": 1, "refit": True}}}
-        with run_with(f"{damages},{TORN_VERSION}:torn", over) as run:
+        with run_with(f"{damages},{PARTIAL_VERSION}:partial", over) as run:
             assert run.wait() == 0, run.output()
     return folder / "run"
 
@@ -72,10 +72,10 @@ def test_harm_is_caught_and_named(version: int, disturbed: Path) -> None:
     assert set(told[1].split(", ")) == HARMED[version][1]
 
 
-def test_a_torn_transfer_is_repeated(disturbed: Path) -> None:
-    (record,) = [record for record in refits_of(disturbed) if record.version == TORN_VERSION]
+def test_a_partial_transfer_is_repeated(disturbed: Path) -> None:
+    (record,) = [record for record in refits_of(disturbed) if record.version == PARTIAL_VERSION]
     assert record.engines == ("rollout-0", "rollout-1")
-    assert record.quarantined == {"rollout-1": damaged_rollout.TORN_BECAUSE}
+    assert record.quarantined == {"rollout-1": damaged_rollout.PARTIAL_BECAUSE}
 
 
 def test_harm_has_no_effect(disturbed: Path, undisturbed: Path) -> None:
@@ -87,7 +87,7 @@ def test_harm_has_no_effect(disturbed: Path, undisturbed: Path) -> None:
 def test_quarantines_are_listed(disturbed: Path) -> None:
     listed = coordinator("refits", disturbed)
     assert listed.returncode == 0, listed.stderr
-    for version in (*HARMED, TORN_VERSION):
+    for version in (*HARMED, PARTIAL_VERSION):
         assert f"version {version}: rollout-1 was quarantined and refitted: " in listed.stdout
 
 
@@ -95,9 +95,9 @@ def test_quarantines_are_listed(disturbed: Path) -> None:
     ("damages", "line"),
     [
         ("*:flip", f"rollout-0 failed while verifying a weight version: it does not hold version 0: {EMBEDDING}"),
-        ("*:torn", f"rollout-0 failed while refitting to version 0: {damaged_rollout.TORN_BECAUSE}"),
+        ("*:partial", f"rollout-0 failed while refitting to version 0: {damaged_rollout.PARTIAL_BECAUSE}"),
     ],
-    ids=["damaged", "torn"],
+    ids=["damaged", "partial"],
 )
 def test_harm_that_comes_back_ends_the_run_with_one_line(damages: str, line: str) -> None:
     with run_with(damages, BY_HAND) as run:

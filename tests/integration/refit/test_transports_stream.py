@@ -126,7 +126,7 @@ def test_a_trainer_that_is_killed_on_the_way_is_named_within_seconds(rendezvous:
             scene.own.bound.run(30.0)
         assert awake.seconds() < 5
         watcher.join()
-        assert received[-1] == 0xA5, "it was torn"
+        assert received[-1] == 0xA5, "it is partial"
         with pytest.raises(RefitError, match="was closed before: rollout-0 failed while receiving"):
             scene.own.bound.run(1.0)
         scene.own.close()

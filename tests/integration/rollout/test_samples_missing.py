@@ -60,7 +60,7 @@ class Context:
 
 
 def serve_trainer(end: Connection, config: Config, index: int, own: KeyPair) -> None:
-    """Carry out orders until there are no more; answer each with what was said, and what the weights are then."""
+    """Carry out commands until there are no more; answer each with what was said, and what the weights are then."""
     context = Context(config, index, own)
     service = TrainerService(context)  # type: ignore[arg-type]
     while (command := end.recv()) is not None:
@@ -154,7 +154,7 @@ def processes(config: Config) -> Iterator[Processes]:
 
 
 def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> Batch:
-    """Return the batch's table, where each rank's sequences are all of one source, made for one order."""
+    """Return the batch's table, where each rank's sequences are all of one source, made for one command."""
     table = Assignment.of(config, shares_prompts=True).assign(given_table(BATCH))
     return table.replace(
         source_S=np.array([sources[rank] for rank in table.rank_S.tolist()], dtype=np.int32),

@@ -24,7 +24,7 @@ namespaces = hosts_harness.hosts
 other_host = hosts_harness.other_host
 
 TWO_OF_EACH: dict[str, Any] = {"cluster": {"trainers": 2, "rollouts": 2}}
-TORN_VERSION = 2
+PARTIAL_VERSION = 2
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,10 @@ def test_one_trainer_streams_to_one_engine(other_host: tuple[str, ...], one_host
 def two_hosts(other_host: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of two trainers here and two engines there, which both lose half of a version once."""
     folder = tmp_path_factory.mktemp("two_hosts")
-    with in_folder(folder), on_two_hosts(TWO_OF_EACH, other_host, damages=[f"{TORN_VERSION}:torn"] * 2) as started:
+    with (
+        in_folder(folder),
+        on_two_hosts(TWO_OF_EACH, other_host, damages=[f"{PARTIAL_VERSION}:partial"] * 2) as started,
+    ):
         run, engines, _ = started
         assert run.wait() == 0, run.output()
         assert [engine.wait() for engine in engines] == [0, 0]
@@ -84,11 +87,11 @@ def test_engines_on_one_host_share_what_comes_from_another(two_hosts: Path) -> N
     assert all(f"{link}  " in listed.stdout for link in refits_of(two_hosts)[0].num_bytes)
 
 
-def test_engines_that_are_torn_together_are_refitted_together(two_hosts: Path) -> None:
+def test_engines_that_are_invalidated_together_are_refitted_together(two_hosts: Path) -> None:
     """Neither passes on what it holds before it holds a whole version again."""
-    torn = {refit.version: refit.quarantined for refit in refits_of(two_hosts) if refit.quarantined}
-    why = damaged_rollout.TORN_BECAUSE
-    assert torn == {TORN_VERSION: {"rollout-0": why, "rollout-1": why}}
+    repeated = {refit.version: refit.quarantined for refit in refits_of(two_hosts) if refit.quarantined}
+    why = damaged_rollout.PARTIAL_BECAUSE
+    assert repeated == {PARTIAL_VERSION: {"rollout-0": why, "rollout-1": why}}
 
 
 def test_engines_that_are_killed_are_replaced_over_new_connections(

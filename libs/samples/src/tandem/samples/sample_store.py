@@ -38,7 +38,7 @@ class SampleStore:
         self._run_id = run_id
         self._max_tokens = max_tokens
         self._samples: dict[int, dict[tuple[int, int], Batch]] = {}
-        """By the order to generate, then by group and place in it."""
+        """By the command to generate, then by group and place in it."""
         self._num_tokens = 0
         self._lock = threading.Lock()
         self._await_record: Callable[[], object] = lambda: None
@@ -63,7 +63,7 @@ class SampleStore:
         self._answer_images = answer
 
     def put(self, key: SampleKey, arrays: Batch) -> None:
-        """Keep one sample; one that is here already, because its order was repeated, stays.
+        """Keep one sample; one that is here already, because its command was repeated, stays.
 
         Raises `SamplesError` if there is no room for it.
         """

@@ -45,7 +45,7 @@ from tandem.samples.assignment import scoring_trainers
 from tandem.samples.folders_aside import RestoreLimits
 from tandem.samples.sample_files import SampleFolder
 
-_ORDERS_OF_A_COORDINATOR = 1 << 32
+_COMMANDS_OF_A_COORDINATOR = 1 << 32
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +147,7 @@ def assemble(
 
 def first_command_id(opened: Opened) -> int:
     """Return an id above that of every request of earlier coordinators: none is used twice in a run."""
-    return 1 + (opened.journal.num_begun - 1) * _ORDERS_OF_A_COORDINATOR
+    return 1 + (opened.journal.num_begun - 1) * _COMMANDS_OF_A_COORDINATOR
 
 
 def _registry(config: Config, opened: Opened, heartbeat: HeartbeatSettings, known: KnownProcesses) -> Registry:

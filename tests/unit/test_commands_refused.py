@@ -1,4 +1,4 @@
-"""What services are ordered is checked, too: an order that cannot be is refused in one line, before it is begun."""
+"""Commands are checked, too: one that cannot be is refused in one line, before it is begun."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Context:
         yield
 
     def reply(self, command_id: int, message: Message) -> None:
-        raise AssertionError("what was ordered cannot be")
+        raise AssertionError("what was asked cannot be")
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ GENERATE = Generate(
     ("field", "value"),
     [("temperature", NAN), ("temperature", -1.0), ("top_p", 0.0), ("top_k", -1), ("max_new_tokens", 0)],
 )
-def test_sampling_that_cannot_be_is_refused_by_the_name_of_the_order(field: str, value: float) -> None:
+def test_sampling_that_cannot_be_is_refused_by_the_name_of_the_command(field: str, value: float) -> None:
     plain = msgspec.msgpack.decode(encode(GENERATE)[0])
     plain["sampling"][field] = value
     with pytest.raises(WireError, match=rf"^Generate.sampling.{field}: Expected `(float|int)` ") as caught:
