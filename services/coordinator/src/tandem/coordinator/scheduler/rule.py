@@ -54,6 +54,7 @@ Tables = TypeVar("Tables", bound=HasMode)
 class Rule(msgspec.Struct, Generic[Tables], frozen=True, kw_only=True):
     """One rule, and the tables that it reads."""
 
+    name: str
     fire: Callable[[Tables], list[Action] | None]
     """Returns None if the rule does not fire, else its actions. These may be none if it has changed the tables."""
     opens_with: tuple[Table, ...]
@@ -62,8 +63,3 @@ class Rule(msgspec.Struct, Generic[Tables], frozen=True, kw_only=True):
     """Whether the rule has anything to do. It is not asked while it has not."""
     reads: tuple[Table, ...] = ()
     """The other tables that `fire` reads before it returns None."""
-
-    @property
-    def name(self) -> str:
-        """The name of the rule, for people."""
-        return str(getattr(self.fire, "__name__", "")).replace("_", " ")

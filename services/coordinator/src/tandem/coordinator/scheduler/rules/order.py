@@ -32,7 +32,6 @@ An algorithm over a data set has no engines, so the rules about engines do not f
 from __future__ import annotations
 
 from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.rule import Mode, Rule, Table
 from tandem.coordinator.scheduler.rules.checkpoints import publish_checkpoint, save
 from tandem.coordinator.scheduler.rules.ending import finish
@@ -50,64 +49,69 @@ _WEIGHTS = (Table.WEIGHTS, Table.ENGINES, Table.REQUESTS)
 """The tables that show how far a version is on its way, and whether the step waits for it."""
 
 
-def record(tables: Tables) -> list[Action] | None:
-    """Write the samples of finished steps to the rollout log."""
-    return tables.recording.run_rule() or None
-
-
 SET_UP = Rule(
+    name="set up",
     fire=set_up,
     opens_with=(),
     is_open=lambda tables: True,
     reads=(Table.PROCESSES, Table.REQUESTS),
 )
 LET_GO = Rule(
+    name="let go",
     fire=let_go,
     opens_with=(Table.LEAVING,),
     is_open=lambda tables: bool(tables.engines.draining),
     reads=(Table.ENGINES, Table.GROUPS, Table.READY, Table.WAITING, Table.STEPS, Table.RECORDING, Table.REQUESTS),
 )
 WELCOME = Rule(
+    name="welcome",
     fire=welcome,
     opens_with=(Table.JOINING,),
     is_open=lambda tables: bool(tables.joining.stages or tables.joining.entered),
     reads=(Table.ENGINES, Table.STEPS, Table.WEIGHTS, Table.WAITING, Table.REQUESTS),
 )
 BUILD = Rule(
+    name="build",
     fire=build,
     opens_with=(Table.ENGINES,),
     is_open=lambda tables: tables.engines.num_having(Status.JOINED) > 0,
     reads=(Table.REQUESTS,),
 )
 PUBLISH = Rule(
+    name="publish",
     fire=publish,
     opens_with=(Table.WEIGHTS, Table.ENGINES),
     is_open=lambda tables: not tables.weights.is_done,
     reads=(Table.GROUPS, Table.REQUESTS),
 )
 DISCARD = Rule(
+    name="discard",
     fire=discard,
     opens_with=(Table.INVALIDATED,),
     is_open=lambda tables: bool(tables.engines.invalidated),
 )
-RECORD = Rule(
-    fire=record,
+RECORD: Rule[Tables] = Rule(
+    name="record",
+    fire=lambda tables: tables.recording.run_rule(),
     opens_with=(Table.RECORDING,),
     is_open=lambda tables: bool(tables.recording.waiting),
 )
 START = Rule(
+    name="start",
     fire=start,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: not tables.steps.has_started,
     reads=_WEIGHTS,
 )
 OFFER = Rule(
+    name="offer",
     fire=offer,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: tables.progress.state is StepState.TRAINING,
     reads=_WEIGHTS,
 )
 VALIDATE = Rule(
+    name="validate",
     fire=validate,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: (
@@ -116,29 +120,34 @@ VALIDATE = Rule(
     reads=(*_WEIGHTS, Table.READY),
 )
 PUBLISH_CHECKPOINT = Rule(
+    name="publish checkpoint",
     fire=publish_checkpoint,
     opens_with=(Table.SAVING,),
     is_open=lambda tables: tables.saving.whole is not None,
     reads=(Table.RECORDING,),
 )
 SAVE = Rule(
+    name="save",
     fire=save,
     opens_with=(Table.STEPS, Table.SAVING),
     is_open=lambda tables: tables.saving.copied is not None or (tables.must_save and not tables.saving.is_out),
     reads=(*_WEIGHTS, Table.JOINING),
 )
 COMMIT = Rule(
+    name="commit",
     fire=commit,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: StepState.TRAINED <= tables.progress.state < StepState.COMMITTED,
     reads=(*_WEIGHTS, Table.SAVING),
 )
 ADVANCE = Rule(
+    name="advance",
     fire=advance,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: tables.progress.state is StepState.COMMITTED,
 )
 DRAW = Rule(
+    name="draw",
     fire=draw,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: (
@@ -150,12 +159,14 @@ DRAW = Rule(
     reads=(Table.READY, Table.ENGINES),
 )
 ASSIGN = Rule(
+    name="assign",
     fire=assign,
     opens_with=(Table.WAITING,),
     is_open=lambda tables: tables.assignment.is_waiting or bool(tables.full),
     reads=(Table.ENGINES, Table.WEIGHTS, Table.STORED),
 )
 TRAIN = Rule(
+    name="train",
     fire=train,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: (
@@ -164,6 +175,7 @@ TRAIN = Rule(
     reads=(Table.READY, Table.ENGINES, Table.WEIGHTS, Table.JOINING),
 )
 FINISH = Rule(
+    name="finish",
     fire=finish,
     opens_with=(Table.STEPS,),
     is_open=lambda tables: (

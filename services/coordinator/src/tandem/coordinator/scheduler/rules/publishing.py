@@ -11,7 +11,6 @@ from tandem.common.messages import (
     Refit,
     Refitted,
     Reply,
-    ReportDigests,
     TransfersPlanned,
     VersionCommitted,
     WeightsCopied,
@@ -118,20 +117,8 @@ def _begin_verifying(tables: Tables) -> list[Action]:
     weights.state = VersionState.ARRIVED
     weights.record.note("transfer", tables.requests.now)
     holders = [name for name in engines.having(Status.HOLDING) if engines[name].version == weights.version]
-    return _take_digests(tables, holders if tables.spec.keeps_copy else [*weights.trainers, *holders])
-
-
-def _take_digests(tables: Tables, processes: list[str]) -> list[Action]:
-    """Take digests of the version on these processes, unless the run does not verify."""
-    if not tables.spec.is_verified:
-        return []
-    weights = tables.weights
-    weights.verification.wait_for(processes)
-    actions: list[Action] = []
-    for process in processes:
-        fields = tables.requests.open(process, Phase.VERIFYING, weights.remaining_s())
-        actions.append(Dispatch(process=process, command=ReportDigests(version=weights.version, **fields)))
-    return actions
+    processes = holders if tables.spec.keeps_copy else [*weights.trainers, *holders]
+    return weights.verification.request_digests(processes, weights.version, weights.remaining_s())
 
 
 def _compare(tables: Tables) -> list[Action]:
@@ -197,7 +184,10 @@ def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
         return recovery.go_on(tables, engine)
     tables.engines.move(engine, Status.HOLDING)
     engine.has_frozen = True
-    return _take_digests(tables, [engine.name]) if tables.weights.state in HAS_ARRIVED else []
+    weights = tables.weights
+    if weights.state not in HAS_ARRIVED:
+        return []
+    return weights.verification.request_digests([engine.name], weights.version, weights.remaining_s())
 
 
 def _take_committed(tables: Tables, reply: VersionCommitted) -> None:

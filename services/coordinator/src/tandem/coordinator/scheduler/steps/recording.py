@@ -70,8 +70,8 @@ class Recording:
             self._changed()
         return self._is_on and bool(rollouts)
 
-    def run_rule(self) -> list[Action]:
-        """Ask rollouts to write the parts that wait, as far as there is a rollout to ask."""
+    def run_rule(self) -> list[Action] | None:
+        """Ask rollouts to write the parts that wait; None if none waits, or there is no rollout to ask."""
         actions: list[Action] = []
         for part in [*self.waiting] if self._able else []:
             process = part.rollout if part.rollout in self._able else next(iter(self._able))
@@ -81,7 +81,7 @@ class Recording:
             of_part = msgspec.structs.asdict(part)
             actions.append(DispatchRecord(process=process, **of_part, **fields))
             self._changed()
-        return actions
+        return actions or None
 
     def take_built(self, rollout: str) -> None:
         """Note that a rollout can be asked."""

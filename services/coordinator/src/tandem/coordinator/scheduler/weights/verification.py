@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.errors import CommandFailed
-from tandem.common.messages import CommitVersion, Refitted, TransfersPlanned
+from tandem.common.messages import CommitVersion, Refitted, ReportDigests, TransfersPlanned
 from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.engines.table import Engines, Status
@@ -75,10 +75,17 @@ class Verification:
         self._digests = {}
         self._changed()
 
-    def wait_for(self, processes: Sequence[str]) -> None:
-        """Note that these processes take digests of what they hold."""
+    def request_digests(self, processes: Sequence[str], version: int, allowed_s: float) -> list[Action]:
+        """Take digests of the version on these processes, unless the run does not verify."""
+        if not self._is_verified:
+            return []
         self.awaited.update(processes)
         self._changed()
+        actions: list[Action] = []
+        for process in processes:
+            fields = self._requests.open(process, Phase.VERIFYING, allowed_s)
+            actions.append(Dispatch(process=process, command=ReportDigests(version=version, **fields)))
+        return actions
 
     def take_digests(self, process: str, digests: tuple[bytes, ...]) -> None:
         """Note the digests of the weights that a process holds, or that a trainer has copied."""
