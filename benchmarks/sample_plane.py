@@ -223,7 +223,7 @@ class Cluster:
         self.bytes_sent = self.bytes_received = 0
         joined = 0
         while joined < num_ranks + num_engines:
-            joined += sum(isinstance(event, Joined) for event, _ in self.registry.receive(1.0))
+            joined += sum(isinstance(event, Joined) for event in self.registry.receive(1.0))
         self.built = [self.ask(rank, BuildTrainer(**self.command(), **MEETING)) for rank in self.ranks]
         self.built += [self.ask(engine, BuildEngine(**self.command())) for engine in self.engines]
         for engine in self.engines:
@@ -261,7 +261,7 @@ class Cluster:
         deadline = time.monotonic() + DEADLINE_S
         while count:
             assert time.monotonic() < deadline
-            for event, _ in self.registry.receive(1.0):
+            for event in self.registry.receive(1.0):
                 assert isinstance(event, Replied), event
                 count -= not isinstance(event.reply, SamplesFinished)
                 yield event

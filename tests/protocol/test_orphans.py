@@ -69,7 +69,7 @@ class Coordinator:
             if self._heard:  # several may come at once
                 found.append(self._heard.popleft())
             else:
-                self._heard.extend(event for event, _ in self.registry.receive(0.05))
+                self._heard.extend(self.registry.receive(0.05))
         return found
 
     def joined(self, *names: str) -> None:

@@ -51,13 +51,13 @@ def test_a_coordinator_that_was_stopped_loses_nobody_for_it_and_then_who_is_sile
         until = time.monotonic() + WAIT_S
         found = []
         while not found and time.monotonic() < until:
-            found = [event for event, _ in registry.receive(0.1)]
+            found = [*registry.receive(0.1)]
         assert [type(event) for event in found] == [Joined]
         time.sleep(STALL_S)
         assert [*registry.receive(0.0)] == []
         lost = []
         while not lost and time.monotonic() < until:
-            lost = [event for event, _ in registry.receive(0.1)]
+            lost = [*registry.receive(0.1)]
         assert [type(event) for event in lost] == [Lost]
     finally:
         socket.close()

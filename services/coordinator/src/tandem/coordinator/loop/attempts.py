@@ -252,7 +252,7 @@ class Attempts:
         """Wait until one of these processes falls silent; return it with the reason, or nothing after `patience_s`."""
         patient_until = time.monotonic() + self._registry.patience_s
         while time.monotonic() < patient_until and not self._lasting.interrupts.are_there:
-            for event, _ in self._registry.receive(_POLL_S):
+            for event in self._registry.receive(_POLL_S):
                 if isinstance(event, Lost) and event.process in others:
                     return {event.process: event.why}
         return {}

@@ -171,7 +171,7 @@ class Loop:
         """Wait for events, `poll_s` at most, and end with a tick."""
         errors: dict[str, Erred] = {}
         leaving: list[Draining] = []
-        for event, _ in self._registry.receive(self.poll_s):  # replies have no arrays
+        for event in self._registry.receive(self.poll_s):
             if isinstance(event, Erred):
                 errors[event.process] = event
             elif isinstance(event, Draining):

@@ -118,33 +118,38 @@ class Registry:
         self.names.wait_until(now + self.patience_s)
         return [joined(process, now) for process in self.processes.values()]
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[Event, wire.Arrays]]:
-        """Wait up to `timeout_s` for messages; yield the events with their arrays."""
+    def receive(self, timeout_s: float) -> Iterator[Event]:
+        """Wait up to `timeout_s` for messages, and yield their events.
+
+        Then send heartbeats if they are due, and report processes that have been silent for too long.
+        """
         for peer, frames in self._hub.receive(timeout_s):
             now = time.monotonic()
             process = self._by_peer.get(peer)
             if process is None:
                 process = self._admission.admit(peer, frames, self.processes)
                 if process is not None:
-                    yield self._enter(process), {}
+                    yield self._enter(process)
                 continue
             process.last_seen = now
             try:
-                received = _CODECS[process.hello.service].decode(frames)
-                event = self._to_event(process, received, now)
+                event = self._to_event(process, _CODECS[process.hello.service].decode(frames), now)
             except WireError as error:
                 why = f"it broke the protocol: {error}"
                 self._hub.send(peer, wire.encode(Shutdown(reason=why[:MAX_TEXT])))
-                yield Lost(now=now, process=process.name, why=why), {}
+                yield Lost(now=now, process=process.name, why=why)
                 continue
             if event is not None:
-                yield event, received.arrays
+                yield event
         now = time.monotonic()
         stall_s = self._stalls.until(now, timeout_s + self._heartbeat.interval_s)
         for process in self.processes.values():
             process.last_seen = min(now, process.last_seen + stall_s)
-        for event in self._watch(now):
-            yield event, {}
+        self.beat()
+        for process in list(self.processes.values()):  # the caller may remove the process meanwhile
+            silent_s = now - process.last_seen
+            if silent_s > self._heartbeat.timeout_s:
+                yield Lost(now=now, process=process.name, why=f"no heartbeat for {silent_s:.0f} s ({process.phase})")
 
     def waker(self) -> Callable[[], None]:
         """Return what ends a wait of `receive`, from any thread."""
@@ -202,14 +207,6 @@ class Registry:
         self._keys.note(process)
         self._keys.are_told = False
         return joined(process, process.last_seen)
-
-    def _watch(self, now: float) -> Iterator[Event]:
-        """Send heartbeats when due; report processes that have been silent for too long."""
-        self.beat()
-        for process in list(self.processes.values()):  # the caller may remove the process meanwhile
-            silent_s = now - process.last_seen
-            if silent_s > self._heartbeat.timeout_s:
-                yield Lost(now=now, process=process.name, why=f"no heartbeat for {silent_s:.0f} s ({process.phase})")
 
 
 def joined(process: RegisteredProcess, now: float) -> Joined:
