@@ -196,7 +196,7 @@ class RunningAlgorithm:
         self._prompts = prompts
 
     def batch(self, step: int, purpose: Any, records: Sequence[SampleRecord]) -> Any:
-        return training_batch(self._config, records, self._prompts)
+        return training_batch(self._config, step, records, self._prompts)
 
 
 class Cluster:

@@ -137,7 +137,7 @@ def test_whatever_environments_return_becomes_a_finite_batch(fuzz: settings) -> 
             assert isinstance(outcome, Score)
             records.append(SampleRecord(scored(place, outcome), "rollout-0", 1))
         try:
-            batch, metrics = training_batch(config, records, {group: group for group in range(GROUPS)})
+            batch, metrics = training_batch(config, 1, records, {group: group for group in range(GROUPS)})
         except RewardError:
             return
         batch.check_table(num_ranks=1, may_mask_all=True)

@@ -145,7 +145,7 @@ def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
         SampleRecord(msgspec.structs.replace(row.scored, reward=reward), row.rollout, row.command_id)
         for row, reward in zip(rows, rewards, strict=True)
     ]
-    batch, metrics = training_batch(config, records, {0: "a", 1: "b"})
+    batch, metrics = training_batch(config, 1, records, {0: "a", 1: "b"})
     assert metrics["groups_set_aside/rewards"] == 1
     assert batch.num_valid_S.astype(bool).tolist() == [False] * 3 + [True] * 3
     assert batch.advantages_S.tolist()[:3] == [0.0] * 3
@@ -173,7 +173,7 @@ def share_of(logprobs: list[float], lengths: list[int]) -> Batch:
 def test_the_groups_of_absurd_log_probabilities_are_set_aside() -> None:
     rows = samples_of_step(1)
     records = [SampleRecord(row.scored, row.rollout, row.command_id) for row in rows]
-    table = training_batch(make_config(), records, {0: "a", 1: "b"})[0]
+    table = training_batch(make_config(), 1, records, {0: "a", 1: "b"})[0]
     logprobs = [-1.0] * int(table.lengths_S.sum())
     logprobs[5] = -100.0
     share = share_of(logprobs, table.lengths_S.tolist())

@@ -115,7 +115,7 @@ def records_of(rewards: list[list[float]] = REWARDS) -> list[SampleRecord]:
 
 
 def batch_with(config: Config, records: list[SampleRecord]) -> tuple[Batch, dict[str, float]]:
-    batch, metrics = training_batch(config, records, {0: "a prompt", 1: "another"})
+    batch, metrics = training_batch(config, 1, records, {0: "a prompt", 1: "another"})
     return batch, metrics
 
 

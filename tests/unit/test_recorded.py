@@ -21,7 +21,7 @@ from tandem.config import Config
 from tandem.config.schema import Replay
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
-from tandem.coordinator.algorithms.step_batch import batch_of_step
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import recorded_shards
 from tandem.samples.model_files import load_tokenizer
@@ -70,7 +70,7 @@ def test_a_batch_is_that_of_the_run_but_for_where_its_tokens_are(run: Run, algor
     for step in range(1, 5):
         samples = samples_of_step(step)
         prompts = {sample.scored.group: tuple(sample.arrays.token_ids_T[:2].tolist()) for sample in samples}
-        theirs, metrics = batch_of_step(run.config, step, records_of(samples), prompts)
+        theirs, metrics = training_batch(run.config, step, records_of(samples), prompts)
         ours, ours_metrics = algorithm.batch(step, "train")
         assert ours_metrics == metrics
         assert theirs.sources == ("rollout-0", "rollout-1")

@@ -40,7 +40,7 @@ def assert_recorded(run: str | Path, config: Path) -> dict[int, list[RecordedSam
         rows = record[step.step]
         known = [SampleRecord(row.scored, row.rollout, row.command_id) for row in rows]
         prompts = {row.scored.group: row.prompt for row in rows}
-        batch, metrics = training_batch(loaded, known, prompts)
+        batch, metrics = training_batch(loaded, step.step, known, prompts)
         assert {name: step.metrics[name] for name in metrics} == metrics, step.step
         columns = (batch.command_S, batch.group_S, batch.sample_S)
         places = zip(*(column.tolist() for column in columns), strict=True)

@@ -100,10 +100,10 @@ class DataSetAlgorithm(WithoutGeneration):
     ) -> tuple[Batch, dict[str, float]]:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":
-            batch = batch_of([sequences for part in self._validation.values() for sequences in part])
+            batch = batch_of_conversations([sequences for part in self._validation.values() for sequences in part])
         else:
             size = self._config.policy.train_global_batch_size
-            batch = batch_of(self._train.draw((step - 1) * size, size))
+            batch = batch_of_conversations(self._train.draw((step - 1) * size, size))
         return batch.replace(**given_table(batch).columns), {}
 
     def _encode(self, conversation: Conversation) -> Sequences | None:
@@ -156,7 +156,7 @@ def last_turn(loss_mask: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(begin <= place < end for place in range(len(loss_mask)))
 
 
-def batch_of(conversations: Sequence[Sequences]) -> Batch:
+def batch_of_conversations(conversations: Sequence[Sequences]) -> Batch:
     """Lay the sequences of conversations end to end, those of one conversation side by side."""
     sequences = [sequence for conversation in conversations for sequence in conversation]
     token_ids_T = np.concatenate([np.array(each.token_ids, dtype=np.int32) for each in sequences])

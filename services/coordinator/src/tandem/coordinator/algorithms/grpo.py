@@ -1,4 +1,4 @@
-"""The data of GRPO and PPO: prompt groups out, advantages in, or rewards for PPO.
+"""The data of GRPO, PPO and distillation: prompt groups out, and batches of their samples in.
 
 A step's samples become its batch in `step_batch`. The formulas are in `rewards` and `advantages`, the loss is in
 `tandem.trainer.losses.policy_gradient`.
@@ -13,7 +13,7 @@ from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingP
 from tandem.config import Config
 from tandem.coordinator.algorithms import teachers
 from tandem.coordinator.algorithms.extra_metrics import metrics_by_origin
-from tandem.coordinator.algorithms.step_batch import batch_of_step
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.algorithms.validation import described, validation_metrics
 from tandem.coordinator.algorithms.words import bad_token_ids
 from tandem.coordinator.scheduler.events import SampleRecord
@@ -42,7 +42,7 @@ class _Drawn(NamedTuple):
 
 
 class GrpoAlgorithm:
-    """GRPO and PPO, as the loop uses them (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
+    """GRPO, PPO and distillation, as the loop uses them (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
     A problem with too long a prompt is left out if it was read from a file or a hub. If it was generated, all others
     would be too long as well, and that is an error. Held-out problems are tokenised at once, the others when they are
@@ -159,7 +159,7 @@ class GrpoAlgorithm:
         # Groups of this step may be asked for again, if samples have been lost.
         self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
         prompts = {group: (encoded.prompt_ids, encoded.images) for group, encoded in drawn.items()}
-        batch, metrics = batch_of_step(self._config, step, records, prompts)
+        batch, metrics = training_batch(self._config, step, records, prompts)
         if self._config.num_of("teacher") > 1:
             batch = teachers.with_teachers(self._config, batch, drawn)
         if self._has_origins:

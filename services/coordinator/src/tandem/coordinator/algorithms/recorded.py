@@ -21,7 +21,7 @@ from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.config import Config
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import WithoutGeneration
-from tandem.coordinator.algorithms.step_batch import batch_of_step
+from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import recorded_shards, sample_files
 from tandem.samples.batch import Batch
@@ -94,7 +94,7 @@ class RecordedAlgorithm(WithoutGeneration):
         assert purpose == "train", "nothing is validated"
         if step != self._step:
             self._put(step)
-        return batch_of_step(self._config, step, self._records, self._prompts)
+        return training_batch(self._config, step, self._records, self._prompts)
 
     def _put(self, step: int) -> None:
         """Let the store serve the samples of `step`, and of no other step."""

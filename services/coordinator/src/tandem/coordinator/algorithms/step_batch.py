@@ -81,26 +81,18 @@ _FIELDS = attrgetter(
 """Reads the columns of a record, in their order."""
 
 
-def batch_of_step(
-    config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
-) -> tuple[Batch, dict[str, float]]:
-    """Return the batch of a step, and the metrics of its samples with their ages; see `training_batch`."""
-    batch, metrics = training_batch(config, records, prompts)
-    if config.max_trajectory_age_steps:
-        metrics |= age_metrics(step, [record.scored for record in records], config.max_trajectory_age_steps)
-    return batch, metrics
-
-
 def training_batch(
-    config: Config, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
+    config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
 ) -> tuple[Batch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
 
-    `prompts` has a key for each group, which is equal for equal prompts.
+    `prompts` has a key for each group, which is equal for equal prompts. Where trainers make the advantages themselves
+    (PPO), or learn without any (distillation), the batch has rewards in their place.
     """
     grpo, estimator = config.rollout_section, config.rollout_section.group_estimator
     num_samples = grpo.num_generations_per_prompt
     columns, samples = SampleColumns.of(records), [record.scored for record in records]
+    all_samples = samples  # dynamic sampling may leave some out
     place_S = columns.group_S * num_samples + columns.sample_S
     assert (place_S == np.arange(len(samples))).all(), "groups are whole and in order"
     metrics = sample_metrics(config, columns, samples)
@@ -136,7 +128,9 @@ def training_batch(
     if not kept_S.all():
         metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
         notes = (set_aside_note(samples, rewards_S, advantages_GN.reshape(-1)),)
-    batch = batch_of(
+    if config.max_trajectory_age_steps:
+        metrics |= age_metrics(step, all_samples, config.max_trajectory_age_steps)
+    batch = batch_of_samples(
         records,
         prompts,
         advantages_S=np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32),
@@ -185,7 +179,7 @@ def sample_metrics(config: Config, columns: SampleColumns, samples: Sequence[Sam
     return metrics
 
 
-def batch_of(
+def batch_of_samples(
     records: Sequence[SampleRecord],
     prompts: Mapping[int, Hashable],
     *,
