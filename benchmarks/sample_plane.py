@@ -52,7 +52,7 @@ from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import Limits
-from tandem.coordinator.scheduler.events import DispatchBatch, GroupSize, Joined, Replied, SampleRecord
+from tandem.coordinator.scheduler.events import CommandFields, DispatchBatch, GroupSize, Joined, Replied, SampleRecord
 from tandem.coordinator.scheduler.groups.table import Groups
 from tandem.launch.admission.admission import HeartbeatSettings
 from tandem.refit import layout
@@ -243,7 +243,7 @@ class Cluster:
             file.write(msgspec.json.encode(keys))
         return process
 
-    def command(self) -> dict[str, Any]:
+    def command(self) -> CommandFields:
         self._command_id += 1
         return {"command_id": self._command_id, "deadline_s": DEADLINE_S}
 
@@ -319,14 +319,10 @@ class Cluster:
         of_step = groups.of_step(self._step, "train")
         assert of_step is not None
         times.append(time.process_time())
-        made = [
-            batches.command(
-                DispatchBatch(process=rank, step=self._step, purpose="train", **self.command()), of_step.records
-            )
-            for rank in self.ranks
-        ]
+        action = DispatchBatch(step=self._step, purpose="train", commands={rank: self.command() for rank in self.ranks})
+        made = batches.make(action, of_step.records())
         times.append(time.process_time())
-        for rank, (command, arrays, _) in zip(self.ranks, made, strict=True):
+        for rank, command, arrays in made.commands:
             self.send(rank, command, arrays)
         for _ in self.replies(len(self.ranks)):
             pass

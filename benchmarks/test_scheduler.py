@@ -88,7 +88,7 @@ def sample(group: int, number: int, version: int) -> SampleScored:
     )
 
 
-def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
+def replies(action: Dispatch | DispatchPrompts) -> list[Reply]:
     """Return what an obedient process says to a command."""
     if isinstance(action, DispatchPrompts):
         command_id, step, purpose = action.command_id, action.step, action.purpose
@@ -103,20 +103,6 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
             command_id=command_id, step=step, purpose=purpose, num_samples=1, num_tokens=1, seconds={}, memory=MEMORY
         )
         return [*finished, generated]
-    if isinstance(action, DispatchBatch):
-        step = action.step
-        trained = Trained(
-            command_id=action.command_id,
-            step=step,
-            version=step,
-            metrics={},
-            seconds={},
-            compute_s=0.0,
-            waited_s=0.0,
-            has_update=True,
-            memory=MEMORY,
-        )
-        return [trained]
     command_id = action.command.command_id
     match action.command:
         case OpenRendezvous():
@@ -147,6 +133,21 @@ def replies(action: Dispatch | DispatchPrompts | DispatchBatch) -> list[Reply]:
             return [VersionCommitted(command_id=command_id, version=version, differing={}, digest=1)]
         case other:
             raise AssertionError(f"{type(other).__name__} is not sent in this run")
+
+
+def trained(command_id: int, step: int) -> Trained:
+    """Return what an obedient trainer says to the batch of a step."""
+    return Trained(
+        command_id=command_id,
+        step=step,
+        version=step,
+        metrics={},
+        seconds={},
+        compute_s=0.0,
+        waited_s=0.0,
+        has_update=True,
+        memory=MEMORY,
+    )
 
 
 class Simulation:
@@ -208,8 +209,12 @@ class Simulation:
             case DrawPrompts(step=step, purpose=purpose, groups=groups):
                 sizes = (GroupSize(num_samples=NUM_SAMPLES, num_tokens=1000),) * len(groups)
                 self._events.append(PromptsDrawn(now=0.0, step=step, purpose=purpose, sizes=sizes))
-            case Dispatch() | DispatchPrompts() | DispatchBatch():
+            case Dispatch() | DispatchPrompts():
                 self._events += [Replied(now=0.0, process=action.process, reply=reply) for reply in replies(action)]
+            case DispatchBatch(step=step, commands=commands):
+                for process, fields in commands.items():
+                    reply = trained(fields["command_id"], step)
+                    self._events.append(Replied(now=0.0, process=process, reply=reply))
             case CommitStep():
                 self.seconds_of_step.append(self._seconds)
                 self.num_events_of_step.append(self._num_events)

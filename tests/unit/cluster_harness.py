@@ -26,6 +26,7 @@ from tandem.common.messages import (
     OpenRendezvous,
     PlanTransfers,
     ProgramInstalled,
+    Purpose,
     Refit,
     Refitted,
     RendezvousOpened,
@@ -94,8 +95,26 @@ MEMORY = MemoryUse(peak=2, held=1)
 SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
 
 
-Sent = Dispatch | DispatchPrompts | DispatchBatch | DispatchRecord
-"""Actions that a process answers."""
+class SentBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer is sent by a `DispatchBatch`."""
+
+    process: str
+    command_id: int
+    deadline_s: float
+    step: int
+    purpose: Purpose
+
+
+Sent = Dispatch | DispatchPrompts | SentBatch | DispatchRecord
+"""What a process answers."""
+
+
+def sent_batches(action: DispatchBatch) -> list[SentBatch]:
+    """Return what each trainer is sent, in turn."""
+    return [
+        SentBatch(process=process, step=action.step, purpose=action.purpose, **fields)
+        for process, fields in action.commands.items()
+    ]
 
 
 def answer(action: Sent) -> Reply:
@@ -141,7 +160,7 @@ def answer(action: Sent) -> Reply:
             return answer_from_disk(action.command)
 
 
-def answer_work(action: DispatchPrompts | DispatchBatch | DispatchRecord) -> Reply:
+def answer_work(action: DispatchPrompts | SentBatch | DispatchRecord) -> Reply:
     """Return the last reply of a process that generates, trains, evaluates or records."""
     if isinstance(action, DispatchRecord):
         return SamplesRecorded(
@@ -243,9 +262,10 @@ class Cluster:
             if isinstance(action, DispatchPrompts):
                 engine = self.plan.engines.get(action.process)  # none if it is let go right after this
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
-            if isinstance(action, Sent):
-                self.pending.append(action)
-                self.commands.append(action)
+            if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch | DispatchRecord):
+                sent = sent_batches(action) if isinstance(action, DispatchBatch) else [action]
+                self.pending += sent
+                self.commands += sent
             else:
                 self.done.append(action)
             self.take_note(action)

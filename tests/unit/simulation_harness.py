@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
-from cluster_harness import GRPO, Cluster, answer, made_with, result
+from cluster_harness import GRPO, Cluster, SentBatch, answer, made_with, result
 
 from tandem.common.messages import Refit, ReportDigests, SamplesFinished
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
     Dispatch,
-    DispatchBatch,
     DispatchPrompts,
     Replied,
 )
@@ -137,13 +136,13 @@ class Simulation(Cluster):
                 self.committed_at.append(self.now)
         return actions
 
-    def _begin(self, action: Dispatch | DispatchPrompts | DispatchBatch) -> None:
+    def _begin(self, action: Dispatch | DispatchPrompts | SentBatch) -> None:
         simulated = self.simulated
         if isinstance(action, DispatchPrompts):
             self._generate(action)
             return
         seconds = 0.0
-        if isinstance(action, DispatchBatch):
+        if isinstance(action, SentBatch):
             seconds = simulated.training_s
         elif isinstance(action.command, Refit):
             seconds = simulated.refit_s
@@ -153,7 +152,7 @@ class Simulation(Cluster):
             seconds = simulated.verify_s
         self._after(seconds, partial(self._end, action))
 
-    def _end(self, action: Dispatch | DispatchBatch) -> None:
+    def _end(self, action: Dispatch | SentBatch) -> None:
         if isinstance(action, Dispatch) and isinstance(action.command, Refit) and action.process in self.engines:
             engine = self.engines[action.process]
             engine.is_paused, engine.version = False, action.command.version

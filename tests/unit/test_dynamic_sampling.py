@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, lose, replace, result
+from cluster_harness import GRPO, Cluster, SentBatch, lose, replace, result
 from data_harness import character_tokenizer, data_config
 from samples_harness import finished, records_of
 
@@ -16,7 +16,7 @@ from tandem.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShapin
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import DispatchBatch, DispatchPrompts, Finish
+from tandem.coordinator.scheduler.events import DispatchPrompts, Finish
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
 from tandem.refit.forecast.plan_summary import steps
@@ -68,7 +68,7 @@ def test_a_step_that_may_not_go_on_ends_the_run() -> None:
     cluster = Sampling([0, 11])
     cluster.run_until(Phase.FINISHED)
     assert cluster.groups(1) == list(range(12))
-    assert not any(isinstance(a, DispatchBatch) for a in cluster.commands)
+    assert not any(isinstance(a, SentBatch) for a in cluster.commands)
     (finish,) = (a for a in cluster.done if isinstance(a, Finish))
     assert finish.outcome == "failed"
     assert str(finish.error) == (

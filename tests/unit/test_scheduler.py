@@ -9,7 +9,19 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, SFT, Cluster, answer, commands_of, interrupt, kinds, lose, only_finish, replace
+from cluster_harness import (
+    GRPO,
+    SFT,
+    Cluster,
+    SentBatch,
+    answer,
+    commands_of,
+    interrupt,
+    kinds,
+    lose,
+    only_finish,
+    replace,
+)
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceLost
 from tandem.common.messages import (
@@ -39,7 +51,6 @@ from tandem.coordinator.scheduler.events import (
     CommitStep,
     DiscardSamples,
     Dispatch,
-    DispatchBatch,
     DispatchPrompts,
     DrawPrompts,
     Erred,
@@ -64,7 +75,7 @@ def test_a_whole_grpo_run_in_order() -> None:
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
     generate, commit = "DispatchPrompts:train:{0} ×2", "CommitVersion ×1"
-    train, refit, verify = "DispatchBatch:train:{0} ×2", "Refit ×2", "ReportDigests ×4"
+    train, refit, verify = "SentBatch:train:{0} ×2", "Refit ×2", "ReportDigests ×4"
     validate, save = "DispatchPrompts:validate:{0} ×2", ["SaveCheckpoint ×2", "AwaitCheckpoint ×2"]
     expected = ["OpenRendezvous ×1", "BuildEngine ×2", "BuildTrainer ×2", "PlanTransfers ×1", "InstallProgram ×4"]
     expected += [refit, verify, validate.format(0), commit]
@@ -137,7 +148,7 @@ def test_trainers_that_do_not_hold_the_policy_train_and_save_and_have_no_weights
     assert planning.sources == {"trainer-0": b"trainer-0 holds"}
     dispatched = [type(a.command) for a in cluster.commands if isinstance(a, Dispatch) and a.process == "trainer-1"]
     assert {*dispatched} == {BuildTrainer, SaveCheckpoint, AwaitCheckpoint}
-    trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.process == "trainer-1"]
+    trained = [a.step for a in cluster.commands if isinstance(a, SentBatch) and a.process == "trainer-1"]
     assert trained == [1, 2, 3]
     assert {*commands_of(cluster, CommitVersion)[1].digests} == {"trainer-0", "rollout-0", "rollout-1"}
 
@@ -218,13 +229,13 @@ def test_an_sft_run_has_no_engines() -> None:
     assert kinds(cluster) == [
         "OpenRendezvous ×1",
         "BuildTrainer ×1",
-        "DispatchBatch:train:1 ×1",
-        "DispatchBatch:train:2 ×1",
-        "DispatchBatch:validate:2 ×1",
+        "SentBatch:train:1 ×1",
+        "SentBatch:train:2 ×1",
+        "SentBatch:validate:2 ×1",
         "SaveCheckpoint ×1",
         "AwaitCheckpoint ×1",
-        "DispatchBatch:train:3 ×1",
-        "DispatchBatch:validate:3 ×1",
+        "SentBatch:train:3 ×1",
+        "SentBatch:validate:3 ×1",
         "SaveCheckpoint ×1",
         "AwaitCheckpoint ×1",
     ]
@@ -368,7 +379,7 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
         "BuildEngine", "InstallProgram", "Refit", "ReportDigests", "DispatchPrompts"
     ]  # fmt: skip
     assert commands_to(cluster, "rollout-0", since) == []
-    assert commands_to(cluster, "trainer-0", since) == ["DispatchBatch"]
+    assert commands_to(cluster, "trainer-0", since) == ["SentBatch"]
     again = [a for a in cluster.commands[since:] if isinstance(a, DispatchPrompts)]
     assert [(a.process, a.groups) for a in again] == [("rollout-1", (1, 3))]
     (refit,) = (a.command for a in cluster.commands[since:] if isinstance(a, Dispatch) and isinstance(a.command, Refit))
@@ -877,7 +888,7 @@ def test_the_scheduler_needs_no_torch_and_no_sockets() -> None:
 
 def miss(cluster: Cluster, **processes: str) -> list[Action]:
     """Have every rank answer that it could not train: the last one names engines."""
-    ranks = [action for action in cluster.pending if isinstance(action, DispatchBatch)]
+    ranks = [action for action in cluster.pending if isinstance(action, SentBatch)]
     assert len(ranks) > 1
     cluster.pending = [action for action in cluster.pending if action not in ranks]
     actions: list[Action] = []
@@ -900,7 +911,7 @@ def test_what_trainers_cannot_fetch_is_made_again_and_nothing_else() -> None:
     assert [(a.process, a.groups) for a in again] == [("rollout-1", before["rollout-1"])]
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == list(range(GRPO.last_step + 1))
-    trained = [a for a in cluster.commands if isinstance(a, DispatchBatch) and a.step == 1]
+    trained = [a for a in cluster.commands if isinstance(a, SentBatch) and a.step == 1]
     assert len(trained) == 2 * GRPO.expected["trainer"]
 
 
@@ -908,7 +919,7 @@ def test_an_engine_that_is_lost_with_its_samples_makes_them_again_once_it_is_rep
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    batches = [action for action in cluster.pending if isinstance(action, DispatchBatch)]
+    batches = [action for action in cluster.pending if isinstance(action, SentBatch)]
     lose(cluster, "rollout-0")
     cluster.pending = [action for action in cluster.pending if action not in batches] + batches
     miss(cluster, rollout_0="nobody answers")
@@ -962,7 +973,7 @@ def test_where_the_samples_of_all_engines_cannot_be_used_none_is_to_blame() -> N
 
 def fail(cluster: Cluster, process: str, error: str) -> list[Action]:
     """Have a member fail at its first piece of work, for a reason of its own."""
-    work = [a for a in cluster.pending if a.process == process and isinstance(a, DispatchPrompts | DispatchBatch)]
+    work = [a for a in cluster.pending if a.process == process and isinstance(a, DispatchPrompts | SentBatch)]
     cluster.pending.remove(work[0])
     failed = Failed(command_id=work[0].command_id, phase="working", error=error, expected=False, traceback="line 1")
     return cluster.give(Erred(now=cluster.now, process=process, failed=failed))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, interrupt, lose, replace
+from cluster_harness import GRPO, Cluster, SentBatch, interrupt, lose, replace
 
 from tandem.common.messages import (
     CommitVersion,
@@ -173,7 +173,7 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
         cluster.run(chance_of_loss=chance_of_loss)
         assert cluster.commits() == list(range(seed % 2, LAST_STEP + 1))
         assert cluster.done[-1] == Finish(outcome="finished")
-        trained = [a.step for a in cluster.commands if isinstance(a, DispatchBatch) and a.process == "trainer-0"]
+        trained = [a.step for a in cluster.commands if isinstance(a, SentBatch) and a.process == "trainer-0"]
         assert trained == list(range(1, LAST_STEP + 1))
         ages |= cluster.ages
         overlaps |= cluster.generated_while_training
@@ -252,7 +252,7 @@ def no_generation(action: Any) -> bool:
 
 
 def no_step(action: Any) -> bool:
-    return not isinstance(action, DispatchBatch)
+    return not isinstance(action, SentBatch)
 
 
 def finishes(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, answer
+from cluster_harness import GRPO, Cluster, SentBatch, answer, sent_batches
 
 from tandem.common.errors import ServiceLost
 from tandem.common.messages import (
@@ -75,7 +75,7 @@ MESHES = (PlannedTransferGroup(name="the mesh", members=("trainer-0", "rollout-0
 FOREVER = Deadlines(join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
 BACKGROUND = (ReportDigests, ConnectTransferGroup)
 
-AnyCommand = Dispatch | DispatchPrompts | DispatchBatch
+AnyCommand = Dispatch | DispatchPrompts | SentBatch
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,9 +177,9 @@ class Harried(Cluster):
             case DispatchPrompts():
                 self.begin_job(action)
             case DispatchBatch(purpose="train"):
-                self.forget_pending(action, ReportDigests)
-                if action.process == "trainer-0":
-                    self.check_batch(action.step)
+                for sent in sent_batches(action):
+                    self.forget_pending(sent, ReportDigests)
+                self.check_batch(action.step)
             case Dispatch(command=ReportDigests()):
                 self.forget_pending(action, ReportDigests)
             case Dispatch(command=Refit(only=only)) if not only or action.process in only:
@@ -232,7 +232,7 @@ class Harried(Cluster):
         self.jobs.pop(command_id, None)
         self.pending = [action for action in self.pending if self.id_of(action) != command_id]
 
-    def forget_pending(self, action: Dispatch | DispatchBatch, kind: type[object]) -> None:
+    def forget_pending(self, action: Dispatch | SentBatch, kind: type[object]) -> None:
         """A command takes the place of earlier ones of a kind, which are never answered."""
         self.pending = [
             each
@@ -269,7 +269,7 @@ class Harried(Cluster):
         for earlier in self.pending:
             if earlier is action:
                 break
-            holds_up = isinstance(earlier, DispatchBatch) or (
+            holds_up = isinstance(earlier, SentBatch) or (
                 isinstance(earlier, Dispatch) and not isinstance(earlier.command, BACKGROUND)
             )
             if holds_up and earlier.process == action.process:
@@ -387,10 +387,10 @@ class Harried(Cluster):
         else:
             self.tell(Replied(now=self.now, process=action.process, reply=reply))
 
-    def reply_to(self, action: Dispatch | DispatchBatch) -> Reply | Failed:
+    def reply_to(self, action: Dispatch | SentBatch) -> Reply | Failed:
         reply = answer(action)
         match action:
-            case DispatchBatch():
+            case SentBatch():
                 return self.train(action, reply)
             case Dispatch(process=process, command=Refit()) if process.startswith("rollout"):
                 return self.refit(process, action.command, reply)
@@ -435,8 +435,8 @@ class Harried(Cluster):
         self.failed_at.add((process, version))
         return True
 
-    def train(self, action: DispatchBatch, reply: Reply) -> Reply:
-        others = [a for a in self.pending if isinstance(a, DispatchBatch)]
+    def train(self, action: SentBatch, reply: Reply) -> Reply:
+        others = [a for a in self.pending if isinstance(a, SentBatch)]
         if len(others) == self.plan.spec.expected["trainer"] - 1:  # the first rank of all
             self.lacking.pop(action.step, None)
             count = self.num_missing.get(action.step, 0)
@@ -498,7 +498,7 @@ class Harried(Cluster):
 
     def trained(self) -> list[int]:
         """Steps that ranks were asked to train, without the times that samples were missing."""
-        asked = [a.step for a in self.commands if isinstance(a, DispatchBatch) and a.process == "trainer-0"]
+        asked = [a.step for a in self.commands if isinstance(a, SentBatch) and a.process == "trainer-0"]
         for step, count in self.num_missing.items():
             for _ in range(count):
                 asked.remove(step)

@@ -217,7 +217,7 @@ class Resumed(Cluster):
     def give(self, event: object) -> list[Action]:
         actions = super().give(event)
         for action in actions:
-            if isinstance(action, DispatchBatch) and action.process == "trainer-0":
+            if isinstance(action, DispatchBatch):
                 self.check_lineage(action.step)
         return actions
 

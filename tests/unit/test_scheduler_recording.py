@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from cluster_harness import GRPO, Cluster, answer, interrupt, lose, replace
+from cluster_harness import GRPO, Cluster, SentBatch, answer, interrupt, lose, replace
 
 from tandem.common.messages import Failed, SamplesRecorded, Trained
 from tandem.coordinator.scheduler.events import (
     Action,
-    DispatchBatch,
     DispatchRecord,
     Erred,
     Finish,
@@ -88,7 +87,7 @@ def test_nothing_is_recorded_before_every_rank_has_trained_nor_where_no_record_i
     cluster = Cluster(SPEC)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    last = [action for action in cluster.pending if isinstance(action, DispatchBatch)][-1]
+    last = [action for action in cluster.pending if isinstance(action, SentBatch)][-1]
     while cluster.pending[0] is not last:
         cluster.answer_next()
     assert not held(cluster)

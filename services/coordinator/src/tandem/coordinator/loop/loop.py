@@ -26,13 +26,12 @@ from tandem.common.messages import (
     ReleaseSamples,
     RestoreSamples,
     SamplesFinished,
-    SamplesMissing,
     Trained,
     TrainerBuilt,
 )
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.batches import Batches, RecordCommands
+from tandem.coordinator.loop.batches import Batches
 from tandem.coordinator.loop.interrupts import Interrupts
 from tandem.coordinator.loop.losses import Losses
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
@@ -124,7 +123,6 @@ class Loop:
         self._interrupts = lasting.interrupts
         self._algorithm = algorithm
         self._batches = batches
-        self._record_commands = RecordCommands()
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
         self._sent: dict[int, Sent] = {}
@@ -225,8 +223,8 @@ class Loop:
                 self._refits.refitted(refitted)
             case DigestsReported() as verified:
                 self._refits.verified(verified)
-            case EngineBuilt() | SamplesMissing():
-                self._batches.take_reply(event.process, event.reply)
+            case EngineBuilt() as built:
+                self._batches.take_reply(event.process, built)
             case TrainerBuilt() as built:
                 self._batches.take_reply(event.process, built)
                 self._recorder.note(f"{event.process} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
@@ -316,23 +314,25 @@ class Loop:
         self._send(action.process, command, None)
 
     def _send_batch(self, action: DispatchBatch) -> None:
+        """Make a step's batch, and send each trainer its command; keep the samples in it if they are to be logged."""
         of_step = self._scheduler.groups.of_step(action.step, action.purpose)
-        command, arrays, metrics = self._batches.command(action, list if of_step is None else of_step.records)
+        records = [] if of_step is None else of_step.records()
+        batch, metrics, commands = self._batches.make(action, records)
         self._step_metrics.metrics.update(metrics)
-        self._note(action.step, self._batches.take_notes())
-        self._send(action.process, command, arrays)
-        if metrics and action.purpose == "train" and self._scheduler.tables.spec.samples_folder and of_step is not None:
-            self._record_commands.keep(action.step, "train", of_step.records(), self._batches.advantages())
+        self._note(action.step, batch.notes)
+        for process, command, arrays in commands:
+            self._send(process, command, arrays)
+        if self._scheduler.tables.spec.samples_folder:
+            self._recorder.keep_samples(action.step, action.purpose, records, batch)
 
     def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropRestored) -> None:
         """Carry out an action on the rollout log."""
         match action:
             case DispatchRecord():
-                self._send(action.process, self._record_commands.command(action), None)
+                self._send(action.process, self._recorder.record_command(action), None)
             case StepValidated():
-                self._record_commands.keep(action.step, "validate", action.records)
+                self._recorder.keep_samples(action.step, "validate", action.records)
             case StepRecorded():
-                self._record_commands.forget(action.step, action.purpose)
                 self._recorder.take_recorded(action)
             case DropRestored():
                 self._recorder.drop_restored(action)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.common.messages import SampleScored
+from tandem.common.messages import Purpose, RecordedGroup, RecordSamples, SampleScored
 from tandem.common.texts import shortened
 from tandem.config import Config, config_to_json, fingerprint
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
@@ -12,10 +12,19 @@ from tandem.coordinator.observers.observer import Observers
 from tandem.coordinator.preparing.resuming import refuse_other_weights
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import CommitStep, DiscardSamples, DropRestored, RecordRefit, StepRecorded
+from tandem.coordinator.scheduler.events import (
+    CommitStep,
+    DiscardSamples,
+    DispatchRecord,
+    DropRestored,
+    RecordRefit,
+    SampleRecord,
+    StepRecorded,
+)
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
+from tandem.samples.batch import Batch
 from tandem.samples.sample_files import SampleFolder
 
 
@@ -39,6 +48,8 @@ class Recorder:
         """The refit to the version that a resumed run begins with, from when it was trained."""
         self._num_failures = 0
         """Number of failures of environments, over all samples."""
+        self._to_log: dict[tuple[int, Purpose], dict[str, tuple[RecordedGroup, ...]]] = {}
+        """Groups of steps and of their validations that are not in the rollout log yet, by rollout."""
 
     def examples(self, step: int, validated: Sequence[SampleScored]) -> list[SampleScored]:
         """Return the validation samples to show: each time those after the ones shown before."""
@@ -76,8 +87,42 @@ class Recorder:
         for line in self.observers.take_news():
             self.note(line)
 
+    def keep_samples(
+        self, step: int, purpose: Purpose, records: Sequence[SampleRecord], batch: Batch | None = None
+    ) -> None:
+        """Keep the samples of a step until they are logged, with the advantages of those in its batch."""
+        advantages: dict[tuple[str, int, int, int], float] = {}
+        if batch is not None:
+            names = "source_S", "command_S", "group_S", "sample_S", "advantages_S"
+            source_S, *place_S, advantages_S = (batch.columns[name].tolist() for name in names)
+            rollout_S = map(batch.sources.__getitem__, source_S)
+            advantages = dict(zip(zip(rollout_S, *place_S, strict=True), advantages_S, strict=True))
+        found: dict[str, dict[tuple[int, int], list[float | None]]] = {}
+        for record in records:
+            scored = record.scored
+            of_group = found.setdefault(record.rollout, {}).setdefault((record.command_id, scored.group), [])
+            of_group.append(advantages.get((record.rollout, record.command_id, scored.group, scored.sample)))
+        of_step = self._to_log[step, purpose] = {}
+        for rollout, groups in found.items():
+            of_step[rollout] = tuple(
+                RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
+                for (command_id, group), of_group in groups.items()
+            )
+
+    def record_command(self, action: DispatchRecord) -> RecordSamples:
+        """Return the request to log a step's samples of one rollout."""
+        return RecordSamples(
+            command_id=action.command_id,
+            deadline_s=action.deadline_s,
+            step=action.step,
+            rollout=action.rollout,
+            purpose=action.purpose,
+            groups=self._to_log[action.step, action.purpose][action.rollout],
+        )
+
     def take_recorded(self, action: StepRecorded) -> None:
-        """Keep the rollout log within its limits."""
+        """Forget a step's samples that are logged, and keep the rollout log within its limits."""
+        self._to_log.pop((action.step, action.purpose), None)
         self._samples.take_recorded(action.step, action.rollouts, action.num_bytes, action.purpose)
 
     def drop_restored(self, action: DropRestored) -> None:

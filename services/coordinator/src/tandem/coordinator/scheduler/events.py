@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypedDict
 
 import msgspec
 
@@ -164,6 +165,13 @@ PlainCommand = (
 """The commands that need nothing but what the scheduler knows."""
 
 
+class CommandFields(TypedDict):
+    """The two fields every command has."""
+
+    command_id: int
+    deadline_s: float
+
+
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
     """Send this command."""
 
@@ -197,13 +205,12 @@ class DispatchPrompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DispatchBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Send this trainer the batch of `step`, as a `Train` or an `Evaluate`."""
+    """Make the batch of `step`, and send its table to every trainer, as a `Train` or an `Evaluate`."""
 
-    process: str
-    command_id: int
-    deadline_s: float
     step: int
     purpose: Purpose
+    commands: dict[str, CommandFields]
+    """The fields of each trainer's command, by its name."""
 
 
 class DispatchRecord(msgspec.Struct, frozen=True, kw_only=True):

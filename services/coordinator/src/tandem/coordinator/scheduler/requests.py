@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from typing import TypedDict
 
 import msgspec
 
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
+from tandem.coordinator.scheduler.events import CommandFields
 from tandem.coordinator.scheduler.phases import Phase
 
 
@@ -21,13 +21,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The phase that it belongs to."""
     deadline: float
     allowed_s: float
-
-
-class CommandFields(TypedDict):
-    """The two fields every command has."""
-
-    command_id: int
-    deadline_s: float
 
 
 class PendingRequests(dict[int, Request]):

@@ -16,14 +16,14 @@ from tandem.coordinator.scheduler.engines.joining import Joining
 from tandem.coordinator.scheduler.engines.processes import Failures, Processes, Replacements
 from tandem.coordinator.scheduler.engines.table import Engines, Status
 from tandem.coordinator.scheduler.engines.transfers import Transfers
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import CommandFields, Finish
 from tandem.coordinator.scheduler.groups.assignment import Assignment, PinnedAssignment
 from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
 from tandem.coordinator.scheduler.groups.table import Groups
 from tandem.coordinator.scheduler.idleness import Idleness
 from tandem.coordinator.scheduler.phases import Phase, Stopwatch
-from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
+from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.rule import Mode, Table
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps, StepState

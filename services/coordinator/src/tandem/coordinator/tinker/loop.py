@@ -100,8 +100,8 @@ class CallLoop(Loop):
         self._deadline_s = config.cluster.deadlines.train_s
         self._save_s = config.cluster.deadlines.save_s
         self._trainers = [f"trainer-{index}" for index in range(config.cluster.trainers)]
-        self._held: dict[str, DispatchBatch] = {}
-        """The requests of the step that is open, by trainer."""
+        self._held: DispatchBatch | None = None
+        """The request to train in the step that is open, of every trainer."""
         self._running: _Running | None = None
         self._publishing: tuple[int, Pending] | None = None
         self._has_update, self._is_restored = False, False
@@ -137,13 +137,12 @@ class CallLoop(Loop):
 
     def _send_batch(self, action: DispatchBatch) -> None:
         """Open the step instead: the calls of clients are what is trained on."""
-        self._held[action.process] = action
-        if len(self._held) == len(self._trainers):
-            self._has_update = self._is_restored = False
-            self._metrics, self._began_at = {}, time.monotonic()
-            if not self._desk.is_open:
-                self._changed.clear()
-                self._desk.open(self._scheduler.weights.version)
+        self._held = action
+        self._has_update = self._is_restored = False
+        self._metrics, self._began_at = {}, time.monotonic()
+        if not self._desk.is_open:
+            self._changed.clear()
+            self._desk.open(self._scheduler.weights.version)
 
     def _events(self) -> Iterator[Event]:
         running = self._running
@@ -181,10 +180,10 @@ class CallLoop(Loop):
             yield from self._conclude(running, now)
             self._look_on(running)
             return
-        if self._scheduler.tables.steps.is_interrupted and self._held:
+        if self._scheduler.tables.steps.is_interrupted and self._held is not None:
             self._desk.close("the server is ending", is_over=True)
-            yield from self._trained(now)
-        if len(self._held) < len(self._trainers):
+            yield from self._trained(self._held, now)
+        if self._held is None:
             return
         for pending in self._desk.next():
             self.poll_s = _SAMPLES_POLL_S
@@ -213,10 +212,11 @@ class CallLoop(Loop):
 
     def _publish(self, pending: Pending, now: float) -> Iterator[Event]:
         """Finish the step: trainers hold the weights."""
+        assert self._held is not None, "calls are carried out in an open step only"
         self._closing = None
-        self._publishing = next(iter(self._held.values())).step, pending
+        self._publishing = self._held.step, pending
         self._changed.discard(self._number)
-        yield from self._trained(now)
+        yield from self._trained(self._held, now)
 
     def _has_published(self, version: int, published: Pending) -> None:
         """Answer a call for which engines hold a version, whose samples may begin."""
@@ -237,15 +237,15 @@ class CallLoop(Loop):
         weights = self._scheduler.weights
         return weights.version == version and weights.state in HAS_ARRIVED and weights.is_done
 
-    def _trained(self, now: float) -> Iterator[Event]:
+    def _trained(self, held: DispatchBatch, now: float) -> Iterator[Event]:
         """Answer the scheduler's request to train, for each trainer."""
-        held, self._held = self._held, {}
+        self._held = None
         seconds = now - self._began_at
-        for process, action in held.items():
+        for process, fields in held.commands.items():
             reply = Trained(
-                command_id=action.command_id,
-                step=action.step,
-                version=action.step,
+                command_id=fields["command_id"],
+                step=held.step,
+                version=held.step,
                 metrics=self._metrics if process == "trainer-0" else {},
                 seconds={"policy_training": seconds},
                 compute_s=seconds,

@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
-from tandem.common.messages import Purpose
 from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch
 from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rules import dynamic_sampling, generation, idleness, missing_samples, validation
 from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import Tables
+
+
+def train(tables: Tables) -> list[Action] | None:
+    """Train on the step's groups."""
+    progress = tables.progress
+    if tables.spec.has_engines:
+        of_step = tables.groups.of_step(tables.step, "train")
+        if of_step is None or not generation.is_complete(tables, of_step) or not tables.weights.may_step:
+            return None
+        dynamic = tables.spec.dynamic_sampling
+        if dynamic is not None and dynamic_sampling.lacks_groups(tables, of_step, dynamic):
+            return None
+        if tables.engines_use_devices:
+            return None
+        tables.groups.take(tables.step, "train")
+        if not tables.is_synchronous:
+            tables.num_in_store = tables.groups.num_ready_after(tables.step)
+    progress.state = StepState.TRAINING
+    progress.num_fetches += 1
+    tables.weights.withdraw()
+    commands = {rank: tables.open(rank, Phase.TRAINING) for rank in tables.processes.of_kind["trainer"]}
+    return [DispatchBatch(step=tables.step, purpose="train", commands=commands)]
+
+
+def offer(tables: Tables) -> list[Action] | None:
+    """Have missing samples made again once every rank has answered; if none are, note that the step has trained.
+
+    Then engines may have its weights.
+    """
+    progress = tables.progress
+    if tables.requests.num_for(Phase.TRAINING):
+        return None
+    if progress.missing:
+        return missing_samples.make_again(tables)
+    if not tables.weights.may_offer:  # which goes on beside the step
+        return None
+    if tables.unusable:
+        missing_samples.forget_unusable(tables)
+    progress.state = StepState.TRAINED
+    of_step = tables.groups.of_step(progress.number, "train")
+    if of_step is not None:
+        tables.recording.begin(progress.number, "train", {str(group.engine) for group in of_step.groups})
+    if not tables.spec.has_engines or tables.steps.is_interrupted:
+        return []
+    return tables.weights.offer(progress.number, has_update=progress.has_update)
 
 
 def validate(tables: Tables) -> list[Action] | None:
@@ -21,9 +65,18 @@ def validate(tables: Tables) -> list[Action] | None:
             return []
         progress.state = StepState.VALIDATING
         if not tables.spec.has_engines:
-            return dispatch_batches(tables, "validate")
+            commands = {rank: tables.open(rank, Phase.VALIDATING) for rank in tables.processes.of_kind["trainer"]}
+            return [DispatchBatch(step=tables.step, purpose="validate", commands=commands)]
         return generation.draw_groups(tables, "validate", progress.number, tables.spec.num_validation_groups)
     return validation.end(tables)
+
+
+def _is_validation_due(tables: Tables) -> bool:
+    every, step = tables.spec.validate_every, tables.step
+    is_periodic = every > 0 and step >= tables.spec.validate_from
+    is_due = step == 0 or (is_periodic and (step % every == 0 or tables.is_last))
+    is_due |= tables.spec.validate_at_end and tables.is_last
+    return is_due and not tables.steps.is_interrupted
 
 
 def commit(tables: Tables) -> list[Action] | None:
@@ -54,61 +107,3 @@ def advance(tables: Tables) -> list[Action] | None:
     tables.steps.begin(tables.step + 1)
     tables.watch.begin_step(tables.requests.now)
     return []
-
-
-def _is_validation_due(tables: Tables) -> bool:
-    every, step = tables.spec.validate_every, tables.step
-    is_periodic = every > 0 and step >= tables.spec.validate_from
-    is_due = step == 0 or (is_periodic and (step % every == 0 or tables.is_last))
-    is_due |= tables.spec.validate_at_end and tables.is_last
-    return is_due and not tables.steps.is_interrupted
-
-
-def train(tables: Tables) -> list[Action] | None:
-    """Train on the step's groups."""
-    progress = tables.progress
-    if tables.spec.has_engines:
-        of_step = tables.groups.of_step(tables.step, "train")
-        if of_step is None or not generation.is_complete(tables, of_step) or not tables.weights.may_step:
-            return None
-        dynamic = tables.spec.dynamic_sampling
-        if dynamic is not None and dynamic_sampling.lacks_groups(tables, of_step, dynamic):
-            return None
-        if tables.engines_use_devices:
-            return None
-        tables.groups.take(tables.step, "train")
-        if not tables.is_synchronous:
-            tables.num_in_store = tables.groups.num_ready_after(tables.step)
-    progress.state = StepState.TRAINING
-    progress.num_fetches += 1
-    tables.weights.withdraw()
-    return dispatch_batches(tables, "train")
-
-
-def offer(tables: Tables) -> list[Action] | None:
-    """Note that the step has trained once every rank says so. Engines may have the weights."""
-    progress = tables.progress
-    if tables.requests.num_for(Phase.TRAINING):
-        return None
-    if progress.missing:
-        return missing_samples.make_again(tables)
-    if not tables.weights.may_offer:  # which goes on beside the step
-        return None
-    if tables.unusable:
-        missing_samples.forget_unusable(tables)
-    progress.state = StepState.TRAINED
-    of_step = tables.groups.of_step(progress.number, "train")
-    if of_step is not None:
-        tables.recording.begin(progress.number, "train", {str(group.engine) for group in of_step.groups})
-    if not tables.spec.has_engines or tables.steps.is_interrupted:
-        return []
-    return tables.weights.offer(progress.number, has_update=progress.has_update)
-
-
-def dispatch_batches(tables: Tables, purpose: Purpose) -> list[Action]:
-    """Send every rank its data-parallel shard of the step's batch, to train on or to evaluate."""
-    phase = Phase.TRAINING if purpose == "train" else Phase.VALIDATING
-    return [
-        DispatchBatch(process=rank, step=tables.step, purpose=purpose, **tables.open(rank, phase))
-        for rank in tables.processes.of_kind["trainer"]
-    ]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from tandem.common.messages import AwaitCheckpoint, SaveCheckpoint
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.events import Action, Dispatch, PublishCheckpoint
+from tandem.coordinator.scheduler.events import Action, CommandFields, Dispatch, PublishCheckpoint
 from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.requests import CommandFields, PendingRequests
+from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 
