@@ -202,10 +202,10 @@ def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, t
             name = f"{service}-{index}"
             hello = Hello(protocol_version=1, service=service, host="node", pid=1)
             registry.processes[name] = RegisteredProcess(hello, name, Peer(b"", ""), 0.0)
-    scheduler.engines.fill(f"rollout-{index}" for index in range(8))
+    scheduler.tables.engines.fill(f"rollout-{index}" for index in range(8))
     for step in (1, 2):
-        groups = scheduler.groups.draw(step, "train", 128)
-        scheduler.groups.add(step, "train", [GroupSize(num_samples=8, num_tokens=1024)] * len(groups))
+        groups = scheduler.tables.groups.draw(step, "train", 128)
+        scheduler.tables.groups.add(step, "train", [GroupSize(num_samples=8, num_tokens=1024)] * len(groups))
     live = LiveFile(config, tmp_path, 8, [])
 
     def write() -> None:

@@ -241,6 +241,11 @@ class Cluster:
         self.begun_with: dict[int, int] = {}
         """The weights that the engine held which was given a command to generate."""
 
+    @property
+    def tables(self) -> Tables:
+        """What the scheduler knows."""
+        return self.plan.tables
+
     def give_unchecked(self, event: Any) -> list[Action]:
         """Give an event to tables that contradict each other, and to nobody what follows."""
         return self.plan.handle(event)
@@ -260,7 +265,7 @@ class Cluster:
                 continue
             actions.append(action)
             if isinstance(action, DispatchPrompts):
-                engine = self.plan.engines.get(action.process)  # none if it is let go right after this
+                engine = self.tables.engines.get(action.process)  # none if it is let go right after this
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
             if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch | DispatchRecord):
                 sent = sent_batches(action) if isinstance(action, DispatchBatch) else [action]
@@ -269,7 +274,7 @@ class Cluster:
             else:
                 self.done.append(action)
             self.take_note(action)
-        validate(self.plan)
+        validate(self.tables)
         return actions
 
     def take_note(self, action: Action) -> None:
@@ -279,7 +284,7 @@ class Cluster:
         return GroupSize(num_samples=self.num_samples, num_tokens=1)
 
     def join_all(self) -> None:
-        for kind, count in self.plan.spec.expected.items():
+        for kind, count in self.tables.spec.expected.items():
             for index in reversed(range(count)):
                 self.give(Joined(now=self.now, process=f"{kind}-{index}", kind=kind))
 
@@ -295,7 +300,7 @@ class Cluster:
     def send_samples(self, command: DispatchPrompts) -> None:
         """Have an engine finish every sample of a command."""
         oldest = self.begun_with[command.command_id]
-        engine = self.plan.engines.get(command.process)
+        engine = self.tables.engines.get(command.process)
         newest = engine.version if engine is not None and engine.version >= 0 else oldest
         samples = tuple(
             made_with(self.result(group, i), oldest, newest)
@@ -329,7 +334,7 @@ class Cluster:
 
     def run_until(self, phase: Phase) -> None:
         for _ in range(500):
-            if self.plan.phase is phase:
+            if self.tables.phase is phase:
                 return
             self.answer_next()
         raise AssertionError(f"never reached {phase}")

@@ -204,13 +204,13 @@ class Simulation(Cluster):
     def run(self) -> None:
         """Run to the end."""
         self.join_all()
-        while self.plan.phase is not Phase.FINISHED:
+        while self.tables.phase is not Phase.FINISHED:
             for engine in self.engines.values():
                 if not engine.is_paused:
                     engine.fill()
             due_s = self.due[0][0] - self.now if self.due else _FOREVER_S
             seconds = min(due_s, *(engine.next_s() for engine in self.engines.values()))
-            assert seconds < _FOREVER_S, f"the run stands still in step {self.plan.step}, {self.plan.phase.value}"
+            assert seconds < _FOREVER_S, f"the run stands still in step {self.tables.step}, {self.tables.phase.value}"
             self.now += seconds
             for engine in self.engines.values():
                 self._note_ages(engine, seconds)

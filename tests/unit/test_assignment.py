@@ -98,7 +98,7 @@ class Balanced(Cluster):
 
     def waits_for(self, action: object) -> bool:
         assert isinstance(action, DispatchPrompts)
-        return action.command_id in self.plan.requests
+        return action.command_id in self.tables.requests
 
     def tick(self, seconds: float) -> list[Action]:
         self.now += seconds
@@ -146,14 +146,14 @@ def test_the_fast_engine_makes_more() -> None:
 def test_training_begins_when_every_group_is_done() -> None:
     cluster = Balanced([10] * 6, width=2)
     for _ in range(100):
-        if cluster.plan.phase is Phase.TRAINING:
+        if cluster.tables.phase is Phase.TRAINING:
             break
         engine, groups = next(iter(cluster.holds().items()))
         cluster.complete(engine, groups[0])
-    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.tables.phase is Phase.TRAINING
     assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
     cluster.run_until(Phase.GENERATING)
-    assert cluster.plan.step == 2
+    assert cluster.tables.step == 2
     assert {a.step for a in cluster.pending if isinstance(a, DispatchPrompts)} == {2}
 
 
@@ -186,7 +186,7 @@ def test_what_a_slow_engine_holds_moves_on_when_another_has_waited_long_enough()
     cluster.pending = [moved]
     cluster.complete("rollout-1", 2)
     cluster.complete("rollout-1", 4)
-    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.tables.phase is Phase.TRAINING
     assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
     cluster.run_until(Phase.GENERATING)
     assert set(cluster.holds()) == {"rollout-0", "rollout-1"}  # it takes part in the next step
@@ -196,7 +196,7 @@ def test_without_a_timeout_everybody_is_waited_for() -> None:
     cluster = slow_one(timeout_s=None)
     for _ in range(20):
         assert cluster.tick(1.0) == []
-    assert cluster.plan.phase is Phase.GENERATING
+    assert cluster.tables.phase is Phase.GENERATING
 
 
 def test_nobody_is_slow_while_all_have_work() -> None:
@@ -221,7 +221,7 @@ def test_of_several_slow_engines_nothing_moves_to_one_of_them() -> None:
         assert cluster.tick(1.0) == []  # nobody is left who could take over
     for group in held["rollout-1"]:
         cluster.complete("rollout-2", group)
-    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.tables.phase is Phase.TRAINING
 
 
 def test_a_slow_engine_gets_what_nobody_else_is_there_for_any_more() -> None:
@@ -252,7 +252,7 @@ def test_what_a_lost_engine_held_moves_on_at_once() -> None:
     assert prompts(actions) == [("rollout-0", (1, 3, 5))]
     for group in (0, 2, 4, 1, 3, 5):
         cluster.complete("rollout-0", group)
-    assert cluster.plan.phase is Phase.GENERATING  # the next refit needs the engine
+    assert cluster.tables.phase is Phase.GENERATING  # the next refit needs the engine
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.TRAINING)
     assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}

@@ -55,7 +55,7 @@ def cluster_of(num_engines: int, num_groups: int = 5) -> Cluster:
     )
     cluster = Cluster(spec)
     cluster.join_all()
-    while cluster.plan.step < 2:
+    while cluster.tables.step < 2:
         slow = [
             o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.process, o.step) == ("rollout-1", 2)
         ]
@@ -163,7 +163,7 @@ def test_the_console_and_the_page_expect_the_end_at_the_same_time(monkeypatch: p
     monkeypatch.setattr("tandem.coordinator.observers.live_file.time.monotonic", lambda: now[0])
     config, cluster, out = build_config(SETTINGS), cluster_of(2), io.StringIO()
     live = LiveFile(config, Path.cwd(), 8, history)
-    progress = Progress(config, cluster.plan.spec, history, Console(file=out, width=200), lambda: now[0])
+    progress = Progress(config, cluster.tables.spec, history, Console(file=out, width=200), lambda: now[0])
     now[0] += 30.0  # of the 20 s that each of four steps takes
     registry = processes(2)
     assert live.look(cluster.plan, registry).eta_s == 50.0

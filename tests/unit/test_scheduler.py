@@ -122,7 +122,7 @@ def test_trainers_wait_while_an_engine_that_measures_memory_is_built_again() -> 
     cluster.run_until(Phase.GENERATING)
     cluster.answer_next()
     cluster.answer_next()
-    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.tables.phase is Phase.TRAINING
 
 
 def test_layouts_and_programs_reach_the_right_processes() -> None:
@@ -179,13 +179,13 @@ def test_no_sample_is_trained_on_before_its_version_is_verified() -> None:
     cluster.pending = [a for a in cluster.pending if isinstance(a, DispatchPrompts)]
     for _ in range(2):
         cluster.answer_next()  # every sample is here
-    assert cluster.plan.phase is Phase.GENERATING
+    assert cluster.tables.phase is Phase.GENERATING
     cluster.pending = list(reports)
     for _ in range(4):
         cluster.answer_next()
-    assert cluster.plan.phase is Phase.GENERATING
+    assert cluster.tables.phase is Phase.GENERATING
     cluster.answer_next()  # the commit
-    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.tables.phase is Phase.TRAINING
 
 
 def test_without_verification_a_version_is_committed_without_digests() -> None:
@@ -344,7 +344,7 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     reply = Replied(now=cluster.now, process=first.process, reply=answer(first))
     assert cluster.give(reply) == []
     assert cluster.give(reply) == []  # the other rank is still training
-    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.tables.phase is Phase.TRAINING
 
 
 # --- engines that are lost, invalidated or wrong ---------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     ]
     while cluster.pending:
         cluster.answer_next()
-    assert cluster.plan.phase is Phase.GENERATING  # the others are done
+    assert cluster.tables.phase is Phase.GENERATING  # the others are done
     replace(cluster, "rollout-1")
     cluster.run_until(Phase.TRAINING)
     assert commands_to(cluster, "rollout-1", since) == [
@@ -407,7 +407,7 @@ def test_an_engine_lost_while_refitting_gets_the_version_alone() -> None:
     cluster.run_until(Phase.REFITTING)
     lose(cluster, "rollout-0")
     cluster.answer_next()  # the other engine
-    assert cluster.plan.phase is Phase.REFITTING
+    assert cluster.tables.phase is Phase.REFITTING
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.GENERATING)
     assert [(r.version, r.only) for r in commands_of(cluster, Refit)][-1] == (1, ("rollout-0",))
@@ -457,7 +457,7 @@ def test_the_next_refit_service_proves_what_the_lost_one_compared_or_had_proven(
     cluster.join_all()
     while not commands_of(cluster, CommitVersion):
         cluster.answer_next()
-    while not is_comparing and cluster.plan.weights.verification.is_going_on:
+    while not is_comparing and cluster.tables.weights.verification.is_going_on:
         cluster.answer_next()
     lose(cluster, "refit-0")
     cluster.give(Joined(now=cluster.now, process="refit-0", kind="refit"))
@@ -683,7 +683,7 @@ def test_an_invalidated_engine_is_refitted_once_more_before_the_run_fails() -> N
     assert isinstance(again, Dispatch)
     assert (again.process, again.command.only) == ("rollout-0", ("rollout-0",))  # type: ignore[union-attr]
     cluster.answer_next()  # the other engine
-    assert cluster.plan.phase is Phase.REFITTING
+    assert cluster.tables.phase is Phase.REFITTING
     finish = only_finish(fail_refit(cluster))
     assert str(finish.error) == "rollout-0 failed while refitting: the memory is gone"
 
@@ -839,7 +839,7 @@ def test_interrupted_while_generating_abandons_the_step_and_saves_the_one_before
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
     cluster.run_until(Phase.GENERATING)
-    assert cluster.plan.step == 2
+    assert cluster.tables.step == 2
     cluster.pending.clear()
     assert all(isinstance(a, Dispatch) and isinstance(a.command, SaveCheckpoint) for a in interrupt(cluster))
     cluster.run_until(Phase.FINISHED)
@@ -923,7 +923,7 @@ def test_an_engine_that_is_lost_with_its_samples_makes_them_again_once_it_is_rep
     lose(cluster, "rollout-0")
     cluster.pending = [action for action in cluster.pending if action not in batches] + batches
     miss(cluster, rollout_0="nobody answers")
-    assert cluster.plan.phase is Phase.GENERATING
+    assert cluster.tables.phase is Phase.GENERATING
     replace(cluster, "rollout-0")
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == list(range(GRPO.last_step + 1))
@@ -1051,7 +1051,7 @@ def test_recorded_samples_that_do_not_come_are_fetched_again_three_times() -> No
         cluster.run_until(Phase.TRAINING)
         said = Say(text="samples of step 1 are missing and are fetched again: record: nobody answers")
         assert said in miss(cluster, record="nobody answers")
-    assert cluster.plan.phase is Phase.TRAINING
+    assert cluster.tables.phase is Phase.TRAINING
     finish = only_finish(miss(cluster, record="nobody answers"))
     assert str(finish.error) == (
         "coordinator failed while training step 1: samples are missing: record: nobody answers (3 times in this step)"
@@ -1112,7 +1112,7 @@ def test_a_run_in_which_nobody_is_asked_for_anything_ends_with_an_error() -> Non
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(Phase.GENERATING)
-    cluster.plan.requests.drop_all_but()  # a mistake in the books: no answer counts any more
+    cluster.tables.requests.drop_all_but()  # a mistake in the books: no answer counts any more
     assert cluster.give_unchecked(Ticked(now=cluster.now + 1)) == []
     assert cluster.give_unchecked(Ticked(now=cluster.now + 10)) == []
     (finish,) = cluster.give_unchecked(Ticked(now=cluster.now + 12))

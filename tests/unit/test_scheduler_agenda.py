@@ -41,17 +41,17 @@ def test_a_steady_step_calls_no_rule_about_what_does_not_happen_in_it(age: int) 
     assert isinstance(agenda, Counted)
     cluster.join_all()
     cluster.run_until(Phase.TRAINING)
-    while cluster.plan.step < 3:
+    while cluster.tables.step < 3:
         cluster.answer_next()
     agenda.calls.clear()
-    while cluster.plan.step < 5:
+    while cluster.tables.step < 5:
         cluster.answer_next()
     assert {*agenda.calls} == {"publish", "offer", "validate", "commit", "advance", "draw", "assign", "train"}
 
 
 def run(cluster: Cluster) -> None:
     cluster.join_all()
-    while cluster.plan.phase is not Phase.FINISHED:
+    while cluster.tables.phase is not Phase.FINISHED:
         cluster.answer_next()
 
 
@@ -95,7 +95,7 @@ def test_a_table_that_a_rule_does_not_declare_is_found(name: str, table: Table) 
 
 def test_a_change_that_a_table_does_not_tell_of_is_found() -> None:
     cluster = Cluster(STEADY)
-    cluster.plan.requests._changed = no_agenda
+    cluster.tables.requests._changed = no_agenda
     with pytest.raises(AssertionError, match="the rule 'set up' fires, and no table that it reads has changed"):
         run(cluster)
 

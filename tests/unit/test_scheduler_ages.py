@@ -82,13 +82,13 @@ class Aged(Cluster):
         actions = super().give(event)
         for action in actions:
             if isinstance(action, DispatchPrompts) and action.groups:
-                version = self.plan.engines[action.process].version
+                version = self.tables.engines[action.process].version
                 if action.purpose == "validate":
                     assert version == action.step, "validated are the step's own weights"
                     continue
                 assert 0 <= action.step - 1 - version <= self.age, f"step {action.step}, version {version}"
                 self.ages.add(action.step - 1 - version)
-                self.generated_while_training |= self.plan.progress.state is StepState.TRAINING
+                self.generated_while_training |= self.tables.progress.state is StepState.TRAINING
             if isinstance(action, DispatchBatch) and action.purpose == "train":
                 self.check_trained_on(action.step)
             if isinstance(action, Dispatch):
@@ -97,22 +97,22 @@ class Aged(Cluster):
 
     def check_order(self, action: Dispatch) -> None:
         """Assert that engines read what stands still, and that what is to be compared has digests."""
-        engines = self.plan.engines
+        engines = self.tables.engines
         match action.command:
             case Refit(version=version):
-                self.refitted_in_flight |= self.plan.groups.num_in_flight(action.process) > 0
-                self.refitted_while_training |= self.plan.progress.state is StepState.TRAINING
-                if self.plan.spec.keeps_copy:
+                self.refitted_in_flight |= self.tables.groups.num_in_flight(action.process) > 0
+                self.refitted_while_training |= self.tables.progress.state is StepState.TRAINING
+                if self.tables.spec.keeps_copy:
                     assert self.copied[-1] == version, "engines read the newest copy"
                     assert not any(isinstance(a, Dispatch) and isinstance(a.command, CopyWeights) for a in self.pending)
             case CopyWeights(version=version):
                 assert not engines.num_having(Status.REFITTING)
                 assert engines.num_verified == engines.num_having(Status.HOLDING)
-                assert version == self.plan.step
+                assert version == self.tables.step
                 if version not in self.copied:
                     self.copied.append(version)
             case ReportDigests():
-                assert not (self.plan.spec.keeps_copy and action.process.startswith("trainer")), "it trains"
+                assert not (self.tables.spec.keeps_copy and action.process.startswith("trainer")), "it trains"
             case CommitVersion(version=version, digests=digests):
                 holders = [name for name in digests if name.startswith("rollout")]
                 assert {*digests} == {"trainer-0", "trainer-1", *holders}
@@ -124,12 +124,12 @@ class Aged(Cluster):
 
     def check_trained_on(self, step: int) -> None:
         """Assert that what a step trains on is young enough and proven, and that no engine reads what it changes."""
-        engines, of_step = self.plan.engines, self.plan.groups.of_step(step, "train")
+        engines, of_step = self.tables.engines, self.tables.groups.of_step(step, "train")
         assert of_step is not None
-        behind = [engines[name].version < self.plan.weights.version for name in engines.having(Status.HOLDING)]
-        if self.plan.spec.keeps_copy and self.age:
+        behind = [engines[name].version < self.tables.weights.version for name in engines.having(Status.HOLDING)]
+        if self.tables.spec.keeps_copy and self.age:
             assert self.copied[-1] == step - 1
-            assert not self.plan.requests.num_for(Phase.COPYING)
+            assert not self.tables.requests.num_for(Phase.COPYING)
             self.refitted_while_training |= engines.num_having(Status.REFITTING) > 0
             self.trained_with_one_behind |= any(behind)
         else:
@@ -144,17 +144,17 @@ class Aged(Cluster):
         self.join_all()
         absent: list[str] = []
         for _ in range(5000):
-            if self.plan.phase is Phase.FINISHED:
+            if self.tables.phase is Phase.FINISHED:
                 return
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
-            elif self.plan.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
+            elif self.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
             else:
                 self.pending.insert(0, self.pending.pop(self.random.randrange(len(self.pending))))
                 self.answer_next()
-        raise AssertionError(f"the run stands still in step {self.plan.step}, {self.plan.phase.value}")
+        raise AssertionError(f"the run stands still in step {self.tables.step}, {self.tables.phase.value}")
 
 
 @pytest.mark.parametrize("balance", [None, Balance(width=2, timeout_s=None)])
@@ -196,7 +196,7 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
 def test_dynamic_sampling_draws_more_for_the_step_in_progress(age: int) -> None:
     for seed in range(6):
         cluster = Aged(seed, age, None, DynamicSampling(num_groups=4, max_batches=5))
-        cluster.plan.tables.is_informative = lambda results: results[0].group % 2 == 0
+        cluster.tables.is_informative = lambda results: results[0].group % 2 == 0
         cluster.run()
         assert cluster.commits() == list(range(seed % 2, LAST_STEP + 1))
         for step in range(1, LAST_STEP + 1):
@@ -218,12 +218,12 @@ def begun(age: int = 1, *, in_flight: bool = False, balance: Balance | None = BA
     """A run in its first training step; engines generate for the next, and nothing is validated unless asked for."""
     cluster = Aged(0, age, balance, in_flight=in_flight)
     quiet: dict[str, Any] = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
-    spec = msgspec.structs.replace(cluster.plan.spec, **quiet | over)
+    spec = msgspec.structs.replace(cluster.tables.spec, **quiet | over)
     cluster.__dict__.update(Cluster(spec).__dict__)
     cluster.join_all()
     of_this_step = lambda action: no_generation(action) or action.step == 1  # noqa: E731
-    until(cluster, lambda: cluster.plan.progress.state is StepState.TRAINING, of_this_step)
-    assert cluster.plan.step == 1
+    until(cluster, lambda: cluster.tables.progress.state is StepState.TRAINING, of_this_step)
+    assert cluster.tables.step == 1
     return cluster
 
 
@@ -256,7 +256,7 @@ def no_step(action: Any) -> bool:
 
 
 def finishes(cluster: Cluster) -> None:
-    until(cluster, lambda: cluster.plan.phase is Phase.FINISHED)
+    until(cluster, lambda: cluster.tables.phase is Phase.FINISHED)
     assert cluster.done[-1] == Finish(outcome="finished")
     assert [step for step in cluster.commits() if step] == list(range(1, LAST_STEP + 1))
 
@@ -264,7 +264,7 @@ def finishes(cluster: Cluster) -> None:
 def differ_while_training(cluster: Aged) -> list[Action]:
     """Have the weights of rollout-1 found wrong during the second step; return what follows from it."""
     late = lambda action: not is_order(action, ReportDigests) or action.process.startswith("trainer")  # noqa: E731
-    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.state is StepState.TRAINING, late)
+    until(cluster, lambda: cluster.tables.step == 2 and cluster.tables.progress.state is StepState.TRAINING, late)
     until(cluster, lambda: any(is_order(a, CommitVersion) for a in cluster.pending), no_step)
     (commit,) = [a for a in cluster.pending if is_order(a, CommitVersion)]
     cluster.pending.remove(commit)
@@ -279,8 +279,8 @@ def test_an_engine_whose_weights_are_wrong_waits_for_the_end_of_the_step(in_flig
     cluster = begun(in_flight=in_flight)
     differ_while_training(cluster)
     since = len(cluster.commands)
-    until(cluster, lambda: not cluster.plan.requests.num_for(Phase.GENERATING), no_step)
-    assert cluster.plan.progress.state is StepState.TRAINING
+    until(cluster, lambda: not cluster.tables.requests.num_for(Phase.GENERATING), no_step)
+    assert cluster.tables.progress.state is StepState.TRAINING
     assert orders_to(cluster, "rollout-1", Refit, since) == [], "the weights that it needs are not there"
     until(cluster, lambda: bool(orders_to(cluster, "rollout-1", Refit, since)))
     assert orders_to(cluster, "rollout-1", Refit, since)[0].version == 2
@@ -290,8 +290,8 @@ def test_an_engine_whose_weights_are_wrong_waits_for_the_end_of_the_step(in_flig
 def test_what_an_engine_with_wrong_weights_generates_is_given_up() -> None:
     cluster = begun(balance=None)
     late = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
-    until(cluster, lambda: cluster.plan.groups.num_in_flight("rollout-1") > 0, late)
-    recovery.quarantine(cluster.plan.tables, cluster.plan.engines["rollout-1"], "testing", "wrong")
+    until(cluster, lambda: cluster.tables.groups.num_in_flight("rollout-1") > 0, late)
+    recovery.quarantine(cluster.tables, cluster.tables.engines["rollout-1"], "testing", "wrong")
     stops, *_ = [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, DispatchPrompts)]
     assert (stops.process, stops.groups) == ("rollout-1", ())
     generating = [a.command_id for a in cluster.commands if isinstance(a, DispatchPrompts) and a.groups]
@@ -317,7 +317,7 @@ def test_all_engines_may_be_lost_while_a_step_trains() -> None:
     for engine in ("rollout-0", "rollout-1"):
         lose(cluster, engine)
     until(cluster, lambda: 1 in cluster.commits())
-    assert cluster.plan.phase is Phase.GENERATING, "the step that trained is done"
+    assert cluster.tables.phase is Phase.GENERATING, "the step that trained is done"
     assert not cluster.pending
     for engine in ("rollout-0", "rollout-1"):
         replace(cluster, engine)
@@ -327,12 +327,12 @@ def test_all_engines_may_be_lost_while_a_step_trains() -> None:
 def test_an_engine_lost_before_it_has_finished_what_it_has_holds_nobody_up() -> None:
     cluster = begun()
     others = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
-    until(cluster, lambda: cluster.plan.engines["rollout-0"].version == 1, others)
-    until(cluster, lambda: not cluster.plan.requests.num_for(Phase.REFITTING, Phase.VERIFYING), others)
-    assert cluster.plan.engines["rollout-1"].version == 0
-    assert not cluster.plan.weights.may_step, "rollout-1 is still to read them"
+    until(cluster, lambda: cluster.tables.engines["rollout-0"].version == 1, others)
+    until(cluster, lambda: not cluster.tables.requests.num_for(Phase.REFITTING, Phase.VERIFYING), others)
+    assert cluster.tables.engines["rollout-1"].version == 0
+    assert not cluster.tables.weights.may_step, "rollout-1 is still to read them"
     lose(cluster, "rollout-1")
-    assert cluster.plan.weights.may_step
+    assert cluster.tables.weights.may_step
     until(cluster, lambda: 2 in cluster.commits())
     replace(cluster, "rollout-1")
     finishes(cluster)
@@ -344,7 +344,7 @@ def test_an_engine_that_never_finishes_what_it_has_is_named() -> None:
     others = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
     stands_still = lambda: not any(map(others, cluster.pending))  # noqa: E731
     until(cluster, stands_still, others)
-    assert cluster.plan.engines["rollout-0"].version == 1
+    assert cluster.tables.engines["rollout-0"].version == 1
     asked_at = cluster.now
     cluster.give(Ticked(now=asked_at + 2 * GRPO.deadlines.generate))  # of this batch, and of the one before
     finish = cluster.done[-1]
@@ -361,7 +361,7 @@ def test_each_batch_that_is_asked_for_at_once_has_its_time(age: int) -> None:
 
 def test_validation_comes_before_what_later_steps_need() -> None:
     cluster = begun(2, validate_every=2, balance=Balance(width=1, timeout_s=None))
-    until(cluster, lambda: cluster.plan.progress.state is StepState.VALIDATING)
+    until(cluster, lambda: cluster.tables.progress.state is StepState.VALIDATING)
     since = len(cluster.commands)
     until(cluster, lambda: 2 in cluster.commits())
     asked = [a.purpose for a in cluster.commands[since:] if isinstance(a, DispatchPrompts)]
@@ -375,7 +375,7 @@ def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
     cluster = begun(balance=None, max_stored_tokens=8)
     lose(cluster, "rollout-1")
     until(cluster, lambda: not cluster.pending)
-    assert cluster.plan.tables.full == {"rollout-0": None}
+    assert cluster.tables.full == {"rollout-0": None}
     assert cluster.give(Ticked(now=cluster.now)) == []
     replace(cluster, "rollout-1")
     finishes(cluster)
@@ -385,7 +385,7 @@ def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
 def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
     cluster = begun()
     late = lambda action: not is_order(action, ReportDigests) or action.process.startswith("trainer")  # noqa: E731
-    until(cluster, lambda: cluster.plan.step == 2 and cluster.plan.progress.state is StepState.TRAINING, late)
+    until(cluster, lambda: cluster.tables.step == 2 and cluster.tables.progress.state is StepState.TRAINING, late)
     interrupt(cluster)
     (verify,) = [a for a in cluster.pending if is_order(a, ReportDigests) and a.process == "rollout-1"]
     if what == "lost":
@@ -394,7 +394,7 @@ def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
         cluster.pending.remove(verify)
         failed = Failed(command_id=verify.command.command_id, phase="verifying", error="no memory", expected=True)
         cluster.give(Erred(now=cluster.now, process="rollout-1", failed=failed))
-    until(cluster, lambda: cluster.plan.phase is Phase.FINISHED)
+    until(cluster, lambda: cluster.tables.phase is Phase.FINISHED)
     assert cluster.done[-1] == Finish(outcome="interrupted")
     assert cluster.commits() == [1, 2]
 
@@ -405,11 +405,11 @@ def test_a_proof_is_of_the_process_that_was_asked_for_it() -> None:
     until(cluster, lambda: any(map(is_commit, cluster.pending)), no_generation)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
-    engine = cluster.plan.engines["rollout-1"]
+    engine = cluster.tables.engines["rollout-1"]
     others = lambda action: no_generation(action) and not is_commit(action)  # noqa: E731
     until(cluster, lambda: engine.status is Status.HOLDING, others)
     until(cluster, lambda: not any(map(is_commit, cluster.pending)), is_commit)
-    assert cluster.plan.engines["rollout-0"].is_verified
+    assert cluster.tables.engines["rollout-0"].is_verified
     assert not engine.is_verified, "it was another process that was found right"
     finishes(cluster)
 
@@ -418,15 +418,15 @@ def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
     """A step may take longer than a connection has time for."""
     transfer_group = PlannedTransferGroup(name="to rollout-1", members=("trainer-0", "rollout-1"))
     cluster = begun(balance=None)
-    planned = cluster.plan.tables.transfers.plan
+    planned = cluster.tables.transfers.plan
     assert planned is not None
-    cluster.plan.tables.transfers.plan = msgspec.structs.replace(planned, transfer_groups=(transfer_group,))
+    cluster.tables.transfers.plan = msgspec.structs.replace(planned, transfer_groups=(transfer_group,))
     since = len(cluster.commands)
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     stands_still = lambda: not any(map(no_step, cluster.pending))  # noqa: E731
     until(cluster, stands_still, no_step)
-    assert cluster.plan.progress.state is StepState.TRAINING
+    assert cluster.tables.progress.state is StepState.TRAINING
     assert orders_to(cluster, "rollout-1", ConnectTransferGroup, since) == []
     until(cluster, lambda: len(orders_to(cluster, "rollout-1", ConnectTransferGroup, since)) == 1)
     finishes(cluster)
@@ -434,7 +434,7 @@ def test_a_mesh_is_connected_when_nobody_is_in_a_step() -> None:
 
 def test_groups_of_weights_that_are_too_old_are_made_again_and_counted() -> None:
     cluster = begun(balance=None)
-    until(cluster, lambda: cluster.plan.step == 3)
+    until(cluster, lambda: cluster.tables.step == 3)
     command = next(a for a in cluster.pending if isinstance(a, DispatchPrompts) and a.groups and a.step >= 3)
     cluster.begun_with[command.command_id] = command.step - 1 - cluster.age - 1
     finishes(cluster)

@@ -139,7 +139,7 @@ def test_an_engine_that_is_told_to_leave_finishes_and_goes_once_its_samples_are_
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
     assert not [action for action in cluster.done if isinstance(action, Replace)]
     assert cluster.commits() == [0, 1, 2, 3]
-    assert cluster.plan.engines.departed == {"rollout-1"}
+    assert cluster.tables.engines.departed == {"rollout-1"}
 
 
 def test_an_engine_that_leaves_and_cannot_finish_goes_at_its_deadline_and_others_make_its_groups() -> None:
@@ -178,13 +178,13 @@ def test_an_engine_that_nobody_replaces_is_done_without_and_others_make_its_grou
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
-    assert cluster.plan.engines.departed == {"rollout-1"}
+    assert cluster.tables.engines.departed == {"rollout-1"}
 
 
 def test_an_engine_by_hand_that_is_lost_is_not_awaited_where_another_has_joined_before_that_was_known() -> None:
     cluster = generating()
     join(cluster, "rollout-2")
-    while "rollout-2" not in cluster.plan.engines:
+    while "rollout-2" not in cluster.tables.engines:
         cluster.answer_next()
     lose(cluster, "rollout-1")
     assert cluster.give(Ticked(now=cluster.now)) == [], "it is launched again"
@@ -211,7 +211,7 @@ def test_an_engine_that_nobody_replaces_is_missed_where_no_other_is_there() -> N
     cluster = generating(msgspec.structs.replace(GRPO, max_replacements=2))
     for engine in ("rollout-0", "rollout-1"):
         lose(cluster, engine)
-    cluster.plan.requests.drop_all_but()
+    cluster.tables.requests.drop_all_but()
     cluster.now += 11.0
     finish = only_finish(cluster.give(Ticked(now=cluster.now)))
     assert "no process has taken its place within 10 s" in str(finish.error)
@@ -229,18 +229,18 @@ def test_after_the_last_engine_the_run_waits_for_another() -> None:
     cluster.run_until(Phase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == {"rollout-5"}
-    assert cluster.plan.engines.departed == {"rollout-0", "rollout-1"}
+    assert cluster.tables.engines.departed == {"rollout-0", "rollout-1"}
 
 
 def test_what_waits_for_an_engine_that_leaves_with_the_last_other_one_goes_to_whoever_joins() -> None:
     cluster = generating(msgspec.structs.replace(GRPO, max_trajectory_age_steps=2))
-    while cluster.plan.step < 2:
+    while cluster.tables.step < 2:
         cluster.answer_next()
     for engine in ("rollout-0", "rollout-1"):
         leave(cluster, engine)
     while len(let_go(cluster)) < 2:
         cluster.answer_next()
-    waiting = {group.engine for group in cluster.plan.groups if group.state is GroupState.WAITING}
+    waiting = {group.engine for group in cluster.tables.groups if group.state is GroupState.WAITING}
     assert waiting == {let_go(cluster)[-1].process}, "the place that is vacant"
     join(cluster, "rollout-5")
     cluster.run_until(Phase.FINISHED)
@@ -254,7 +254,7 @@ def test_the_run_waits_for_another_engine_as_long_as_for_any_process() -> None:
     while len(let_go(cluster)) < 2:
         cluster.answer_next()
     cluster.pending.clear()
-    cluster.plan.requests.drop_all_but()
+    cluster.tables.requests.drop_all_but()
     cluster.now += 11.0
     finish = only_finish(cluster.give(Ticked(now=cluster.now)))
     assert "no process has taken its place within 10 s" in str(finish.error)
@@ -262,7 +262,7 @@ def test_the_run_waits_for_another_engine_as_long_as_for_any_process() -> None:
 
 def test_the_last_engine_stays_for_the_last_step() -> None:
     cluster = generating(msgspec.structs.replace(GRPO, expected={"trainer": 2, "rollout": 1, "refit": 1}))
-    while cluster.plan.step < 3:
+    while cluster.tables.step < 3:
         cluster.answer_next()
     (said,) = leave(cluster, "rollout-0")
     assert isinstance(said, Say)
@@ -276,7 +276,7 @@ def test_the_last_engine_stays_for_the_last_step() -> None:
 def test_the_last_of_those_that_were_told_to_leave_before_the_last_step_was_trained_stays_to_validate_it() -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, validate_every=1, max_trajectory_age_steps=2))
     cluster.join_all()
-    while (cluster.plan.step, cluster.plan.phase) != (2, Phase.SAVING):
+    while (cluster.tables.step, cluster.tables.phase) != (2, Phase.SAVING):
         cluster.answer_next()
     for engine in ("rollout-0", "rollout-1"):
         leave(cluster, engine)

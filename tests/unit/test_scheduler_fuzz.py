@@ -154,11 +154,11 @@ class Harried(Cluster):
         self.before: list[int] = []
         """Steps that were done before it, and count."""
         super().__init__(spec, agenda=agenda)
-        self.plan.tables.is_informative = is_informative
+        self.tables.is_informative = is_informative
 
     def give(self, event: object) -> list[Action]:
         actions = super().give(event)
-        tables = self.plan.tables
+        tables = self.tables
         assert tables.watch.phase is tables.phase, "the phase is noted when it changes"
         return actions
 
@@ -167,10 +167,10 @@ class Harried(Cluster):
     def tell(self, event: object) -> None:
         """Give an event from outside to the scheduler; nobody waits for what no process owes then."""
         self.give(event)
-        engines = self.plan.engines
+        engines = self.tables.engines
         self.verified |= {engines[name].version for name in engines if engines[name].is_verified}
         owed = {self.id_of(action) for action in self.pending}
-        assert owed >= set(self.plan.requests), "nobody owes what is waited for"
+        assert owed >= set(self.tables.requests), "nobody owes what is waited for"
 
     def take_note(self, action: Action) -> None:
         match action:
@@ -194,7 +194,7 @@ class Harried(Cluster):
                 self.num_let_go += 1
                 if is_awaited:
                     self.absent.append(process)
-            case Replace(process=process) if process not in self.absent and process in self.plan.engines:
+            case Replace(process=process) if process not in self.absent and process in self.tables.engines:
                 self.end(process)  # its samples could not be used
                 self.absent.append(process)
             case CommitStep(step=step, validated=validated):
@@ -205,7 +205,7 @@ class Harried(Cluster):
 
     def check_mesh(self, receiver: str, command: Refit) -> None:
         """Assert that those who pass weights on to a receiver have the same, or receive them with it."""
-        for transfer_group in self.plan.tables.transfers.plan.transfer_groups:
+        for transfer_group in self.tables.transfers.plan.transfer_groups:
             processes = processes_in(transfer_group)
             for other in processes if receiver in processes and command.only else ():
                 if other.startswith("rollout") and other not in command.only:
@@ -224,7 +224,7 @@ class Harried(Cluster):
             if purpose == "validate":
                 assert age == -1, "validated are the step's own weights"
             else:
-                assert 0 <= age <= self.plan.spec.max_trajectory_age_steps
+                assert 0 <= age <= self.tables.spec.max_trajectory_age_steps
         samples = [(group, sample) for group in command.groups for sample in range(self.num_samples)]
         self.jobs[command.command_id] = Job(command, samples, len(history) - 1)
 
@@ -242,9 +242,9 @@ class Harried(Cluster):
         ]
 
     def check_batch(self, step: int) -> None:
-        of_step = self.plan.groups.of_step(step, "train")
+        of_step = self.tables.groups.of_step(step, "train")
         assert of_step is not None
-        spec = self.plan.spec
+        spec = self.tables.spec
         for record in of_step.records():
             made_with = self.made_with[record.scored.components["made"]]
             assert all(weights.is_proven and not weights.is_wrong for weights in made_with)
@@ -285,7 +285,7 @@ class Harried(Cluster):
         """Have something happen; return whether anything can."""
         chance, troubles = self.random.random, self.troubles
         can = [action for action in self.pending if self.can_answer(action)]
-        engines = [name for name in self.plan.engines if name not in self.absent]
+        engines = [name for name in self.tables.engines if name not in self.absent]
         free = [name for name in NAMES if name not in self.present and name not in self.absent]
         self.now += 1.0
         if self.absent and (not can or chance() < 0.1):
@@ -296,14 +296,14 @@ class Harried(Cluster):
             self.join(self.random.choice(free))
         elif troubles.leave and engines and self.may_lose("") and chance() < troubles.leave:
             self.tell(Draining(now=self.now, process=self.random.choice(engines)))
-        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.plan.engines.draining:
+        elif troubles.hangs and (not can or chance() < troubles.hangs) and self.tables.engines.draining:
             self.now += LEAVE_S
             self.tell(Ticked(now=self.now))
         elif troubles.nobody_comes and self.may_do_without() and chance() < troubles.nobody_comes:
             self.absent = []
             self.now += JOIN_S + 1.0
             self.tell(Ticked(now=self.now))
-        elif engines and self.plan.tables.steps.has_started and chance() < troubles.loss:
+        elif engines and self.tables.steps.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
         elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
             self.lose("refit-0")
@@ -313,7 +313,7 @@ class Harried(Cluster):
         elif chance() < troubles.interrupt and not self.is_interrupted:
             self.is_interrupted = True
             self.tell(Interrupted(now=self.now))
-        elif chance() < troubles.tick or (not can and self.plan.tables.full):
+        elif chance() < troubles.tick or (not can and self.tables.full):
             self.tell(Ticked(now=self.now))
         elif can:
             self.answer_one(self.random.choice(can))
@@ -322,13 +322,13 @@ class Harried(Cluster):
         return True
 
     def may_lose(self, name: str) -> bool:
-        return self.plan.tables.steps.has_started and self.plan.tables.error is None and name not in self.absent
+        return self.tables.steps.has_started and self.tables.error is None and name not in self.absent
 
     def may_do_without(self) -> bool:
         """Tell whether engines are lost, and others can go on without them."""
         is_lost = {*self.absent} - {"refit-0"} == {*self.absent} != set()
-        stays = {*self.plan.engines.staying()} - {*self.absent}
-        return self.may_lose("") and is_lost and bool(stays) and not self.plan.tables.transfers.plan.transfer_groups
+        stays = {*self.tables.engines.staying()} - {*self.absent}
+        return self.may_lose("") and is_lost and bool(stays) and not self.tables.transfers.plan.transfer_groups
 
     def join(self, name: str) -> None:
         self.num_joined += 1
@@ -337,7 +337,7 @@ class Harried(Cluster):
 
     def lose(self, name: str) -> None:
         self.end(name)
-        if name not in self.plan.engines.draining:
+        if name not in self.tables.engines.draining:
             self.absent.append(name)
         self.tell(Lost(now=self.now, process=name, why="killed by SIGKILL"))
         if self.troubles.join and self.random.random() < 0.5:
@@ -357,10 +357,10 @@ class Harried(Cluster):
         """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.attempts` does."""
         done = self.commits()
         saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
-        departed = self.plan.engines.departed
+        departed = self.tables.engines.departed
         first = saved[-1] + 1 if saved else 1
-        spec = msgspec.structs.replace(self.plan.spec, first_step=first, departed=tuple(departed))
-        following = self.plan.requests.next_command_id
+        spec = msgspec.structs.replace(self.tables.spec, first_step=first, departed=tuple(departed))
+        following = self.tables.requests.next_command_id
         self.plan = Scheduler(spec, self.now, is_informative, first_command_id=following, agenda=self.agenda)
         self.num_terms, self.begun_at = self.num_terms + 1, len(self.done)
         self.before = [step for step in done if step < first]
@@ -418,7 +418,7 @@ class Harried(Cluster):
         history = self.history.setdefault(process, [])
         is_newer = process not in self.is_partial and bool(history) and command.version > history[-1].version
         is_partial = self.has_trouble(process, command.version, self.troubles.partial)
-        if is_partial or not (is_newer and self.plan.spec.updates_in_flight):
+        if is_partial or not (is_newer and self.tables.spec.updates_in_flight):
             for command_id in [i for i, job in self.jobs.items() if job.command.process == process]:
                 self.give_up(command_id)
         if is_partial:
@@ -437,7 +437,7 @@ class Harried(Cluster):
 
     def train(self, action: SentBatch, reply: Reply) -> Reply:
         others = [a for a in self.pending if isinstance(a, SentBatch)]
-        if len(others) == self.plan.spec.expected["trainer"] - 1:  # the first rank of all
+        if len(others) == self.tables.spec.expected["trainer"] - 1:  # the first rank of all
             self.lacking.pop(action.step, None)
             count = self.num_missing.get(action.step, 0)
             if count < 2 and self.random.random() < self.troubles.missing:
@@ -484,9 +484,9 @@ class Harried(Cluster):
 
     def run(self) -> Finish:
         self.join_all()
-        self.present |= {*self.plan.tables.processes.of_kind["rollout"]}
+        self.present |= {*self.tables.processes.of_kind["rollout"]}
         for _ in range(20_000):
-            if self.plan.phase is Phase.FINISHED:
+            if self.tables.phase is Phase.FINISHED:
                 finish = self.done[-1]
                 assert isinstance(finish, Finish)
                 if not isinstance(finish.error, ServiceLost) or self.is_interrupted:
@@ -494,7 +494,7 @@ class Harried(Cluster):
                 self.begin_attempt()
             if not self.go_on():
                 break
-        raise AssertionError(f"the run stands still in step {self.plan.step}, {self.plan.phase.value}")
+        raise AssertionError(f"the run stands still in step {self.tables.step}, {self.tables.phase.value}")
 
     def trained(self) -> list[int]:
         """Steps that ranks were asked to train, without the times that samples were missing."""
@@ -568,7 +568,7 @@ def test_every_step_is_done_once_with_samples_of_proven_weights(chunk: int) -> N
     for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
         cluster = make(seed)
         assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
-        first = 0 if cluster.plan.spec.validate_at_start else 1
+        first = 0 if cluster.tables.spec.validate_at_start else 1
         assert cluster.commits() == list(range(first, LAST_STEP + 1)), f"seed {seed}"
         assert cluster.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
         recorded = {action.version for action in cluster.done if isinstance(action, RecordRefit)}
@@ -595,7 +595,7 @@ def test_every_step_is_done_once_however_often_trainers_and_the_refit_service_ar
         cluster = make(seed, loses_others=True)
         assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
         assert cluster.commits()[-LAST_STEP:] == list(range(1, LAST_STEP + 1)), f"seed {seed}"
-        assert cluster.trained() == list(range(cluster.plan.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
+        assert cluster.trained() == list(range(cluster.tables.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
         ids = [cluster.id_of(action) for action in cluster.done if isinstance(action, Dispatch | DispatchPrompts)]
         assert len(ids) == len({*ids}), "no id is given twice, in whatever term"
         num_terms += cluster.num_terms
@@ -611,7 +611,7 @@ def test_every_step_is_done_once_whichever_engines_come_and_go(chunk: int) -> No
         cluster = make(seed, comes_and_goes=True, loses_others=chunk % 2 == 1)
         assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
         assert cluster.commits()[-LAST_STEP:] == list(range(1, LAST_STEP + 1)), f"seed {seed}"
-        assert cluster.trained() == list(range(cluster.plan.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
+        assert cluster.trained() == list(range(cluster.tables.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
         num_joined += cluster.num_joined
         num_let_go += cluster.num_let_go
     assert num_joined > 0
@@ -622,9 +622,7 @@ def test_every_step_is_done_once_whichever_engines_come_and_go(chunk: int) -> No
 def test_an_interrupt_at_any_moment_ends_the_run_with_what_was_trained_saved(chunk: int) -> None:
     for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
         cluster = make(seed)
-        cluster.plan.tables.spec = cluster.plan.tables.saving._spec = msgspec.structs.replace(
-            cluster.plan.spec, save_every=2
-        )
+        cluster.tables.spec = cluster.tables.saving._spec = msgspec.structs.replace(cluster.tables.spec, save_every=2)
         cluster.troubles = msgspec.structs.replace(cluster.troubles, interrupt=0.005)
         finish = cluster.run()
         assert finish == Finish(outcome="interrupted" if cluster.is_interrupted else "finished"), f"seed {seed}"
@@ -673,10 +671,10 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
         cluster.join_all()
         for _ in range(cluster.random.randrange(40, 200)):
             cluster.go_on()
-        phase = cluster.plan.phase
-        cluster.plan.tables.replacements = Replacements(0, 3600.0)
+        phase = cluster.tables.phase
+        cluster.tables.replacements = Replacements(0, 3600.0)
         actions = cluster.give(Lost(now=cluster.now, process=kind, why="killed by SIGKILL"))
-        while cluster.plan.phase is Phase.WRITING:
+        while cluster.tables.phase is Phase.WRITING:
             cluster.go_on()
         finish = cluster.done[-1]
         assert isinstance(finish, Finish), f"seed {seed}: {actions}"

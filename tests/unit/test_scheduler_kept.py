@@ -148,10 +148,8 @@ def test_what_cannot_be_read_is_made_again_and_what_follows_from_it() -> None:
     assert [action for action in actions if isinstance(action, DropRestored)] == [DropRestored(version=3, num_groups=5)]
     assert not [
         group
-        for group in cluster.plan.groups
-        if group.step == 4
-        and group.state is GroupState.READY
-        and cluster.plan.tables.restored.is_restored(group.request)
+        for group in cluster.tables.groups
+        if group.step == 4 and group.state is GroupState.READY and cluster.tables.restored.is_restored(group.request)
     ]
     cluster.run_until(Phase.FINISHED)
     assert made(cluster)[3] == numbers_of(bad.command)
@@ -180,7 +178,7 @@ def test_what_dynamic_sampling_had_drawn_is_kept_to_the_last_batch() -> None:
         for number in range(12)
     }
     cluster = Cluster(spec, kept)
-    cluster.plan.tables.is_informative = lambda results: results[0].group % 2 == 0
+    cluster.tables.is_informative = lambda results: results[0].group % 2 == 0
     cluster.join_all()
     cluster.run_until(Phase.FINISHED)
     assert restored(cluster) == {3: [*range(12)], 4: [*range(12)]}
@@ -223,9 +221,9 @@ class Resumed(Cluster):
 
     def check_lineage(self, step: int) -> None:
         """Assert that what is trained on from before was made with weights that are still the same."""
-        of_step = self.plan.groups.of_step(step, "train")
+        of_step = self.tables.groups.of_step(step, "train")
         assert of_step is not None
-        old = [group for group in of_step.groups if self.plan.tables.restored.is_restored(group.request)]
+        old = [group for group in of_step.groups if self.tables.restored.is_restored(group.request)]
         self.num_restored += len(old)
         for group in old:
             steps = set(range(self.kept[step, group.number].newest_version + 1))
@@ -237,12 +235,12 @@ class Resumed(Cluster):
         self.join_all()
         absent: list[str] = []
         for _ in range(5000):
-            if self.plan.phase is Phase.FINISHED:
+            if self.tables.phase is Phase.FINISHED:
                 return
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
                 continue
-            if self.plan.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
+            if self.tables.steps.has_started and not absent and self.random.random() < chance_of_loss:
                 absent.append(f"rollout-{self.random.randrange(2)}")
                 lose(self, absent[0])
                 continue
@@ -255,7 +253,7 @@ class Resumed(Cluster):
             else:
                 self.pending.insert(0, action)
                 self.answer_next()
-        raise AssertionError(f"the run stands still in step {self.plan.step}, {self.plan.phase.value}")
+        raise AssertionError(f"the run stands still in step {self.tables.step}, {self.tables.phase.value}")
 
 
 @pytest.mark.parametrize("balance", [None, Balance(width=2, timeout_s=None)])

@@ -148,7 +148,7 @@ def test_the_next_steps_do_not_wait_but_checkpoints_and_the_end_do() -> None:
         owed += held(cluster)
     assert cluster.commits() == [1, 2, 3], "all that is left is the record"
     assert sorted({command.step for command in owed}) == [1, 2, 3]
-    assert cluster.plan.phase is not Phase.FINISHED
+    assert cluster.tables.phase is not Phase.FINISHED
     assert published(cluster) == []
     say_recorded(cluster, [command for command in owed if command.step == 3])
     assert published(cluster) == [], "it is made of step 1 as well"
@@ -191,7 +191,7 @@ def test_a_part_that_cannot_be_written_is_said_once_and_stops_nothing() -> None:
         StepRecorded(step=1, rollouts=("rollout-1",), num_bytes=100)
     ]
     for _ in range(200):
-        if cluster.plan.phase is Phase.FINISHED:
+        if cluster.tables.phase is Phase.FINISHED:
             break
         for command in held(cluster):
             fail(cluster, command, "no space left")
@@ -234,7 +234,7 @@ def test_an_interrupted_run_is_recorded_before_it_ends_and_waits_for_nobody_who_
         lose(cluster, rollout)
     while cluster.pending:
         cluster.answer_next()
-    assert cluster.plan.phase is not Phase.FINISHED
+    assert cluster.tables.phase is not Phase.FINISHED
     given_up = cluster.give(Ticked(now=cluster.now + 61))
     assert StepRecorded(step=1, rollouts=(), num_bytes=0) in given_up
     assert cluster.done[-1] == Finish(outcome="interrupted")
@@ -244,7 +244,7 @@ def test_an_interrupted_run_is_recorded_before_it_ends_and_waits_for_nobody_who_
     interrupt(calm)
     while calm.pending:
         calm.answer_next()
-    assert calm.plan.phase is not Phase.FINISHED
+    assert calm.tables.phase is not Phase.FINISHED
     say_recorded(calm, owed)
     assert calm.done[-1] == Finish(outcome="interrupted")
     assert recorded(calm) == published(calm) == [1]
@@ -252,7 +252,7 @@ def test_an_interrupted_run_is_recorded_before_it_ends_and_waits_for_nobody_who_
 
 def test_a_run_that_fails_does_not_wait_for_its_record() -> None:
     cluster, _ = until_recording()
-    while cluster.plan.step == 1:
+    while cluster.tables.step == 1:
         cluster.answer_next()
     lose(cluster, "trainer-0")
     assert isinstance(cluster.done[-1], Finish)

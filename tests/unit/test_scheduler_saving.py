@@ -34,7 +34,7 @@ def writing(shape: RunSpec) -> tuple[Cluster, list[Dispatch]]:
     cluster.join_all()
     while not commands_of(cluster, AwaitCheckpoint):
         cluster.answer_next()
-    assert cluster.plan.step == 2
+    assert cluster.tables.step == 2
     return cluster, cluster.hold(AwaitCheckpoint)
 
 
@@ -93,7 +93,7 @@ def test_ctrl_c_waits_for_the_checkpoint(phase: Phase) -> None:
     interrupt(cluster)
     while cluster.pending:
         cluster.answer_next()
-    assert cluster.plan.phase in (Phase.SAVING, Phase.WRITING)
+    assert cluster.tables.phase in (Phase.SAVING, Phase.WRITING)
     finish_writing(cluster, owed)
     cluster.run_until(Phase.FINISHED)
     expected = [1] if phase is Phase.GENERATING else [1, 2]
@@ -153,7 +153,7 @@ def test_a_run_that_fails_for_another_reason_waits_for_the_checkpoint() -> None:
     cluster, owed = writing(NOBODY_REPLACED)
     why = "refit-0 failed while generating: killed by SIGKILL"
     assert lose(cluster, "refit-0") == [Say(text=f"{why}; the run ends as soon as its last checkpoint is written")]
-    assert cluster.plan.phase is Phase.WRITING
+    assert cluster.tables.phase is Phase.WRITING
     before = kinds(cluster)
     for process in ("rollout-1", "refit-0"):
         assert lose(cluster, process) == []

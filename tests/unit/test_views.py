@@ -151,7 +151,7 @@ def a_registry(**phases: str) -> Registry:
 def test_without_a_terminal_a_line_says_now_and_then_what_a_long_step_waits_for() -> None:
     out, time = io.StringIO(), [0.0]
     cluster = Cluster(GRPO)
-    progress = Progress(build_config(SETTINGS), cluster.plan.spec, [], Console(file=out, width=40), lambda: time[0])
+    progress = Progress(build_config(SETTINGS), cluster.tables.spec, [], Console(file=out, width=40), lambda: time[0])
 
     def lines_after(seconds: float) -> list[str]:
         out.seek(0)
@@ -225,7 +225,7 @@ def test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what() -> No
     quiet: dict[str, Any] = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
     cluster = Cluster(msgspec.structs.replace(GRPO, max_trajectory_age_steps=1, **quiet))
     cluster.join_all()
-    while cluster.plan.step < 2:
+    while cluster.tables.step < 2:
         slow = [
             o for o in cluster.pending if isinstance(o, DispatchPrompts) and (o.process, o.step) == ("rollout-1", 2)
         ]
@@ -235,7 +235,7 @@ def test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what() -> No
         "groups: 3 ready, 5 being generated, 2 waiting; newest weights: version 1; "
         "engines: version 1 on 1, version 0 on 1"
     )
-    progress = Progress(build_config(SETTINGS), cluster.plan.spec, [], Console(file=io.StringIO(), width=150))
+    progress = Progress(build_config(SETTINGS), cluster.tables.spec, [], Console(file=io.StringIO(), width=150))
     registry = Registry.__new__(Registry)
     registry.processes = {}
     page = Console(width=150, record=True, file=io.StringIO())

@@ -115,8 +115,8 @@ class Loop:
         find_restored: Callable[[], Mapping[Place, RestoredGroup]],
     ) -> None:
         """`find_restored` finds restored groups, generated before, to train on."""
-        self.scheduler = self._scheduler = scheduler
-        self.recorder = self._recorder = recorder
+        self.scheduler = scheduler
+        self.recorder = recorder
         self._observers = recorder.observers
         self._registry = lasting.registry
         self._processes = lasting.processes
@@ -144,14 +144,14 @@ class Loop:
                 self._handle(event)
             if self._registry.names.expected_until < time.monotonic() and self._finish is None:
                 self.losses.replace_missing()
-            self._recorder.show(self._scheduler, self._registry)
+            self.recorder.show(self.scheduler, self._registry)
         return self._finish
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Lost):
             self.losses.lost[event.process] = event.why
-        actions = self._scheduler.handle(event)
-        self._observers.handled(event, self._scheduler)
+        actions = self.scheduler.handle(event)
+        self._observers.handled(event, self.scheduler)
         for action in actions:
             self._carry_out(action)
         if self._interrupts.are_there and any(isinstance(action, CommitStep) for action in actions):
@@ -162,7 +162,7 @@ class Loop:
     def _interrupted(self) -> Iterator[Interrupted]:
         """Take the requests to end the run."""
         while (why := self._interrupts.take()) is not None:
-            self._recorder.note(why)
+            self.recorder.note(why)
             yield Interrupted(now=time.monotonic())
 
     def _events(self) -> Iterator[Event]:
@@ -204,11 +204,11 @@ class Loop:
         """Keep the content of a reply, besides the fact that it came."""
         if isinstance(event, Erred):
             self._observers.answered(event.process, event.failed, event.now)
-        if not isinstance(event, Replied) or event.reply.command_id not in self._scheduler.requests:
+        if not isinstance(event, Replied) or event.reply.command_id not in self.scheduler.tables.requests:
             return
         match event.reply:
             case SamplesFinished() as finished:
-                self._recorder.note_failures(finished.samples)
+                self.recorder.note_failures(finished.samples)
                 return  # more answers follow; the scheduler keeps the samples' records
             case Trained() as trained:
                 self._step_metrics.trained(event.process, trained)
@@ -227,9 +227,9 @@ class Loop:
                 self._batches.take_reply(event.process, built)
             case TrainerBuilt() as built:
                 self._batches.take_reply(event.process, built)
-                self._recorder.note(f"{event.process} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
+                self.recorder.note(f"{event.process} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
             case CheckpointCopied(why_waited=why) if why and event.process == "trainer-0":
-                self._recorder.note(f"training has waited for a checkpoint to be written: {why}")
+                self.recorder.note(f"training has waited for a checkpoint to be written: {why}")
             case _:
                 pass
         self._observers.answered(event.process, event.reply, event.now)
@@ -238,7 +238,7 @@ class Loop:
     def _note(self, step: int, notes: Iterable[str]) -> None:
         """Show notes about a step's numbers."""
         for text in notes:
-            self._recorder.note(f"step {step}: {text}")
+            self.recorder.note(f"step {step}: {text}")
 
     # --- actions -----------------------------------------------------------------------------------------------------
 
@@ -257,19 +257,19 @@ class Loop:
             case DispatchRecord() | StepValidated() | StepRecorded() | DropRestored():
                 self._keep_record(action)
             case DiscardSamples():
-                self._recorder.record_discarded(action)
+                self.recorder.record_discarded(action)
             case Replace() | LetGo():
                 self._generated.pop(action.process, None)
                 self.losses.do_without(action)
             case RecordRefit():
-                self._recorder.record_refit(action, self._refits)
+                self.recorder.record_refit(action, self._refits)
                 self._refits = RefitMetrics()
             case PublishCheckpoint(step=step):
-                self._recorder.publish_checkpoint(step)
+                self.recorder.publish_checkpoint(step)
             case CommitStep():
                 self._commit(action)
             case Say(text=text):
-                self._recorder.note(text)
+                self.recorder.note(text)
             case Finish():
                 self._finish = action
             case other:
@@ -295,7 +295,7 @@ class Loop:
     def _resend(self, now: float) -> None:
         """Send unanswered requests once more, in case their connection broke on the way."""
         for command_id, sent in [*self._sent.items()]:
-            if command_id not in self._scheduler.requests:
+            if command_id not in self.scheduler.tables.requests:
                 del self._sent[command_id]
             elif now > sent.resend_at:
                 self._registry.send(sent.process, sent.frames)
@@ -315,27 +315,27 @@ class Loop:
 
     def _send_batch(self, action: DispatchBatch) -> None:
         """Make a step's batch, and send each trainer its command; keep the samples in it if they are to be logged."""
-        of_step = self._scheduler.groups.of_step(action.step, action.purpose)
+        of_step = self.scheduler.tables.groups.of_step(action.step, action.purpose)
         records = [] if of_step is None else of_step.records()
         batch, metrics, commands = self._batches.make(action, records)
         self._step_metrics.metrics.update(metrics)
         self._note(action.step, batch.notes)
         for process, command, arrays in commands:
             self._send(process, command, arrays)
-        if self._scheduler.tables.spec.samples_folder:
-            self._recorder.keep_samples(action.step, action.purpose, records, batch)
+        if self.scheduler.tables.spec.samples_folder:
+            self.recorder.keep_samples(action.step, action.purpose, records, batch)
 
     def _keep_record(self, action: DispatchRecord | StepValidated | StepRecorded | DropRestored) -> None:
         """Carry out an action on the rollout log."""
         match action:
             case DispatchRecord():
-                self._send(action.process, self._recorder.record_command(action), None)
+                self._send(action.process, self.recorder.record_command(action), None)
             case StepValidated():
-                self._recorder.keep_samples(action.step, "validate", action.records)
+                self.recorder.keep_samples(action.step, "validate", action.records)
             case StepRecorded():
-                self._recorder.take_recorded(action)
+                self.recorder.take_recorded(action)
             case DropRestored():
-                self._recorder.drop_restored(action)
+                self.recorder.drop_restored(action)
 
     def _release_samples(self, step: int) -> None:
         """Let engines drop the samples of a finished step, and of those before."""
@@ -344,19 +344,19 @@ class Loop:
             for command_id in done:
                 del commands[command_id]
             if done:
-                release = ReleaseSamples(command_ids=done, **self._scheduler.requests.notice(_RELEASE_S))
+                release = ReleaseSamples(command_ids=done, **self.scheduler.tables.requests.notice(_RELEASE_S))
                 self._registry.send(process, encode(release))
 
     def _commit(self, action: CommitStep) -> None:
         if action.validated:
-            for line in self._algorithm.describe(self._recorder.examples(action.step, action.validated)):
-                self._recorder.note(line)
+            for line in self._algorithm.describe(self.recorder.examples(action.step, action.validated)):
+                self.recorder.note(line)
             self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
         self._release_samples(action.step)
-        self._recorder.commit(action, self._step_metrics)
+        self.recorder.commit(action, self._step_metrics)
         self._step_metrics = self._new_metrics()
 
     def _new_metrics(self) -> StepMetrics:
-        tables = self._scheduler.tables
+        tables = self.scheduler.tables
         return StepMetrics(is_asynchronous=not tables.is_synchronous, without_policy=tables.spec.without_policy)

@@ -34,26 +34,28 @@ _PHASE_COLOURS = {
 
 def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
     """Describe what a run is doing, and the processes that it waits for."""
+    tables = scheduler.tables
     waits: dict[str, list[str]] = {}
-    for name in scheduler.requests.processes():
+    for name in tables.requests.processes():
         process = registry.processes.get(name)
         waits.setdefault(process.phase if process is not None else "gone", []).append(name)
     parts = []
     for phase, names in waits.items():
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         parts.append(f"{', '.join(names[:_MOST_NAMED])}{more} ({phase})")
-    if missing := scheduler.missing:
+    if missing := tables.processes.missing():
         parts.insert(0, f"{missing} to join")
-    if absent := scheduler.engines.having(Status.ABSENT):
+    if absent := tables.engines.having(Status.ABSENT):
         parts.append(f"a replacement of {', '.join(absent)}")
     waiting = "; ".join(parts) or "nothing"
-    return f"step {scheduler.step}/{last_step}: {scheduler.phase.value}, waiting for {waiting}"
+    return f"step {tables.step}/{last_step}: {tables.phase.value}, waiting for {waiting}"
 
 
 def ahead_line(scheduler: Scheduler) -> str:
     """Describe the groups that are generated beside training, and the versions that engines generate with."""
-    states = Counter(group.state for group in scheduler.groups if group.purpose == "train")
-    engines, newest = scheduler.engines, scheduler.weights.version
+    tables = scheduler.tables
+    states = Counter(group.state for group in tables.groups if group.purpose == "train")
+    engines, newest = tables.engines, tables.weights.version
     held = Counter(engines[name].version for name in engines.having(Status.HOLDING))
     on = ", ".join(f"version {version} on {held[version]}" for version in sorted(held, reverse=True))
     return (
@@ -72,9 +74,10 @@ def picture(
     now: float,
 ) -> RenderableType:
     """Draw the current state of a run, of which `records` are the finished steps."""
+    tables = scheduler.tables
     return Group(
         Text(title, style="bold"),
-        Text(f"{f'step {scheduler.step}/{spec.last_step}':>18} {scheduler.phase.value}  {times}"),
+        Text(f"{f'step {tables.step}/{spec.last_step}':>18} {tables.phase.value}  {times}"),
         *([] if spec.is_synchronous else [Text(f"{'ahead':>18} {ahead_line(scheduler)}")]),
         *_curves(records),
         *(_last_step(records[-1]) if records else []),

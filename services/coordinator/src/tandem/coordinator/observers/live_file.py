@@ -128,16 +128,17 @@ class LiveFile(Observer):
     def look(self, scheduler: Scheduler, registry: Registry) -> Live:
         """Return the state of the run."""
         now = time.monotonic()
-        tables, version = scheduler.tables, scheduler.weights.version
+        tables = scheduler.tables
+        version = tables.weights.version
         progress = tables.steps.progress
         states: Counter[GroupState] = Counter()
         ages: Counter[int] = Counter()
-        for group in scheduler.groups:
+        for group in tables.groups:
             states[group.state] += 1
             if group.state is GroupState.READY and group.purpose == "train":
                 ages[max(0, version - group.oldest_version)] += 1
         trained = progress.number if progress.state >= StepState.TRAINED else progress.number - 1
-        engines = [scheduler.engines[name] for name in scheduler.engines]
+        engines = [tables.engines[name] for name in tables.engines]
         joining_engines = tables.joining.stages
         return Live(
             at=time.time(),
@@ -159,8 +160,8 @@ class LiveFile(Observer):
                     name=engine.name,
                     status=engine.status.value if engine.leave_by is None or engine.is_vacant else LEAVING,
                     version=engine.version,
-                    outstanding_tokens=scheduler.groups.num_tokens(engine.name),
-                    in_flight=scheduler.groups.num_in_flight(engine.name),
+                    outstanding_tokens=tables.groups.num_tokens(engine.name),
+                    in_flight=tables.groups.num_in_flight(engine.name),
                     host=_host(registry, engine.name),
                     device=self._device_of(engine.name),
                 )
@@ -185,7 +186,7 @@ class LiveFile(Observer):
         )
 
     def _trainer(self, scheduler: Scheduler, registry: Registry, name: str, trained: int) -> LiveTrainer:
-        asked = next(scheduler.requests.of(name), None)
+        asked = next(scheduler.tables.requests.of(name), None)
         return LiveTrainer(
             name=name,
             status="idle" if asked is None else asked.phase.value,

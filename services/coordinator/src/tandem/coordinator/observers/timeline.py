@@ -174,7 +174,7 @@ class Timeline(Reporter):
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """End the spans of requests that are no longer pending."""
-        self.give_up(scheduler.requests.__contains__, time.monotonic())
+        self.give_up(scheduler.tables.requests.__contains__, time.monotonic())
 
     def committed(self, record: StepRecord) -> None:
         """Write a finished step."""

@@ -47,7 +47,6 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
 )
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
-from tandem.coordinator.scheduler.phases import Phase
 from tandem.coordinator.scheduler.rule import Mode, Rule, Table
 from tandem.coordinator.scheduler.rules import (
     ending,
@@ -61,7 +60,6 @@ from tandem.coordinator.scheduler.rules import (
 )
 from tandem.coordinator.scheduler.rules.order import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.steps.progress import StepProgress
 from tandem.coordinator.scheduler.tables import IsInformative, Tables
 
 
@@ -85,35 +83,6 @@ class Scheduler:
         self._may_phase_differ = self.agenda.watch(
             Table.STEPS, Table.SAVING, Table.WEIGHTS, Table.ENGINES, Table.REQUESTS
         )
-        self.requests = self.tables.requests
-        self.groups = self.tables.groups
-        self.engines = self.tables.engines
-        self.weights = self.tables.weights
-
-    @property
-    def spec(self) -> RunSpec:
-        """The run spec that the scheduler was given."""
-        return self.tables.spec
-
-    @property
-    def progress(self) -> StepProgress:
-        """The state of the step in progress."""
-        return self.tables.progress
-
-    @property
-    def step(self) -> int:
-        """The step in progress, or the last one done."""
-        return self.tables.step
-
-    @property
-    def phase(self) -> Phase:
-        """The phase that the run is in, for people."""
-        return self.tables.phase
-
-    @property
-    def missing(self) -> str:
-        """The processes that have yet to join, for people; empty once all have."""
-        return self.tables.processes.missing()
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; return the actions it leads to, in order."""

@@ -142,7 +142,7 @@ class CallLoop(Loop):
         self._metrics, self._began_at = {}, time.monotonic()
         if not self._desk.is_open:
             self._changed.clear()
-            self._desk.open(self._scheduler.weights.version)
+            self._desk.open(self.scheduler.tables.weights.version)
 
     def _events(self) -> Iterator[Event]:
         running = self._running
@@ -167,7 +167,7 @@ class CallLoop(Loop):
         """Write to the journal which requests have ended."""
         records = self._desk.take_records()
         if records:
-            record_calls(self._recorder.journal, records)
+            record_calls(self.recorder.journal, records)
 
     def _go_on(self, now: float) -> Iterator[Event]:
         """Go on with calls as far as possible; yield what the scheduler has to know."""
@@ -180,7 +180,7 @@ class CallLoop(Loop):
             yield from self._conclude(running, now)
             self._look_on(running)
             return
-        if self._scheduler.tables.steps.is_interrupted and self._held is not None:
+        if self.scheduler.tables.steps.is_interrupted and self._held is not None:
             self._desk.close("the server is ending", is_over=True)
             yield from self._trained(self._held, now)
         if self._held is None:
@@ -234,7 +234,7 @@ class CallLoop(Loop):
         self._desk.is_publishing = False
 
     def _is_published(self, version: int) -> bool:
-        weights = self._scheduler.weights
+        weights = self.scheduler.tables.weights
         return weights.version == version and weights.state in HAS_ARRIVED and weights.is_done
 
     def _trained(self, held: DispatchBatch, now: float) -> Iterator[Event]:
@@ -311,7 +311,7 @@ class CallLoop(Loop):
             self._send_call(trainer, SwitchTraining(number=number, is_copy=is_copy, **fields))
 
     def _fields(self, running: _Running, trainer: str, deadline_s: float | None = None) -> dict[str, Any]:
-        fields = self._scheduler.requests.notice(deadline_s or self._deadline_s)
+        fields = self.scheduler.tables.requests.notice(deadline_s or self._deadline_s)
         running.unanswered[fields["command_id"]] = trainer
         return {**fields}
 
