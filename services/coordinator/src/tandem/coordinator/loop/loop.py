@@ -144,10 +144,17 @@ class Loop:
                 self._handle(event)
             if self._registry.names.expected_until < time.monotonic() and self._finish is None:
                 self.losses.replace_missing()
-            self.recorder.show(self.scheduler, self._registry)
+            self._observers.show(self.scheduler, self._registry)
+            for line in self._observers.take_news():
+                self.recorder.note(line)
         return self._finish
 
     def _handle(self, event: Event) -> None:
+        """Give the scheduler an event, and carry out the actions that it leads to.
+
+        An action that is answered at once, such as `DrawPrompts`, gives it the answer from within: the actions that the
+        answer leads to are carried out before the rest of the first ones.
+        """
         if isinstance(event, Lost):
             self.losses.lost[event.process] = event.why
         actions = self.scheduler.handle(event)
@@ -337,23 +344,21 @@ class Loop:
             case DropRestored():
                 self.recorder.drop_restored(action)
 
-    def _release_samples(self, step: int) -> None:
-        """Let engines drop the samples of a finished step, and of those before."""
-        for process, commands in self._generated.items():
-            done = tuple(command_id for command_id, its_step in commands.items() if its_step <= step)
-            for command_id in done:
-                del commands[command_id]
-            if done:
-                release = ReleaseSamples(command_ids=done, **self.scheduler.tables.requests.notice(_RELEASE_S))
-                self._registry.send(process, encode(release))
-
     def _commit(self, action: CommitStep) -> None:
+        """Show validation samples, let engines drop the step's samples, and write the step to the journal."""
         if action.validated:
             for line in self._algorithm.describe(self.recorder.examples(action.step, action.validated)):
                 self.recorder.note(line)
             self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
-        self._release_samples(action.step)
+        # Engines may drop the samples of this step, and of those before.
+        for process, commands in self._generated.items():
+            done = tuple(command_id for command_id, step in commands.items() if step <= action.step)
+            for command_id in done:
+                del commands[command_id]
+            if done:
+                release = ReleaseSamples(command_ids=done, **self.scheduler.tables.requests.notice(_RELEASE_S))
+                self._registry.send(process, encode(release))
         self.recorder.commit(action, self._step_metrics)
         self._step_metrics = self._new_metrics()
 

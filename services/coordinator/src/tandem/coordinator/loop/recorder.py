@@ -10,8 +10,6 @@ from tandem.config import Config, config_to_json, fingerprint
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.observers.observer import Observers
 from tandem.coordinator.preparing.resuming import refuse_other_weights
-from tandem.coordinator.processes.registry import Registry
-from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     CommitStep,
     DiscardSamples,
@@ -80,12 +78,6 @@ class Recorder:
         text = shortened(text)
         self.journal.record_event("coordinator", text)
         self.observers.noted(text)
-
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
-        """Bring what observers show up to date, and note their news."""
-        self.observers.show(scheduler, registry)
-        for line in self.observers.take_news():
-            self.note(line)
 
     def keep_samples(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord], batch: Batch | None = None
