@@ -24,8 +24,8 @@ from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advanta
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import NO_PROMPT
 
 EPSILON = 1e-6
 

@@ -16,8 +16,8 @@ from tandem.config.schema import NewModel
 from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
-from tandem.samples.assignment import Assignment, batches_of_samples
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import BatchSharding, batches_of_samples
 from tandem.samples.model_files import load_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
 
@@ -138,9 +138,9 @@ def test_global_batches_are_so_many_samples_whatever_branches_they_have() -> Non
     branch_S = np.array([0, 1, 0, 0, 1, 2, 0], dtype=np.int32)
     assert batches_of_samples(branch_S, 2) == [range(0, 3), range(3, 7)]
     assert batches_of_samples(branch_S, 3) == [range(0, 6), range(6, 7)]
-    assignment = Assignment(num_ranks=2, batch_size=2, unit=1, by_tokens=False, by_prompts=False)
+    sharding = BatchSharding(num_ranks=2, batch_size=2, unit=1, by_tokens=False, by_prompts=False)
     lengths_S = np.array([9, 5, 7, 8, 8, 2, 3], dtype=np.int32)
-    rank_S = assignment.ranks(lengths_S, np.full(7, -1, dtype=np.int32), branch_S)
+    rank_S = sharding.ranks(lengths_S, np.full(7, -1, dtype=np.int32), branch_S)
     assert sorted(np.bincount(rank_S[:3]).tolist()) == [1, 2]
     assert np.bincount(rank_S[3:]).tolist() == [2, 2]
 

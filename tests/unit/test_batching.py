@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tandem.config import build_config
 from tandem.config.schema import Policy
-from tandem.samples.assignment import EMPTY_ROW, Assignment, assign_by_tokens, batches_of_samples
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import EMPTY_ROW, BatchSharding, batches_of_samples, shards_by_tokens
 from tandem.trainer.backend import Replicas
 from tandem.trainer.batching.shard import Shard
 from tandem.trainer.micro_batches import Groups
@@ -35,14 +35,14 @@ def ranks_of(
     policy: Policy, lengths: list[int], num_ranks: int, *, unit: int = 1, batch_size: int = 1000, divisor: int = 1
 ) -> list[Shard]:
     lengths_S = np.array(lengths, dtype=np.int32)
-    assignment = Assignment(
+    sharding = BatchSharding(
         num_ranks=num_ranks,
         batch_size=batch_size,
         unit=unit,
         by_tokens=policy.sequence_packing.enabled or policy.dynamic_batching.enabled,
         by_prompts=False,
     )
-    rank_S = assignment.ranks(lengths_S, np.zeros(len(lengths), dtype=np.int32))
+    rank_S = sharding.ranks(lengths_S, np.zeros(len(lengths), dtype=np.int32))
     return shards_of(policy, Batch(lengths_S=lengths_S, rank_S=rank_S), num_ranks, unit, divisor)
 
 
@@ -132,7 +132,7 @@ def test_like_lengths_share_padded_rows_and_scoring_takes_more_of_them() -> None
 def test_where_another_model_is_packed_ranks_with_more_sequences_do_not_wait_for_more_micro_batches() -> None:
     """Whoever is batched by tokens decides who has which sequences; for the other these are unequal numbers."""
     lengths_S = np.array([12, 3, 3, 3, 3], dtype=np.int32)
-    shares = assign_by_tokens(range(5), lengths_S.astype(np.int64), 2)
+    shares = shards_by_tokens(range(5), lengths_S.astype(np.int64), 2)
     assert sorted(map(len, shares)) == [1, 4]
     rank_S = np.array([int(row in shares[1]) for row in range(5)], dtype=np.int32)
     policy = policy_of("sequences", size=2)
@@ -151,7 +151,7 @@ def test_a_rank_without_sequences_takes_part_with_empty_rows() -> None:
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=60), num_ranks=st.integers(1, 9))
 def test_tokens_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
-    hands = assign_by_tokens(range(len(lengths)), np.array(lengths), num_ranks)
+    hands = shards_by_tokens(range(len(lengths)), np.array(lengths), num_ranks)
     assert sorted(row for hand in hands for row in hand) == list(range(len(lengths)))
     tokens = [sum(lengths[row] for row in hand) for hand in hands]
     assert max(tokens) - min(tokens) <= max(lengths)

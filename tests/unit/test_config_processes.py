@@ -14,7 +14,7 @@ from tandem.coordinator.loop.spec import run_spec
 from tandem.launch.expected import expected_processes
 from tandem.launch.nodes import nodes_of
 from tandem.refit.forecast import plan_summary
-from tandem.samples.assignment import data_parallel_ranks, scoring_trainers
+from tandem.samples.batch_sharding import data_parallel_ranks, scoring_trainers
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}
 DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum"}

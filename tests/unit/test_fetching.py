@@ -18,8 +18,8 @@ from samples_harness import RUN_ID, TRAINERS, sample_of
 from tandem.common.errors import WireError
 from tandem.common.messages import FetchSamples, Goodbye, Listener, SamplesFetched
 from tandem.common.wire import Codec, Frames, encode
-from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer import fetching
 from tandem.trainer.fetching import SampleFetcher, SampleFormat

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
-from tandem.samples.assignment import EMPTY_ROW
+from tandem.samples.batch_sharding import EMPTY_ROW
 from tandem.trainer.batching.shard import pad
 
 

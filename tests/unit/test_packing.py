@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
 from tandem.config.schema.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
-from tandem.samples.assignment import EMPTY_ROW, assign, batches_of_samples
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import EMPTY_ROW, batches_of_samples, shards_by_count
 from tandem.trainer.batching.shard import micro_batches_of, pad, unpad_into
 from tandem.trainer.micro_batches import Columns
 
@@ -101,7 +101,7 @@ def test_global_batches_are_consecutive(num_sequences: int, size: int, expected:
     size=st.integers(1, 8),
 )
 def test_every_sequence_is_dealt_once_in_equal_and_even_shares(lengths: list[int], num_ranks: int, size: int) -> None:
-    hands = assign(range(len(lengths)), lengths, num_ranks)
+    hands = shards_by_count(range(len(lengths)), lengths, num_ranks)
     dealt = [row for hand in hands for row in hand if row != EMPTY_ROW]
     assert sorted(dealt) == list(range(len(lengths)))
     assert len({len(hand) for hand in hands}) == 1
@@ -122,5 +122,5 @@ def test_like_lengths_share_a_micro_batch() -> None:
 
 
 def test_dealing_is_even_where_it_can_be() -> None:
-    assert assign(range(4), [10, 20, 30, 40], 2) == [[3, 0], [2, 1]]
-    assert assign([4, 5, 6], [0, 0, 0, 0, 7, 7, 7], 2) == [[4, EMPTY_ROW], [5, 6]]
+    assert shards_by_count(range(4), [10, 20, 30, 40], 2) == [[3, 0], [2, 1]]
+    assert shards_by_count([4, 5, 6], [0, 0, 0, 0, 7, 7, 7], 2) == [[4, EMPTY_ROW], [5, 6]]

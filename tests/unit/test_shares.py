@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tandem.common.errors import WireError
 from tandem.config import build_config
 from tandem.coordinator.loop.batches import shards_of
-from tandem.samples.assignment import Assignment, batches_of_samples, data_parallel_ranks
 from tandem.samples.batch import TABLE, TOKENS, Batch
+from tandem.samples.batch_sharding import BatchSharding, batches_of_samples, data_parallel_ranks
 from tandem.samples.given_table import given_table
 
 
@@ -61,9 +61,9 @@ def test_trainers_of_one_replica_have_one_rank(policy: dict[str, Any], trainers:
 def test_every_sequence_has_one_rank_and_shares_of_a_global_batch_are_even(
     lengths: list[int], num_ranks: int, by_tokens: bool, batch_size: int
 ) -> None:
-    assignment = Assignment(num_ranks=num_ranks, batch_size=batch_size, unit=1, by_tokens=by_tokens, by_prompts=True)
+    sharding = BatchSharding(num_ranks=num_ranks, batch_size=batch_size, unit=1, by_tokens=by_tokens, by_prompts=True)
     lengths_S = np.array(lengths, dtype=np.int32)
-    rank_S = assignment.ranks(lengths_S, np.arange(len(lengths), dtype=np.int32) // 3)
+    rank_S = sharding.ranks(lengths_S, np.arange(len(lengths), dtype=np.int32) // 3)
     assert rank_S.min() >= 0
     assert rank_S.max() < num_ranks
     for rows in batches_of_samples(np.zeros(len(lengths)), batch_size):
@@ -93,7 +93,7 @@ def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
     config = config_of(3, train_global_batch_size=9)
     batch = batch_of(9)
     batch = batch.replace(**given_table(batch).columns)
-    table = Assignment.of(config, shares_prompts=True).assign(batch)
+    table = BatchSharding.of(config, shares_prompts=True).shard(batch)
     assert (table.rank_S[::2] == table.rank_S[1::2]).all()
     shares = shards_of(table, 3)
     for rank, frames in enumerate(shares):
@@ -108,11 +108,11 @@ def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
 
 
 def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> None:
-    assignment = Assignment.of(config_of(2), shares_prompts=True)
+    sharding = BatchSharding.of(config_of(2), shares_prompts=True)
     batch = batch_of(5)
     parts = [4, 6]
-    together = assignment.assign(given_table(batch), parts)
-    apart = [assignment.assign(given_table(batch.take(rows))) for rows in (slice(4), slice(4, 10))]
+    together = sharding.shard(given_table(batch), parts)
+    apart = [sharding.shard(given_table(batch.take(rows))) for rows in (slice(4), slice(4, 10))]
     assert together.rank_S.tolist() == [*apart[0].rank_S.tolist(), *apart[1].rank_S.tolist()]
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT, assign, by_prompt
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT, by_prompt, shards_by_count
 from tandem.samples.given_table import given_table
 from tandem.trainer.batching.shard import micro_batches_of, pad
 from tandem.trainer.batching.shared_prompts import prompts_of
@@ -95,7 +95,7 @@ def test_hands_are_equal_whatever_the_groups(sizes: list[int], num_ranks: int, s
     num = sum(sizes)
     lengths = data.draw(st.lists(st.integers(1, 50), min_size=num, max_size=num))
     firsts = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
-    hands = assign(range(num), lengths, num_ranks, firsts)
+    hands = shards_by_count(range(num), lengths, num_ranks, firsts)
     assert sorted(row for hand in hands for row in hand if row != EMPTY_ROW) == list(range(num))
     assert {len(hand) for hand in hands} == {-(-num // num_ranks)}
     groups = [micro_batches_of(hand, lengths, size, firsts) for hand in hands]
@@ -110,7 +110,7 @@ def test_hands_are_equal_whatever_the_groups(sizes: list[int], num_ranks: int, s
 def test_groups_are_dealt_whole_and_lie_side_by_side() -> None:
     prompt_S = np.array([0, 1, 0, 1, 4, 4, 6, 6])
     lengths = [9, 5, 1, 5, 2, 2, 3, 4]
-    hands = assign(range(8), lengths, 2, prompt_S)
+    hands = shards_by_count(range(8), lengths, 2, prompt_S)
     assert hands == [[0, 2, 4, 5], [1, 3, 7, 6]]
     assert micro_batches_of(hands[0], lengths, 2, prompt_S) == [(0, 2), (4, 5)]
 

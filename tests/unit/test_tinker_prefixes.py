@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tandem.config import build_config
-from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.serving.tinker.prefixes import prefixes_of
 from tandem.trainer.backend import Replicas
 from tandem.trainer.batching.shard import Shard

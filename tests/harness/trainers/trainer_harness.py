@@ -30,8 +30,8 @@ from tandem.config.schema.columns import Model
 from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.task import combine
 from tandem.refit.program import Verification
-from tandem.samples.assignment import NO_RANK, Assignment
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import NO_RANK, BatchSharding
 from tandem.samples.given_table import given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer import step
@@ -256,13 +256,13 @@ def share_of(
     parts: Sequence[int] = (),
     exchange: Exchange | None = None,
 ) -> tuple[Batch]:
-    """Return the table of a whole batch, as the coordinator would assign it, and this rank's share."""
-    assignment, rank = Assignment.of(config, shares_prompts=backend.shares_prompts), backend.data_parallel_rank
+    """Return the table of a whole batch, as the coordinator would divide it, and this rank's share."""
+    sharding, rank = BatchSharding.of(config, shares_prompts=backend.shares_prompts), backend.data_parallel_rank
     if exchange is None:  # whatever `config` says, there are as many ranks as the test has started
-        assignment = msgspec.structs.replace(assignment, num_ranks=backend.data_parallel_size)
+        sharding = msgspec.structs.replace(sharding, num_ranks=backend.data_parallel_size)
     elif not exchange.model_group.has_policy:
         rank = NO_RANK
-    table = assignment.assign(given_table(batch), parts)
+    table = sharding.shard(given_table(batch), parts)
     return table, batch.replace(**table.columns).take(table.rows_of(rank))
 
 

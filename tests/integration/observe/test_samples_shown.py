@@ -12,8 +12,8 @@ import transformers
 
 from tandem.config import Config
 from tandem.observe.samples import SampleQuery, recorded_steps, select, trainer_logprobs
-from tandem.samples.assignment import scoring_trainers
 from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch_sharding import scoring_trainers
 from tandem.samples.sample_files import FOLDER, LOGPROBS, files
 from tandem.trainer import step
 from tests.harness.runs.record_harness import TWO, record_of

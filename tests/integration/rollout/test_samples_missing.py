@@ -26,8 +26,8 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.config import Config
-from tandem.samples.assignment import Assignment
 from tandem.samples.batch import SAMPLES, Batch
+from tandem.samples.batch_sharding import BatchSharding
 from tandem.samples.given_table import given_table
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer.service import TrainerService
@@ -155,7 +155,7 @@ def processes(config: Config) -> Iterator[Processes]:
 
 def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> Batch:
     """Return the batch's table, where each rank's sequences are all of one source, made for one command."""
-    table = Assignment.of(config, shares_prompts=True).assign(given_table(BATCH))
+    table = BatchSharding.of(config, shares_prompts=True).shard(given_table(BATCH))
     return table.replace(
         source_S=np.array([sources[rank] for rank in table.rank_S.tolist()], dtype=np.int32),
         command_S=np.array([commands[rank] for rank in table.rank_S.tolist()], dtype=np.int64),

@@ -75,7 +75,7 @@ class Batch:
     prompt_lengths_S = Declared(np.int32)
     """Tokens of the prompt."""
     rank_S = Declared(np.int32)
-    """Data-parallel rank that trains on it (`tandem.samples.assignment`)."""
+    """Data-parallel rank that trains on it (`tandem.samples.batch_sharding`)."""
     advantages_S = Declared(np.float32)
     """Advantage of the sequence's sample; one if nothing was generated."""
     rewards_S = Declared(np.float32)

@@ -20,7 +20,7 @@ from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
 from tandem.refit.weights import Weights
-from tandem.samples.assignment import scoring_trainers
+from tandem.samples.batch_sharding import scoring_trainers
 from tandem.trainer import shards
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend

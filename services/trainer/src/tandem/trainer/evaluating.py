@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from tandem.config import Config
-from tandem.samples.assignment import NO_RANK
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import NO_RANK
 from tandem.trainer.backend import Backend
 from tandem.trainer.exchange import Exchange
 from tandem.trainer.losses import make_loss

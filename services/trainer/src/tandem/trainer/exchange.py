@@ -28,8 +28,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_of
 from tandem.config.schema.columns import Column, Model
-from tandem.samples.assignment import NO_RANK, Assignment, data_parallel_ranks, scoring_trainers
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import NO_RANK, BatchSharding, data_parallel_ranks, scoring_trainers
 from tandem.trainer.backend import Backend, Replicas
 from tandem.trainer.batching.shard import Shard
 
@@ -179,9 +179,9 @@ class BatchExchange:
 
 def divided(table: Batch, model: Model, num_ranks: int, config: Config) -> Batch:
     """Return the table of a batch as this many replicas of a model divide it, by the model's section."""
-    assignment, settings = Assignment.of(config, shares_prompts=False), config.settings_of(model)
+    sharding, settings = BatchSharding.of(config, shares_prompts=False), config.settings_of(model)
     by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
-    return msgspec.structs.replace(assignment, num_ranks=num_ranks, by_tokens=by_tokens).assign(table)
+    return msgspec.structs.replace(sharding, num_ranks=num_ranks, by_tokens=by_tokens).shard(table)
 
 
 def divided_again(shard: Shard, model: Model, replicas: Replicas, config: Config) -> tuple[Batch, Batch]:

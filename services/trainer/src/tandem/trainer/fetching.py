@@ -30,8 +30,8 @@ from tandem.common.messages import (
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
+from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts

@@ -53,8 +53,8 @@ from tandem.common.wire import Arrays
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
-from tandem.samples.assignment import NO_RANK, data_parallel_ranks
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
+from tandem.samples.batch_sharding import NO_RANK, data_parallel_ranks
 from tandem.samples.images.columns import check_images
 from tandem.trainer import step
 from tandem.trainer.backend import Backend

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.returned import line
 from tandem.config.schema.columns import Model
-from tandem.samples.assignment import EMPTY_ROW
 from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch_sharding import EMPTY_ROW
 from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scorers.columns import scored_by

@@ -27,8 +27,8 @@ from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Column, Model, Source
-from tandem.samples.assignment import batches_of_samples
 from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch_sharding import batches_of_samples
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer.advantages import AdvantageEstimator
 from tandem.trainer.advantages import Scored as ScoredBatch

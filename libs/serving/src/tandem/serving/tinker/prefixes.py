@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.samples.assignment import NO_PROMPT
+from tandem.samples.batch_sharding import NO_PROMPT
 
 
 class Prefixes(NamedTuple):

@@ -21,8 +21,8 @@ from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_met
 from tandem.coordinator.algorithms.rewards import scaled, shaped
 from tandem.coordinator.algorithms.selection import dynamic_sampling, rows_of_equal_rewards, set_aside_note
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.assignment import NO_PROMPT
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import NO_PROMPT
 
 _BRANCHES = attrgetter("scored.branches")
 _FAILURE, _COMPONENTS, _SPENT = map(attrgetter, ("failure", "components", "spent"))

@@ -41,7 +41,7 @@ from tandem.launch.expected import KINDS, expected_processes, launched_processes
 from tandem.launch.launch import Admits, LocalProcesses
 from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
-from tandem.samples.assignment import scoring_trainers
+from tandem.samples.batch_sharding import scoring_trainers
 from tandem.samples.folders_aside import RestoreLimits
 from tandem.samples.sample_files import SampleFolder
 

@@ -15,8 +15,8 @@ from tandem.common.messages import EngineBuilt, Evaluate, Listener, Train, Train
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
-from tandem.samples.assignment import Assignment, data_parallel_ranks
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
+from tandem.samples.batch_sharding import BatchSharding, data_parallel_ranks
 
 
 class MadeBatch(NamedTuple):
@@ -60,7 +60,7 @@ class Batches:
         """
         batch, metrics = self._algorithm.batch(action.step, action.purpose, records)
         parts = self._algorithm.validation_parts if action.purpose == "validate" else {}
-        batch = Assignment.of(self._config, shares_prompts=self._shares_prompts).assign(batch, [*parts.values()])
+        batch = BatchSharding.of(self._config, shares_prompts=self._shares_prompts).shard(batch, [*parts.values()])
         sources = {rollout: self._listeners[rollout] for rollout in batch.sources}
         table = {name: array for name, array in batch.columns.items() if is_of_table(name)}
         tokens = shards_of(batch, self._config.data_parallel_size) if "token_ids_T" in batch.columns else []

@@ -48,7 +48,7 @@ from tandem.coordinator.loop.loop import Loop
 from tandem.coordinator.scheduler.events import DispatchBatch, Erred, Event, Finish, Lost, Replied
 from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
 from tandem.observe.run_folder.calls import record_calls
-from tandem.samples.assignment import EMPTY_ROW, assign, data_parallel_ranks
+from tandem.samples.batch_sharding import EMPTY_ROW, data_parallel_ranks, shards_by_count
 from tandem.serving.tinker.calls import (
     INPUTS,
     AddGradients,
@@ -325,8 +325,8 @@ class CallLoop(Loop):
         lengths_S = np.array([len(each.token_ids) for each in call.sequences], dtype=np.int32)
         prefixes = prefixes_of([each.token_ids for each in call.sequences])
         rank_S = np.zeros(len(lengths_S), dtype=np.int32)
-        for rank, share in enumerate(assign(range(len(lengths_S)), lengths_S, num_ranks, prefixes.prompt_S)):
-            rank_S[[row for row in share if row != EMPTY_ROW]] = rank
+        for rank, shard in enumerate(shards_by_count(range(len(lengths_S)), lengths_S, num_ranks, prefixes.prompt_S)):
+            rank_S[[row for row in shard if row != EMPTY_ROW]] = rank
         running.rows = {rank: np.flatnonzero(rank_S == rank).tolist() for rank in range(num_ranks)}
         table = {"lengths_S": lengths_S, "rank_S": rank_S, **prefixes._asdict()}
         # Other targets cost more, and all trainers have to compute the same.

@@ -19,8 +19,8 @@ from tandem.common.errors import DataError, ModelError, WireError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
 from tandem.config.models.vision_families import family_of
-from tandem.samples.assignment import EMPTY_ROW
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import EMPTY_ROW
 from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions, read_settings
 from tandem.trainer.micro_batches import Row
 

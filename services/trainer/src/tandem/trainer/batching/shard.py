@@ -19,8 +19,8 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from tandem.config.schema import DynamicBatching, Model, SequencePacking
-from tandem.samples.assignment import EMPTY_ROW, Ints, by_prompt
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import EMPTY_ROW, Ints, by_prompt
 from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.trainer.backend import Replicas

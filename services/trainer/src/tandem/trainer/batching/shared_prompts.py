@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.samples.assignment import EMPTY_ROW, NO_PROMPT
 from tandem.samples.batch import Batch
+from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT
 from tandem.trainer.micro_batches import Row, to_device
 
 

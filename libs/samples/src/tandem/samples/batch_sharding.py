@@ -1,7 +1,8 @@
-"""Assignment of sequences to trainer ranks: pure functions of lengths and the configuration.
+"""The data-parallel shards of a batch: which of its sequences each trainer rank trains on; pure.
 
-The coordinator assigns, and every rank reads its sequences from the batch's table (`tandem.samples.batch.TABLE`). The
-ranks of one model-parallel group see the same sequences, and are one data-parallel rank here.
+The coordinator divides the batch, and every rank reads its sequences from the batch's table
+(`tandem.samples.batch.TABLE`). The ranks of one model-parallel group see the same sequences, and are one data-parallel
+rank here.
 
 Shapes: ``S`` sequences of a batch, in ``U`` units of sequences that must stay together.
 """
@@ -25,13 +26,13 @@ Ints = NDArray[np.int32] | NDArray[np.int64]
 EMPTY_ROW = -1
 """A row without a sequence. It evens out the ranks' shards and counts nowhere."""
 NO_RANK = -1
-"""Data-parallel rank of a trainer that does not hold the policy. No sequence is assigned to it."""
+"""Data-parallel rank of a trainer that does not hold the policy. No sequence is in its shard."""
 NO_PROMPT = -1
 """Number of a prompt that no other sequence shares."""
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """The way in which the sequences of every batch of a run are assigned."""
+class BatchSharding(msgspec.Struct, frozen=True, kw_only=True):
+    """The way in which every batch of a run is divided into data-parallel shards."""
 
     num_ranks: int
     """Data-parallel ranks."""
@@ -56,8 +57,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
             by_prompts=policy.share_prompts and shares_prompts and unit == 1,
         )
 
-    def assign(self, table: Batch, parts: Sequence[int] = ()) -> Batch:
-        """Return the table with its sequences assigned, separately for each of the `parts` if there are any."""
+    def shard(self, table: Batch, parts: Sequence[int] = ()) -> Batch:
+        """Return the table with the rank of each sequence; if there are `parts`, each is divided by itself."""
         ranks, first = [], 0
         for count in parts or [len(table)]:
             rows = slice(first, first + count)
@@ -75,10 +76,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         for rows in batches_of_samples(branch_S, self.batch_size):
             units = range(rows.start // self.unit, rows.stop // self.unit)
             if self.by_tokens:
-                assigned = assign_by_tokens(units, lengths_U, self.num_ranks)
+                shards = shards_by_tokens(units, lengths_U, self.num_ranks)
             else:
-                assigned = assign(units, lengths_U, self.num_ranks, prompt_S if self.by_prompts else None)
-            for rank, its_units in enumerate(assigned):
+                shards = shards_by_count(units, lengths_U, self.num_ranks, prompt_S if self.by_prompts else None)
+            for rank, its_units in enumerate(shards):
                 for unit in its_units:
                     if unit != EMPTY_ROW:
                         rank_S[unit * self.unit : (unit + 1) * self.unit] = rank
@@ -94,45 +95,45 @@ def batches_of_samples(branch_S: Ints, size: int) -> list[range]:
     return list(map(range, starts, [*starts[1:], len(branch_S)]))
 
 
-def assign(
+def shards_by_count(
     rows: Sequence[int], lengths_S: Sequence[int] | Ints, num_ranks: int, prompt_S: Ints | None = None
 ) -> list[list[int]]:
-    """Assign the sequences of a global batch to the ranks: equal counts, nearly equal tokens.
+    """Divide the sequences of a global batch among the ranks: equal counts, nearly equal tokens.
 
     The longest go first, one to each rank, back and forth: the rank that got the longest of one round gets the shortest
     of the next. If the count is not divisible, `EMPTY_ROW` fills up. Sequences of equal `prompt_S` stay together as far
-    as equal counts allow: they are assigned in pieces of one size.
+    as equal counts allow: they are given out in pieces of one size.
     """
     lengths = np.asarray(lengths_S, dtype=np.int64)
-    share_size = -(-len(rows) // num_ranks)
-    num_empty = num_ranks * share_size - len(rows)
+    shard_size = -(-len(rows) // num_ranks)
+    num_empty = num_ranks * shard_size - len(rows)
     runs = by_prompt(rows, lengths, prompt_S)
-    size = math.gcd(share_size, num_empty, *map(len, runs))
+    size = math.gcd(shard_size, num_empty, *map(len, runs))
     pieces = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
     pieces.sort(key=lambda piece: (-int(lengths[piece].sum()), piece))
     pieces += [[EMPTY_ROW] * size] * (num_empty // size)
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
     for number, first in enumerate(range(0, len(pieces), num_ranks)):
         next_ones = pieces[first : first + num_ranks]
-        for share, piece in zip(shares, next_ones if number % 2 == 0 else reversed(next_ones), strict=True):
-            share.extend(piece)
-    return shares
+        for shard, piece in zip(shards, next_ones if number % 2 == 0 else reversed(next_ones), strict=True):
+            shard.extend(piece)
+    return shards
 
 
-def assign_by_tokens(rows: Sequence[int], lengths_S: NDArray[np.int64], num_ranks: int) -> list[list[int]]:
-    """Assign sequences so that ranks have nearly equal tokens, in any number of sequences.
+def shards_by_tokens(rows: Sequence[int], lengths_S: NDArray[np.int64], num_ranks: int) -> list[list[int]]:
+    """Divide sequences so that ranks have nearly equal tokens, in any number of sequences.
 
     The longest goes first, each to the rank that has the fewest tokens so far. So two ranks differ by the tokens of one
     sequence at most (Graham 1969, "Bounds on multiprocessing timing anomalies", section 4). Within a shard, the order
     is that of `rows`.
     """
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
     for row in sorted(rows, key=lambda row: (-int(lengths_S[row]), row)):
         rank = tokens.index(min(tokens))
-        shares[rank].append(row)
+        shards[rank].append(row)
         tokens[rank] += int(lengths_S[row])
-    return [sorted(share) for share in shares]
+    return [sorted(shard) for shard in shards]
 
 
 def by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: Ints | None) -> list[list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.config import Config
-from tandem.samples.assignment import data_parallel_ranks
+from tandem.samples.batch_sharding import data_parallel_ranks
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.megatron_harness import OPTIMIZER, make_checkpoint
 from tests.harness.trainers.trainer_harness import make_config, run_ranks
