@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 import pytest
@@ -75,7 +76,7 @@ MESHES = (PlannedTransferGroup(name="the mesh", members=("trainer-0", "rollout-0
 FOREVER = Deadlines(join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
 BACKGROUND = (ReportDigests, ConnectTransferGroup)
 
-AnyCommand = Dispatch | DispatchPrompts | SentBatch
+AnyCommand: TypeAlias = Dispatch | DispatchPrompts | SentBatch
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True):
