@@ -180,12 +180,12 @@ def test_the_groups_of_absurd_log_probabilities_are_set_aside() -> None:
     least_S = least_logprobs(share)
     assert least_S.tolist() == [0.0, -100.0, 0.0, 0.0]
     aside = set_aside(table, share, np.arange(4), least_S, lambda values: 2 * values)
-    assert aside.num_groups == 1
+    assert aside.num_aside == 1
     assert aside.table.num_valid_S.astype(bool).tolist() == [False, False, True, True]
     assert aside.own.loss_mask_T.tolist() == [False] * 9 + [True] * 9
-    assert aside.note == (
+    assert aside.notes == (
         "group 0, sample 1 of rollout-0 has a log-probability of -100 for a token that was drawn, below -40, which is "
-        "as far as float32 carries: group 0 is set aside"
+        "as far as float32 carries: group 0 is set aside",
     )
     assert not least_logprobs(share_of([LEAST_LOGPROB], [1])).any()
     assert len(least_logprobs(share_of([], []))) == 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.common.messages import BuildTrainer
+from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened, TrainerBuilt
 from tandem.common.network import address_towards, defer_silent, keep_to_interface, listening
 from tandem.config.model_groups import ModelGroup
 from tandem.config.threads import limit_threads
@@ -28,6 +28,7 @@ from tandem.trainer.exchange import Exchange, meet
 from tandem.trainer.losses.custom import try_out
 
 if TYPE_CHECKING:
+    from tandem.samples.images.fetching import ImageFetcher
     from tandem.trainer.logprob_recorder import LogprobRecorder
 
 NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
@@ -51,10 +52,15 @@ class Parts:
     recorder: LogprobRecorder | None = None
     """None if no log-probabilities are logged, or another rank of the model-parallel group logs them."""
 
-    @property
-    def layout(self) -> bytes:
-        """The encoded layout of the weights."""
-        return NO_LAYOUT if self.weights is None else layout.encode(self.weights.layout)
+    def built(self, command: BuildTrainer) -> TrainerBuilt:
+        """Return the reply to the command that these were built for."""
+        return TrainerBuilt(
+            command_id=command.command_id,
+            version=command.version,
+            num_parameters=self.backend.num_parameters,
+            shares_prompts=self.backend.shares_prompts,
+            layout=NO_LAYOUT if self.weights is None else layout.encode(self.weights.layout),
+        )
 
     def close(self) -> None:
         """Leave the transfer groups, and release the models."""
@@ -63,20 +69,30 @@ class Parts:
                 part.close()
 
 
-def open_rendezvous(host: str, timeout_s: float) -> TCPStore:
-    """Open the store at which ranks meet, on a free port of one address of this machine."""
+def image_fetcher(context: ServiceContext) -> ImageFetcher:
+    """Return the way to images that the run's folder lacks here."""
+    from tandem.samples.images.fetching import ImageFetcher
+    from tandem.samples.images.rows import image_folder
+
+    return ImageFetcher(image_folder(context.config), name=context.name, run_id=context.run_id, own=context.keys)
+
+
+def open_rendezvous(context: ServiceContext, command: OpenRendezvous) -> tuple[TCPStore, RendezvousOpened]:
+    """Open the store at which ranks meet, on a free port of one address of this machine; return it and its place."""
+    host = address_towards(context.coordinator)
     listener = socket.create_server((host, 0))
     defer_silent([listener])
     # A listening socket binds the store to one address. By itself it would listen on all of them.
-    return TCPStore(
+    store = TCPStore(
         host,
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
         use_libuv=False,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=datetime.timedelta(seconds=command.deadline_s),
     )
+    return store, RendezvousOpened(command_id=command.command_id, host=host, port=store.port)
 
 
 def build_parts(

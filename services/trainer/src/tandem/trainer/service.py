@@ -35,7 +35,6 @@ from tandem.common.messages import (
     InstallProgram,
     OpenRendezvous,
     Refit,
-    RendezvousOpened,
     ReportDigests,
     RestoreTraining,
     SamplesMissing,
@@ -44,11 +43,9 @@ from tandem.common.messages import (
     SwitchTraining,
     Train,
     Trained,
-    TrainerBuilt,
     TrainerCommand,
     WeightsCopied,
 )
-from tandem.common.network import address_towards
 from tandem.common.wire import Arrays
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
@@ -59,15 +56,14 @@ from tandem.samples.images.columns import check_images
 from tandem.trainer import step
 from tandem.trainer.backend import Backend
 from tandem.trainer.batching.images import check_image_tokens
-from tandem.trainer.building import Parts, build_parts, open_rendezvous
+from tandem.trainer.building import Parts, build_parts, image_fetcher, open_rendezvous
 from tandem.trainer.evaluating import evaluate
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tandem.trainer.files.saving import Saving
 from tandem.trainer.rank_time import measured
-from tandem.trainer.set_aside import BY_LOGPROBS, finite_metrics, least_logprobs, set_aside
+from tandem.trainer.set_aside import BY_LOGPROBS, TrainingShard, finite_metrics, least_logprobs, set_aside
 
 if TYPE_CHECKING:
-    from tandem.samples.images.fetching import ImageFetcher
     from tandem.trainer.calls.calls import Calls
 
 _FETCH_SHARE = 0.25
@@ -91,7 +87,7 @@ class TrainerService:
         sample_format = SampleFormat.of(context.config)
         self._images = sample_format.images
         self._fetcher = SampleFetcher(context.run_id, sample_format, context.keys)
-        self._image_fetcher = None if self._images is None else _image_fetcher(context)
+        self._image_fetcher = None if self._images is None else image_fetcher(context)
         self._version = 0
         self._memory = MemoryMeter()
         self._saving = Saving(context)
@@ -103,7 +99,8 @@ class TrainerService:
         match command:
             case OpenRendezvous():
                 with self._context.phase("opening the rendezvous"):
-                    self._open_rendezvous(command)
+                    self._store, opened = open_rendezvous(self._context, command)
+                    self._context.reply(command.command_id, opened)
             case BuildTrainer():
                 with self._context.phase("building the trainer"):
                     self._build(command)
@@ -199,28 +196,14 @@ class TrainerService:
             if self._is_colocated:
                 backend.offload()
 
-    def _open_rendezvous(self, command: OpenRendezvous) -> None:
-        host = address_towards(self._context.coordinator)
-        self._store = open_rendezvous(host, command.deadline_s)
-        opened = RendezvousOpened(command_id=command.command_id, host=host, port=self._store.port)
-        self._context.reply(command.command_id, opened)
-
     @gc_tuning.paused()
     def _build(self, command: BuildTrainer) -> None:
         if self._image_fetcher is not None:
             self._image_fetcher.begin(command.images_at, self._context.coordinator)
         self._parts = parts = build_parts(self._context, command, self._store, self._model_group)
-        backend = parts.backend
-        assert self._rank in (NO_RANK, backend.data_parallel_rank), "the coordinator sends shares by this number"
+        assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shares by this number"
         self._version = command.version
-        reply = TrainerBuilt(
-            command_id=command.command_id,
-            version=self._version,
-            num_parameters=backend.num_parameters,
-            shares_prompts=backend.shares_prompts,
-            layout=parts.layout,
-        )
-        self._context.reply(command.command_id, reply)
+        self._context.reply(command.command_id, parts.built(command))
 
     def _copy(self, command: CopyWeights) -> None:
         parts = self._built()
@@ -234,28 +217,10 @@ class TrainerService:
         self._context.reply(command.command_id, reply)
 
     def _train(self, command: Train, table: Batch, arrays: Arrays) -> None:
-        own: Batch | None
-        num_aside, notes = 0, tuple[str, ...]()
-        if command.sources:
-            rows = table.rows_of(self._rank)
-            with self._context.phase(f"fetching the samples of step {command.step}"):
-                timeout_s = _FETCH_SHARE * command.deadline_s
-                own, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
-                if own is not None and self._image_fetcher is not None:
-                    missing = self._image_fetcher.fetch_batch(own, command.sources, timeout_s)
-                    own = None if missing else own
-            is_wild = own is not None and bool((own.generation_logprobs_T < LEAST_LOGPROB).any())
-            num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int(is_wild)])).tolist()
-            if num_lacking:
-                lack = SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
-                self._context.reply(command.command_id, lack)
-                return
-            assert own is not None, "all have theirs, so has this rank"
-            if num_wild:
-                aside = set_aside(table, own, rows, least_logprobs(own), self._sum)
-                table, own, num_aside, notes = aside.table, aside.own, aside.num_groups, (aside.note,)
-        else:
-            own = self._given(command, table, arrays)
+        shard = self._own_shard(command, table, arrays)
+        if isinstance(shard, SamplesMissing):
+            self._context.reply(command.command_id, shard)
+            return
         parts = self._built()
         if parts.weight_client is not None:
             parts.weight_client.abandon_digest()
@@ -263,8 +228,8 @@ class TrainerService:
         with self._training_state() as backend, measured(backend.device) as time:
             result = step.train(
                 backend,
-                table,
-                own,
+                shard.table,
+                shard.own,
                 self._config,
                 trained=None if command.step > self._config.num_steps_without_policy else self._config.trained_early,
                 keeps_logprobs=parts.recorder is not None,
@@ -273,17 +238,15 @@ class TrainerService:
         self._fetcher.clear()
         self._version = command.step
         if parts.recorder is not None and result.logprobs is not None:
-            own = table.take(table.rows_of(self._rank))
-            keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
-            parts.recorder.add(command.step, keys, own.lengths_S, result.logprobs)
-        metrics: dict[str, float] = {}
+            parts.recorder.add(command.step, shard.own, result.logprobs)
+        metrics, notes = dict[str, float](), shard.notes
         if self._context.index == self._model_group.first:
             metrics, notes = result.metrics, (*notes, *result.notes)
             if not all(map(math.isfinite, metrics.values())):
                 metrics, unsaid = finite_metrics(metrics)
                 notes += unsaid
-            if num_aside and self._model_group.has_policy:
-                metrics[BY_LOGPROBS] = float(num_aside)
+            if shard.num_aside and self._model_group.has_policy:
+                metrics[BY_LOGPROBS] = float(shard.num_aside)
         reply = Trained(
             command_id=command.command_id,
             step=command.step,
@@ -299,6 +262,29 @@ class TrainerService:
             gpus={} if parts.gpus is None else parts.gpus.means(),
         )
         self._context.reply(command.command_id, reply)
+
+    def _own_shard(self, command: Train, table: Batch, arrays: Arrays) -> TrainingShard | SamplesMissing:
+        """Return the table and this rank's sequences, fetched or sent with the command, or what any rank lacks.
+
+        Groups with log-probabilities that no loss can compute with are set aside. Collective where rollouts have the
+        samples.
+        """
+        if not command.sources:
+            return TrainingShard(table, self._given(command, table, arrays))
+        rows, timeout_s = table.rows_of(self._rank), _FETCH_SHARE * command.deadline_s
+        with self._context.phase(f"fetching the samples of step {command.step}"):
+            own, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
+            if own is not None and self._image_fetcher is not None:
+                missing = self._image_fetcher.fetch_batch(own, command.sources, timeout_s)
+                own = None if missing else own
+        is_wild = own is not None and bool((own.generation_logprobs_T < LEAST_LOGPROB).any())
+        num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int(is_wild)])).tolist()
+        if num_lacking:
+            return SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
+        assert own is not None, "all have theirs, so has this rank"
+        if num_wild:
+            return set_aside(table, own, rows, least_logprobs(own), self._sum)
+        return TrainingShard(table, own)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all trainers. Collective: all of them reach this."""
@@ -327,11 +313,3 @@ class TrainerService:
             parts.weight_client.abandon_digest()
         with self._context.phase(self._calls.phase_of(command)), self._training_state():
             self._calls.handle(command, arrays)
-
-
-def _image_fetcher(context: ServiceContext) -> ImageFetcher:
-    """Return the way to images that the run's folder lacks here."""
-    from tandem.samples.images.fetching import ImageFetcher
-    from tandem.samples.images.rows import image_folder
-
-    return ImageFetcher(image_folder(context.config), name=context.name, run_id=context.run_id, own=context.keys)

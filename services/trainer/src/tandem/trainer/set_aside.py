@@ -44,14 +44,17 @@ def least_logprobs(own: Batch) -> Float32s:
     return np.asarray(np.minimum.reduceat(low_T, starts_S), dtype=np.float32)
 
 
-class SetAside(NamedTuple):
-    """A batch without the groups that were set aside."""
+class TrainingShard(NamedTuple):
+    """A batch to train on, and this rank's part of it, without the groups that were set aside."""
 
     table: Batch
+    """Table of the whole batch, the same on every rank."""
     own: Batch
-    num_groups: int
-    note: str
-    """One line that names the first of the samples."""
+    """Sequences that the table assigns to this rank, with their tokens."""
+    num_aside: int = 0
+    """Groups that were set aside."""
+    notes: tuple[str, ...] = ()
+    """One line about them, which names the first of the samples; nothing if there are none."""
 
 
 def set_aside(
@@ -60,7 +63,7 @@ def set_aside(
     rows: NDArray[np.int64],
     least_S: Float32s,
     add: Sum,
-) -> SetAside:
+) -> TrainingShard:
     """Set aside the groups with a log-probability of an engine beyond the bound. Collective.
 
     Args:
@@ -83,11 +86,11 @@ def set_aside(
         f"{sample_named(table, first, table.sources)} has a log-probability of {least:g} for a token that was drawn, "
         f"below {LEAST_LOGPROB:g}, which is as far as float32 carries: {set_aside_note(kept_S, table)}"
     )
-    return SetAside(
+    return TrainingShard(
         table=table.replace(num_valid_S=np.where(kept_S, table.num_valid_S, 0).astype(np.int32)),
         own=own.keeping(kept_S[rows]),
-        num_groups=num_groups(kept_S, table),
-        note=note,
+        num_aside=num_groups(kept_S, table),
+        notes=(note,),
     )
 
 
