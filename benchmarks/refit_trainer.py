@@ -9,7 +9,7 @@ from processes import EndpointService
 
 from tandem.launch.service import ServiceContext
 from tandem.refit.weight_client import WeightClient
-from tandem.trainer.shards import weights_of
+from tandem.trainer.exposed_weights import weights_of
 
 
 class Trainer(EndpointService):

@@ -21,7 +21,7 @@ from tandem.common.messages import SamplingParameters
 from tandem.refit.planner import plan
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.trainer.shards import weights_of
+from tandem.trainer.exposed_weights import weights_of
 
 NUM_PROMPTS = sized(16, 2)
 NUM_SAMPLES = sized(8, 2)

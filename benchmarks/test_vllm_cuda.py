@@ -89,7 +89,7 @@ class Trainer(EndpointService):
     """Holds a model as transformers has it, in memory that engines can open."""
 
     def __init__(self, context: ServiceContext, folder: str, size: str) -> None:
-        from tandem.trainer.shards import share, weights_of
+        from tandem.trainer.exposed_weights import share, weights_of
 
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(**settings_of(size))

@@ -64,7 +64,7 @@ def train(wire: Connection, folder: str) -> None:
     """Hold a bfloat16 model on the GPU: change it, and say what it thinks of tokens, when asked."""
     import transformers
 
-    from tandem.trainer.shards import weights_of
+    from tandem.trainer.exposed_weights import weights_of
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**MODEL)

@@ -19,8 +19,8 @@ from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram
 from tandem.rollout.engine import Completion, Engine, Request
 from tandem.rollout.engines.transformers import TransformersEngine
+from tandem.trainer.exposed_weights import weights_of
 from tandem.trainer.files.policy_files import saved_buffers
-from tandem.trainer.shards import weights_of
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {

@@ -24,7 +24,7 @@ from tandem.rollout.engines.adapters import AdaptersEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.refusals import Refused
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 
@@ -46,11 +46,11 @@ class Several:
     def __init__(self, folder: Path, *, in_place: bool = True, architecture: str = "qwen3") -> None:
         self.model = adapted(make_model(architecture, folder), torch.float32)
         parameters = parameters_of(self.model)
-        shards.share(parameters)
+        exposed_weights.share(parameters)
         self.engine = AdaptersEngine(
             folder, num_slots=8, max_total_sequence_length=64, dtype="float32", num_sets=NUM_SETS
         )
-        self.source = mark(shards.weights_of(parameters).layout)
+        self.source = mark(exposed_weights.weights_of(parameters).layout)
         self.plan = plan(
             {"trainer-0": self.source},
             {"rollout-0": self.engine.layouts()[0]},

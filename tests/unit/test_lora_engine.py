@@ -15,7 +15,7 @@ from peft_harness import adapted, parameters_of, train
 
 from tandem.refit.planner import Plan, plan
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
 
@@ -26,9 +26,9 @@ class Served:
     def __init__(self, folder: Path, dtype: str, *, in_place: bool, architecture: str = "qwen3") -> None:
         self.model = adapted(make_model(architecture, folder), getattr(torch, dtype))
         parameters = parameters_of(self.model)
-        shards.share(parameters)
+        exposed_weights.share(parameters)
         engine = TransformersEngine(folder, num_slots=8, max_total_sequence_length=64, dtype=dtype)  # type: ignore[arg-type]
-        source = mark(shards.weights_of(parameters).layout)
+        source = mark(exposed_weights.weights_of(parameters).layout)
         self.plan: Plan = plan(
             {"trainer-0": source}, {"rollout-0": engine.layouts()[0]}, allow_alias=False, alias_frozen=in_place
         )

@@ -25,7 +25,7 @@ from tandem.refit.weight_client import Weights
 from tandem.rollout.engine import Completion, NotHeld, Request
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.vllm.adapters import AdaptersVllmEngine
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 from tests.vllm.vllm_harness import refit, running, tiny_model
 
 NUM_SETS = 3
@@ -57,11 +57,11 @@ class Several:
         made = tiny_model(architecture, folder)
         self.model = adapted(made, getattr(torch, precision), _LAYERS.get(architecture, LAYERS))
         parameters = parameters_of(self.model)
-        shards.share(parameters)
+        exposed_weights.share(parameters)
         cfg = VllmCfg(precision=precision, max_model_len=128, **sizes)
         extra = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **(extra or {})}
         self.engine = AdaptersVllmEngine(folder, cfg, extra=extra, num_sets=NUM_SETS)
-        self.source = mark(shards.weights_of(parameters).layout)
+        self.source = mark(exposed_weights.weights_of(parameters).layout)
         layouts = self.engine.layouts()
         wanted = dict(zip(worker_shard_names("rollout-0", len(layouts)), layouts, strict=True))
         self.plan = plan({"trainer-0": self.source}, wanted, allow_alias=False, alias_frozen=in_place)

@@ -28,7 +28,7 @@ from tandem.config.model_groups import model_group_at
 from tandem.config.schema import NewModel
 from tandem.config.schema.columns import Model
 from tandem.refit.digests.at_once import digest_layout
-from tandem.refit.digests.task import combine
+from tandem.refit.digests.comparison import combine
 from tandem.refit.program import Verification
 from tandem.samples.batch import Batch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding
@@ -273,8 +273,7 @@ def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDA
     values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
     for micro_batch, scores_BT in scored_by(taken, model):
         unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
-    own = taken.shards["policy"]
-    return values_T if shard.replicas.sizes == own.replicas.sizes else moved(values_T, shard, own)
+    return moved(values_T, shard, taken.shards["policy"])
 
 
 def train_on(backend: Backend, batch: Batch, config: Config, exchange: Exchange | None = None) -> step.TrainResult:

@@ -16,7 +16,7 @@ from tandem.common.messages import SamplingParameters
 from tandem.refit.planner import plan
 from tandem.rollout.engine import Request
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.trainer.shards import weights_of
+from tandem.trainer.exposed_weights import weights_of
 from tests.harness.trainers.megatron_harness import config_for, make
 from tests.harness.trainers.reference import Numbers, assert_same_numbers, numbers_of, plain_numbers
 from tests.harness.trainers.trainer_harness import make_batch, make_config, make_model

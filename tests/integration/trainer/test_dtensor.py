@@ -15,7 +15,7 @@ from tandem.config import Config
 from tandem.samples.batch import Batch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.backends.offload import Offloaded
-from tandem.trainer.shards import local_of
+from tandem.trainer.exposed_weights import local_of
 from tests.harness.trainers.reference import (
     assert_same_steps,
     assert_same_weights,

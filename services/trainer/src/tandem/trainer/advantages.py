@@ -30,7 +30,7 @@ _MIN_VARIANCE = 1e-8
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Scored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class ScoredShard(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The policy's shard of a rollout batch, with the models' scores of its tokens."""
 
     batch: Batch
@@ -52,12 +52,12 @@ class Finished(NamedTuple):
 class AdvantageEstimator(Protocol):
     """The last stage of an advantage estimator, named by an algorithm's declaration."""
 
-    def __call__(self, config: Config, scored: Scored) -> Finished:
+    def __call__(self, config: Config, scored: ScoredShard) -> Finished:
         """Return the loss inputs. Collective."""
         ...
 
 
-def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
+def reinforce_plus_plus(config: Config, scored: ScoredShard) -> Finished:
     """Normalise over the tokens of the batch, after subtracting the divergence from each token's advantage."""
     settings = config.loss_fn
     advantages_T = np.asarray(scored.batch.of_tokens(ADVANTAGES.name), dtype=np.float32)
@@ -69,7 +69,7 @@ def reinforce_plus_plus(config: Config, scored: Scored) -> Finished:
     return Finished({ADVANTAGES: advantages_T}, {})
 
 
-def on_policy_distillation(config: Config, scored: Scored) -> Finished:
+def on_policy_distillation(config: Config, scored: ScoredShard) -> Finished:
     """Return as advantages each token's log-probability under its teacher, minus that under the policy.
 
     Their mean over samples of the policy is minus the reverse divergence between the two, and the same holds for the
@@ -83,7 +83,7 @@ def on_policy_distillation(config: Config, scored: Scored) -> Finished:
     return Finished({ADVANTAGES: advantages_T}, {"teacher_kl": -total / max(1.0, count)})
 
 
-def generalised(config: Config, scored: Scored) -> Finished:
+def generalised(config: Config, scored: ScoredShard) -> Finished:
     """Estimate advantages and returns from rewards and the values of tokens, by `tandem.trainer.gae`.
 
     A sequence's reward belongs to its last valid token. ``use_kl_in_reward`` subtracts the divergence at each token

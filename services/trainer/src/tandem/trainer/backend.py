@@ -67,6 +67,8 @@ class Backend(Protocol):
     num_parameters: int
     """Parameters of the whole policy, or of the first model held."""
     device: torch.device
+    divides_alike: bool
+    """Whether all of its models divide the ranks in the same way: each replica then sees the same sequences."""
     shares_prompts: bool
     """Whether its models take a `MicroBatch.row` with shared prompts."""
     sequence_divisor: int

@@ -21,7 +21,7 @@ from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
 from tandem.refit.weights import Weights
 from tandem.samples.batch_sharding import scoring_trainers
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 from tandem.trainer.backend import Backend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.exchange import Exchange, meet
@@ -132,7 +132,7 @@ def build_parts(
         if model_group.has_policy:
             parts.weights = backend.weights()
             if config.keeps_copy:
-                parts.weights = shards.copy_of(parts.weights)
+                parts.weights = exposed_weights.copy_of(parts.weights)
             parts.weight_client = WeightClient(context, parts.weights)
         if torch.cuda.is_available():
             parts.gpus = GpuMonitor(config.logger)

@@ -67,7 +67,7 @@ def _evaluated(
     counts = step.counts(range(len(whole)))
     loss = make_loss(config, counts, backend.device)
     total = torch.zeros(1, dtype=torch.float64, device=backend.device)
-    for micro_batch, scores_BT in scored_by(step, "policy", size, columns):
+    for micro_batch, scores_BT in scored_by(step, "policy", size, columns["policy"]):
         total += loss(micro_batch, scores_BT)
     metrics = step.reported(loss, "policy") | step.numbers([range(len(whole))])
     metrics["loss"] = float(backend.sum_over_ranks(total)[0])

@@ -1,5 +1,7 @@
 """The exchange between models that divide the ranks differently: tokens, and their scores.
 
+A step has a `BatchExchange` only where models do. Where all share one division, nothing here is called.
+
 Sequences come to the ranks as the policy divides them. A model with other parallel sizes has other replicas. The tokens
 of its sequences come from the ranks that have them, and its scores go back. Each transfer is a sum over the replicas,
 where one has the values and the others zeros. It is exact, and takes four or eight bytes for each token of the batch.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,11 +29,17 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_of
-from tandem.config.schema.columns import Column, Model
+from tandem.config.schema.columns import SCORING_SECONDS, Column, Model
 from tandem.samples.batch import Batch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding, data_parallel_ranks, scoring_trainers
 from tandem.trainer.backend import Backend, Replicas
 from tandem.trainer.batching.shard import Shard
+from tandem.trainer.micro_batches import Columns
+from tandem.trainer.rank_time import timed
+from tandem.trainer.scorers.columns import Filled
+
+if TYPE_CHECKING:
+    from tandem.trainer.step import Step
 
 
 def meet(config: Config, index: int, store: Store, address: str, timeout_s: float) -> Exchange | None:
@@ -100,39 +108,96 @@ class Division(NamedTuple):
 
 
 class BatchExchange:
-    """The exchange for one batch."""
+    """The exchange for one batch: between the policy's division of it and those of other models."""
 
-    def __init__(self, exchange: Exchange, table: Batch, config: Config) -> None:
-        """Take the exchange and the configuration; `table` has the policy's division of the batch."""
-        self._exchange, self._config, self._table = exchange, config, table
-        self._divisions = {model_group.name: self._division(model_group) for model_group in exchange.model_groups}
+    def __init__(self, exchange: Exchange | None, backend: Backend, table: Batch, config: Config) -> None:
+        """Take what is to be connected; `table` has the policy's division of the batch.
 
-    @property
-    def elsewhere(self) -> list[Model]:
+        `exchange` is None if all trainers hold the same models, some of which divide these ranks differently.
+        """
+        self._exchange, self._backend, self._config, self._table = exchange, backend, config, table
+        model_groups = () if exchange is None else exchange.model_groups
+        self._divisions = {model_group.name: self._division(model_group) for model_group in model_groups}
+        self._elsewhere: list[Model] = [model_group.name for model_group in model_groups if not model_group.has_policy]
         """The model groups that do not hold the policy, by name, in the order in which all trainers exchange them."""
-        return [model_group.name for model_group in self._exchange.model_groups if not model_group.has_policy]
 
-    @property
-    def model_group(self) -> ModelGroup:
-        """The model group of this process."""
-        return self._exchange.model_group
+    def divided(self, own: Batch) -> dict[Model, tuple[Batch, Batch]]:
+        """Return for each model held here, the policy first, a table of the batch and its sequences here. Collective.
 
-    def shard(self, backend: Backend, batch: Batch) -> tuple[Batch, Batch] | None:
-        """Return the table and the own sequences of this process's model; None with the policy. Collective.
+        The policy's own sequences are `own`.
+        """
+        exchange, replicas = self._exchange, self._backend.replicas
+        first, *others = self._config.holds if exchange is None else exchange.model_group.models
+        here = (self._table, own) if exchange is None else self._shared(exchange, own)
+        by_sizes = {replicas(first).sizes: here}
+        for model in others:
+            if replicas(model).sizes not in by_sizes:
+                by_sizes[replicas(model).sizes] = self._divided_again(*here, replicas(first), model)
+        return {model: by_sizes[replicas(model).sizes] for model in (first, *others)}
+
+    def gathered(self, step: Step, columns: Mapping[Column, NDArray[Any]], seconds: dict[str, float]) -> Filled:
+        """Return the columns with models' scores, all for the tokens of this process's first model. Collective.
+
+        `columns` are those of the models here, each for the tokens of its own shard.
+        """
+        found = {}
+        for column, values_T in columns.items():
+            assert column.model is not None, "nothing else is filled yet"
+            with timed(seconds, SCORING_SECONDS[column.model]):
+                found[column] = moved(values_T, step.shards[column.model], step.own)
+        for model in self._elsewhere:
+            said = [column for column in step.read if column.model == model]
+            with timed(seconds, SCORING_SECONDS[model]):
+                found |= self._columns(model, "policy", said, found, step.own)
+        return found
+
+    def handed_out(
+        self, step: Step, columns: Mapping[Column, NDArray[Any]], seconds: dict[str, float]
+    ) -> dict[Model, Columns]:
+        """Return the loss inputs of each trained model held here, for the tokens of its shard. Collective."""
+        config, found, by_model = self._config, {**columns}, {}
+        trains = config.declaration.trains
+        for model in self._elsewhere:
+            if model in trains:
+                assert config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
+                found |= self._columns("policy", model, config.columns_of(step.num_steps, model), found, step.own)
+        for model in trains:
+            if model in step.shards:
+                read = config.columns_of(step.num_steps, model)
+                with timed(seconds, f"{model}_training"):
+                    by_model[model] = {each: moved(found[each], step.own, step.shards[model]) for each in read}
+        return by_model
+
+    def _divided_again(self, table: Batch, own: Batch, replicas: Replicas, model: Model) -> tuple[Batch, Batch]:
+        """Return the table and the own sequences of a model that has other replicas on these ranks. Collective.
+
+        These are its first model's: `own` are the sequences that `table` assigns to this rank's replica.
+        """
+        others = self._backend.replicas(model)
+        again = divided(table, model, others.size, self._config)
+        rows = again.rows_of(others.rank)
+        tokens = again.tokens_of(rows)
+        token_ids_T, loss_mask_T = (
+            _everywhere(values_T, table, replicas)[tokens] for values_T in (own.token_ids_T, own.loss_mask_T)
+        )
+        return again, _with_tokens(again, rows, token_ids_T, loss_mask_T)
+
+    def _shared(self, exchange: Exchange, batch: Batch) -> tuple[Batch, Batch]:
+        """Return the table and the sequences of the first model here. Collective.
 
         The policy's own sequences are `batch`.
         """
-        model_group = self._exchange.model_group
+        model_group = exchange.model_group
         table = self._divisions[model_group.name].table
-        replicas = None if model_group.has_policy else backend.replicas(model_group.name)
+        replicas = None if model_group.has_policy else self._backend.replicas(model_group.name)
         own = table.rows_of(NO_RANK if replicas is None else replicas.rank)
         wanted = table.tokens_of(own)
         token_ids_T, loss_mask_T = (
             self._moved("policy", values_T, wanted) for values_T in (batch.token_ids_T, batch.loss_mask_T)
         )
-        return None if replicas is None else (table, _with_tokens(table, own, token_ids_T, loss_mask_T))
+        return (self._table, batch) if replicas is None else (table, _with_tokens(table, own, token_ids_T, loss_mask_T))
 
-    def columns(
+    def _columns(
         self, source: Model, target: Model, names: Sequence[Column], columns: Mapping[Column, NDArray[Any]], own: Shard
     ) -> dict[Column, NDArray[Any]]:
         """Bring columns of tokens from one model group to another. Return them there, and nothing elsewhere.
@@ -140,6 +205,7 @@ class BatchExchange:
 
         `own` is this process's shard, which has the columns if the process is in the source's group.
         """
+        assert self._exchange is not None, "otherwise no model is elsewhere"
         is_target = self._exchange.model_group.name == target
         wanted = own.whole.tokens_of(own.rows) if is_target else np.zeros(0, dtype=np.int64)
         found = {}
@@ -152,6 +218,7 @@ class BatchExchange:
 
     def _moved(self, source: Model, values_T: NDArray[Any], wanted: NDArray[np.int64]) -> NDArray[Any]:
         """Return numbers for the wanted tokens of the batch, from the speakers of a model group."""
+        assert self._exchange is not None, "otherwise no model is elsewhere"
         division = self._divisions[source]
         found = np.zeros((len(wanted), *values_T.shape[1:]), dtype=values_T.dtype)
         place_of_T = np.full(int(self._table.lengths_S.sum(dtype=np.int64)), -1)
@@ -184,27 +251,19 @@ def divided(table: Batch, model: Model, num_ranks: int, config: Config) -> Batch
     return msgspec.structs.replace(sharding, num_ranks=num_ranks, by_tokens=by_tokens).shard(table)
 
 
-def divided_again(shard: Shard, model: Model, replicas: Replicas, config: Config) -> tuple[Batch, Batch]:
-    """Return the table and the own sequences of a model that has other replicas on a shard's ranks. Collective."""
-    table = divided(shard.whole, model, replicas.size, config)
-    rows = table.rows_of(replicas.rank)
-    tokens = table.tokens_of(rows)
-    token_ids_T, loss_mask_T = (
-        _everywhere(values_T, shard)[tokens] for values_T in (shard.own.token_ids_T, shard.own.loss_mask_T)
-    )
-    return table, _with_tokens(table, rows, token_ids_T, loss_mask_T)
-
-
 def moved(values_T: NDArray[Any], source: Shard, target: Shard) -> NDArray[Any]:
-    """Return numbers for one shard's tokens as those of another shard of the same ranks. Collective."""
-    return _everywhere(values_T, source)[target.whole.tokens_of(target.rows)].astype(values_T.dtype)
+    """Return numbers for one shard's tokens as those of another shard of the same ranks. Collective if they differ."""
+    if source.replicas.sizes == target.replicas.sizes:
+        return values_T
+    everywhere = _everywhere(values_T, source.whole, source.replicas)
+    return everywhere[target.whole.tokens_of(target.rows)].astype(values_T.dtype)
 
 
-def _everywhere(values_T: NDArray[Any], shard: Shard) -> NDArray[np.float64]:
-    """Return numbers for all tokens of the batch from those that each rank has for its shard."""
-    whole = np.zeros((int(shard.whole.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
-    whole[shard.whole.tokens_of(shard.rows)] = values_T
-    found: NDArray[np.float64] = shard.replicas.sum(torch.from_numpy(whole)).cpu().numpy()
+def _everywhere(values_T: NDArray[Any], table: Batch, replicas: Replicas) -> NDArray[np.float64]:
+    """Return numbers for all tokens of the batch from those that each rank has for its sequences of the table."""
+    whole = np.zeros((int(table.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
+    whole[table.tokens_of(table.rows_of(replicas.rank))] = values_T
+    found: NDArray[np.float64] = replicas.sum(torch.from_numpy(whole)).cpu().numpy()
     return found
 
 

@@ -1,4 +1,4 @@
-"""The time of a rank's step by use: its own work, its waits for other ranks and for a processor."""
+"""The time of a rank's step by phase, and by use: own work, waits for other ranks and for a processor."""
 
 from __future__ import annotations
 
@@ -81,3 +81,11 @@ def measured(device: torch.device) -> Iterator[RankTime]:
         found.queued_s = min(found.compute_s, queue.counted_s)
     finally:
         queue.close()
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the time of the block to the seconds of that name."""
+    started = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

@@ -155,6 +155,8 @@ def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tupl
 def set_aside_by_loss(step: Step, rows: Sequence[int], columns: Columns, model: Model) -> bool:
     """Set aside the groups of these sequences that make a model's loss not finite; tell whether others remain.
 
+    `columns` are the loss inputs of that model.
+
     Nothing changes without groups, if none is found, or if no other is left, since the cause is not a sample then.
     Collective.
     """
@@ -163,7 +165,7 @@ def set_aside_by_loss(step: Step, rows: Sequence[int], columns: Columns, model: 
     loss = make_loss(step.config, step.counts(rows), step.backend.device, model)
     found_S = torch.zeros(len(step.whole), dtype=torch.float64)
     shard = step.shards[model]
-    for micro_batch, scores in scored_by(step, model, columns=step.read_by(model, columns)):
+    for micro_batch, scores in scored_by(step, model, columns=columns):
         for place in not_finite(loss, micro_batch, scores):
             found_S[shard.rows[place]] = 1
     wild_S = shard.replicas.sum(found_S).cpu().numpy() > 0

@@ -4,19 +4,17 @@ It takes the table of a batch, the same on every rank, and the sequences that th
 of the whole batch, the same on every rank. It waits only for the other ranks, inside the backend's collective
 operations.
 
-Loss inputs are columns, filled one source after another (`Step.filled`): by the models that score tokens, here or in
-other processes, by the algorithm's advantage estimator, and by the batch itself. `tandem.trainer.exchange` brings
-columns to models that divide the ranks differently from the policy.
+Loss inputs are columns, filled one source after another (`Step.filled`): by the models that score tokens, by the
+algorithm's advantage estimator, and by the batch itself. If some models divide the batch differently from the policy,
+here or in processes of their own, `tandem.trainer.exchange` brings sequences and columns from one to another.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,25 +24,26 @@ from numpy.typing import NDArray
 from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError
 from tandem.config import Config
-from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Column, Model, Source
+from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
 from tandem.samples.batch import Batch, Float32s
 from tandem.samples.batch_sharding import batches_of_samples
+from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import replayed_experts
-from tandem.trainer.advantages import AdvantageEstimator
-from tandem.trainer.advantages import Scored as ScoredBatch
+from tandem.trainer.advantages import AdvantageEstimator, ScoredShard
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.batching.images import image_settings
 from tandem.trainer.batching.shard import Shard, unpad_into
-from tandem.trainer.exchange import BatchExchange, Exchange, divided_again, moved
+from tandem.trainer.exchange import BatchExchange, Exchange
 from tandem.trainer.logprob_errors import leave_out
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
 from tandem.trainer.micro_batches import Columns, MicroBatch
+from tandem.trainer.rank_time import timed
 from tandem.trainer.scorers.columns import Filled, filled_by
 from tandem.trainer.scores import TokenScores
 from tandem.trainer.set_aside import set_aside_by_loss
 
-Scored = tuple[tuple[int, ...], torch.Tensor]
+LogprobsOfRows = tuple[tuple[int, ...], torch.Tensor]
 """The policy's log-probabilities of a micro-batch, padded and on their device, with its rows of the shard."""
 NUMBERS = ("num_valid_tokens", "num_valid_samples")
 """Metrics that are not means."""
@@ -102,14 +101,14 @@ def train(
     step = Step(backend, whole, own, config, exchange)
     seconds = {"policy_training": 0.0, **dict.fromkeys(ALWAYS_TIMED, 0.0)}
     columns = step.filled(seconds)
-    scored: list[Scored] | None = [] if keeps_logprobs and step.policy_logprobs_T is None else None
+    scored: list[LogprobsOfRows] | None = [] if keeps_logprobs and step.policy_logprobs_T is None else None
     parts: dict[Model, list[dict[str, float]]] = {}
     for _ in range(config.num_passes):
         for model in trained or config.declaration.trains:
             if model in step.shards:
                 with timed(seconds, f"{model}_training"):
                     for rows in step.global_batches:
-                        done = step.optimized(rows, columns, model, scored if model == "policy" else None)
+                        done = step.optimized(rows, columns[model], model, scored if model == "policy" else None)
                         parts.setdefault(model, []).append(done)
     logprobs = None
     if keeps_logprobs and (step.policy_logprobs_T is not None or "policy" in parts):
@@ -138,24 +137,28 @@ class Step:
         """Take the table of a batch, and the sequences that it assigns to this rank. Collective."""
         self.backend = backend
         self.config = config
-        self._exchange = None if exchange is None else BatchExchange(exchange, whole, config)
-        self.shards = _shards(backend, whole, own, config, self._exchange)
-        """The shard of each model that this rank holds."""
+        self.whole = whole
+        self._exchange: BatchExchange | None = None
+        held = dict.fromkeys(config.holds, (whole, own))
+        if exchange is not None or not backend.divides_alike:
+            self._exchange = BatchExchange(exchange, backend, whole, config)
+            held = self._exchange.divided(own)
+        sees = image_settings(config) if "num_images_S" in own.columns else None
+        self.shards = {model: _shard(backend, model, *shares, config, sees) for model, shares in held.items()}
+        """The shard of each model that this rank holds, the policy's first."""
         self.own = next(iter(self.shards.values()))
         """The policy's shard on this rank, or without the policy, that of its only model."""
-        self._moved: dict[tuple[Model, Column], NDArray[Any]] = {}
-        """Columns brought to models that divide the ranks differently from the policy."""
         self.policy_logprobs_T: Float32s | None = None
         """Log-probabilities of the shard's tokens under the policy; None unless a separate pass has computed them."""
         self.metrics: dict[str, float] = {}
         """Metrics from the filling of columns."""
         self.notes: list[str] = []
         """The groups that were set aside, with the reason."""
-        self.whole = whole
         size = config.policy.train_global_batch_size * config.sequences_per_sample
         self.global_batches = batches_of_samples(whole.branch_S, size)
-        self._num_steps = config.num_passes * len(self.global_batches)
-        self.read = config.all_columns(self._num_steps)
+        self.num_steps = config.num_passes * len(self.global_batches)
+        """Optimizer steps of each model in this step."""
+        self.read = config.all_columns(self.num_steps)
         """The columns that the losses of all models read in this step."""
 
     def counts(self, rows: Sequence[int]) -> Counts:
@@ -173,33 +176,27 @@ class Step:
             num_samples += counts.sequences // self.config.sequences_per_sample
         return {"num_valid_tokens": float(num_tokens), "num_valid_samples": float(num_samples)}
 
-    def filled(self, seconds: dict[str, float], size: int | None = None) -> Filled:
-        """Return the columns that losses read, from all sources. Models score in micro-batches of `size`. Collective.
+    def filled(self, seconds: dict[str, float], size: int | None = None) -> dict[Model, Columns]:
+        """Return the loss inputs of each trained model, for the tokens of its shard. Collective.
 
-        The time of each model is added to `seconds`; for a model with its own processes, the time of waiting for it.
+        Models score in micro-batches of `size`. The time of each is added to `seconds`; for a model with its own
+        processes, the time of waiting for it.
         """
         columns: Filled = {}
-        for model in self.config.scored_by(self._num_steps):
+        for model in self.config.scored_by(self.num_steps):
             if model in self.shards:
                 with timed(seconds, SCORING_SECONDS[model]):
                     columns |= filled_by(self, model, size)
-        exchange = self._exchange
-        if exchange is not None:
-            for model in exchange.elsewhere:
-                said = [column for column in self.read if column.model == model]
-                with timed(seconds, SCORING_SECONDS[model]):
-                    columns |= exchange.columns(model, "policy", said, columns, self.own)
+        if self._exchange is not None:
+            columns = self._exchange.gathered(self, columns, seconds)
         if "policy" in self.shards:
             if self.config.largest_logprob_error is not None:
                 leave_out(self, self.config.largest_logprob_error, _scores(columns)["policy"])
             columns |= self.finished(columns)
-        if exchange is not None:
-            for model in exchange.elsewhere:
-                if model in self.config.declaration.trains:
-                    assert self.config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
-                    read = self.config.columns_of(self._num_steps, model)
-                    columns |= exchange.columns("policy", model, read, columns, self.own)
-        return columns
+        if self._exchange is not None:
+            return self._exchange.handed_out(self, columns, seconds)
+        trains, num_steps = self.config.declaration.trains, self.num_steps
+        return {model: {each: columns[each] for each in self.config.columns_of(num_steps, model)} for model in trains}
 
     def finished(self, columns: Filled) -> Filled:
         """Return the columns made from models' scores, and those that came with the batch."""
@@ -209,7 +206,7 @@ class Step:
         if path:
             finish: AdvantageEstimator = named(path)
             made, metrics = finish(
-                self.config, ScoredBatch(batch=batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
+                self.config, ScoredShard(batch=batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
             )
             self.metrics |= metrics
         for column in self.read:
@@ -225,7 +222,7 @@ class Step:
             shard.own = shard.own.keeping(kept_S[shard.rows])
 
     def optimized(
-        self, rows: Sequence[int], columns: Columns, model: Model, scored: list[Scored] | None = None
+        self, rows: Sequence[int], columns: Columns, model: Model, scored: list[LogprobsOfRows] | None = None
     ) -> dict[str, float]:
         """Take one optimizer step of a model on a global batch; return its metrics, and add its scores to `scored`."""
         is_custom = model == "policy" and self.config.loss_fn.class_path is not None
@@ -243,7 +240,7 @@ class Step:
         }
 
     def _step(
-        self, rows: Sequence[int], columns: Columns, model: Model, scored: list[Scored] | None
+        self, rows: Sequence[int], columns: Columns, model: Model, scored: list[LogprobsOfRows] | None
     ) -> tuple[Loss, OptimizerStep]:
         loss = make_loss(self.config, self.counts(rows), self.backend.device, model)
         of_batch: LossOfMicroBatch = loss if scored is None else partial(_keeping, scored, loss)
@@ -252,66 +249,34 @@ class Step:
     def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch for a model's training, with its loss inputs."""
         shard = self.shards[model]
-        return shard.laid_out(shard.training(rows), self.backend.device, self.read_by(model, columns))
+        return shard.laid_out(shard.training(rows), self.backend.device, columns)
 
     def reported(self, loss: Loss, model: Model) -> dict[str, float]:
         """Return the means that a model's loss reports, over all ranks."""
         means = (self.shards[model].replicas.sum(loss.report.sums) / max(1, loss.report.count)).tolist()
         return dict(zip(loss.report.names, means, strict=True))
 
-    def read_by(self, model: Model, columns: Columns) -> Columns:
-        """Return the loss inputs of a model for each token of its own shard."""
-        others = set(self.read) - set(self.config.columns_of(self._num_steps, model))
-        own = {column: values_T for column, values_T in columns.items() if column not in others} if others else columns
-        shard = self.shards[model]
-        if shard.replicas.sizes == self.own.replicas.sizes:
-            return own
-        for column, values_T in own.items():
-            if (model, column) not in self._moved:
-                self._moved[model, column] = moved(values_T, self.own, shard)
-        return {column: self._moved[model, column] for column in own}
 
-
-def _shards(
-    backend: Backend, whole: Batch, own: Batch, config: Config, exchange: BatchExchange | None
-) -> dict[Model, Shard]:
-    """Return the shard of each model held here, the policy's first. Collective.
-
-    It is assigned by the table, or by a model's own division of the ranks.
-    """
-    models = config.holds if exchange is None else exchange.model_group.models
-    first = backend.replicas(models[0])
-    sees = "num_images_S" in own.columns
-    here = None if exchange is None else exchange.shard(backend, own)
-    by_sizes = {first.sizes: (whole, own) if here is None else here}
-    shards: dict[Model, Shard] = {}
-    for model in models:
-        replicas, settings = backend.replicas(model), config.settings_of(model)
-        if replicas.sizes not in by_sizes:
-            by_sizes[replicas.sizes] = divided_again(shards[models[0]], model, replicas, config)
-        shards[model] = Shard(
-            settings,
-            *by_sizes[replicas.sizes],
-            replicas,
-            shares_prompts=settings.share_prompts and backend.shares_prompts,
-            unit=config.sequences_per_sample,
-            experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
-            image_settings=image_settings(config) if sees else None,
-        )
-    return shards
+def _shard(
+    backend: Backend, model: Model, whole: Batch, own: Batch, config: Config, sees: ImageSettings | None
+) -> Shard:
+    """Return the shard of a model: the sequences that a table assigns to its replica here."""
+    settings = config.settings_of(model)
+    return Shard(
+        settings,
+        whole,
+        own,
+        backend.replicas(model),
+        shares_prompts=settings.share_prompts and backend.shares_prompts,
+        unit=config.sequences_per_sample,
+        experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
+        image_settings=sees,
+    )
 
 
 def _scores(columns: Columns) -> dict[Source, Float32s]:
     """Return the first number of each model's scores of the shard's tokens."""
     return {column.source: values_T for column, values_T in columns.items() if column.model and not column.number}
-
-
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the time of the block to the seconds of that name."""
-    started = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> dict[str, float]:
@@ -325,13 +290,13 @@ def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> di
     return metrics
 
 
-def _keeping(scored: list[Scored], loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
+def _keeping(scored: list[LogprobsOfRows], loss: Loss, micro_batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
     """Return the loss of a micro-batch, and keep its log-probabilities on their device."""
     scored.append((micro_batch.rows, scores_BT.logprobs.detach()))
     return loss(micro_batch, scores_BT)
 
 
-def _logged(batch: Batch, found_T: Float32s | None, scored: Sequence[Scored]) -> Float32s:
+def _logged(batch: Batch, found_T: Float32s | None, scored: Sequence[LogprobsOfRows]) -> Float32s:
     """Return the log-probabilities of a shard's tokens, NaN for tokens that are not valid.
 
     A pass of their own has found them, or else the loss has scored them.

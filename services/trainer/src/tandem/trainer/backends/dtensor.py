@@ -3,6 +3,9 @@
 Trained parameters are float32, whatever the precision of the passes. On the CPU, the policy's parameters stay in shared
 memory, at the same addresses, as long as the backend lives. So engines can copy straight out of them or read them in
 place.
+
+Here models are arranged on the ranks. The optimizer step of each is that of
+`tandem.trainer.backends.held.HeldModel.train_step`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import Weights
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 from tandem.trainer.backends.held import HeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.sharding import Ranks
@@ -34,6 +37,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         super().__init__(config, model_group)
         self._ranks = _arranged(config, self._model_group.models, self.device)
         self._replicas = {name: ranks.replicas for name, ranks in self._ranks.items()}
+        self.divides_alike = len({replicas.sizes for replicas in self._replicas.values()}) == 1
         ranks = self._ranks[self._model_group.name]
         self.data_parallel_rank = ranks.data.get_local_rank()
         self.data_parallel_size = ranks.data.size()
@@ -42,7 +46,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         for name, number in self._to_hold():
             held = HeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
             if name == "policy":
-                shards.share(held.parameters | held.buffers)
+                exposed_weights.share(held.parameters | held.buffers)
             self._held[name, number] = held
         self.shares_prompts = all(model.shares_prompts for model in self._held.values())
         first = self._held[self._model_group.name, 0]
@@ -63,7 +67,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
     def weights(self) -> Weights:
         """Return the shards of the policy that this rank holds, in the memory that it trains in."""
         policy = self.policy
-        return shards.weights_of(policy.parameters | policy.buffers, self._config.policy.adapters)
+        return exposed_weights.weights_of(policy.parameters | policy.buffers, self._config.policy.adapters)
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of `save`, bit for bit, on any number of ranks, in the parameters' own memory."""

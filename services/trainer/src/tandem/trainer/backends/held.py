@@ -1,36 +1,51 @@
 """One model that a rank of the DTensor backend holds: policy, reference, value model, teacher.
 
-The same code builds, saves and resumes each of them; `stepping` trains them, and scores with them.
+The same code builds each of them, takes its optimizer steps (`HeldModel.train_step`), scores with it, moves it off the
+device and back, saves and resumes it.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from tandem.common.errors import CheckpointError, ModelError
+from tandem.common.errors import CheckpointError, ModelError, NotFiniteError
 from tandem.config import Config
 from tandem.config.models.lora import tensor_name
 from tandem.config.schema import columns
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state
 from tandem.trainer.backends.building import Builder
+from tandem.trainer.backends.offload import Offloaded, state_of
 from tandem.trainer.backends.sharding import Ranks
-from tandem.trainer.backends.stepping import SteppedModel, advance
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
+from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.optimizers import make_optimizer, make_scheduler
+from tandem.trainer.scores import Scores
 
 
-class HeldModel(SteppedModel):
+class HeldModel:
     """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
     It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Raises
     `ModelError`, `ConfigError` or `CheckpointError`.
     """
+
+    optimizer: torch.optim.Optimizer
+    """The optimizer of a trained model."""
+    scheduler: torch.optim.lr_scheduler.LRScheduler
 
     def __init__(
         self, name: columns.Model, config: Config, ranks: Ranks, *, checkpoint: Path | None, number: int = 0
@@ -39,12 +54,26 @@ class HeldModel(SteppedModel):
 
         `number` selects one of several models of the name.
         """
+        self.name = name
+        self._settings = config.settings_of(name, number)
+        self._ranks = ranks
+        self.is_trained = name in config.declaration.trains
+        self.device = ranks.device
         self._builder = Builder(name, config, ranks, number)
-        built = self._builder.build(checkpoint)
-        is_trained = name in config.declaration.trains
-        super().__init__(name, config.settings_of(name, number), ranks, built, is_trained=is_trained)
+        self.model, self._scorer, self.shares_prompts, self._adapters, self._place = self._builder.build(checkpoint)
+        self.parameters: dict[str, torch.nn.Parameter] = {
+            tensor_name(name): parameter for name, parameter in self.model.named_parameters()
+        }
         self.buffers = policy_files.saved_buffers(self.model)
         """Buffers, whole on every rank and never trained."""
+        # Gradients are reduced once an optimizer step, if host memory can hold them whole until then. On several GPUs
+        # every backward pass is a last one to FSDP2. After others it keeps whole gradients of the embedding and the
+        # output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
+        communicates = isinstance(self.model, FSDPModule) and (self.device.type == "cpu" or ranks.num_shards == 1)
+        self._reduces_once: FSDPModule | None = self.model if communicates else None
+        """The model if FSDP2 is told which backward pass of an optimizer step reduces gradients."""
+        self.num_steps = 0
+        self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
@@ -53,9 +82,86 @@ class HeldModel(SteppedModel):
         else:
             self._load_optimizer(checkpoint)
 
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
+        return self.take_step(self.add_gradient(micro_batches, loss), self._settings.max_grad_norm)
+
+    def add_gradient(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> float:
+        """Add the gradient of the loss of these micro-batches on all ranks to what there is. Return the loss."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            if self._reduces_once is not None:
+                _reduce_gradients(self._reduces_once, index == len(micro_batches) - 1)
+            if self._place is not None:
+                self._place.enter(self.num_steps, index)
+            value = loss(batch, self._scorer(batch))
+            # FSDP2 averages gradients over the ranks, but the loss is a sum.
+            torch.autograd.backward(value * self._ranks.num_shards)
+            total += value.detach()
+        if self._place is not None:
+            self._place.leave()
+        return float(self._ranks.replicas.sum(total)[0])
+
+    def take_step(self, loss: float, max_grad_norm: float | None) -> OptimizerStep:
+        """Clip the gradient, which is that of `loss`, step, and forget it. Raises `NotFiniteError`."""
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = norm_of(gradients)
+        if max_grad_norm is not None:
+            scale_down(gradients, norm, max_grad_norm)
+        grad_norm = float(norm)
+        if not (abs(loss) < float("inf") and grad_norm < float("inf")):
+            self.optimizer.zero_grad(set_to_none=True)
+            of_model = "" if self.name == "policy" else f" of the {self.name} model"
+            raise NotFiniteError(
+                f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {grad_norm}"
+            )
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        advance(self.scheduler)
+        self.num_steps += 1
+        return OptimizerStep(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
+        """Return the model's scores of each micro-batch without gradient, zero for tokens that are not valid.
+
+        Args:
+            micro_batches: micro-batches to score.
+            as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
+        """
+        with self._without_adapters() if as_reference else nullcontext():
+            found = [self._scorer(batch) for batch in micro_batches]
+        for module in _fsdp_modules(self.model):
+            module.reshard()  # by itself, only a backward pass would do it
+        return found
+
+    def offload(self) -> None:
+        """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
+
+        Also move the parameters, unless engines may be reading them. On a CPU, all of it is already in host memory, and
+        only the gradients are freed.
+        """
+        if self.is_trained:
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type != "cpu" and self._offloaded is None:
+            self._offloaded = Offloaded(self.movable())
+
+    def movable(self) -> list[torch.Tensor]:
+        """Return this rank's tensors on its device that are only needed to train, or score with, the model."""
+        parameters = () if self.name == "policy" else self.parameters.values()
+        here = [exposed_weights.local_of(each) for each in parameters if each.device.type == self.device.type]
+        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *here]
+
+    def reload(self) -> None:
+        """Move back the offloaded tensors, which are the same as before."""
+        if self._offloaded is not None:
+            self._offloaded.reload()
+            self._offloaded = None
+
     def trained_here(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of each parameter that the optimizer changes, by reference."""
-        return {name: shards.local_of(parameter) for name, parameter in self._trained().items()}
+        return {name: exposed_weights.local_of(parameter) for name, parameter in self._trained().items()}
 
     def forget_steps(self) -> None:
         """Make a new optimizer, without state, as if no step had been taken; forget the gradient."""
@@ -84,7 +190,7 @@ class HeldModel(SteppedModel):
             held |= self.buffers
             tensors = self._whole_tensors(folder)
         for name, parameter in held.items():
-            shards.local_of(parameter).copy_(tensors[name][shards.box_of(parameter).region])
+            exposed_weights.local_of(parameter).copy_(tensors[name][exposed_weights.box_of(parameter).region])
         self._load_optimizer(folder)
 
     def _whole_tensors(self, folder: Path) -> dict[str, torch.Tensor]:
@@ -98,6 +204,11 @@ class HeldModel(SteppedModel):
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
         return tensors
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        from tandem.trainer import lora
+
+        return lora.switched_off(self.model)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that an optimizer changes."""
@@ -126,3 +237,57 @@ class HeldModel(SteppedModel):
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
             read = partial(optimizer_state.read, tensors)
             checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, self.name))
+
+
+def _reduce_gradients(model: FSDPModule, is_last: bool) -> None:
+    """Have the next backward pass reduce gradients and give up whole parameters, or neither."""
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+    model.set_is_last_backward(is_last)
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of all elements of tensors on one mesh of all ranks, as a float64 scalar.
+
+    Collective. Ranks exchange one number, whereas torch would reduce over one axis of the mesh after the other.
+    """
+    total, is_shared = torch.zeros((), dtype=torch.float64), False
+    for tensor in tensors:
+        local, num_holders = tensor, 1
+        if isinstance(tensor, DTensor):
+            is_shared = True
+            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            local, num_holders = tensor.to_local(), math.prod(size for each, size in sizes if each.is_replicate())
+        square = torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square()
+        total = total.to(square.device) + square / num_holders
+    if is_shared:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def scale_down(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale tensors of this norm to `max_norm` in place, if it is larger: `torch.nn.utils.clip_grads_with_norm_`.
+
+    Each rank scales its own parts. Of whole tensors torch would first find out, one by one, how ranks share the
+    multiplication, which takes a first step tenths of a second a tensor where a mesh has several axes.
+    """
+    if tensors:  # torch multiplies no empty list
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        torch._foreach_mul_(own, factor)
+
+
+def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:
+    """Advance a schedule by `num_steps` optimizer steps.
+
+    A schedule depends only on the number of steps, so a new one at the same step is exactly where the old one was.
+    """
+    with warnings.catch_warnings():
+        # torch warns of steps without optimizer steps, as in a replay, and of its own use of `epoch`.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(num_steps):
+            scheduler.step()
+
+
+def _fsdp_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

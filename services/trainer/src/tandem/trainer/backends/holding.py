@@ -1,4 +1,7 @@
-"""The common part of all backends: the models that a rank holds, its device, sums over ranks."""
+"""The common part of all backends: the models that a rank holds, its device, sums over ranks.
+
+Each model takes its own optimizer steps: `held.HeldModel` with DTensor, `megatron.held.HeldModel` with Megatron-Core.
+"""
 
 from __future__ import annotations
 

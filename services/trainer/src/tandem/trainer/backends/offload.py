@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 
 _SMALLEST_PART = 1 << 20
 """Bytes of pinned memory below which nothing is divided, as copies cost more than rounding wastes."""
@@ -15,7 +15,7 @@ _SMALLEST_PART = 1 << 20
 def state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
     """Return this rank's tensors of an optimizer's state on a kind of device."""
     values = (value for state in optimizer.state.values() for value in state.values())
-    tensors = [shards.local_of(value) for value in values if isinstance(value, torch.Tensor)]
+    tensors = [exposed_weights.local_of(value) for value in values if isinstance(value, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tandem.common.errors import CheckpointError
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 from tandem.trainer.files.box_files import BoxFiles, Part
 
 
@@ -25,14 +25,14 @@ def parts_of(tensors: Mapping[str, Any]) -> Iterator[Part]:
     """
     for name, tensor in _flat(tensors).items():
         if _is_written_here(tensor):
-            yield Part(name, tuple(tensor.shape), shards.box_of(tensor), shards.local_of(tensor))
+            yield Part(name, tuple(tensor.shape), exposed_weights.box_of(tensor), exposed_weights.local_of(tensor))
 
 
 @torch.no_grad()
 def read(tensors: Mapping[str, Any], files: BoxFiles) -> None:
     """Fill this rank's part of nested tensors, in place. Raises `CheckpointError`."""
     for name, tensor in _flat(tensors).items():
-        files.read(name, tuple(tensor.shape), shards.box_of(tensor), shards.local_of(tensor))
+        files.read(name, tuple(tensor.shape), exposed_weights.box_of(tensor), exposed_weights.local_of(tensor))
 
 
 def _flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

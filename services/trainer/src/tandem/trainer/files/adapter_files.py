@@ -23,8 +23,8 @@ from tandem.common.errors import CheckpointError
 from tandem.config.models import hub
 from tandem.config.models.lora import CONFIG, A, layer_of
 from tandem.config.schema.adapters import Adapters, LoraCfg, Peft
+from tandem.trainer.exposed_weights import whole_of
 from tandem.trainer.files.box_files import digests_of
-from tandem.trainer.shards import whole_of
 
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from tandem.trainer.exposed_weights import whole_of
 from tandem.trainer.files.box_files import digests_of
 from tandem.trainer.models import decoder_layers
-from tandem.trainer.shards import whole_of
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

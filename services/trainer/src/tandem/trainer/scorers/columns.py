@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from tandem.config.schema.columns import Column, Model
 from tandem.trainer.batching.shard import Shard, unpad_into
-from tandem.trainer.exchange import moved
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scores import Scores
 
@@ -22,16 +21,14 @@ Filled = dict[Column, NDArray[Any]]
 
 
 def filled_by(step: Step, model: Model, size: int | None) -> Filled:
-    """Return the columns with a model's scores of the shard's valid tokens; zeros elsewhere."""
-    shard, own = step.shards[model], step.own
+    """Return the columns with a model's scores of its shard's valid tokens; zeros elsewhere."""
+    shard = step.shards[model]
     found = {column: _nothing(step, column, shard) for column in step.read if column.model == model}
     for number in range(step.config.num_of(model)):
         for micro_batch, scores_BT in scored_by(step, model, size, number=number):
             for column, values_T in found.items():
                 unpad_into(values_T, scores_BT[column.number], shard.own, micro_batch.rows)
-    if shard.replicas.sizes == own.replicas.sizes:
-        return found
-    return {column: moved(values_T, shard, own) for column, values_T in found.items()}
+    return found
 
 
 def _nothing(step: Step, column: Column, shard: Shard) -> NDArray[Any]:

@@ -3,6 +3,9 @@
 Parameters have the precision of the passes. If that is bfloat16, the optimizer also keeps them in float32. On the CPU,
 the policy's parameters stay in shared memory, at the same addresses, as long as the backend lives. So engines can copy
 straight out of them or read them in place.
+
+Here models are arranged on the ranks. The optimizer step of each is that of
+`tandem.trainer.backends.megatron.held.HeldModel.train_step`.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class MegatronBackend(HoldingBackend[HeldModel]):
                 print(notice, flush=True)
         timeout = datetime.timedelta(seconds=config.cluster.deadlines.train_s)
         self._divisions = divided(((each.name, each.settings) for each in described), self.device, timeout)
+        self.divides_alike = len({division.replicas.sizes for division in self._divisions.values()}) == 1
         replicas = self._divisions[first.name].replicas
         self.data_parallel_rank, self.data_parallel_size = replicas.rank, replicas.size
         self.sequence_divisor = replicas.sequence_divisor

@@ -24,7 +24,7 @@ from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
 from tandem.refit.places import device_name, host_name
 from tandem.refit.weights import Weights
-from tandem.trainer import shards
+from tandem.trainer import exposed_weights
 
 BATCH_BYTES = 2**28
 """Bytes of tensors that are gathered at once. A larger tensor is a batch of its own."""
@@ -148,7 +148,7 @@ class RankWeights:
         engines do not see later changes of the parameters' memory by a wrapper.
         """
         parameters = self.parameters
-        shards.share(parameters)
+        exposed_weights.share(parameters)
         storages: dict[int, Storage] = {}
         memories: dict[str, torch.Tensor] = {}
         place_S = []
@@ -156,7 +156,7 @@ class RankWeights:
             parameter = parameters[described.name].detach()
             memory = parameter.untyped_storage()
             if memory.data_ptr() not in storages:
-                address = shards.address_of(parameter)
+                address = exposed_weights.address_of(parameter)
                 storages[memory.data_ptr()] = Storage(described.name, memory.nbytes(), address)
                 whole = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 memories[described.name] = whole.set_(memory)
@@ -166,7 +166,7 @@ class RankWeights:
         place_PX = np.array(place_S, np.int64).reshape(-1, 2)[at.storage_P]
         pieces = msgspec.structs.replace(at, storage_P=place_PX[:, 0], offset_P=at.offset_P + place_PX[:, 1])
         layout = msgspec.structs.replace(self._layout, storages=tuple(storages.values()), pieces=pieces)
-        return Weights(shards.with_adapters(layout, self._adapters), memories)
+        return Weights(exposed_weights.with_adapters(layout, self._adapters), memories)
 
     @torch.no_grad()
     def gathered(self, batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, torch.Tensor]]:
