@@ -21,7 +21,7 @@ from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.refit.digests.at_once import digest_layout
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.program import Verification
 

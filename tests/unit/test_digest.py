@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tandem.common.errors import RefitError
 from tandem.refit.digests import kernels as digest_kernels
 from tandem.refit.digests.at_once import digest_box
+from tandem.refit.digests.comparison import combine
 from tandem.refit.digests.kernel_choice import MAX_COLUMNS, Span, is_exact
-from tandem.refit.digests.task import combine
 from tandem.refit.digests.terms import multipliers, salt, signed_digits
 from tandem.refit.layout import Box, whole
 

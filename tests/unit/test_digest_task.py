@@ -18,8 +18,8 @@ from tandem.refit import weights as held
 from tandem.refit.digests import slices as digest_slices
 from tandem.refit.digests import task as digest_task
 from tandem.refit.digests.at_once import digest_box, digest_layout
-from tandem.refit.digests.slices import everything
-from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.digests.slices import Sampling, everything
+from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.planner import plan
 from tandem.refit.program import NOTHING, Places, Quantisation, Regions, Verification

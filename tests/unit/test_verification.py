@@ -16,7 +16,7 @@ from tandem.common.errors import RefitError
 from tandem.refit.digests import comparison as digest_compare
 from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import Held, Verdict, compare, unchanged
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.program import Verification
 

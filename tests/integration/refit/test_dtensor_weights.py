@@ -24,8 +24,8 @@ from tandem.refit.adapters.catalogue import from_checkpoint
 from tandem.refit.adapters.deployment import Hosts
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
-from tandem.refit.digests import task as digest
 from tandem.refit.digests.at_once import digest_box
+from tandem.refit.digests.comparison import combine
 from tandem.refit.forecast.sides import training
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.samples.model_files import write_new_model
@@ -180,13 +180,13 @@ def test_digest_shares_add_up_to_the_digest_of_the_model_engines_hold(precision:
     folder = make_model(tmp_path / "model")
     config = make_config(folder, precision=precision)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision))
-    expected = digest.combine(
+    expected = combine(
         *(digest_box(name, tuple(p.shape), whole(tuple(p.shape)), p.detach()) for name, p in model.named_parameters())
     )
     for world_size in (1, 2, 3):
         shares = run_ranks(world_size, digest_before_and_after, config)
-        assert digest.combine(*(before for before, _ in shares)) == expected
-        assert digest.combine(*(after for _, after in shares)) != expected
+        assert combine(*(before for before, _ in shares)) == expected
+        assert combine(*(after for _, after in shares)) != expected
 
 
 def digest_before_and_after(rank: int, config: Config) -> tuple[int, int]:
@@ -208,7 +208,7 @@ def test_a_new_models_weights_are_decided_by_its_seed_alone(tmp_path: Path) -> N
     config = make_config(tmp_path / "new", new_model=settings)
     one = run_ranks(1, initial_digest, config)
     two = run_ranks(2, initial_digest, config)
-    assert digest.combine(*(share for share, _ in one)) == digest.combine(*(share for share, _ in two))
+    assert combine(*(share for share, _ in one)) == combine(*(share for share, _ in two))
     assert one[0][1] == two[0][1] == two[1][1] > 10_000
     other = run_ranks(1, initial_digest, make_config(tmp_path / "new", new_model={**settings, "seed": 4}))
     assert other[0] != one[0]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tandem.refit.digests import comparison
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
@@ -44,7 +44,7 @@ class Digesting(Protocol):
 
 
 class Holder(Protocol):
-    """Weights that take part in refits: a trainer's backend or an engine, with one or more workers."""
+    """Weights that take part in refits: a trainer's (`tandem.refit.weights.Weights`) or an engine, with its workers."""
 
     def install(self, programs: Sequence[TransferProgram]) -> Installed:
         """Bind the program of each worker, replacing the previous one. Raises `RefitError`."""
@@ -62,6 +62,10 @@ class Holder(Protocol):
         `only` are the destinations to serve; empty for all. `joining_engines` are those among them that also get frozen
         tensors; None for all.
         """
+        ...
+
+    def distrust(self, engines: Collection[str]) -> None:
+        """Send these engines whole weights next time. Engines do nothing: only trainers send differences."""
         ...
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:

@@ -30,10 +30,9 @@ from tandem.common.messages import (
 from tandem.launch.service import ServiceContext
 from tandem.refit import program
 from tandem.refit.digests import comparison
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting, Holder
 from tandem.refit.joining import JoiningGroups
-from tandem.refit.weights import Weights
 
 Verify = Literal["off", "sampled", "full"]
 _SAMPLED_ONE_IN = 16
@@ -118,7 +117,7 @@ class WeightClient:
         return self._digest is not None or bool(self._joining.groups)
 
     def digests(self, version: int) -> tuple[bytes, ...]:
-        """Return the digests for an `ReportDigests` reply, computed at once. Raises `RefitError`."""
+        """Return the digests for a reply with digests, computed at once. Raises `RefitError`."""
         digest = self._holder.digest_task(self._sampling(version))
         digest.advance(math.inf)
         return tuple(map(comparison.to_bytes, digest.results()))
@@ -151,7 +150,7 @@ class WeightClient:
             self.abandon_digest()
         memory = MemoryMeter()
         memory.begin()
-        if command.whole and isinstance(self._holder, Weights):  # only trainers send differences
+        if command.whole:
             self._holder.distrust(command.whole)
         started = time.perf_counter()
         num_bytes = self._holder.apply(command.version, command.deadline_s, command.only, command.joining_engines)

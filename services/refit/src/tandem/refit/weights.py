@@ -11,8 +11,8 @@ from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
 from tandem.refit.binding import bind
 from tandem.refit.bound import BoundProgram
-from tandem.refit.digests.slices import DigestList
-from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.digests.slices import DigestList, Sampling
+from tandem.refit.digests.task import DigestTask
 from tandem.refit.digests.version import FrozenDigests, VersionDigest
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram, Verification

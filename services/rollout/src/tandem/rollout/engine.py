@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import ImageRef, SamplingParameters
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
@@ -159,6 +159,10 @@ class Engine(Protocol):
         Without it they keep their keys and values after `apply`. Requests added after `apply` never use those of
         earlier weights.
         """
+        ...
+
+    def distrust(self, engines: Collection[str]) -> None:
+        """Do nothing: only trainers send differences."""
         ...
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:

@@ -86,7 +86,7 @@ class Generating:
         """Samples whose prompt the engine refuses, with the reason: an image is missing or damaged."""
 
     def start(self, command: Generate) -> None:
-        """Begin a generation beside those in progress. Raises `WireError` if there is no prompt."""
+        """Begin a generation beside those in progress. Raises `WireError` for a prompt that the model cannot read."""
         if command.command_id in self.generations:
             return  # repeated so late that it is not recognised as a repetition
         with self._context.phase(f"reading the prompts of step {command.step}"):

@@ -27,7 +27,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.refit.digests.comparison import combine
 from tandem.refit.digests.slices import DigestList, Sampling, everything
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Layout
 from tandem.refit.program import Quantisation, Verification
@@ -36,8 +35,6 @@ if TYPE_CHECKING:  # comparing digests needs no torch
     import torch
 
     from tandem.refit.digests.kernel_choice import Span
-
-__all__ = ["DigestTask", "Sampling", "combine", "everything"]
 
 _SLAB_BYTES = {"cpu": 2**21, "cuda": 2**26}
 """Bytes digested at a time: about a millisecond on a CPU; on a GPU a launch that hides the cost of the next."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from tandem.common.errors import ModelError, RefitError
 from tandem.refit.digests.comparison import Digests, to_bytes
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting
 from tandem.refit.layout import ITEM_SIZE_OF_CODE
 from tandem.refit.program import TransferProgram

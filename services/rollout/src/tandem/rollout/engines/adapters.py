@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import RefitError
 from tandem.refit.bound import BoundProgram
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting
 from tandem.refit.program import TransferProgram
 from tandem.refit.weights import Weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from tandem.common.errors import RefitError
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
@@ -33,6 +33,9 @@ class NoRefits:
     ) -> dict[str, int]:
         """Refuse to apply a version."""
         raise RefitError(_NO_REFITS)
+
+    def distrust(self, engines: Collection[str]) -> None:
+        """Do nothing: only trainers send differences."""
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:
         """Refuse to digest."""

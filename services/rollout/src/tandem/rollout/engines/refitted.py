@@ -11,7 +11,7 @@ import tokenizers
 from tandem.common.errors import DataError, RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting, Holder, Installed
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
@@ -104,6 +104,9 @@ class RefittedEngine:
         self._take_weights()
         self.version = version
         return num_bytes
+
+    def distrust(self, engines: Collection[str]) -> None:
+        """Do nothing: only trainers send differences."""
 
     def digest_task(self, sampling: Sampling | None) -> Digesting:
         """Return a task that digests the weights in use."""

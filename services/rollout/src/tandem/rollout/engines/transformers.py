@@ -19,9 +19,10 @@ from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
 from tandem.rollout.engines.served import Served, ServedSampling
-from tandem.rollout.engines.skeleton import load_skeleton, weights_of
+from tandem.rollout.engines.skeleton import load_skeleton
 from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.trying import try_out
+from tandem.rollout.engines.weights import weights_of
 from tandem.samples.routed_experts import RoutedExperts
 
 MAX_PROMPT_TOKENS_PER_STEP = 8192

@@ -20,7 +20,7 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.refit import program
 from tandem.refit.digests.comparison import to_bytes
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting
 from tandem.rollout.engines.adapter_sets import AdapterSets, Add, Product, products_of
 from tandem.rollout.engines.vllm.insides import VERSION

@@ -13,7 +13,7 @@ from typing import Any
 from tandem.common.errors import RefitError
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.comparison import Digests
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.holder import Digesting
 from tandem.refit.program import TransferProgram
 from tandem.rollout.engine import Completion, Request

@@ -20,7 +20,8 @@ from tandem.common.memory import MemoryMeter
 from tandem.refit import layout, program
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import to_bytes
-from tandem.refit.digests.task import DigestTask, Sampling
+from tandem.refit.digests.slices import Sampling
+from tandem.refit.digests.task import DigestTask
 from tandem.refit.digests.version import VersionDigest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.insides import SEES

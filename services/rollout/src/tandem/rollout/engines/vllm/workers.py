@@ -12,7 +12,7 @@ from tandem.common.memory import MemoryMeter
 from tandem.common.messages import MemoryUse
 from tandem.refit import layout, program
 from tandem.refit.digests.comparison import Digests, from_bytes
-from tandem.refit.digests.task import Sampling
+from tandem.refit.digests.slices import Sampling
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
@@ -89,6 +89,9 @@ class Workers:
     def pack(self) -> None:
         """Have kernels compute with the current weights."""
         self._llm.ask("pack")
+
+    def distrust(self, engines: Collection[str]) -> None:
+        """Do nothing: only trainers send differences."""
 
     def digest_task(self, sampling: Sampling | None) -> WorkersDigest:
         """Return a task that digests the weights held."""
