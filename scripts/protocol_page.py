@@ -107,7 +107,7 @@ def _array_table(name: str) -> list[str]:
     docs = _field_docs(batch.Batch, batch)
     (about,) = (text for each, _, text in _documented(ast.parse(inspect.getsource(batch))) if each == name)
     lines = [f"**`{name}`**: {about}", "", "| array | type | meaning |", "|---|---|---|"]
-    return lines + [f"| `{each}` | {batch.DECLARED[each].dtype} | {docs.get(each, '')} |" for each in vars(batch)[name]]
+    return lines + [f"| `{each}` | {batch.DECLARED[each]} | {docs.get(each, '')} |" for each in vars(batch)[name]]
 
 
 def _type(message: type[Any], field: str) -> str:

@@ -143,7 +143,7 @@ def test_an_array_of_every_column_is_where_its_source_has_it() -> None:
         if column.source in sources:
             names, axis = sources[column.source]
             assert f"{column.name}_{axis}" in names
-            assert batch.DECLARED[f"{column.name}_{axis}"].dtype == column.dtype
+            assert batch.DECLARED[f"{column.name}_{axis}"] == column.dtype
         else:
             assert column.model == (None if column.source == "trainer" else column.source)
     trainings = [training for algorithm in ALGORITHMS.values() for training in algorithm.trainings]

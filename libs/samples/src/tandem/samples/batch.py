@@ -14,7 +14,7 @@ Received batches are checked: `Batch.from_frames` checks names, dtypes and shape
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,76 +25,54 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+UInt8s = NDArray[np.uint8]
 
 _SHOWN = 100
 """The most characters of an unknown name in a message."""
 
-Number = TypeVar("Number", bound=np.generic)
-
-
-class Declared(Generic[Number]):
-    """An array that batches may have, read as an attribute. It is asked only where a batch has none of its name."""
-
-    name = ""
-
-    def __init__(self, number: type[Number]) -> None:
-        self.dtype = np.dtype(number)
-
-    def __set_name__(self, owner: type[Batch], name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, batch: None, owner: type[Batch]) -> Declared[Number]: ...
-
-    @overload
-    def __get__(self, batch: Batch, owner: type[Batch]) -> NDArray[Number]: ...
-
-    def __get__(self, batch: Batch | None, owner: type[Batch]) -> Declared[Number] | NDArray[Number]:
-        """Raise `AttributeError`, naming the arrays that there are."""
-        if batch is None:
-            return self
-        raise AttributeError(f"this batch has no {self.name}, but {', '.join(batch.columns)}")
-
 
 class Batch:
-    """Sequences with their columns, on one rank or over all."""
+    """Sequences with their columns, on one rank or over all.
 
-    lengths_S = Declared(np.int32)
+    The arrays that a batch has are its attributes. Those with a declared dtype (`DECLARED`) are described here.
+    """
+
+    lengths_S: Int32s
     """Tokens of each sequence, prompt included; at least one."""
-    token_ids_T = Declared(np.int32)
-    loss_mask_T = Declared(np.bool_)
+    token_ids_T: Int32s
+    loss_mask_T: Bools
     """True for tokens that count in the loss: those that the policy generated, or of a given answer."""
-    generation_logprobs_T = Declared(np.float32)
+    generation_logprobs_T: Float32s
     """Log-probability of each token under the sampling distribution; zero for tokens the policy did not generate."""
-    versions_T = Declared(np.int32)
+    versions_T: Int32s
     """Weight version that generated each token; -1 for tokens the policy did not generate."""
-    num_valid_S = Declared(np.int32)
+    num_valid_S: Int32s
     """Valid tokens: those that count in the loss. Zero if the sequence is masked whole."""
-    prompt_S = Declared(np.int32)
+    prompt_S: Int32s
     """Number of the prompt, which sequences with the same prompt share; -1 if it shares its prompt with no other."""
-    prompt_lengths_S = Declared(np.int32)
+    prompt_lengths_S: Int32s
     """Tokens of the prompt."""
-    rank_S = Declared(np.int32)
+    rank_S: Int32s
     """Data-parallel rank that trains on it (`tandem.samples.batch_sharding`)."""
-    advantages_S = Declared(np.float32)
+    advantages_S: Float32s
     """Advantage of the sequence's sample; one if nothing was generated."""
-    rewards_S = Declared(np.float32)
+    rewards_S: Float32s
     """Rewards that the advantages come from, or those of the data set; zero where there are none."""
-    source_S = Declared(np.int32)
+    source_S: Int32s
     """Index of the source of its tokens, among the command's sources sorted by name; -1 if the command has them."""
-    command_S = Declared(np.int64)
+    command_S: Int64s
     """Command id, part of its key at the source (`tandem.common.messages.SampleKey`); zero without a source."""
-    group_S = Declared(np.int32)
+    group_S: Int32s
     """Rollout group."""
-    sample_S = Declared(np.int32)
+    sample_S: Int32s
     """Place of the sample in the group."""
-    branch_S = Declared(np.int32)
+    branch_S: Int32s
     """Place among its sample's consecutive sequences; 0 if it is the only one."""
-    num_images_S = Declared(np.int32)
+    num_images_S: Int32s
     """Images in each sequence; only in batches of models that see."""
-    image_digests_IX = Declared(np.uint8)
+    image_digests_IX: UInt8s
     """SHA-256 of each image's encoded bytes, in the order of the sequences and of the images in them: ``[I, 32]``."""
-    image_grids_IX = Declared(np.int32)
+    image_grids_IX: Int32s
     """Patches of each image, as its family counts them (`tandem.common.messages.ImageRef.grid`): ``[I, 3]``."""
 
     sources: tuple[str, ...] = ()
@@ -106,6 +84,14 @@ class Batch:
         """Take arrays, by names that end with their axes. They are neither copied nor changed."""
         self.columns: dict[str, NDArray[Any]] = columns
         vars(self).update(columns)
+
+    if not TYPE_CHECKING:  # types know the declared arrays alone
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise `AttributeError` for an array that the batch lacks, naming those that there are."""
+            if name in DECLARED:
+                raise AttributeError(f"this batch has no {name}, but {', '.join(self.columns)}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -171,7 +157,7 @@ class Batch:
         chosen: dict[str, slice | Int64s] = {"S": rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)}
         arrays = {}
         for name, array in self.columns.items():
-            axis = _axes(name)[0]
+            axis = name.rpartition("_")[2][0]
             if axis not in chosen:
                 chosen[axis] = self._along(axis, chosen["S"])
             arrays[name] = array[chosen[axis]]
@@ -279,8 +265,28 @@ class Batch:
 
 LENGTHS = {"T": "lengths_S", "I": "num_images_S"}
 """The axes along which sequences lie end to end, tokens and images, each with the column of the sequences' lengths."""
-DECLARED: dict[str, Declared[Any]] = {name: each for name, each in vars(Batch).items() if isinstance(each, Declared)}
-"""The declared arrays, by name."""
+DECLARED: dict[str, np.dtype[Any]] = {
+    "lengths_S": np.dtype("int32"),
+    "token_ids_T": np.dtype("int32"),
+    "loss_mask_T": np.dtype("bool"),
+    "generation_logprobs_T": np.dtype("float32"),
+    "versions_T": np.dtype("int32"),
+    "num_valid_S": np.dtype("int32"),
+    "prompt_S": np.dtype("int32"),
+    "prompt_lengths_S": np.dtype("int32"),
+    "rank_S": np.dtype("int32"),
+    "advantages_S": np.dtype("float32"),
+    "rewards_S": np.dtype("float32"),
+    "source_S": np.dtype("int32"),
+    "command_S": np.dtype("int64"),
+    "group_S": np.dtype("int32"),
+    "sample_S": np.dtype("int32"),
+    "branch_S": np.dtype("int32"),
+    "num_images_S": np.dtype("int32"),
+    "image_digests_IX": np.dtype("uint8"),
+    "image_grids_IX": np.dtype("int32"),
+}
+"""The dtypes of the declared arrays, by name."""
 TOKENS = ("lengths_S", "token_ids_T", "loss_mask_T")
 """The tokens of one rank's sequences that were not generated. The lengths are not sent, as the table has them."""
 SAMPLES = (*TOKENS, "generation_logprobs_T", "versions_T")
@@ -314,11 +320,6 @@ def is_of_table(name: str) -> bool:
     return name.endswith("_S") and name not in IMAGES
 
 
-def _axes(name: str) -> str:
-    """Return the letters of an array's axes."""
-    return name.rpartition("_")[2]
-
-
 def _check_declared(frames: Mapping[str, NDArray[Any]], names: Sequence[str], columns: Mapping[str, str]) -> None:
     for name in [*names, *columns, *frames]:
         if name not in frames:
@@ -326,8 +327,8 @@ def _check_declared(frames: Mapping[str, NDArray[Any]], names: Sequence[str], co
         if name not in names and name not in columns:
             known = ", ".join([*names, *columns])
             raise WireError(f"{name[:_SHOWN]}: is no array of this message, which has {known}")
-        array, dtype = frames[name], np.dtype(columns[name]) if name in columns else DECLARED[name].dtype
-        num_axes = len(_axes(name))
+        array, dtype = frames[name], np.dtype(columns[name]) if name in columns else DECLARED[name]
+        num_axes = len(name.rpartition("_")[2])
         if array.dtype != dtype or array.ndim != num_axes:
             of = "one dimension" if num_axes == 1 else f"{num_axes} dimensions"
             raise WireError(f"{name}: is {array.dtype} {array.shape}, must be {dtype} of {of}")
@@ -343,7 +344,7 @@ def _check_sizes(frames: Mapping[str, NDArray[Any]]) -> None:
                 raise WireError(f"{name}: {frames[name].min()}, must be at least 0")
             sizes[axis] = int(frames[name].sum(dtype=np.int64))
     for name in frames:
-        axis = _axes(name)[0]
+        axis = name.rpartition("_")[2][0]
         if len(frames[name]) != sizes[axis]:
             of = f"the {sizes['S']} sequences" if axis == "S" else f"{LENGTHS[axis]}, which add up to {sizes[axis]}"
             raise WireError(f"{name}: {len(frames[name])} numbers, does not fit {of}")
