@@ -278,7 +278,7 @@ def test_a_wake_up_that_comes_while_another_is_heeded_is_kept(start: Start) -> N
         goes_on.wait(WAIT_S)
 
     pool._assign = slowly  # type: ignore[method-assign]
-    pool._wake()
+    os.eventfd_write(pool._woken, 1)
     assert heeding.wait(WAIT_S)
     job = Job(0, Call(10, problem(), said("abc")))
     pool.submit(job)  # the thread has looked for jobs, and does not wait yet

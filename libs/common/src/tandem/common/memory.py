@@ -22,8 +22,7 @@ class MemoryMeter:
     kernel does not allow the peak to be reset, the larger of the first and the last resident size stands in for it.
     """
 
-    def __init__(self) -> None:
-        self._at_begin = 0
+    _at_begin = 0
 
     def begin(self) -> None:
         """Reset the peak."""

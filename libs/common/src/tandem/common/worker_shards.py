@@ -7,8 +7,6 @@ transfer program and digests, while commands, failures and versions belong to th
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 _SEPARATOR = "/"
 
 
@@ -25,8 +23,3 @@ def by_shard(process: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
 def process_of(shard: str) -> str:
     """Return the process that a worker shard belongs to."""
     return shard.partition(_SEPARATOR)[0]
-
-
-def is_among(shard: str, processes: Collection[str] | None) -> bool:
-    """Return whether a worker shard belongs to one of these processes; None stands for all."""
-    return processes is None or process_of(shard) in processes

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.common.worker_shards import is_among
+from tandem.common.worker_shards import process_of
 from tandem.refit.merging import Merger
 from tandem.refit.quantise import Quantiser
 from tandem.refit.transports.process_group import poll
@@ -83,7 +83,7 @@ class BoundProgram:
                     errors.append(str(error))
             if errors:
                 raise RefitError("; ".join(errors))
-        if is_among(self._member, only):
+        if only is None or process_of(self._member) in only:
             for quantiser in self._quantisers:
                 if time.monotonic() > deadline:
                     raise RefitError(f"{self._member} failed while quantising: the deadline passed")

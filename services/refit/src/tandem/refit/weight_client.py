@@ -85,7 +85,9 @@ class WeightClient:
                     self._refit(command)
             case ReportDigests():
                 with self._context.phase(f"verifying version {command.version}"):
-                    self._begin_digest(command)
+                    self._command, self._digest_s = command, 0.0
+                    self._digest = self._digest_task(command.version)
+                    self._digest_from = time.monotonic() + _PATIENCE * self._digest.expected_s
             case other:
                 assert_never(other)
 
@@ -118,7 +120,7 @@ class WeightClient:
 
     def digests(self, version: int) -> tuple[bytes, ...]:
         """Return the digests for a reply with digests, computed at once. Raises `RefitError`."""
-        digest = self._holder.digest_task(self._sampling(version))
+        digest = self._digest_task(version)
         digest.advance(math.inf)
         return tuple(map(comparison.to_bytes, digest.results()))
 
@@ -163,13 +165,8 @@ class WeightClient:
         )
         self._context.reply(command.command_id, reply)
 
-    def _begin_digest(self, command: ReportDigests) -> None:
-        self._command, self._digest_s = command, 0.0
-        self._digest = self._holder.digest_task(self._sampling(command.version))
-        self._digest_from = time.monotonic() + _PATIENCE * self._digest.expected_s
-
-    def _sampling(self, version: int) -> Sampling | None:
-        return Sampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
+    def _digest_task(self, version: int) -> Digesting:
+        return self._holder.digest_task(Sampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None)
 
     def _report_digest(self, command: ReportDigests, digest: Digesting) -> None:
         wrong = self._holder.misquantised() if self._quantises else ()

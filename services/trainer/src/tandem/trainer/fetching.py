@@ -181,23 +181,20 @@ class SampleFetcher:
             self._callers.close()
             self._callers = None
 
-    def _connected(self, sources: Mapping[str, Listener]) -> Callers:
-        """Return connections to these rollouts: those of the last fetch if they are the same."""
-        if self._callers is None or sources != self._listeners:
-            self.close()
-            self._listeners = dict(sources)
-            self._callers = Callers(sources, self._own, max_bytes=_MAX_REPLY_BYTES)
-        return self._callers
-
     def _ask(
         self, sources: Mapping[str, Listener], inquiries: Mapping[str, _Inquiry], timeout_s: float
     ) -> dict[str, str]:
         """Make all inquiries until they are done or the time is up; return why some failed."""
         deadline = time.monotonic() + timeout_s
-        try:
-            callers = self._connected({name: sources[name] for name in inquiries})
-        except WireError as error:
-            return dict.fromkeys(inquiries, str(error))
+        listeners = {name: sources[name] for name in inquiries}
+        if self._callers is None or listeners != self._listeners:  # otherwise the connections of the last fetch serve
+            self.close()
+            self._listeners = listeners
+            try:
+                self._callers = Callers(listeners, self._own, max_bytes=_MAX_REPLY_BYTES)
+            except WireError as error:
+                return dict.fromkeys(inquiries, str(error))
+        callers = self._callers
         for name, inquiry in inquiries.items():
             if not callers.down_for(name):
                 callers.send(name, inquiry.request())

@@ -109,7 +109,9 @@ class Pump:
                 if len(frames) == 1 and len(frames[0]) == 0:
                     break
                 self._send(frames)
-            self._beat(now)
+            if now - self._last_beat >= interval:
+                self._last_beat = now
+                self._send(encode(Heartbeat(phase=self.phase[:MAX_TEXT], trainer_keys=self._trainer_keys)))
             self._watch(now)
         if self._monitor is not None:
             self._dealer.disable_monitor()
@@ -122,12 +124,6 @@ class Pump:
         """Send, or queue for the next connection; drop the frames if there will be none because the key was refused."""
         with contextlib.suppress(zmq.Again):
             self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
-
-    def _beat(self, now: float) -> None:
-        if now - self._last_beat >= self._welcome.heartbeat_interval_s:
-            self._last_beat = now
-            beat = Heartbeat(phase=self.phase[:MAX_TEXT], trainer_keys=self._trainer_keys)
-            self._send(encode(beat))
 
     def _watch(self, now: float) -> None:
         """End the process if it has no coordinator any more, or does not end when told to."""

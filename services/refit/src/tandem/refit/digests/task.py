@@ -21,6 +21,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -87,7 +88,11 @@ class DigestTask:
         self._slices, names = self.digest_list.slices, self.digest_list.storage_names
         if sampling is not None:
             self._slices = self.digest_list.of_version(sampling)
-        self._ranges = {index: _flat(storages[names[index]]) for index in np.unique(self._slices.storage_P).tolist()}
+        self._ranges: dict[int, torch.Tensor] = {}
+        """Storages as vectors of their elements, without copies."""
+        for index in np.unique(self._slices.storage_P).tolist():
+            held = storages[names[index]].detach()
+            self._ranges[index] = held.as_strided((held.numel(),), (1,))
         self._device = next(iter(self._ranges.values())).device.type if self._ranges else "cpu"
         self._typed: dict[tuple[int, int], torch.Tensor] = {}
         self._converted: torch.Tensor | None = None
@@ -137,13 +142,14 @@ class DigestTask:
         """Digest one slice after another, yielding after each slab."""
         import torch
 
-        if not len(self._slices):
+        columns, num_slices = msgspec.structs.astuple(self._slices), len(self._slices.tensor_P)
+        if not num_slices:
             return
         device = next(iter(self._ranges.values())).device
         self._totals_T = torch.zeros(len(self._layout.tensors), dtype=torch.int64, device=device)
-        for first in range(0, len(self._slices), _ROWS_AT_ONCE):
-            rows = self._slices.rows(slice(first, first + _ROWS_AT_ONCE))
-            for row in zip(*map(np.ndarray.tolist, msgspec.structs.astuple(rows)), strict=True):
+        for first in range(0, num_slices, _ROWS_AT_ONCE):
+            rows = map(itemgetter(slice(first, first + _ROWS_AT_ONCE)), columns)
+            for row in zip(*map(np.ndarray.tolist, rows), strict=True):
                 yield from self._digest(*row)
 
     def _digest(
@@ -219,9 +225,3 @@ def slabs_of(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Te
 
 def _slab_elements(values: torch.Tensor) -> int:
     return _SLAB_BYTES[values.device.type] // values.element_size()
-
-
-def _flat(storage: torch.Tensor) -> torch.Tensor:
-    """Return a storage as a vector of its elements, without a copy."""
-    held = storage.detach()
-    return held.as_strided((held.numel(),), (1,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from tandem.common.worker_shards import is_among
+from tandem.common.worker_shards import process_of
 from tandem.refit.transports.end import End
 
 if TYPE_CHECKING:
@@ -27,6 +27,6 @@ class Aliases:
 
     def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
         """Count the links; there is nothing to move."""
-        if is_among(self._end.member, only):
+        if only is None or process_of(self._end.member) in only:
             for link in self._links:
                 counted.setdefault(link, 0)

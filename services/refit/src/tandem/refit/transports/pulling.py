@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.common.worker_shards import is_among
+from tandem.common.worker_shards import process_of
 from tandem.refit.layout import Storage
 from tandem.refit.transfer import Transfer
 from tandem.refit.transports.copying import Copier
@@ -47,7 +47,7 @@ class Pulls:
 
     def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
         """Copy, if this process is to receive."""
-        if not is_among(self._end.member, only):
+        if only is not None and process_of(self._end.member) not in only:
             return
         if time.monotonic() > deadline:
             raise RefitError(f"{self._end.member} failed while copying from {self._peer}: the deadline passed")

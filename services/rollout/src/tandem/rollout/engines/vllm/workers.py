@@ -50,7 +50,6 @@ class WorkersMeter(MemoryMeter):
     """The memory that one worker of an engine takes: of the one that takes most."""
 
     def __init__(self, llm: Llm) -> None:
-        super().__init__()
         self._llm = llm
 
     def begin(self) -> None:

@@ -169,7 +169,7 @@ class WorkerPool:
     def submit(self, job: Job) -> None:
         """Queue a job."""
         self._waiting.append(job)
-        self._wake()
+        os.eventfd_write(self._woken, 1)
 
     def check(self) -> None:
         """Raise whatever keeps the pool from going on."""
@@ -179,12 +179,9 @@ class WorkerPool:
     def close(self) -> None:
         """Let workers end if they do so at once, and end the others."""
         self._is_closing = True
-        self._wake()
+        os.eventfd_write(self._woken, 1)
         self._thread.join()
         os.close(self._woken)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._woken, 1)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
