@@ -155,8 +155,9 @@ class BatchExchange:
         self, step: Step, columns: Mapping[Column, NDArray[Any]], seconds: dict[str, float]
     ) -> dict[Model, Columns]:
         """Return the loss inputs of each trained model held here, for the tokens of its shard. Collective."""
-        config, found, by_model = self._config, {**columns}, {}
+        config, found = self._config, {**columns}
         trains = config.declaration.trains
+        by_model: dict[Model, Columns] = {}
         for model in self._elsewhere:
             if model in trains:
                 assert config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
