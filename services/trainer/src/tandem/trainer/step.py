@@ -27,7 +27,6 @@ from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
 from tandem.samples.batch import Batch, Float32s
 from tandem.samples.batch_sharding import batches_of_samples
-from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer.advantages import AdvantageEstimator, ScoredShard
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
@@ -143,9 +142,20 @@ class Step:
         if exchange is not None or not backend.divides_alike:
             self._exchange = BatchExchange(exchange, backend, whole, config)
             held = self._exchange.divided(own)
-        sees = image_settings(config) if "num_images_S" in own.columns else None
-        self.shards = {model: _shard(backend, model, *shares, config, sees) for model, shares in held.items()}
+        self.shards: dict[Model, Shard] = {}
         """The shard of each model that this rank holds, the policy's first."""
+        for model, (table, sequences) in held.items():
+            settings = config.settings_of(model)
+            self.shards[model] = Shard(
+                settings,
+                table,
+                sequences,
+                backend.replicas(model),
+                shares_prompts=settings.share_prompts and backend.shares_prompts,
+                unit=config.sequences_per_sample,
+                experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
+                image_settings=image_settings(config) if "num_images_S" in own.columns else None,
+            )
         self.own = next(iter(self.shards.values()))
         """The policy's shard on this rank, or without the policy, that of its only model."""
         self.policy_logprobs_T: Float32s | None = None
@@ -195,8 +205,10 @@ class Step:
             columns |= self.finished(columns)
         if self._exchange is not None:
             return self._exchange.handed_out(self, columns, seconds)
-        trains, num_steps = self.config.declaration.trains, self.num_steps
-        return {model: {each: columns[each] for each in self.config.columns_of(num_steps, model)} for model in trains}
+        inputs: dict[Model, Columns] = {}
+        for model in self.config.declaration.trains:
+            inputs[model] = {column: columns[column] for column in self.config.columns_of(self.num_steps, model)}
+        return inputs
 
     def finished(self, columns: Filled) -> Filled:
         """Return the columns made from models' scores, and those that came with the batch."""
@@ -255,23 +267,6 @@ class Step:
         """Return the means that a model's loss reports, over all ranks."""
         means = (self.shards[model].replicas.sum(loss.report.sums) / max(1, loss.report.count)).tolist()
         return dict(zip(loss.report.names, means, strict=True))
-
-
-def _shard(
-    backend: Backend, model: Model, whole: Batch, own: Batch, config: Config, sees: ImageSettings | None
-) -> Shard:
-    """Return the shard of a model: the sequences that a table assigns to its replica here."""
-    settings = config.settings_of(model)
-    return Shard(
-        settings,
-        whole,
-        own,
-        backend.replicas(model),
-        shares_prompts=settings.share_prompts and backend.shares_prompts,
-        unit=config.sequences_per_sample,
-        experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
-        image_settings=sees,
-    )
 
 
 def _scores(columns: Columns) -> dict[Source, Float32s]:
