@@ -44,6 +44,8 @@ if OUT:
         sys.setprofile(note)
         threading.Thread(target=write_now_and_then, daemon=True).start()
 
-    begin()
     atexit.register(write)
     os.register_at_fork(after_in_child=begin)
+    # A fork server only imports, which takes several times as long where each call is noted: it would be given up.
+    if "tandem.launch.fork_server" not in sys.orig_argv:
+        begin()

@@ -27,8 +27,13 @@ A twentieth, since on a busy machine steps last longer than the periods of what 
 whether a checkpoint is due by time: of one commit 738 to 741 functions in 116 to 118 files were counted.
 """
 ALTERNATIVES = {
-    "trainer/backends/megatron/backend.py": "the other training backend",
+    "coordinator/scheduler/groups/balanced.py": "the other assignment of groups",
+    "coordinator/scheduler/rules/missing_samples.py": "samples that were lost before they were fetched",
+    "trainer/backends/megatron/held.py": "the other training backend",
     "trainer/backends/megatron/weights.py": "the other training backend",
+    "trainer/scorers/columns.py": "columns of models beside the policy",
+    "rollout/engines/vllm/engine.py": "the other engine",
+    "rollout/engines/vllm/part.py": "the other engine",
     "rollout/engines/vllm/weights.py": "the other engine",
     "refit/transports/exchange.py": "streams, where memory cannot be shared",
 }

@@ -345,13 +345,15 @@ class Loop:
                 self.recorder.drop_restored(action)
 
     def _commit(self, action: CommitStep) -> None:
-        """Show validation samples, let engines drop the step's samples, and write the step to the journal."""
+        """Show validation samples, write the step to the journal, and let engines drop its samples."""
         if action.validated:
             for line in self._algorithm.describe(self.recorder.examples(action.step, action.validated)):
                 self.recorder.note(line)
             self._step_metrics.metrics.update(self._algorithm.validation_metrics(action.validated))
         self._step_metrics.metrics.update(action.metrics)
-        # Engines may drop the samples of this step, and of those before.
+        self.recorder.commit(action, self._step_metrics)
+        self._step_metrics = self._new_metrics()
+        # Only now may engines drop the samples of this step, and of those before.
         for process, commands in self._generated.items():
             done = tuple(command_id for command_id, step in commands.items() if step <= action.step)
             for command_id in done:
@@ -359,8 +361,6 @@ class Loop:
             if done:
                 release = ReleaseSamples(command_ids=done, **self.scheduler.tables.requests.notice(_RELEASE_S))
                 self._registry.send(process, encode(release))
-        self.recorder.commit(action, self._step_metrics)
-        self._step_metrics = self._new_metrics()
 
     def _new_metrics(self) -> StepMetrics:
         tables = self.scheduler.tables
