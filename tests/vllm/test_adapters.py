@@ -21,7 +21,7 @@ from tandem.common.worker_shards import worker_shard_names
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.comparison import compare
 from tandem.refit.planner import plan
-from tandem.refit.weight_client import Weights
+from tandem.refit.weights import Weights
 from tandem.rollout.engine import Completion, NotHeld, Request
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.vllm.adapters import AdaptersVllmEngine
