@@ -76,7 +76,7 @@ CHECKS: Mapping[type[Message], Mapping[type[Command], Check | None]] = {
     Generated: {Generate: steady.generated, RestoreSamples: occasional.all_restored},
     SamplesRecorded: {RecordSamples: steady.samples_recorded},
     ProgramInstalled: {InstallProgram: setting_up.program_installed},
-    TransferGroupConnected: {ConnectTransferGroup: setting_up.mesh_connected},
+    TransferGroupConnected: {ConnectTransferGroup: setting_up.transfer_group_connected},
     Refitted: {Refit: steady.refitted},
     DigestsReported: {ReportDigests: steady.verified},
     TransfersPlanned: {PlanTransfers: setting_up.transfers_planned},

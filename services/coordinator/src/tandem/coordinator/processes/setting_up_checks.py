@@ -48,7 +48,7 @@ def program_installed(asked: Asked, reply: ProgramInstalled) -> None:
     asked.state.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
 
 
-def mesh_connected(asked: Asked, reply: TransferGroupConnected) -> None:
+def transfer_group_connected(asked: Asked, reply: TransferGroupConnected) -> None:
     """`transfer_group` is that of the command."""
     same(asked, reply, "transfer_group")
 
