@@ -34,7 +34,7 @@ def step_line(record: StepRecord, last_step: int, times: str = "") -> str:
     """Describe a finished step in one line; `times` describes the progress."""
     metrics, seconds = record.metrics, record.seconds
     parts = [f"step {record.step}/{last_step}"]
-    for name, label in (*curves_of(metrics), *policy_of(metrics), ("avg_trajectory_age", "mean age")):
+    for name, label in (*curves_of(metrics), ("avg_trajectory_age", "mean age")):
         if name in metrics:
             parts.append(f"{label} {metrics[name]:.3f}")
     if "val_loss" in metrics:
@@ -72,15 +72,15 @@ def clock(seconds: float) -> str:
 
 
 def curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
-    """Return the metrics to show, with their labels. GRPO's accuracy is left out: its reward says the same."""
-    first = ("reward", "reward") if "reward" in metrics else ("accuracy", "accuracy")
-    return (first, ("val_accuracy", "held-out accuracy"), ("loss", "loss"))
+    """Return the metrics to show, with their labels.
 
-
-def policy_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
-    """Return the policy's metrics. Without a reference, the divergence shown is that within the step, if any."""
-    divergences = (("kl", "kl"), ("approx_kl", "kl of the step"))
-    return (*[each for each in divergences if metrics.get(each[0])][:1], ("entropy", "entropy"))
+    GRPO's accuracy is left out, since its reward says the same. Without a reference, the divergence shown is that
+    within the step, if any.
+    """
+    rewarded = ("reward", "reward") if "reward" in metrics else ("accuracy", "accuracy")
+    divergence = ("kl", "kl") if metrics.get("kl") else ("approx_kl", "kl of the step")
+    curves = (rewarded, ("val_accuracy", "held-out accuracy"), ("loss", "loss"))
+    return (*curves, *((divergence,) if metrics.get(divergence[0]) else ()), ("entropy", "entropy"))
 
 
 def shares(seconds: Mapping[str, float]) -> str:

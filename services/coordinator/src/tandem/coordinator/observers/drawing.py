@@ -14,7 +14,7 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.engines.table import Status
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.observe.lines import SPARKLINE_WIDTH, curves_of, policy_of, shares, sparkline
+from tandem.observe.lines import SPARKLINE_WIDTH, curves_of, shares, sparkline
 from tandem.observe.run_folder.journal import StepRecord
 
 _MOST_NAMED = 4
@@ -88,7 +88,7 @@ def picture(
 def _curves(records: Sequence[StepRecord]) -> list[RenderableType]:
     lines: list[RenderableType] = []
     newest = records[-1].metrics if records else {}
-    for name, label in (*curves_of(newest), *policy_of(newest)):
+    for name, label in curves_of(newest):
         values = [record.metrics[name] for record in records if name in record.metrics]
         if values:
             lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))
