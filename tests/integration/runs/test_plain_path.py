@@ -31,6 +31,7 @@ ALTERNATIVES = {
     "coordinator/scheduler/groups/balanced.py": "the other assignment of groups",
     "coordinator/scheduler/rules/missing_samples.py": "samples that were lost before they were fetched",
     "trainer/backends/megatron/held.py": "the other training backend",
+    "trainer/backends/megatron/pipeline.py": "the other training backend",
     "trainer/backends/megatron/weights.py": "the other training backend",
     "trainer/scorers/columns.py": "columns of models beside the policy",
     "rollout/engines/vllm/engine.py": "the other engine",

@@ -311,7 +311,7 @@ TABLE = (
 
 Everything that ranks have to agree on follows from it: the counts that means divide by, and the number of micro-batches
 of each rank. A table also has the columns of a custom loss: a frame ``NAME_S``, with finite numbers, for each of
-``loss_fn.columns`` that comes from the environment.
+``loss_fn.columns`` that comes from the environment. With several teachers it has ``teacher_S``, that of each sequence.
 """
 
 

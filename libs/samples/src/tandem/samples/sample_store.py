@@ -1,9 +1,10 @@
 """The store of samples for trainers to fetch, and the thread that serves them.
 
 The owner puts samples in, and takes them out when they are released: a rollout its own, the coordinator those of a
-rollout log that is trained on again. Trainer ranks request them over the store's own ROUTER socket. Its thread
-consumes `FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for missing samples. Where the policy sees, it
-also answers `FetchImages`. It waits only for the next request, for short intervals, and ends when the store is closed.
+rollout log that is trained on again. Trainer ranks request them over the store's own ROUTER socket. Its thread consumes
+`FetchSamples` and produces `SamplesFetched`, or `SamplesGone` for missing samples. Where the policy sees, it also
+answers `FetchImages`. It waits for the next request, for short intervals, and where there is a rollout log until
+samples are on disk. It ends when the store is closed.
 """
 
 from __future__ import annotations

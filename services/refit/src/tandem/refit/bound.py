@@ -1,8 +1,9 @@
-"""Transfer programs bound to memory: each refit only runs them and looks nothing up.
+"""Transfer programs bound to memory: each refit only runs them and looks up no tensor.
 
-Every process of a refit binds its own program. In each round, transfers that the receiver copies run before those that
-are sent, ordered by transport name, the same at every process. So a process with a part in the first unfinished
-transfer has finished everything before it, and no two processes wait for each other.
+Every process of a refit binds its own program. In each round, frozen tensors come first. Of either kind, transfers that
+the receiver copies run before those that are sent, ordered by transport name, the same at every process. So a process
+with a part in the first unfinished transfer has finished everything before it, and no two processes wait for each
+other.
 """
 
 from __future__ import annotations

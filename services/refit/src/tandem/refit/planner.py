@@ -7,6 +7,7 @@
 3. `sharing`: find bytes that several engines of a node need, which are sent to the node once, and their replica sets.
 4. `choose`: assign byte ranges so that trainers that could send the same bytes send about equally many.
 5. `assemble`, `merge`: resolve all this to few strided copies, in an order that overloads no process.
+6. `transfer_groups`, `verification`: group the processes that stream, and divide the digests among processes.
 
 Held slices are disjoint, and their overlaps with a wanted slice add up to it. Byte ranges are cut without gaps. Wanted
 elements share no memory. So every returned plan writes each wanted element exactly once.

@@ -93,7 +93,7 @@ class Engine(Protocol):
         ...
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; it joins at the next `step` that has room."""
+        """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it cannot make a token."""
         ...
 
     def step(self) -> list[Completion]:

@@ -35,7 +35,7 @@ from tandem.samples.routed_experts import RoutedExperts
 
 _REWARD_POLL_S = 0.001
 UNSCORED = Score(0.0, correct=False)
-"""Score of a sample that a limit ended before the environment did; it keeps the rewards of its turns."""
+"""Score of a sample that a limit ended before the environment did, or on which that failed. Its turns keep theirs."""
 _EXTERNAL_SHARE, _MOST_EXTERNAL_S = 0.1, 5.0
 """Fraction of a generation's time, and most seconds, for external requests before training takes the device."""
 

@@ -1,9 +1,9 @@
 """The rollout service: one engine. Prompts in, scored samples out.
 
 It consumes `Generate` commands and weight versions, and produces samples as they finish (`tandem.rollout.generating`).
-Between two steps of the engine the service looks for commands. It waits only for environments, each with a deadline for
-its answer. If training and generation are colocated, the engine sleeps from the end of a `Generate` until the next
-command.
+Between two steps of the engine the service looks for commands. It waits for environments, each with a deadline for its
+answer, for the images of prompts, and for the peers of a refit, within the command's deadline. If training and
+generation are colocated, the engine sleeps from the end of a `Generate` until the next `Generate` or `Refit`.
 
 External requests (`tandem.rollout.external_requests`) are served while the engine has no samples to make. With
 ``async_engine`` they run beside samples, and the run cannot be repeated to the bit.

@@ -4,7 +4,7 @@ A step has a `BatchExchange` only where models do. Where all share one division,
 
 Sequences come to the ranks as the policy divides them. A model with other parallel sizes has other replicas. The tokens
 of its sequences come from the ranks that have them, and its scores go back. Each transfer is a sum over the replicas,
-where one has the values and the others zeros. It is exact, and takes four or eight bytes for each token of the batch.
+where one has the values and the others zeros. It is exact, and takes eight bytes for each number.
 
 If some models have processes of their own (`tandem.config.model_groups`), one group spans all trainers of the run. Each
 first does what it can by itself, so that all models score at the same time. Then all call the same methods of

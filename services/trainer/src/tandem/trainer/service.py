@@ -2,10 +2,10 @@
 
 It takes commands from the coordinator, and training samples from the rollouts that made them. It produces new weights
 in memory that engines read in place. During a command it waits for the rollouts, at most `_FETCH_SHARE` of the
-command's deadline, and for the other ranks, inside collective operations with that deadline as their timeout. Between
-commands it touches no weight. A checkpoint is copied during a command, and a thread writes the copy during later ones.
-Another thread writes the log-probabilities of the trained tokens to the rollout log. If generation and training are
-colocated, optimizer states leave the device between commands.
+command's deadline (twice that if the policy sees), and for the other ranks, inside collective operations with that
+deadline as their timeout. Between commands it touches no weight. A checkpoint is copied during a command, and a thread
+writes the copy during later ones. Another thread writes the log-probabilities of the trained tokens to the rollout log.
+If generation and training are colocated, optimizer states leave the device between commands.
 """
 
 from __future__ import annotations
@@ -239,7 +239,10 @@ class TrainerService:
         self._version = command.step
         if parts.recorder is not None and result.logprobs is not None:
             parts.recorder.add(command.step, shard.own, result.logprobs)
-        metrics, notes = dict[str, float](), shard.notes
+        metrics, notes = (
+            dict[str, float](),
+            shard.notes if self._context.index == 0 else (),
+        )  # they are about all trainers
         if self._context.index == self._model_group.first:
             metrics, notes = result.metrics, (*notes, *result.notes)
             if not all(map(math.isfinite, metrics.values())):
@@ -252,7 +255,7 @@ class TrainerService:
             step=command.step,
             version=self._version,
             metrics=metrics,
-            notes=notes if self._context.index == 0 else (),
+            notes=notes,
             seconds=result.seconds if self._model_group.has_policy else {},
             compute_s=time.compute_s,
             waited_s=time.waited_s,

@@ -175,7 +175,8 @@ def set_aside_by_loss(step: Step, rows: Sequence[int], columns: Columns, model: 
         return False
     first = sample_named(step.whole, int((wild_S & in_step_S).argmax()))
     aside = set_aside_note(kept_S, step.whole)
-    step.notes.append(f"{first} has a loss or gradient that is no finite number: {aside}")
+    of_model = "" if model == "policy" else f" of the {model} model"
+    step.notes.append(f"{first} has a loss or gradient{of_model} that is no finite number: {aside}")
     step.metrics[BY_LOSS] = step.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, step.whole)
     step.keep(kept_S)
     return True

@@ -279,8 +279,7 @@ class Config(Section, frozen=True, kw_only=True):
         if self.refit.keep_copy != "auto":
             return self.refit.keep_copy == "on"
         # At an age of one, a step waits anyway for the samples that engines finish with the older weights. Across
-        # nodes,
-        # trainers have to send weights, which they cannot do while they step.
+        # nodes, trainers have to send weights, which they cannot do while they step.
         return self.max_trajectory_age_steps > 1 and not self.updates_in_flight and self.cluster.num_nodes == 1
 
     @cached_property

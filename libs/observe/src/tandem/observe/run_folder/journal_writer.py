@@ -164,7 +164,7 @@ class Journal(JournalReader):
             )
 
     def record_event(self, member: str, text: str) -> None:
-        """Record an event of a process: registered, lost, failed."""
+        """Record a line about the run, and the process that it comes from."""
         with self.transaction() as connection:
             connection.execute("INSERT INTO events (at, member, text) VALUES (?, ?, ?)", (time.time(), member, text))
 

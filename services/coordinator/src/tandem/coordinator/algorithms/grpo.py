@@ -45,8 +45,8 @@ class GrpoAlgorithm:
     """GRPO, PPO and distillation, as the loop uses them (see `tandem.coordinator.algorithms.running.RunningAlgorithm`).
 
     A problem with too long a prompt is left out if it was read from a file or a hub. If it was generated, all others
-    would be too long as well, and that is an error. Held-out problems are tokenised at once, the others when they are
-    drawn.
+    would be too long as well, and that is an error. Held-out problems are tokenised at once, and so are the first
+    of the others and all generated ones; the rest when they are drawn.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:

@@ -1,9 +1,9 @@
 """The loop that carries out what the scheduler decides.
 
-It consumes messages from the hub, deaths of launched processes, the clock, and signals such as Ctrl-C. It turns each
-into an event for `tandem.coordinator.scheduler` and carries out the actions that come back: requests to processes,
-journal commits, published checkpoints. It waits at most `_POLL_S` at a time, on the hub. The scheduler has a deadline
-for every process that owes an answer, so the loop never waits for ever.
+It consumes the registry's events, deaths of launched processes, the clock, and signals such as Ctrl-C. It makes events
+of what is none yet, hands all to `tandem.coordinator.scheduler`, and carries out the actions that come back: requests
+to processes, journal commits, published checkpoints. It waits at most `_POLL_S` at a time, in the registry. The
+scheduler has a deadline for every process that owes an answer, so the loop never waits for ever.
 """
 
 from __future__ import annotations

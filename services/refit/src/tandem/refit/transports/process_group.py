@@ -181,9 +181,7 @@ def absent(transfer_group: TransferGroup, store: Store) -> list[str]:
     return [name for rank, name in enumerate(transfer_group.members) if not prefixed.check([f"{rank} is there"])]
 
 
-def connect(
-    transfer_group: TransferGroup, member: str, store: Store, device: torch.device, timeout_s: float, address: str = ""
-) -> Group:
+def connect(transfer_group: TransferGroup, member: str, store: Store, device: torch.device, timeout_s: float) -> Group:
     """Join a transfer group, and return when every process has.
 
     Args:
@@ -193,7 +191,6 @@ def connect(
         device: where this process has its memory. NCCL connects groups on GPUs. In a group on CPUs, connected by gloo,
             data on a GPU goes through host memory.
         timeout_s: seconds until it fails.
-        address: of this host, at which the others reach it (gloo); by default the one from which it reaches the store.
 
     Raises:
         RefitError: names the missing processes.
@@ -210,7 +207,7 @@ def connect(
         await_members(transfer_group, member, prefixed, timeout_s)
         backend: Any
         if own.type == "cpu":
-            backend = _gloo(prefixed, rank, transfer_group, left(deadline), address)
+            backend = _gloo(prefixed, rank, transfer_group, left(deadline))
         else:
             backend = _nccl(prefixed, rank, transfer_group, left(deadline), own)
     except RuntimeError as error:
@@ -249,12 +246,12 @@ def await_members(transfer_group: TransferGroup, member: str, store: Store, time
         ) from error
 
 
-def _gloo(store: Store, rank: int, transfer_group: TransferGroup, timeout: timedelta, address: str) -> Any:
+def _gloo(store: Store, rank: int, transfer_group: TransferGroup, timeout: timedelta) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Connect pairs at once. A group that connects them at their first message waits, when it is closed, for its sockets
     # to fall silent; after a peer died in the middle of a message they never do.
     known = {each.getsockname() for each in listening()}
-    options._devices = [ProcessGroupGloo.create_device(hostname=address or address_towards(store), lazy_init=False)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store), lazy_init=False)]
     defer_silent(each for each in listening() if each.getsockname() not in known)
     options._timeout = min(timeout, _PAIR_TIMEOUT)
     return ProcessGroupGloo(store, rank, len(transfer_group.members), options)

@@ -1,4 +1,4 @@
-"""The registry of transports, the only place in the planner that lists them by name."""
+"""The registry of transports, the only place that lists them all."""
 
 from __future__ import annotations
 

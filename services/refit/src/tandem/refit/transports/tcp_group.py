@@ -151,9 +151,7 @@ class TcpGroup(Group):
         self._refused = f"{self.transfer_group.members[peer]} sent {what}"
 
 
-def connect(
-    transfer_group: TransferGroup, member: str, store: Store, keys: GroupKeys, timeout_s: float, address: str = ""
-) -> TcpGroup:
+def connect(transfer_group: TransferGroup, member: str, store: Store, keys: GroupKeys, timeout_s: float) -> TcpGroup:
     """Join a transfer group over TCP, and return when every process has; see `process_group.connect`.
 
     Only addresses go through the store. A stranger that changes them there can prevent a connection, and prove no key.
@@ -168,8 +166,9 @@ def connect(
     peers: Peers | None = None
     try:
         await_members(transfer_group, member, prefixed, timeout_s)
-        host = address or address_towards(store)
-        peers = Peers(rank, members, publics, keys.own, host, max_bytes=_PIECE_BYTES + _OVERHEAD_BYTES)
+        peers = Peers(
+            rank, members, publics, keys.own, address_towards(store), max_bytes=_PIECE_BYTES + _OVERHEAD_BYTES
+        )
         prefixed.set(f"{rank} listens at", peers.at)
         peers.join(_places(prefixed, range(rank + 1, len(members)), deadline), deadline)
     except (RuntimeError, WireError, UnicodeDecodeError) as error:

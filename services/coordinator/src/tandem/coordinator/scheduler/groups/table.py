@@ -67,7 +67,7 @@ class Group:
         self.engine: str | None = None
         """The engine that generates it, or did. While it waits, the only engine that may, if there is one."""
         self.request = 0
-        """The id of the `Generate` with the samples that count."""
+        """The id of the `Generate` or `RestoreSamples` with the samples that count."""
         self.unfinished: set[int] = set()
         """The numbers of the samples in flight."""
         self.results: dict[int, SampleScored] = {}
@@ -89,7 +89,7 @@ class StepGroups:
         """The groups requested from the data, including those still to come."""
         self.num_ready = 0
         self.num_requests = 0
-        """The `Generate` commands without an answer."""
+        """The `Generate` and `RestoreSamples` commands without an answer."""
         self.newest_versions: dict[str, int] = {}
         """The newest weights with which each engine has made any of the ready groups."""
 
@@ -123,7 +123,7 @@ class Groups:
         self._changed_stored = changed_stored
         self._steps: dict[tuple[int, Purpose], StepGroups] = {}
         self._of_request: dict[int, StepGroups] = {}
-        """The step's groups by the id of a `Generate` without an answer."""
+        """The step's groups by the id of a `Generate` or `RestoreSamples` without an answer."""
         self._of_engine: dict[str, dict[Group, None]] = {}
         """Each engine's groups in flight or ready, in the order of their assignment."""
         self._stored: dict[str, dict[int, int]] = {}

@@ -1,6 +1,6 @@
 """One worker's slice of a vLLM model: what refits write, and what is derived from it.
 
-Only this module, `insides`, `float8` and `worker` know vLLM's internals. Everything here is called through
+It knows vLLM's internals, as some of its neighbours do. Everything here is called through
 `tandem.rollout.engines.vllm.workers`, in this process or from another, so arguments and results are plain data.
 """
 

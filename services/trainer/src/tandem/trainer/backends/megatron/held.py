@@ -1,4 +1,4 @@
-"""One model that a rank of the Megatron-Core backend holds: the policy, the reference, the value model.
+"""One model of a Megatron-Core rank: the policy, the reference, the value model or a teacher.
 
 The same code builds, fills, trains, saves and resumes each of them, and scores with it. The model's section of the
 configuration has the settings. The algorithm's declaration has the models to train, and the heads on their layers.
