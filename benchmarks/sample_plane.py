@@ -42,7 +42,6 @@ from tandem.common.messages import (
     ToRollout,
     ToTrainer,
     Train,
-    Trained,
     TrainerBuilt,
 )
 from tandem.common.wire import Codec, Frames, encode
@@ -58,6 +57,7 @@ from tandem.launch.admission.admission import HeartbeatSettings
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tandem.samples.batch import SAMPLES, Batch
+from tests.harness.answers import trained
 from tests.harness.members import at, open_listening
 
 NUM_GROUPS, GROUP_SIZE, PROMPT = sized(128, 8), 8, 128
@@ -105,19 +105,7 @@ def answers(command: Any) -> Iterator[Frames]:
         case Refit(command_id=command_id, version=version):
             yield encode(Refitted(command_id=command_id, version=version, num_bytes={}, seconds=0.1, memory=MEMORY))
         case Train(command_id=command_id, step=step):
-            yield encode(
-                Trained(
-                    command_id=command_id,
-                    step=step,
-                    version=step,
-                    metrics={},
-                    seconds={},
-                    compute_s=0.0,
-                    waited_s=0.0,
-                    has_update=True,
-                    memory=MEMORY,
-                )
-            )
+            yield encode(trained(command_id, step))
         case Generate():
             yield from generated(command)
         case _:

@@ -36,7 +36,6 @@ from tandem.common.messages import (
     ReportDigests,
     SampleScored,
     SamplesFinished,
-    Trained,
     TrainerBuilt,
     TransfersPlanned,
     VersionCommitted,
@@ -62,6 +61,7 @@ from tandem.coordinator.scheduler.events import (
 from tandem.coordinator.scheduler.spec import Balance, Deadlines
 from tandem.coordinator.scheduler.tables import Tables
 from tests.harness.agendas import AskEverything
+from tests.harness.answers import trained
 from tests.harness.members import at
 
 NUM_STEPS = 10
@@ -133,21 +133,6 @@ def replies(action: Dispatch | DispatchPrompts) -> list[Reply]:
             return [VersionCommitted(command_id=command_id, version=version, differing={}, digest=1)]
         case other:
             raise AssertionError(f"{type(other).__name__} is not sent in this run")
-
-
-def trained(command_id: int, step: int) -> Trained:
-    """Return what an obedient trainer says to the batch of a step."""
-    return Trained(
-        command_id=command_id,
-        step=step,
-        version=step,
-        metrics={},
-        seconds={},
-        compute_s=0.0,
-        waited_s=0.0,
-        has_update=True,
-        memory=MEMORY,
-    )
 
 
 class Simulation:

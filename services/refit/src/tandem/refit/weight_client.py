@@ -119,7 +119,7 @@ class WeightClient:
         return self._digest is not None or bool(self._joining.groups)
 
     def digests(self, version: int) -> tuple[bytes, ...]:
-        """Return the digests for a reply with digests, computed at once. Raises `RefitError`."""
+        """Return the digests of a version, computed at once. Raises `RefitError`."""
         digest = self._digest_task(version)
         digest.advance(math.inf)
         return tuple(map(comparison.to_bytes, digest.results()))

@@ -160,7 +160,7 @@ class BatchExchange:
         by_model: dict[Model, Columns] = {}
         for model in self._elsewhere:
             if model in trains:
-                assert config.largest_logprob_error is None, "who leaves sequences out trains the policy alone"
+                assert config.largest_logprob_error is None, "a run that leaves sequences out trains the policy alone"
                 found |= self._columns("policy", model, config.columns_of(step.num_steps, model), found, step.own)
         for model in trains:
             if model in step.shards:

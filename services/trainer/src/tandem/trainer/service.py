@@ -201,7 +201,7 @@ class TrainerService:
         if self._image_fetcher is not None:
             self._image_fetcher.begin(command.images_at, self._context.coordinator)
         self._parts = parts = build_parts(self._context, command, self._store, self._model_group)
-        assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shares by this number"
+        assert self._rank in (NO_RANK, parts.backend.data_parallel_rank), "the coordinator sends shards by this number"
         self._version = command.version
         self._context.reply(command.command_id, parts.built(command))
 
@@ -239,10 +239,8 @@ class TrainerService:
         self._version = command.step
         if parts.recorder is not None and result.logprobs is not None:
             parts.recorder.add(command.step, shard.own, result.logprobs)
-        metrics, notes = (
-            dict[str, float](),
-            shard.notes if self._context.index == 0 else (),
-        )  # they are about all trainers
+        metrics = dict[str, float]()
+        notes = shard.notes if self._context.index == 0 else ()  # all trainers have the same
         if self._context.index == self._model_group.first:
             metrics, notes = result.metrics, (*notes, *result.notes)
             if not all(map(math.isfinite, metrics.values())):

@@ -66,16 +66,17 @@ class Batches:
         tokens = shards_of(batch, self._config.data_parallel_size) if "token_ids_T" in batch.columns else []
         commands: list[tuple[str, Train | Evaluate, dict[str, NDArray[Any]]]] = []
         for trainer, fields in action.commands.items():
-            command: Train | Evaluate = Train(**fields, step=action.step, sources=sources)
-            if action.purpose == "validate":
+            command: Train | Evaluate
+            if action.purpose == "train":
+                command = Train(**fields, step=action.step, sources=sources)
+            else:
                 command = Evaluate(**fields, step=action.step, sources=sources, parts=parts)
-            arrays = table
-            if tokens:
-                index = _index_of(trainer)
-                # One without the policy has no shard of the batch: the trainers of the policy send its model tokens.
-                none = {name: array[:0] for name, array in tokens[0].items()}
-                arrays = table | (tokens[self._ranks[index]] if index < len(self._ranks) else none)
-            commands.append((trainer, command, arrays))
+            own: dict[str, NDArray[Any]] = {}
+            if tokens and (index := _index_of(trainer)) < len(self._ranks):
+                own = tokens[self._ranks[index]]
+            elif tokens:  # it has no shard without the policy: the trainers of the policy send its model tokens
+                own = {name: array[:0] for name, array in tokens[0].items()}
+            commands.append((trainer, command, table | own))
         return MadeBatch(batch, metrics, commands)
 
 
