@@ -84,6 +84,22 @@ def _own_among(those: Iterable[int]) -> set[int]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; whoever must collect one that has ended may take its time."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Wait for processes to end, for as long as what is on its way out may take; tell whether all have."""
+    deadline, pids = time.monotonic() + SETTLE_S, [*pids]
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_alive, pids))
+
+
 def listeners() -> set[str]:
     """Return the sockets of this process that listen."""
     return {str(c.laddr) for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}

@@ -30,6 +30,7 @@ from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.outcomes import checked
 from tandem.rollout.environments.processes.workers import WorkerPool
 from tandem.rollout.environments.scorer import Scorer
+from tests.harness.leaks import gone, is_alive
 
 Start = Callable[[Config], Scorer]
 
@@ -54,21 +55,6 @@ def start() -> Iterator[Start]:
 
 def failures(found: list[Score | Turn | Unscored]) -> list[str | None]:
     return [result.failure if isinstance(result, Unscored) else None for result in found]
-
-
-def gone(pids: list[int]) -> bool:
-    """Wait for processes to end."""
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(is_alive, pids))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def written(count: int = 3) -> list[int]:

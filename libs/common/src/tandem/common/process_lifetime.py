@@ -22,8 +22,8 @@ TRACE = b"t"
 _SAYING_S = 0.1
 _ENDED_S = 5.0
 """How long the kernel may take to end killed processes."""
-_DYING_S = 0.3
-"""How long a process may take to end after closing its files."""
+_EXITING = 0x4
+"""Flag of a thread that has begun to exit: ``PF_EXITING`` in the kernel's ``include/linux/sched.h``."""
 _LOOK_S = 1.0
 """How often a guardian lists its owner's descendants."""
 
@@ -53,7 +53,7 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = defaultdict(list)
     for child in filter(str.isdigit, os.listdir("/proc")):
         if (status := _status(int(child))) is not None:
-            children[status[0]].append(int(child))
+            children[status.parent].append(int(child))
     found = [pid]
     for parent in found:
         found += children.pop(parent, [])
@@ -122,8 +122,9 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
         _read(woken)
         code = _reap().codes.get(child)
         if watches:
-            seen = {pid: status[1] for pid in descendants(owner) if (status := _status(pid)) is not None}
-            if os.getppid() == owner:  # a dead owner has no descendants any more
+            seen = {pid: status.began for pid in descendants(owner) if (status := _status(pid)) is not None}
+            # While a process exits, its threads lose the children that they started, one thread after the other.
+            if os.getppid() == owner and not _is_exiting(owner):
                 of_owner = seen
     if code is not None:
         with contextlib.suppress(OSError):
@@ -136,7 +137,7 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
 def _end_former(children: dict[int, str]) -> None:
     """Kill the former descendants of a dead process; the start time of each guards against reused ids."""
     for pid, began in children.items():
-        if pid != os.getpid() and (status := _status(pid)) is not None and status[1] == began:
+        if pid != os.getpid() and (status := _status(pid)) is not None and status.began == began:
             for each in (pid, *descendants(pid)):
                 _kill(each)
 
@@ -149,11 +150,16 @@ def _read(descriptor: int) -> bytes:
 
 
 def _is_orphaned_by(owner: int) -> bool:
-    """Tell whether the parent is dead; its files are closed a moment before it dies."""
-    deadline = time.monotonic() + _DYING_S
-    while os.getppid() == owner and time.monotonic() < deadline:
+    """Tell whether the parent is dead; one whose files the kernel has closed is exiting, and dies in a moment."""
+    deadline = time.monotonic() + _ENDED_S
+    while os.getppid() == owner and _is_exiting(owner) and time.monotonic() < deadline:
         time.sleep(0.005)
     return os.getppid() != owner
+
+
+def _is_exiting(pid: int) -> bool:
+    """Tell whether a process is gone, or its first thread exits; before that, no thread of it loses a child."""
+    return (status := _status(pid)) is None or bool(status.flags & _EXITING)
 
 
 def _close_all_but(*kept: int) -> None:
@@ -177,14 +183,20 @@ def _reap() -> _Reaped:
     return _Reaped(codes, has_children=True)
 
 
-def _status(pid: int) -> tuple[int, str] | None:
-    """Return a process's parent and start time; None if it has ended."""
+class _Status(NamedTuple):
+    parent: int
+    flags: int
+    began: str
+
+
+def _status(pid: int) -> _Status | None:
+    """Return what ``/proc/PID/stat`` says of a process; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return int(fields[1]), fields[19].decode()
+    return _Status(parent=int(fields[1]), flags=int(fields[6]), began=fields[19].decode())
 
 
 def _kill(pid: int) -> None:

@@ -1,0 +1,56 @@
+"""What a guardian ends when its owner is killed, also where the owner takes a while to exit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+from tests.harness.leaks import gone, is_alive
+
+OWNER = """
+import ctypes, os, socket, subprocess, sys, threading, time
+from tandem.common import process_lifetime
+
+process_lifetime._LOOK_S = 0.01
+ours, theirs = socket.socketpair()
+owner = os.getpid()
+if os.fork() == 0:
+    ours.close()
+    process_lifetime.fork_guarded(theirs.fileno(), owner)
+    time.sleep(600)
+theirs.close()
+ours.sendall(process_lifetime.WATCH)
+between = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; read line"], stdin=subprocess.PIPE)
+time.sleep(1.0)  # the guardian has seen both by now
+
+def go_on():
+    while ") Z " not in open(f"/proc/{owner}/stat").read():  # its first thread has exited
+        time.sleep(0.01)
+    between.stdin.close()  # the one that sleeps is nobody's child from now on
+    between.wait()
+    time.sleep(1.0)
+    print("exiting", flush=True)
+    time.sleep(600)
+
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_what_an_exiting_owner_has_lost_already_ends_with_it() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner.stdout, owner:
+        lost = int(owner.stdout.readline())
+        try:
+            assert owner.stdout.readline() == "exiting\n"
+            assert is_alive(lost)
+            owner.kill()
+            assert gone([lost])
+        finally:
+            owner.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(lost, signal.SIGKILL)
