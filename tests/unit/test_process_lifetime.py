@@ -12,9 +12,25 @@ from tests.harness.leaks import gone, is_alive
 
 OWNER = """
 import ctypes, os, socket, subprocess, sys, threading, time
+from pathlib import Path
 from tandem.common import process_lifetime
 
 process_lifetime._LOOK_S = 0.01
+descendants, looks = process_lifetime.descendants, Path("looks")
+
+def look(pid):
+    found = descendants(pid)
+    with looks.open("a") as file:
+        file.write(".")
+    return found
+
+def await_looks():
+    before = len(looks.read_text())
+    while len(looks.read_text()) < before + 3:
+        time.sleep(0.01)
+
+process_lifetime.descendants = look
+looks.touch()
 ours, theirs = socket.socketpair()
 owner = os.getpid()
 if os.fork() == 0:
@@ -24,14 +40,14 @@ if os.fork() == 0:
 theirs.close()
 ours.sendall(process_lifetime.WATCH)
 between = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; read line"], stdin=subprocess.PIPE)
-time.sleep(1.0)  # the guardian has seen both by now
+await_looks()  # the guardian has seen both
 
 def go_on():
     while ") Z " not in open(f"/proc/{owner}/stat").read():  # its first thread has exited
         time.sleep(0.01)
     between.stdin.close()  # the one that sleeps is nobody's child from now on
     between.wait()
-    time.sleep(1.0)
+    await_looks()
     print("exiting", flush=True)
     time.sleep(600)
 

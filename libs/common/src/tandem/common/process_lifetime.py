@@ -19,7 +19,8 @@ WATCH = b"w"
 """Tells a guardian to end what its owner started, too; see `fork_guarded`."""
 TRACE = b"t"
 """Tells a guardian to have its child print its stack (SIGUSR1, if handled) and then to end it."""
-_SAYING_S = 0.1
+_SAYING_S = 0.5
+"""How long a child may take to print its stack."""
 _ENDED_S = 5.0
 """How long the kernel may take to end killed processes."""
 _EXITING = 0x4
