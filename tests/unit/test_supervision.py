@@ -76,7 +76,11 @@ def test_a_coordinator_that_is_stopped_where_no_loop_goes_round_is_missed(folder
         """,
     )
     assert code == 0
-    assert lives == [" 0", "no sign of life for 8 s 1"]
+    first_began, second_began = lives
+    assert first_began == " 0"
+    silence = re.fullmatch(r"no sign of life for (\d+) s 1", second_began)
+    assert silence is not None, second_began
+    assert int(silence[1]) >= START_S, "and more on a busy machine"
 
 
 def test_who_takes_long_to_begin_is_not_taken_for_one_that_is_stopped(folder: Path) -> None:
