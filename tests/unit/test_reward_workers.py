@@ -256,6 +256,23 @@ time.sleep(600)
 """
 
 
+def await_programs(pids: list[int]) -> None:
+    """Wait until each process runs its program, and is no fork of another's any more."""
+    deadline = time.monotonic() + WAIT_S
+    while any(psutil.Process(pid).name() != "sleep" for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def await_below(pid: int, least: int) -> list[int]:
+    """Wait until a process has so many descendants; return their ids."""
+    deadline = time.monotonic() + WAIT_S
+    while len(below := psutil.Process(pid).children(recursive=True)) < least:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [child.pid for child in below]
+
+
 @pytest.mark.parametrize("name", ["Misbehaves", "MisbehavesInThreads"])
 def test_nothing_outlives_a_rollout_process_that_is_killed(name: str) -> None:
     Path("config.json").write_bytes(config_to_json(here(name, num_workers=3, timeout_s=600.0)))
@@ -267,10 +284,9 @@ def test_nothing_outlives_a_rollout_process_that_is_killed(name: str) -> None:
     )
     try:
         pids = written(6)
-        time.sleep(2.5)  # the guardian looks every second
-        below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        await_programs(pids)
+        below = await_below(process.pid, 6 + (8 if name == "Misbehaves" else 2))
         assert set(pids) <= set(below)
-        assert len(below) >= (6 + 8 if name == "Misbehaves" else 6 + 2)
     finally:
         process.kill()
         process.wait()

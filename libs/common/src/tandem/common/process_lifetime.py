@@ -17,6 +17,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WATCH = b"w"
 """Tells a guardian to end what its owner started, too; see `fork_guarded`."""
+_STARTED_BY = "TANDEM_STARTED_BY"
+"""Environment variable with the id and start time of a process, for what it starts."""
 TRACE = b"t"
 """Tells a guardian to have its child print its stack (SIGUSR1, if handled) and then to end it."""
 _SAYING_S = 0.5
@@ -49,6 +51,11 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def be_named_by_descendants() -> None:
+    """Have what this process starts name it in its environment, where a guardian that watches finds it."""
+    os.environ[_STARTED_BY] = _name_of(os.getpid())
+
+
 def descendants(pid: int) -> list[int]:
     """Return the descendants of a process, parents before children."""
     children: dict[int, list[int]] = defaultdict(list)
@@ -76,7 +83,8 @@ def fork_guarded(lifeline: int, owner: int) -> None:
     The guardian ends when the child does, when the other end of `lifeline` is closed, or when its parent ends in any
     way. It then kills all of its descendants: children, their children, and daemons among them. If the child ended
     by itself, it writes the exit code to `lifeline`. After receiving `WATCH` there, it also kills what its owner has
-    started, once the owner is dead.
+    started, once the owner is dead: what it saw below the owner, and what names the owner in its environment
+    (`be_named_by_descendants`).
 
     Args:
         lifeline: descriptor of one end of a stream socket; the owner holds the other.
@@ -111,7 +119,7 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
     for descriptor in (lifeline, woken):
         poll.register(descriptor, select.POLLIN)
     of_owner: dict[int, str] = {}
-    code, watches = None, False
+    code, watches, name = None, False, _name_of(owner)
     while os.getppid() == owner and code is None:
         if lifeline in dict(poll.poll(_LOOK_S * 1000 if watches else None)):
             if (word := _read(lifeline)) != WATCH:
@@ -133,6 +141,7 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
     end_descendants()
     if watches and _is_orphaned_by(owner):
         _end_former(of_owner)
+        _end_started_by(name)
 
 
 def _end_former(children: dict[int, str]) -> None:
@@ -141,6 +150,19 @@ def _end_former(children: dict[int, str]) -> None:
         if pid != os.getpid() and (status := _status(pid)) is not None and status.began == began:
             for each in (pid, *descendants(pid)):
                 _kill(each)
+
+
+def _end_started_by(name: str) -> None:
+    """Kill the processes whose environment names this one: those started since its descendants were last listed."""
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if f"{_STARTED_BY}={name}".encode() in file.read().split(b"\0") and pid != os.getpid():
+                _kill(pid)
+
+
+def _name_of(pid: int) -> str:
+    """Return what no other process has: the id and the start time."""
+    return f"{pid}-{status.began}" if (status := _status(pid)) is not None else f"{pid}-ended"
 
 
 def _read(descriptor: int) -> bytes:

@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from tandem.common.errors import ConfigError, HelperLost
-from tandem.common.process_lifetime import WATCH
+from tandem.common.process_lifetime import WATCH, be_named_by_descendants
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
 from tandem.rollout.environments.processes.channel import Imported, Reader, framed
@@ -152,6 +152,7 @@ class ForkServer:
     def watch(self) -> None:
         """Have the guardian also end what this process starts, should this process be killed."""
         self._watches = True
+        be_named_by_descendants()
         self._lifeline.sendall(WATCH)
 
     def close(self) -> None:
