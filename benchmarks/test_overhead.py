@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from stop_watches import WATCHED, noted, spans_in
 
 from tandem.common.keys import write_run_keys
 from tandem.launch.admission.admission import new_run_keys
+from tests.harness.ports import free_port
 
 NUM_SAMPLES, LENGTH, PROMPT = sized((512, 512, 112), (16, 64, 16))
 NUM_STEPS = 5
@@ -80,8 +80,7 @@ def run(folder: Path) -> list[tuple[float, float]]:
     output = "b" * (LENGTH - PROMPT - 2)  # and the beginning and the end of a text
     lines = [json.dumps({"input": f"{i:0{PROMPT}b}", "output": output}) for i in range(NUM_SAMPLES + 1)]
     (folder / "lines.jsonl").write_text("\n".join(lines))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {"cluster": CONFIG["cluster"] | {"address": address}}))
     watched = folder / "watched"

@@ -26,9 +26,9 @@ import pytest
 
 from tandem.observe.run_folder.live import read_live
 from tests.harness import leaks
+from tests.harness.ports import free_port
 from tests.harness.runs.agent_run_harness import AGENT
 from tests.harness.runs.by_hand import assert_same_results, in_folder, undisturbed_run
-from tests.harness.runs.monitoring_harness import free_port
 from tests.harness.runs.running import Command, all_gone, joins, merged, steps_of, wait_until, write_config
 
 NUM_STEPS = 16

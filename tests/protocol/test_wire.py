@@ -355,7 +355,7 @@ from tandem.common.wire import Link
 link = Link(sys.argv[1], "refit", "busy", ToRefit, decode_process_keys(sys.argv[2].encode()))
 link.join(Hello(protocol_version=PROTOCOL_VERSION, service="refit", host="h", pid=1), 10.0)
 link.set_phase("counting")
-until = time.monotonic() + 3.0
+until = time.monotonic() + 9.0
 while time.monotonic() < until:
     sum(range(1000))
 link.close("done")
@@ -369,10 +369,9 @@ def test_heartbeats_flow_both_ways_while_python_computes(hub: Hub) -> None:
     )
     try:
         peer, _, _ = next_from(hub, Hello)
-        welcome = {name: getattr(WELCOME, name) for name in WELCOME.__struct_fields__}
-        hub.send(peer, encode(Welcome(**welcome | {"heartbeat_timeout_s": 1.0})))
+        hub.send(peer, encode(WELCOME))
         beats, last, longest, goodbye = 0, time.monotonic(), 0.0, False
-        until = last + 20.0
+        until = last + 40.0
         while not goodbye and time.monotonic() < until:
             for _, frames in hub.receive(0.1):
                 message = CODEC.decode(frames).message
@@ -385,7 +384,7 @@ def test_heartbeats_flow_both_ways_while_python_computes(hub: Hub) -> None:
         assert goodbye, said
         assert child.returncode == 0, said
         assert beats >= 10
-        assert longest < 1.0
+        assert longest < WELCOME.heartbeat_timeout_s
     finally:
         child.kill()
         child.wait()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.harness.ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 NODES = ("n1", "n2")
 _START_S = 30.0
@@ -60,8 +62,10 @@ class Slurm:
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o600)
         (self.folder / "state").mkdir()
+        of_nodes = free_port(len(NODES))
+        ports = (free_port(), *range(of_nodes, of_nodes + len(NODES)))
         (self.folder / "slurm.conf").write_text(
-            _CONFIGURATION.format(host=socket.gethostname(), ports=_free_ports(), user=_user_name(), folder=self.folder)
+            _CONFIGURATION.format(host=socket.gethostname(), ports=ports, user=_user_name(), folder=self.folder)
         )
         files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log"}
         options = [f"--{option}={self.folder / name}" for option, name in {**files, "seed-file": "munge.seed"}.items()]
@@ -150,18 +154,6 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float) -> None
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.1)
-
-
-def _free_ports() -> list[int]:
-    """Return a port for the controller, and two in a row for the nodes."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for each in sockets[:2]:
-                each.bind(("127.0.0.1", 0))
-            controller, first = (each.getsockname()[1] for each in sockets[:2])
-            sockets[2].bind(("127.0.0.1", first + 1))
-            return [controller, first, first + 1]
 
 
 def _user_name() -> str:

@@ -25,6 +25,7 @@ from tandem.common.templates import fill_template
 from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.samples.data_sets import load_problems, sources
+from tests.harness.ports import refusing_port
 
 TASKS_TRAIN, TASKS_HELD_OUT = ["0 + 5", "5 - 9", "2 + 6", "2 - 5"], ["4 - 8", "8 + 0", "8 - 4", "3 + 5"]
 FILES_HELD_OUT = ["all.jsonl:6", "all.jsonl:7", "all.jsonl:3"]
@@ -472,8 +473,6 @@ def test_a_dataset_that_cannot_be_fetched_is_one_line_and_torch_stays_out() -> N
 
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
     probe = (
         "from data_harness import data_config; from tandem.samples.data_sets import load_problems\n"
         "from tandem.common.errors import DataError; import time\n"
@@ -483,7 +482,9 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once() -> None:
         "except DataError as error: print(error)\n"
         "print(time.monotonic() - before)"
     )
-    done = run_probe(probe, {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"})
+    with refusing_port() as port:
+        endpoint = f"http://127.0.0.1:{port}"
+        done = run_probe(probe, {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"})
     message, seconds = done.stdout.splitlines()
     assert message == (
         "data.dataset_name: cannot load 'nobody/nothing', split 'train': "

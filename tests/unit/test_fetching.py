@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from tandem.trainer import fetching
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
 from tests.harness import members
 from tests.harness.members import MEMBER, open_hub
+from tests.harness.ports import refusing_port
 
 LENGTHS = [5, 9, 6, 7, 8, 5]
 PROMPT = 2
@@ -169,12 +169,11 @@ def test_a_rollout_that_is_not_there_is_given_up_soon(
     fetcher: SampleFetcher, stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "_PATIENCE_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    sources = sources_of(stores) | {"rollout-1": members.at(f"tcp://127.0.0.1:{port}")}
     table = table_of()
-    begun = time.monotonic()
-    share, missing = fetcher.fetch(1, table, table.rows_of(0), sources, 60.0)
+    with refusing_port() as port:
+        sources = sources_of(stores) | {"rollout-1": members.at(f"tcp://127.0.0.1:{port}")}
+        begun = time.monotonic()
+        share, missing = fetcher.fetch(1, table, table.rows_of(0), sources, 60.0)
     assert time.monotonic() - begun < 30.0
     assert share is None
     assert missing == {"rollout-1": f"nobody answers at tcp://127.0.0.1:{port}"}

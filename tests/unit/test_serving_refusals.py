@@ -15,6 +15,7 @@ from serving_harness import MAX_LENGTH, Driving, make_model, served, write_token
 from tandem.coordinator.cli import main
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.found_models import models_in
+from tests.harness.ports import refusing_port
 
 Refusal = Callable[..., str]
 
@@ -130,9 +131,8 @@ def test_whom_to_talk_to(model: Path, refusal: Refusal) -> None:
     assert "or the --url" in refusal("chat", model, "--url", "http://127.0.0.1:9")
     assert "expected an address such as" in refusal("chat", "--url", "ftp://x")
     assert "expected an address such as" in refusal("chat", "--url", "http://")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # and does not listen
-        assert "Connection refused" in refusal("chat", "--url", f"http://127.0.0.1:{free.getsockname()[1]}")
+    with refusing_port() as port:
+        assert "Connection refused" in refusal("chat", "--url", f"http://127.0.0.1:{port}")
 
 
 def test_a_model_that_is_not_served(weights: Path, model: Path, refusal: Refusal) -> None:

@@ -26,6 +26,7 @@ from tandem.observe.exporters.tracing import Tracing
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import Live, LiveEngine
 from tandem.observe.timeline import Span, StepSpans
+from tests.harness.ports import free_port
 
 MEMORY = MemoryUse(peak=1, held=1)
 
@@ -152,14 +153,6 @@ def test_what_prometheus_is_served() -> None:
     } <= set(lines)
     assert not any(line.startswith("tandem_gone") for line in lines), "it was not measured"
     assert sum(line.startswith("tandem_step ") for line in lines) == 1
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 STEPS = [

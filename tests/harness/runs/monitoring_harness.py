@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 import urllib.error
 import urllib.request
@@ -11,12 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def scraped(url: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ import pytest
 from tandem.common.keys import key_file, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
 from tandem.common.wire import Link, pump
+from tests.harness.ports import refusing_port
 from tests.harness.runs.running import (
     GYM,
     Command,
@@ -79,14 +80,14 @@ def test_an_empty_dataset() -> None:
 
 
 def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anyone asks
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
     monkeypatch.setenv("HF_HOME", str(Path("home").absolute()))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    # Typed: all this is read when its library is imported.
-    line = line_of(typed("coordinator", "up", str(write_config({"data": {"dataset_name": "nobody/nothing"}}))))
+    with refusing_port() as port:
+        endpoint = f"http://127.0.0.1:{port}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        # Typed: all this is read when its library is imported.
+        line = line_of(typed("coordinator", "up", str(write_config({"data": {"dataset_name": "nobody/nothing"}}))))
     assert line.startswith("data.dataset_name: cannot load 'nobody/nothing', split 'train': ")
     assert f"{endpoint} cannot be reached (Connection refused)" in line
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.config.schema import NewModel
 from tandem.samples.model_files import write_new_model
+from tests.harness.ports import free_port
 from tests.harness.runs.running import PPO, TINY, coordinator, merged, write_config
 
 
@@ -49,8 +50,7 @@ def test_ports_that_others_have_are_all_named_at_once() -> None:
 
 
 def test_one_port_for_two_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     over = merged({"logger": {"page": port}}, {"cluster": {"address": f"tcp://127.0.0.1:{port}"}})
     (line,) = refused(over)
     assert line.startswith(f"logger.page: the page cannot listen on 127.0.0.1, port {port}: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from tandem.config import config_from_json
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness.hub_server import TOKEN, HubServer, Repository
+from tests.harness.ports import refusing_port
 from tests.harness.runs.of_hub import coordinator_of_hub, program_of_hub
 from tests.harness.runs.running import steps_of, write_config
 
@@ -142,9 +142,9 @@ def test_a_hub_that_is_out_of_reach(hub: HubServer, tmp_path: Path) -> None:
     (offline,) = probed([], HF_HUB_OFFLINE="1")
     assert offline.split()[:2] == warm.split()[:2]
     assert warm.split()[1] == first
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        nowhere = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed again before anything asks
-    kept, unknown = probed([], ["data.revision=v2"], HF_ENDPOINT=nowhere)
+    with refusing_port() as port:
+        nowhere = f"http://127.0.0.1:{port}"
+        kept, unknown = probed([], ["data.revision=v2"], HF_ENDPOINT=nowhere)
     assert kept.split()[1] == first
     assert "is taken from the cache" in kept
     assert f"{nowhere} cannot be reached" in unknown

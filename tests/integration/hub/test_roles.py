@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tandem.config import load_config
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness.hub_server import HubServer, files_in
+from tests.harness.ports import free_port
 from tests.harness.reward_models import write_reward_model
 from tests.harness.runs.at_terminal import Terminal
 from tests.harness.runs.of_hub import coordinator_of_hub, program_of_hub, start_of_hub, start_program
@@ -242,9 +242,7 @@ def test_serve_and_chat_take_names(hub: HubServer) -> None:
     repository = hub.add(NAME, files)
     first = repository.branches["main"]
     repository.push({**files, "README.md": b"later"})
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    with Terminal(BIN / "coordinator", "serve", f"{NAME}@{first}", "--port", port) as terminal:
+    with Terminal(BIN / "coordinator", "serve", f"{NAME}@{first}", "--port", str(free_port())) as terminal:
         terminal.read_until(rf"fetching {NAME} at {first[:8]}")
         terminal.read_until("serving digits")
         terminal.interrupt()

@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tandem.common.distribution import install_command
 from tandem.launch.doctor.network import measure_peer
-from tests.harness.runs.monitoring_harness import free_port, scraped
+from tests.harness.ports import free_port
+from tests.harness.runs.monitoring_harness import scraped
 from tests.harness.runs.running import Command, coordinator, steps_of, wait_until, write_config
 
 

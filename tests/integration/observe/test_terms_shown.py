@@ -17,8 +17,9 @@ from tandem.observe.page.series import Curves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.observe.run_folder.live import Live, read_live
 from tandem.observe.timeline_view import timeline
+from tests.harness.ports import free_port
 from tests.harness.runs.by_hand import in_folder
-from tests.harness.runs.monitoring_harness import free_port, rows_in, scraped
+from tests.harness.runs.monitoring_harness import rows_in, scraped
 from tests.harness.runs.running import Command, coordinator, process_of, steps_of, wait_until, write_config
 
 NUM_STEPS = 12

@@ -22,8 +22,8 @@ import pytest
 
 from tandem.common.web import HEADERS_S
 from tests.harness.floods import Address, Flood, flooded
+from tests.harness.ports import free_port
 from tests.harness.runs.agent_run_harness import OVER
-from tests.harness.runs.monitoring_harness import free_port
 from tests.harness.runs.running import (
     BIN,
     DIGITS,
