@@ -69,6 +69,19 @@ DEFECTS = (
         "tests/integration/runs/test_losses.py::test_kill_9_of_the_coordinator_leaves_nothing",
     ),
     Defect(
+        "what a killed process has lost while it exits outlives it",
+        "if os.getppid() == owner and not _is_exiting(owner):",
+        "if os.getppid() == owner:",
+        "tests/unit/test_process_lifetime.py::test_what_an_exiting_owner_has_lost_already_ends_with_it",
+    ),
+    Defect(
+        "what an environment's threads have just started outlives a killed rollout",
+        "        be_named_by_descendants()\n",
+        "",
+        "tests/unit/test_reward_workers.py::test_nothing_outlives_a_rollout_process_that_is_killed",
+        "InThreads",
+    ),
+    Defect(
         "samples go to another run's trainers",
         "if request.run_id != self._run_id:",
         "if request.run_id == '':",
