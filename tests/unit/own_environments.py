@@ -92,10 +92,12 @@ class Hangs:
     """Takes for ever, if the response is what it waits for."""
 
     runs_in = "threads"
+    hangs = threading.Event()
     release = threading.Event()
 
     def score(self, problem: Problem, response: str) -> Score:
         if response == "hang":
+            self.hangs.set()
             self.release.wait(60)
         return Score(float(len(response)), correct=True)
 
@@ -227,6 +229,11 @@ class Misbehaves:
                 sys.exit("enough")
             case "fork":
                 os.fork()  # and forgets that there are two now
+            case "write":
+                for name in os.listdir("/proc/self/fd"):
+                    with contextlib.suppress(OSError):
+                        if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                            os.write(int(name), b"\xff" * 64)
             case "start":
                 start_processes(Path("pids"))
             case "start and sleep":

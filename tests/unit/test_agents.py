@@ -337,13 +337,13 @@ time.sleep(600)
 
 
 def test_at_the_deadline_all_that_an_agent_has_started_is_ended(tmp_path: Path) -> None:
-    with rollout_of(tmp_path, HANGS, on_error="zero", timeout_s=4.0) as rollout:
+    with rollout_of(tmp_path, HANGS, on_error="zero", timeout_s=8.0) as rollout:
         samples = rollout.run(rollout.group(0, [7, 8]))
         for scored, _ in samples.values():
             assert scored.timed_out
             assert scored.reward == 0
             assert scored.failure == (
-                "environment 'mine' took longer than 4 s to play an episode of problem 'p0' (env.mine.timeout_s)"
+                "environment 'mine' took longer than 8 s to play an episode of problem 'p0' (env.mine.timeout_s)"
             )
         assert_gone(Path("pids").read_text().split())
 

@@ -160,7 +160,7 @@ class ForkServer:
         self._process.close()
 
 
-def how_it_ended(lifeline: socket.socket, patience_s: float = 1.0) -> str:
+def how_it_ended(lifeline: socket.socket, patience_s: float = _GUARDIAN_S) -> str:
     """Ask the guardian how the process behind it has ended."""
     try:
         lifeline.settimeout(max(0.001, patience_s))

@@ -267,8 +267,9 @@ class WorkerPool:
         try:
             for message in worker.reader.messages(data):
                 self._understand(worker, message)
-        except (msgspec.MsgspecError, RewardError):  # the environment writes to sockets that are not its own
-            data = b""
+        except (msgspec.MsgspecError, RewardError):
+            self._losses.lose(worker, Failure("something else was written to the socket of its worker process"))
+            return
         if not data:
             how = how_it_ended(worker.lifeline)
             failure = Failure(f"its worker process ended: {how}")
