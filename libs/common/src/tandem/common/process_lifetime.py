@@ -153,11 +153,24 @@ def _end_former(children: dict[int, str]) -> None:
 
 
 def _end_started_by(name: str) -> None:
-    """Kill the processes whose environment names this one: those started since its descendants were last listed."""
+    """Kill the processes whose environment names this one, until none is left; give up after `_ENDED_S`.
+
+    They may have been started since its descendants were last listed.
+    """
+    deadline = time.monotonic() + _ENDED_S
+    while (pids := _started_by(name)) and time.monotonic() < deadline:
+        for pid in pids:
+            _kill(pid)
+        time.sleep(0.001)
+
+
+def _started_by(name: str) -> list[int]:
+    found, variable = [], f"{_STARTED_BY}={name}".encode()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            if f"{_STARTED_BY}={name}".encode() in file.read().split(b"\0") and pid != os.getpid():
-                _kill(pid)
+            if variable in file.read().split(b"\0") and pid != os.getpid():
+                found.append(pid)
+    return found
 
 
 def _name_of(pid: int) -> str:
