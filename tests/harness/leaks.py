@@ -85,7 +85,7 @@ def _own_among(those: Iterable[int]) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; whoever must collect one that has ended may take its time."""
+    """Tell whether a process runs; one that has ended may be collected late."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

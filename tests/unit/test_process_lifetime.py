@@ -45,7 +45,7 @@ await_looks()  # the guardian has seen both
 def go_on():
     while ") Z " not in open(f"/proc/{owner}/stat").read():  # its first thread has exited
         time.sleep(0.01)
-    between.stdin.close()  # the one that sleeps is nobody's child from now on
+    between.stdin.close()  # which orphans the one that sleeps
     between.wait()
     await_looks()
     print("exiting", flush=True)
