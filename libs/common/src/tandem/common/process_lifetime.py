@@ -153,7 +153,7 @@ def _end_former(children: dict[int, str]) -> None:
 
 
 def _end_started_by(name: str) -> None:
-    """Kill the processes whose environment names this one, until none is left; give up after `_ENDED_S`.
+    """Kill the processes that name this one in their environment, until none is left; give up after `_ENDED_S`.
 
     They may have been started since its descendants were last listed.
     """
@@ -186,7 +186,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _is_orphaned_by(owner: int) -> bool:
-    """Tell whether the parent is dead; one whose files the kernel has closed is exiting, and dies in a moment."""
+    """Tell whether the parent is dead; if the kernel has closed its files, it is exiting and dies in a moment."""
     deadline = time.monotonic() + _ENDED_S
     while os.getppid() == owner and _is_exiting(owner) and time.monotonic() < deadline:
         time.sleep(0.005)
