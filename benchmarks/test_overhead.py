@@ -30,7 +30,6 @@ from stop_watches import WATCHED, noted, spans_in
 
 from tandem.common.keys import write_run_keys
 from tandem.launch.admission.admission import new_run_keys
-from tests.harness.ports import free_port
 
 NUM_SAMPLES, LENGTH, PROMPT = sized((512, 512, 112), (16, 64, 16))
 NUM_STEPS = 5
@@ -77,6 +76,8 @@ def watched_trainer() -> int:
 
 def run(folder: Path) -> list[tuple[float, float]]:
     """Run all steps; return when each optimizer step began and ended."""
+    from tests.harness.ports import free_port  # here: as a trainer's program, this file does not find tests
+
     output = "b" * (LENGTH - PROMPT - 2)  # and the beginning and the end of a text
     lines = [json.dumps({"input": f"{i:0{PROMPT}b}", "output": output}) for i in range(NUM_SAMPLES + 1)]
     (folder / "lines.jsonl").write_text("\n".join(lines))
