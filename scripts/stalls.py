@@ -101,13 +101,25 @@ def root_of_cgroups() -> Path | None:
     """Return where cgroup v2 is mounted and may be changed; None if it is not."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, folder, kind, *_ = line.split()
-        probe = Path(folder) / f"probe-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            if kind == "cgroup2":
-                probe.mkdir()
-                probe.rmdir()
-                return Path(folder)
+        if kind == "cgroup2" and _may_be_changed(Path(folder)):
+            return Path(folder)
     return None
+
+
+def _may_be_changed(root: Path) -> bool:
+    """Try it: move a process to a new cgroup."""
+    probe = root / f"stalls-probe-{os.getpid()}"
+    try:
+        probe.mkdir()
+    except OSError:
+        return False
+    try:
+        with subprocess.Popen(["sleep", "60"]) as process:
+            was_moved = _move(process.pid, probe)
+            process.kill()
+        return was_moved and (probe / "cgroup.freeze").exists()
+    finally:
+        probe.rmdir()
 
 
 def main(argv: list[str]) -> int:
