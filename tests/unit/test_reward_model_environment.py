@@ -105,9 +105,21 @@ def test_a_conversation_that_is_too_long_is_not_scored(folder: Path) -> None:
 
 
 def worker(others: set[psutil.Process]) -> psutil.Process:
-    """Find the process that has the model: the last of the chain of guardians and forks that came to `others`."""
-    (found,) = (each for each in below() - others if not each.children())
-    return found
+    """Wait for the process that has the model: the last of the chain of guardians and forks that came to `others`.
+
+    One that is replaced may be there for a moment beside the other.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while len(found := [each for each in below() - others if is_last(each)]) != 1:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found[0]
+
+
+def is_last(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not process.children()
+    return False
 
 
 def below() -> set[psutil.Process]:
