@@ -8,9 +8,12 @@ It is reported again only if it has cleared in between. If one condition explain
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
+
+from tandem.common.spread import ROUNDING
 
 NUM_STEPS = 5
 """Consecutive steps for which a condition must hold."""
@@ -24,7 +27,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     metric: str
     """Metric that shows it; steps without the metric are ignored."""
     equals: float | str | None = None
-    """A number, or the name of another metric."""
+    """A number, or the name of another metric; equal but for rounding."""
     below: float | None = None
     above: float | None = None
     unless_zero: str = ""
@@ -45,7 +48,9 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
             return value < self.below
         if self.above is not None:
             return not value <= self.above
-        return value == (metrics[self.equals] if isinstance(self.equals, str) else self.equals)
+        assert self.equals is not None, "a condition equals something, or is below or above it"
+        equal = metrics[self.equals] if isinstance(self.equals, str) else self.equals
+        return math.isclose(value, equal, rel_tol=ROUNDING)
 
 
 class Health:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.common.spread import ROUNDING
 from tandem.config import Config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import ADVANTAGES, RETURNS, Column, Source
@@ -25,7 +26,7 @@ from tandem.trainer import gae
 from tandem.trainer.losses.kl import kl_penalty
 
 _MIN_VARIANCE = 1e-8
-"""Keeps a spread that is only rounding from being blown up."""
+"""Least variance to divide by, as in NeMo-RL. `tandem.common.spread` says what is no spread."""
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
@@ -108,7 +109,7 @@ def explained_variance(values_C: Float32s, returns_C: Float32s, sum_over_ranks: 
     count, *totals = sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
     mean, square, error, squared_error = (total / max(1.0, count) for total in totals)
     variance = square - mean**2
-    return 1.0 - (squared_error - error**2) / variance if variance > _MIN_VARIANCE else 0.0
+    return 1.0 - (squared_error - error**2) / variance if variance > ROUNDING**2 * square else 0.0
 
 
 def minus_kl(advantages_T: Float32s, previous_T: Float32s, reference_T: Float32s, settings: LossFn) -> Float32s:
@@ -124,14 +125,19 @@ def minus_kl(advantages_T: Float32s, previous_T: Float32s, reference_T: Float32s
 def whitened(advantages_T: Float32s, valid_T: NDArray[np.bool_], sum_over_ranks: SumOverRanks) -> Float32s:
     """Return (A_t - mean) / deviation, both over all valid tokens of the batch (arXiv:2501.03262, section 3).
 
+    Zero if the advantages are equal but for rounding.
+
     Args:
         advantages_T: advantages of this rank's tokens.
         valid_T: True for valid tokens. Over all ranks, every valid token of the batch is there once.
         sum_over_ranks: adds a float64 tensor over the ranks.
     """
     own = advantages_T[valid_T].astype(np.float64)
-    count, total = sum_over_ranks(torch.tensor([len(own), own.sum()], dtype=torch.float64)).tolist()
+    sums = [len(own), own.sum(), np.square(own).sum()]
+    count, total, square = sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
     mean = total / max(1.0, count)
     (squares,) = sum_over_ranks(torch.tensor([np.square(own - mean).sum()], dtype=torch.float64)).tolist()
-    deviation = np.sqrt(max(squares / max(1.0, count), _MIN_VARIANCE))
+    if squares <= ROUNDING**2 * square:
+        return np.zeros_like(advantages_T)
+    deviation = np.sqrt(max(squares / count, _MIN_VARIANCE))
     return np.asarray((advantages_T - mean) / deviation, dtype=np.float32)

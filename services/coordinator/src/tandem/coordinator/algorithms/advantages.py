@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import LARGEST
+from tandem.common.spread import differ
 from tandem.config.schema import AdvEstimator
 
 _EPSILON = 1e-6
-"""Keeps a spread that is only rounding from being blown up."""
+"""NeMo-RL's constant in the divisor. `tandem.common.spread` says what is no spread."""
 
 
 def within(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -68,7 +69,8 @@ def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, no
     *other* ``N - 1`` rewards (`leave_one_out`: the RLOO baseline, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2)
     or of all ``N`` (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2). `normalize` divides by ``s_i + 1e-6``,
     where ``s_i`` is the population standard deviation of the rewards that make the baseline, as NeMo-RL v0.3 does. If
-    these are all equal, as the others of a lone success are, the advantage stays as it is.
+    these are equal but for rounding, as the others of a lone success are, the advantage stays as it is. A group without
+    spread has advantages of zero.
 
     Args:
         rewards_GN: finite rewards of ``G`` groups of ``N`` samples.
@@ -88,7 +90,8 @@ def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, no
         compared_GNM = np.repeat(rewards_GN[:, None, :], num_samples, axis=1)
     advantages_GN: NDArray[np.float64] = rewards_GN - compared_GNM.mean(axis=-1)
     if normalize:
-        differ_GN = np.ptp(compared_GNM, axis=-1) > 0
+        differ_GN = differ(compared_GNM)
         std_GN = compared_GNM.std(axis=-1)
         advantages_GN[differ_GN] /= std_GN[differ_GN] + _EPSILON
+    advantages_GN[~differ(rewards_GN)] = 0.0  # rounding, which a later normalisation would blow up
     return advantages_GN.astype(np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.spread import differ
 from tandem.config.schema import AdvEstimator
 from tandem.coordinator.algorithms.advantages import valid_advantages
 
@@ -41,9 +42,11 @@ def decoupled_advantages(
     combined_X = combined_GN[compared_GN]
     if len(combined_X):
         combined_X = combined_X - combined_X.mean()
-    deviation = combined_X.std(ddof=1) if len(combined_X) > 1 else 0.0
+        size = sum(abs(w) * float(np.abs(part).max()) for w, part in zip(weights_C, parts, strict=True))
+        has_spread = differ(combined_X, size=size)  # parts that cancel leave rounding
+        combined_X = combined_X / combined_X.std(ddof=1) if has_spread else np.zeros_like(combined_X)
     advantages_GN = np.zeros(counts_GN.shape, dtype=np.float32)
-    advantages_GN[compared_GN] = combined_X / deviation if deviation > 0 else combined_X
+    advantages_GN[compared_GN] = combined_X
     return advantages_GN
 
 

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
+from tandem.common.spread import differ
 from tandem.config.schema import RewardScaling, RewardShaping, Rollouts
 
 Float64s = NDArray[np.float64]
 
 
 def has_spread(section: Rollouts, samples: Sequence[SampleScored]) -> bool:
-    """Tell whether the rewards of a group differ, before shaping by length.
+    """Tell whether the rewards of a group differ by more than rounding, before shaping by length.
 
     If they do not, every advantage is zero (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 11), or comes from lengths
     alone. Dropped samples do not count.
@@ -30,7 +31,7 @@ def has_spread(section: Rollouts, samples: Sequence[SampleScored]) -> bool:
         values_SC = component_rewards(samples, section, component_names(samples))
     else:
         values_SC = scaled(np.array([[sample.reward] for sample in samples]), section.reward_scaling)
-    return bool((np.ptp(values_SC, axis=0) > 0).any())
+    return bool(differ(values_SC, axis=0).any())
 
 
 def component_names(samples: Sequence[SampleScored]) -> list[str]:

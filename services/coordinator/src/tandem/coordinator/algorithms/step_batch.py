@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
+from tandem.common.spread import ROUNDING
 from tandem.config import Config
 from tandem.coordinator.algorithms.advantages import advantages, within
 from tandem.coordinator.algorithms.components import environment_columns, gdpo_components
@@ -153,6 +154,7 @@ def sample_metrics(config: Config, columns: SampleColumns, samples: Sequence[Sam
     rewards_GN = rewards_S.reshape(counted_GN.shape)
     least_G = np.where(counted_GN, rewards_GN, np.inf).min(axis=1)
     most_G = np.where(counted_GN, rewards_GN, -np.inf).max(axis=1)
+    size_G = np.where(counted_GN, np.abs(rewards_GN), 0.0).max(axis=1)
     metrics: dict[str, float] = {}
     if counted_S.any():
         counted = rewards_S[counted_S]
@@ -170,7 +172,7 @@ def sample_metrics(config: Config, columns: SampleColumns, samples: Sequence[Sam
         "mean_generation_length": float(columns.response_lengths_S.mean()),
         "max_generation_length": float(columns.response_lengths_S.max()),
         "truncated_fraction": float(columns.is_truncated_S.mean()),
-        "groups_without_spread": float((most_G <= least_G).mean()),
+        "groups_without_spread": float((most_G - least_G <= ROUNDING * size_G).mean()),
     }
     if config.agent is not None or config.rollout_section.max_rollout_turns > 1:
         metrics |= turn_metrics(config, samples)
