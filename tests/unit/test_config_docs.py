@@ -67,6 +67,7 @@ NEW_KEYS = [
     "loss_fn.columns.NAME.fill",
     "loss_fn.columns.NAME.source",
     "loss_fn.columns",
+    "loss_fn.entropy_coef",
     "loss_fn.kwargs",
     "policy.generation.generation_timeout",
     "policy.generation.max_stored_tokens",

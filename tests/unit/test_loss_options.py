@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, settings
+from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
 
 from tandem.config.schema import LossFn
 from tandem.trainer.losses import Counts, finite_ratio
@@ -33,6 +33,20 @@ def report_of(config: LossFn, batch: MicroBatch) -> dict[str, float]:
     loss = PolicyGradientLoss(config, COUNTS, CPU)
     loss(batch, scores(CURRENT_BT))
     return dict(zip(loss.report.names, loss.report.sums.tolist(), strict=True))
+
+
+def test_an_entropy_bonus_is_a_mean_over_all_tokens_however_the_loss_is_one() -> None:
+    """PPO's equation 9 (arXiv:1707.06347) with the mean over tokens, as in TRL 1.16's `entropy_coef`."""
+    for token_level in (True, False):
+        plain = settings(token_level_loss=token_level)
+        rewarded = settings(token_level_loss=token_level, entropy_coef=0.25)
+        entropy_BT = ENTROPY_BT.clone().requires_grad_()
+        given = scores(CURRENT_BT)._replace(entropy=entropy_BT)
+        loss = PolicyGradientLoss(rewarded, COUNTS, CPU)(micro_batch(), given)
+        loss.backward()
+        bonus = sum(float(ENTROPY_BT[place]) for place in PLACES) / len(PLACES)
+        assert float(loss.detach()) == pytest.approx(loss_and_gradient(plain, micro_batch())[0] - 0.25 * bonus)
+        torch.testing.assert_close(entropy_BT.grad, torch.where(MASK_BT, -0.25 / len(PLACES), 0.0).double())
 
 
 def log_ratios(batch: MicroBatch, row: int) -> list[float]:
@@ -353,6 +367,7 @@ OPTIONS = [
         truncated_importance_sampling_ratio=1.2,
         truncated_importance_sampling_ratio_min=0.8,
     ),
+    settings(entropy_coef=0.3),
 ]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from scoring_harness import NUM_TOKENS, VOCABULARY, LargestTensor, inputs, of_full_logits
 
 from tandem.trainer import scoring
 from tandem.trainer.scorers.likeliest import top_tokens
-from tandem.trainer.scorers.whole_logits import without_tokens
+from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
 from tandem.trainer.scores import StudentScores
 from tandem.trainer.scoring import score_tokens
 
@@ -180,3 +182,18 @@ def test_tokens_that_are_never_drawn_have_no_probability(chunk: int | None, lear
     assert not torch.isin(best.token_ids, torch.tensor(undrawable)).any()
     whole = without_tokens(hidden_KH @ weight_VH.T, undrawable).log_softmax(dim=-1)
     assert (whole[:, list(undrawable)].exp() == 0).all()
+
+
+def test_the_entropy_of_whole_logits_has_a_gradient_where_a_model_rules_tokens_out() -> None:
+    """PyTorch's categorical distribution of the tokens that are left."""
+    logits_KV = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    left_KV = logits_KV[:, 1:].clone().requires_grad_()
+    logits_KV[:, 0] = -math.inf
+    logits_KV.requires_grad_()
+    scores = scores_of_logits(logits_KV, torch.arange(1, 6), None, learns_entropy=True)
+    expected_K = torch.distributions.Categorical(logits=left_KV).entropy()
+    torch.testing.assert_close(scores.entropy, expected_K)
+    (gradient_KV,) = torch.autograd.grad(scores.entropy.sum(), logits_KV)
+    (expected_KV,) = torch.autograd.grad(expected_K.sum(), left_KV)
+    torch.testing.assert_close(gradient_KV[:, 1:], expected_KV)
+    assert not gradient_KV[:, 0].any()

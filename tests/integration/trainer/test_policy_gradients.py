@@ -64,6 +64,7 @@ RLOO = {
     "truncated_importance_sampling_ratio_min": 0.5,
 }
 VAPO = {"positive_example_nll_weight": 0.3}
+ENTROPY = {"entropy_coef": 0.5}
 KL_IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"}
 
 
@@ -80,7 +81,7 @@ def train_rank(rank: int, config: Config, batches: list[Batch], folder: Path) ->
     return metrics
 
 
-LOSSES = {"gspo": GSPO, "cispo": CISPO, "rloo": RLOO, "vapo": VAPO, "reinforce++": KL_IN_REWARD}
+LOSSES = {"gspo": GSPO, "cispo": CISPO, "rloo": RLOO, "vapo": VAPO, "entropy": ENTROPY, "reinforce++": KL_IN_REWARD}
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -100,7 +101,7 @@ def test_no_way_of_sharing_a_batch_makes_a_difference(tmp_path: Path, loss: dict
         torch.testing.assert_close(other_weights, weights, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("loss", [GSPO, CISPO, VAPO], ids=["gspo", "cispo", "vapo"])
+@pytest.mark.parametrize("loss", [GSPO, CISPO, VAPO, ENTROPY], ids=["gspo", "cispo", "vapo", "entropy"])
 def test_megatron_core_makes_the_same_steps(tmp_path: Path, loss: dict[str, Any]) -> None:
     model, batches = make_model(tmp_path / "model"), [make_batch(seed=1), make_batch(seed=2)]
     undecayed = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {**ADAMW, "weight_decay": 0.0}}}

@@ -16,7 +16,7 @@ class TokenScores(NamedTuple):
     logprobs: torch.Tensor
     """Log-probability of the token, with gradient."""
     entropy: torch.Tensor
-    """Entropy of the distribution that it was drawn from, without gradient."""
+    """Entropy of the distribution that it was drawn from, with gradient if requested."""
     is_likeliest: torch.Tensor
     """One if no token had a larger logit, else zero."""
 

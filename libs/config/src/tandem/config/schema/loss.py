@@ -102,6 +102,9 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     positive_example_nll_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of samples with a reward, scaled and shaped, above 0: the mean over
     their tokens in the global batch (VAPO, Yue et al. 2025, arXiv:2504.05118, equation 10). 0 disables it."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """New. Weight of an entropy bonus: the loss minus this times the mean entropy of the policy over the tokens of the
+    global batch (Williams and Peng 1991; Schulman et al. 2017, arXiv:1707.06347, equation 9). 0 disables it."""
     token_level_loss: bool = True
     """true: the mean over all tokens of the global batch. false: the mean over sequences of each sequence's mean."""
 

@@ -385,7 +385,9 @@ class Config(Section, frozen=True, kw_only=True):
     def learns_entropy(self) -> bool:
         """Whether the gradient of the policy's loss includes that of its entropy."""
         loss = self.loss_fn
-        return bool(self.topk_logits_k) and loss.zero_outside_topk and loss.kl_type in ("reverse", "mixed")
+        if not self.topk_logits_k:
+            return self.declaration.rolls_out and loss.entropy_coef > 0
+        return loss.zero_outside_topk and loss.kl_type in ("reverse", "mixed")
 
     @cached_property
     def scoring_temperature(self) -> float:

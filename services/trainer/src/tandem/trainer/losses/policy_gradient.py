@@ -108,7 +108,9 @@ class PolicyGradientLoss:
     """The surrogate, weighted for the sampler, plus a KL penalty: GRPO (arXiv:2402.03300, equation 3) and its kin.
 
     With `positive_example_nll_weight` mu, the loss also has mu times the mean of -log p over the tokens of the global
-    batch from samples with a reward above zero (VAPO, Yue et al. 2025, arXiv:2504.05118, equations 9 and 10).
+    batch from samples with a reward above zero (VAPO, Yue et al. 2025, arXiv:2504.05118, equations 9 and 10). With
+    `entropy_coef` c, it has minus c times the mean entropy over the tokens of the global batch (PPO, Schulman et al.
+    2017, arXiv:1707.06347, equation 9).
 
     An object is for one optimizer step. Called with a micro-batch and its scores under the policy in training, it
     returns a scalar.
@@ -171,6 +173,8 @@ class PolicyGradientLoss:
             loss = loss + settings.positive_example_nll_weight * aggregate(
                 nll_BT, mask_BT, self._counts, token_level=True
             )
+        if settings.entropy_coef > 0:
+            loss = loss - settings.entropy_coef * aggregate(scores_BT.entropy, mask_BT, self._counts, token_level=True)
         return loss
 
     def _kl(self, batch: MicroBatch, logprobs_BT: torch.Tensor) -> torch.Tensor:

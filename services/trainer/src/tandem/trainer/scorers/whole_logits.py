@@ -37,6 +37,7 @@ def scores_of_logits(
 def _entropy(logprobs_KV: torch.Tensor) -> torch.Tensor:
     parts = []
     for logprobs_RV in torch.split(logprobs_KV, _ENTROPY_ROWS):
-        # A token that is ruled out has logit -inf and adds nothing.
-        parts.append(-torch.where(logprobs_RV.isinf(), 0.0, logprobs_RV.exp() * logprobs_RV).sum(dim=-1))
+        # A token that is ruled out has logit -inf and adds nothing, nor does its gradient.
+        finite_RV = logprobs_RV.masked_fill(logprobs_RV.isinf(), 0.0)
+        parts.append(-(logprobs_RV.exp() * finite_RV).sum(dim=-1))
     return torch.cat(parts) if parts else logprobs_KV.new_zeros(0)
