@@ -89,6 +89,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/page",
     ),
     "tinker": ("tests/tinker",),
+    "families": ("tests/families",),
     "vllm": ("tests/vllm",),
     "gpu-simulated": (
         "tests/gpu",
