@@ -51,6 +51,7 @@ NEW_KEYS = [
     "eval.temperature",
     "eval.top_k",
     "eval.top_p",
+    "grpo.num_iterations",
     "grpo.val_seed",
     "grpo.val_temperature",
     "ppo.val_seed",

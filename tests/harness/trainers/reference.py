@@ -73,9 +73,11 @@ def plain_grpo(
     temperature: float = 1.0,
     kl: float = 0.0,
     decays_vectors: bool = True,
+    num_passes: int = 1,
 ) -> list[tuple[float, float]]:
     """Token-level GRPO with a k3 penalty, clipped at 0.2: the loss and gradient norm of each optimizer step.
 
+    It goes over each batch `num_passes` times, with ratios to the policy before the first.
     `decays_vectors`: whether norms and biases have weight decay too, which Megatron-Core leaves out.
     """
     reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -89,7 +91,7 @@ def plain_grpo(
             model.load_state_dict(reference, strict=False)
             references = [logprobs_of(model, sample["token_ids"], temperature) for sample in samples]
             model.load_state_dict(now, strict=False)
-        for first in range(0, len(samples), size):
+        for first in [*range(0, len(samples), size)] * num_passes:
             chosen = range(first, first + size)
             num_tokens = sum(int(samples[i]["mask"].sum()) for i in chosen)
             total = torch.zeros(())

@@ -14,7 +14,7 @@ import transformers
 from tandem.config import Config
 from tandem.samples.batch import Batch
 from tandem.trainer.backends import make_backend
-from tests.harness.trainers.reference import trained_weights
+from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.harness.trainers.trainer_harness import ADAMW, make_batch, make_config, make_model, run_ranks, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -114,6 +114,18 @@ def test_megatron_core_makes_the_same_steps(tmp_path: Path, loss: dict[str, Any]
     for one, other in zip(metrics, other_metrics, strict=True):
         assert other == pytest.approx(one, rel=1e-5, abs=1e-5)
     torch.testing.assert_close(other_weights, weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [8, 4])
+def test_passes_over_a_batch_are_those_of_a_plain_loop(tmp_path: Path, size: int) -> None:
+    """Algorithm 1 of arXiv:2402.03300 with mu = 3: ratios are to the policy before the first optimizer step."""
+    folder, batches = make_model(tmp_path / "model"), [make_batch(seed=1), make_batch(seed=2)]
+    config = make_config(folder, loss={"reference_policy_kl_penalty": 0.1}, train_global_batch_size=size)
+    config = msgspec.structs.replace(config, grpo=msgspec.structs.replace(config.grpo, num_iterations=3))
+    metrics = run_ranks(1, train_rank, config, batches, tmp_path / "run")[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert_same_steps(metrics, plain_grpo(model, batches, size=size, kl=0.1, num_passes=3))
+    assert_same_weights(trained_weights(tmp_path / "run"), model)
 
 
 def test_reinforce_plus_plus_against_a_plain_loop(tmp_path: Path) -> None:

@@ -195,6 +195,9 @@ class Rollouts(Section, frozen=True, kw_only=True):
 class Grpo(Rollouts, frozen=True, kw_only=True):
     """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
+    num_iterations: PositiveInt = 1
+    """New. Passes over each rollout batch, ``mu`` in algorithm 1 of the paper. The policy of the loss's ratio is the
+    one before the first of them."""
     normalize_rewards: bool = True
     """Divide each advantage by the standard deviation of the rewards in its group."""
     use_leave_one_out_baseline: bool = True
@@ -255,3 +258,8 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     def group_estimator(self) -> AdvEstimator:
         """Estimator that turns a group's rewards into advantages."""
         return self.adv_estimator
+
+    @cached_property
+    def num_passes(self) -> int:
+        """Passes of a step over its rollout batch."""
+        return self.num_iterations

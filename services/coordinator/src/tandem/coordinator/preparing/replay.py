@@ -78,6 +78,7 @@ _LEARNED = (
     "zero_variance_prompt_filtering",
     "reward_scaling",
     "reward_shaping",
+    "num_iterations",
     "ppo_epochs",
     "policy_training_start_step",
 )
