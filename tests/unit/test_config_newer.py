@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tandem.common.errors import ConfigError
 from tandem.config import build_config, config_from_json, config_to_json, dump_yaml, load_config, notices
@@ -164,3 +165,73 @@ def test_what_was_ignored_stays_with_the_run() -> None:
     plain = load_config("small.yaml")
     assert resume_differences(plain, config) == []
     assert fingerprint(plain) == fingerprint(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "ignored"),
+    [
+        # NeMo-RL's main branch has both, one line below the other.
+        ("grpo", {"val_period": 10, "val_perioid": 3}, "grpo.val_perioid (3)"),
+        ("policy.generation", {"temperature": 1.0, "temperatures": 2}, "policy.generation.temperatures (2)"),
+    ],
+)
+def test_a_near_miss_of_a_key_in_the_same_file_is_no_slip(section: str, given: dict[str, Any], ignored: str) -> None:
+    for part in reversed(section.split(".")):
+        given = {part: given}
+    Path("own.yaml").write_text(yaml.safe_dump({"defaults": "small.yaml", **given}))
+    assert load_config("own.yaml", [NEWER]).ignored == (f"{ignored} {NOT_KNOWN}",)
+    with pytest.raises(ConfigError, match=HOW_TO_IGNORE):
+        load_config("own.yaml")
+
+
+def test_a_near_miss_of_a_key_in_an_inherited_file_is_a_slip() -> None:
+    Path("parent.yaml").write_text(yaml.safe_dump({"defaults": "small.yaml", "grpo": {"val_period": 10}}))
+    Path("own.yaml").write_text(yaml.safe_dump({"defaults": "parent.yaml", "grpo": {"val_perioid": 3}}))
+    with pytest.raises(ConfigError, match=r"grpo\.val_perioid: unknown key; did you mean 'val_period'\?$"):
+        load_config("own.yaml", [NEWER])
+
+
+@pytest.mark.parametrize(
+    "override", ["grpo.val_at_strt=true", "grpo.normalize_reward=false", "grpo.val_perioid=0", "grpo.val_perido=null"]
+)
+def test_a_value_that_could_change_something_is_a_slip(override: str) -> None:
+    assert HOW_TO_IGNORE not in problems_of(override, NEWER)[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [("grpo.val_at_strt=false", "val_at_start"), ("loss_fn.use_kl_in_rewards=null", "use_kl_in_reward")],
+)
+def test_a_value_that_switches_nothing_on_is_no_slip(override: str, meant: str) -> None:
+    assert len(load_config("small.yaml", [override, NEWER]).ignored) == 1
+    assert problems_of(override)[0].endswith(HOW_TO_IGNORE)
+    section = override.partition(".")[0]
+    Path("small.yaml").write_text(yaml.safe_dump({**yaml.safe_load(SMALL), section: {meant: True}}))
+    assert HOW_TO_IGNORE not in problems_of(override, NEWER)[0], "it could undo what the file says"
+
+
+@pytest.mark.parametrize("value", ["[]", "[attn, mlp]", "null"])
+def test_lists_of_newer_arguments_of_megatron_core_are_no_slips(value: str) -> None:
+    """NeMo-RL's main branch sets `cuda_graph_modules` below `cuda_graph_impl`, in its base file."""
+    overrides = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
+    Path("own.yaml").write_text(
+        f"defaults: small.yaml\npolicy: {{megatron_cfg: {{cuda_graph_impl: none, cuda_graph_modules: {value}}}}}\n"
+    )
+    config = load_config("own.yaml", [*overrides, NEWER], to_run=False)
+    shown = {"null": "null", "[]": "[]"}.get(value, '["attn", "mlp"]')
+    assert config.ignored == (f"policy.megatron_cfg.cuda_graph_modules ({shown}) {NOT_KNOWN}",)
+
+
+def test_what_another_problem_hid_is_ignored_too() -> None:
+    """Megatron-Core's arguments are checked after the schema's keys."""
+    overrides = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.quorum=7"]
+    assert [line.split(": ")[1] for line in problems_of(NEWER, *overrides, "grpo.seed=x")] == ["grpo.seed"]
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_switches_of_nemo_gym_are_no_environments(value: str) -> None:
+    given = ["env.exact_match={}", f"env.should_mask_flagged_samples={value}"]
+    config = load_config("small.yaml", given)
+    assert [*config.env] == ["exact_match"]
+    line = "env.should_mask_flagged_samples (true) has no effect: only NeMo Gym flags samples"
+    assert config.ignored == ((line,) if value == "true" else ())

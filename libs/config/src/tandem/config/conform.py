@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from msgspec import inspect
@@ -31,7 +31,7 @@ from msgspec.inspect import (
 )
 
 from tandem.common.errors import nearest
-from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.problem import Invalid, Problems, Unknown, shown
 from tandem.config.schema import MODELS, Config
 from tandem.config.schema.distillation import DistillationLoss
 from tandem.config.schema.run import DURATION
@@ -202,8 +202,8 @@ def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
     problems = Problems()
     suggestions = {name: _suggestion(name, key, list(fields)) for name in mapping if name not in fields}
     for name, hint in suggestions.items():
-        is_foreign = not is_near_miss(name, mapping[name], fields)
-        problems.found.append(Invalid(_join(key, name), f"unknown key{hint}", is_foreign=is_foreign))
+        unknown = unknown_key(_join(key, name), mapping[name], {known: fields[known].default for known in fields})
+        problems.found.append(Invalid(_join(key, name), f"unknown key{hint}", unknown=unknown))
     result: dict[str, Any] = {}
     for name, field in fields.items():
         if name in mapping:
@@ -226,15 +226,36 @@ def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
     return fitted
 
 
-def is_near_miss(name: str, value: Any, siblings: Iterable[str]) -> bool:
-    """Tell whether an unknown key is a slip of the pen rather than a name of its own.
+def unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> Unknown:
+    """Tell of an unknown key which known ones it may be a slip of, given the defaults of its siblings.
 
-    It is if it nearly equals a sibling, or if it is a single value whose name belongs in another section. A sibling's
-    name with further words, such as ``gym_num_nodes`` beside ``num_nodes``, is a name of its own.
+    It may be one of a sibling that it nearly equals, or of the same name in another section, if it is a single value.
+    A sibling's name with further words, such as ``gym_num_nodes`` beside ``num_nodes``, is a name of its own, and so
+    is one with a list or a mapping where the sibling has neither, unless they are almost the same.
     """
-    if not isinstance(value, dict) and any(known.rpartition(".")[2] == name for known in all_keys(config_type())):
-        return True
-    return any(_is_slip(name.lower().split("_"), known.split("_")) for known in siblings)
+    prefix, _, name = key.rpartition(".")
+    near = [
+        known
+        for known, default in siblings.items()
+        if _is_slip(name.lower().split("_"), known.split("_"))
+        if _likeness(name, known) > _NEARLY_SAME or not (isinstance(value, list | dict) and _is_scalar(default))
+    ]
+    near.sort(key=lambda known: -_likeness(name.lower(), known))
+    return Unknown(
+        near=tuple(_join(prefix, known) for known in near),
+        is_misplaced=not isinstance(value, dict)
+        and any(known.endswith(f".{name}") for known in all_keys(config_type())),
+        is_idle=_is_idle(value) and all(_is_idle(siblings[known]) for known in near),
+    )
+
+
+def _is_scalar(default: Any) -> bool:
+    return isinstance(default, bool | int | float | str)
+
+
+def _is_idle(value: Any) -> bool:
+    """Tell whether a value switches nothing on: null, false, zero, or an empty text, list or mapping."""
+    return value is None or value is False or value in (0, "", [], (), {})
 
 
 def _is_slip(words: list[str], known: list[str]) -> bool:

@@ -63,7 +63,8 @@ batches, memory, weight transfers. Both `plan` and `check` name the keys without
   `PYTHONPATH` names that folder. The code runs with your rights; name only code that you trust.
 - **Errors.** All of them, one line each: the file (or `command line`), the key, the value, and the valid values.
 - **Newer files.** A key that no release known here has is an error, unless the file has `nemo_rl_version: '0.8'` or the
-  command line `--newer`: then it is ignored, with a notice. A near miss of a known key always is an error.
+  command line `--newer`: then it is ignored, with a notice. A near miss of a known key stays an error, unless the
+  same file sets that key too, or neither value would switch anything on.
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.config.dump import escaped
 from tandem.config.hidden import Look, Refused, without
-from tandem.config.layers import key_parts
+from tandem.config.layers import Layers, key_parts
 from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config
 
@@ -24,18 +24,19 @@ _MOST_LOOKS = 20
 
 
 def without_foreign(
-    settings: dict[str, Any], look: Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
+    layers: Layers, look: Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, Any], Config | Refused]:
     """Return settings without the keys of a newer release, which ``ignored`` lists then, and what `look` finds."""
+    settings = layers.merged
     version = settings.get("nemo_rl_version")
     if isinstance(version, float):  # written without quotes
         version = str(version)
         settings = {**settings, "nemo_rl_version": version}
     found = look(settings)
-    for _ in range(_MOST_LOOKS if _is_newer(version) else 0):
+    for _ in range(_MOST_LOOKS if is_newer(version) else 0):
         if isinstance(found, Config):
             break
-        foreign = [each for each in found.problems if each.is_foreign]
+        foreign = [each for each in found.problems if is_foreign(each, layers)]
         fewer = settings
         for each in foreign:
             fewer = without(fewer, key_parts(each.key))
@@ -48,7 +49,21 @@ def without_foreign(
     return settings, found
 
 
-def _is_newer(version: Any) -> bool:
+def is_foreign(problem: Invalid, layers: Layers) -> bool:
+    """Tell whether an unknown key is a name of its own, of a newer release, rather than a slip of the pen.
+
+    It is no slip of a key that stands beside it in the same file. Nor does a slip matter if its value switches
+    nothing on, and no file sets the key that may be meant.
+    """
+    unknown = problem.unknown
+    if unknown is None or unknown.is_misplaced:
+        return False
+    if not unknown.near or layers.are_set_together(problem.key, unknown.near[0]):
+        return True
+    return unknown.is_idle and not any(map(layers.is_set, unknown.near))
+
+
+def is_newer(version: Any) -> bool:
     """Tell whether keys of a release may be unknown here."""
     if version == NEWER:
         return True

@@ -53,6 +53,13 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
                 return layer.source
         return self.main
 
+    def are_set_together(self, key: str, other: str) -> bool:
+        """Tell whether a single file, or the command line, sets both keys."""
+        sources, others = (
+            {layer.source for layer in self.layers if _sets(layer.settings, key_parts(each))} for each in (key, other)
+        )
+        return not sources.isdisjoint(others)
+
     def is_set(self, key: str) -> bool:
         """Tell whether any layer sets `key`."""
         return _sets(self.merged, key_parts(key))

@@ -18,7 +18,7 @@ from tandem.config.checks import broken_rules
 from tandem.config.conform import completed, config_type, conform
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escaped, to_plain
-from tandem.config.foreign import HOW_TO_IGNORE, without_foreign
+from tandem.config.foreign import HOW_TO_IGNORE, is_foreign, is_newer, without_foreign
 from tandem.config.hidden import Refused, with_hidden, without_wrong_keys
 from tandem.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
 from tandem.config.megatron import fit_megatron, unfit_megatron
@@ -121,7 +121,7 @@ def valid_part(path: str | Path, overrides: Sequence[str] = ()) -> ValidPart | N
     try:
         layers, written = _layers_of_any(path, overrides)
         look = functools.partial(_look_through, to_run=True)
-        tree = without_wrong_keys(without_foreign(layers.merged, look, interpolated)[0], look)
+        tree = without_wrong_keys(without_foreign(layers, look, interpolated)[0], look)
         tree = completed(_without_variables(interpolated(tree), tree), config_type(), _DERIVED)
         config = msgspec.convert(conform(completed(fill(tree), config_type()), config_type(), ""), Config)
     except (ConfigError, Invalid, ArithmeticError, LookupError, TypeError, ValueError):
@@ -167,15 +167,18 @@ def _unfilled(config: Config) -> dict[str, Any]:
 def _build(layers: Layers, *, to_run: bool, written: Written | None = None) -> Config:
     """Make a configuration; `written` returns the file and the name of a key where they are not those in `layers`."""
     look = functools.partial(_look_through, to_run=to_run)
-    merged, found = without_foreign(layers.merged, look, interpolated)
+    merged, found = without_foreign(layers, look, interpolated)
     if isinstance(found, Config):
         return found
     found = with_hidden(found, merged, look)
     where = written or (lambda key: (layers.source_of(key), key))
-    problems = [each for each in found.problems if each.key not in _DERIVED or layers.is_set(each.key)]
+    foreign = {each for each in found.problems if is_foreign(each, layers)}
+    is_told = is_newer(merged.get("nemo_rl_version"))  # a foreign key that another problem hid is no problem then
+    seen = [each for each in found.problems if not (is_told and each in foreign)] or found.problems
+    problems = [each for each in seen if each.key not in _DERIVED or layers.is_set(each.key)]
     lines = [
-        ": ".join(filter(None, (*where(each.key), f"{each.text}{HOW_TO_IGNORE if each.is_foreign else ''}")))
-        for each in problems or (() if found.unsupported else found.problems)
+        ": ".join(filter(None, (*where(each.key), f"{each.text}{HOW_TO_IGNORE if each in foreign else ''}")))
+        for each in problems or (() if found.unsupported else seen)
     ]
     if found.unsupported:
         raise NotSupportedYet(f"{layers.main}: {found.unsupported}", *dict.fromkeys(lines))

@@ -9,8 +9,8 @@ import msgspec
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
-from tandem.config.conform import conform, is_near_miss
-from tandem.config.installed.megatron_arguments import RESERVED, arguments, is_installed
+from tandem.config.conform import conform, unknown_key
+from tandem.config.installed.megatron_arguments import RESERVED, arguments, defaults, is_installed
 from tandem.config.installed.sources import package_folder
 from tandem.config.low_precision import products_of
 from tandem.config.problem import Invalid, Problems
@@ -53,14 +53,14 @@ def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
             raise Invalid(f"{key}.{products.key}", what)
     elif to_run and megatron.forwarded.get("attention_backend") == "local":  # disables all its kernels
         raise Invalid(f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed")
-    defaults = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
+    usual = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
     clip_grad = megatron.optimizer.get("clip_grad")
     if clip_grad is None:
         clip_grad = model.max_grad_norm or 0.0
     return msgspec.structs.replace(
         megatron,
         forwarded=_fitted(key, "", megatron.forwarded),
-        optimizer=_fitted(key, "optimizer", {**defaults, **megatron.optimizer, "clip_grad": clip_grad}),
+        optimizer=_fitted(key, "optimizer", {**usual, **megatron.optimizer, "clip_grad": clip_grad}),
         distributed_data_parallel_config=_fitted(
             key, "distributed_data_parallel_config", megatron.distributed_data_parallel_config
         ),
@@ -84,14 +84,14 @@ def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
             if name in RESERVED[section]:
                 raise Invalid(key, f"cannot be set here: {RESERVED[section][name]}")
             if known and name not in known:
-                names = [*_typed(section), *known]
-                is_foreign = not is_near_miss(name, value, names)
-                raise Invalid(key, f"Megatron-Core has no such argument{nearest(name, names)}", is_foreign=is_foreign)
+                siblings = {**_typed(section), **defaults(section)}
+                unknown, hint = unknown_key(key, value, siblings), nearest(name, list(siblings))
+                raise Invalid(key, f"Megatron-Core has no such argument{hint}", unknown=unknown)
             fitted[name] = conform(value, known[name], key) if known else value
     problems.complain()
     return fitted
 
 
-def _typed(section: str) -> list[str]:
-    """Return the keys of a section that the schema itself declares."""
-    return [] if section else [field.encode_name for field in msgspec.structs.fields(MegatronCfg)]
+def _typed(section: str) -> dict[str, Any]:
+    """Return the keys of a section that the schema itself declares, with their defaults."""
+    return {} if section else {field.encode_name: field.default for field in msgspec.structs.fields(MegatronCfg)}

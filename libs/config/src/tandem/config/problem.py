@@ -5,19 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from typing import NamedTuple
 
 MAX_SHOWN = 80
 """Most characters of a value in an error."""
 
 
+class Unknown(NamedTuple):
+    """A key that this release does not know."""
+
+    near: tuple[str, ...] = ()
+    """Known keys beside it that it may be a slip of, in full, the likeliest first."""
+    is_misplaced: bool = False
+    """Whether other sections have a key of that name."""
+    is_idle: bool = False
+    """Whether its value switches nothing on: neither here nor at any of the keys that it may be a slip of."""
+
+
 class Invalid(Exception):
     """The value at a key cannot be used; `load` adds the file and makes it a `ConfigError`."""
 
-    def __init__(self, key: str, text: str, more: tuple[Invalid, ...] = (), *, is_foreign: bool = False) -> None:
+    def __init__(self, key: str, text: str, more: tuple[Invalid, ...] = (), *, unknown: Unknown | None = None) -> None:
         self.key = key
         self.text = text
-        self.is_foreign = is_foreign
-        """Whether the key is unknown and no near miss of a known one."""
+        self.unknown = unknown
+        """Whether the key is unknown, and then what it may mean; None for a known key."""
         self.all: tuple[Invalid, ...] = (self, *more)
         """This problem and those found with it."""
         super().__init__(f"{key}: {text}")
@@ -41,7 +53,7 @@ class Problems:
         """Raise `Invalid` with everything found, unless nothing was."""
         if self.found:
             first, *others = self.found
-            raise Invalid(first.key, first.text, tuple(others), is_foreign=first.is_foreign)
+            raise Invalid(first.key, first.text, tuple(others), unknown=first.unknown)
 
 
 def shown(value: object) -> str:

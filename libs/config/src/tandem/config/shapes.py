@@ -28,6 +28,12 @@ ELSEWHERE = (
 )
 """Environments of NeMo-RL that are not built."""
 
+_SWITCHES = {
+    "should_log_nemo_gym_responses": "the rollout log and logger.num_val_samples_to_print keep responses",
+    "should_mask_flagged_samples": "only NeMo Gym flags samples",
+}
+"""NeMo-RL's settings of NeMo Gym in the section of the environments, with what makes them without effect."""
+
 EVERY_ONE = 1_000_000
 """Number of validation problems that means all of them."""
 
@@ -54,6 +60,7 @@ def reshape(tree: dict[str, Any]) -> None:
         if isinstance(section, dict):
             _reshape_validation(section)
     if isinstance(tree.get("env"), dict):
+        _leave_out_switches(tree, tree["env"])
         _reshape_environments(tree["env"])
     checkpointing = tree.get("checkpointing")
     if isinstance(checkpointing, dict) and isinstance(checkpointing.get("metric_name"), str):
@@ -148,9 +155,18 @@ def _metric(name: str) -> str:
     return metric if where == "train" or metric.startswith("val_") else f"val_{metric}"
 
 
+def _leave_out_switches(tree: dict[str, Any], env: dict[str, Any]) -> None:
+    """Remove NeMo Gym's switches, which stand among the environments, and note those that are on."""
+    ignored = tree.get("ignored") or []
+    for name, why in _SWITCHES.items():
+        if env.get(name) is True and isinstance(ignored, list | tuple):
+            tree["ignored"] = ignored = [*ignored, f"env.{name} (true) has no effect: {why}"]
+        if isinstance(env.get(name), bool):
+            del env[name]
+
+
 def _reshape_environments(env: dict[str, Any]) -> None:
     """Keep the settings of environments that are not built unchanged, in ``cfg``."""
-    env.pop("should_log_nemo_gym_responses", None)
     for name in ELSEWHERE:
         entry = env.get(name)
         if isinstance(entry, dict) and entry.get("class") is None:

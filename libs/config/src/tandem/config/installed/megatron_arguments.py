@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from tandem.config.installed.sources import annotated_fields, class_and_bases, package_folder
+from tandem.config.installed.sources import annotated_fields, class_and_bases, default_of, package_folder
 
 _CLASSES = {
     "": ("transformer/transformer_config.py", "MLATransformerConfig"),
@@ -96,6 +96,20 @@ def arguments(section: str) -> dict[str, inspect.Type]:
         for field, annotation in annotated_fields(defined).items():
             if "Callable" not in ast.unparse(annotation):
                 found.setdefault(field, _described(annotation))
+    return found
+
+
+@functools.cache
+def defaults(section: str) -> dict[str, object]:
+    """Return the default of each argument of a section, a syntax tree where it is no literal."""
+    root = package_folder("megatron.core")
+    if root is None:
+        return {}
+    module, name = _CLASSES[section]
+    found: dict[str, object] = {}
+    for defined in class_and_bases(root / module, name, root):
+        for field in annotated_fields(defined):
+            found.setdefault(field, default_of(defined, field))
     return found
 
 

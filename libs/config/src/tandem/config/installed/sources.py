@@ -50,6 +50,17 @@ def annotated_fields(defined: ast.ClassDef) -> dict[str, ast.expr]:
     }
 
 
+def default_of(defined: ast.ClassDef, field: str) -> object:
+    """Return the default of a class's own field if it is written as a literal, else the expression."""
+    for node in defined.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == field:
+            try:
+                return ast.literal_eval(node.value) if node.value is not None else node
+            except ValueError:
+                return node.value
+    return None
+
+
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     """Return a module's syntax tree; an empty one if its source is missing."""

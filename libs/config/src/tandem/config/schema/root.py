@@ -46,7 +46,8 @@ class Config(Section, frozen=True, kw_only=True):
     loaded."""
     nemo_rl_version: Annotated[str, Meta(pattern=VERSION)] | None = None
     """New. Release of NeMo-RL that the file is written for, such as '0.8', or newer. If it is a later one than 0.7,
-    keys that no release known here has are ignored, with a notice; a near miss of a known key stays an error."""
+    keys that no release known here has are ignored, with a notice. A near miss of a known key stays an error, unless
+    the same file sets that key too, or neither value would switch anything on."""
     ignored: tuple[str, ...] = ()
     """New. Written by Tandem: notices about keys of the file that the configuration does not keep, those ignored
     because of `nemo_rl_version` above all."""
