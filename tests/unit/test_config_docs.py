@@ -70,6 +70,8 @@ NEW_KEYS = [
     "loss_fn.columns",
     "loss_fn.entropy_coef",
     "loss_fn.kwargs",
+    "loss_fn.loss_scale_factor",
+    "loss_fn.loss_type",
     "policy.generation.generation_timeout",
     "policy.generation.max_stored_tokens",
     "data.task",

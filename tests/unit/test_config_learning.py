@@ -134,12 +134,32 @@ def test_the_divergence_in_the_reward() -> None:
     assert configure({"use_kl_in_reward": True}, REINFORCE_PLUS_PLUS).loss_fn.use_kl_in_reward
 
 
+def test_the_mean_has_the_names_of_trl_too() -> None:
+    for loss_type, token_level in (("dapo", True), ("bnpo", True), ("dr_grpo", True), ("grpo", False), (None, True)):
+        config = configure({"loss_type": loss_type}, generation={"max_new_tokens": 48})
+        assert config.loss_fn.token_level_loss == token_level
+        assert config.loss_fn.loss_scale_factor == (48 if loss_type == "dr_grpo" else None)
+    assert configure({"loss_type": "dr_grpo", "loss_scale_factor": 7}).loss_fn.loss_scale_factor == 7
+    assert error_of({"loss_type": "grpo", "token_level_loss": True}) == (
+        "token_level_loss: loss_fn.loss_type grpo needs false, or no such key"
+    )
+    assert error_of({"loss_type": "dapo", "token_level_loss": False}) == (
+        "token_level_loss: loss_fn.loss_type dapo needs true, or no such key"
+    )
+    assert error_of({"loss_scale_factor": 7}) == "loss_scale_factor: 7 needs loss_fn.loss_type to be dr_grpo"
+    assert error_of({"loss_type": "dr-grpo"}) == (
+        "loss_type: 'dr-grpo' is not one of bnpo, dapo, dr_grpo, grpo; did you mean 'dr_grpo'?"
+    )
+
+
 def test_a_forced_ratio_is_for_one_optimizer_step() -> None:
     assert configure({"force_on_policy_ratio": True}).loss_fn.force_on_policy_ratio
     assert error_of({"force_on_policy_ratio": True}, train_global_batch_size=8) == (
         "force_on_policy_ratio: true needs one optimizer step a rollout batch: policy.train_global_batch_size is 8, "
         "grpo.num_prompts_per_step * grpo.num_generations_per_prompt 16"
     )
+    error = error_of({"force_on_policy_ratio": True}, {"num_iterations": 2})
+    assert error.endswith("grpo.num_generations_per_prompt 16, and it passes over it 2 times")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +252,8 @@ def test_the_names_of_later_releases_of_nemo_rl_are_known() -> None:
     """The keys of its base file, with the values of its recipe for DAPO."""
     config = configure(LATER_LOSS, LATER_GRPO)
     assert notices(config) == []
-    besides = {"class_path", "kwargs", "columns", *DistillationLoss.__struct_fields__}
+    of_trl = {"entropy_coef", "loss_type", "loss_scale_factor"}
+    besides = {"class_path", "kwargs", "columns", *of_trl, *DistillationLoss.__struct_fields__}
     assert set(config.loss_fn.__struct_fields__) - besides == set(LATER_LOSS), "each of them, and no other of our own"
     assert config.grpo.num_prompts_per_batch == 12
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
@@ -52,6 +53,42 @@ def test_an_entropy_bonus_is_a_mean_over_all_tokens_however_the_loss_is_one() ->
 def log_ratios(batch: MicroBatch, row: int) -> list[float]:
     assert batch.previous_logprobs_BT is not None
     return [float(CURRENT_BT[place] - batch.previous_logprobs_BT[place]) for place in ROWS[row]]
+
+
+# --- the mean over tokens ---------------------------------------------------------------------------------------------
+
+
+def token_losses(batch: MicroBatch) -> list[list[float]]:
+    """The loss of each counted token, by row: -min(r A, clip(r, 0.8, 1.2) A)."""
+    rows = []
+    for row, advantage in enumerate((1.5, -0.5)):
+        ratios = [math.exp(log_ratio) for log_ratio in log_ratios(batch, row)]
+        rows.append([-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage) for ratio in ratios])
+    return rows
+
+
+def test_the_loss_of_dr_grpo_divides_by_a_constant_length() -> None:
+    # arXiv:2503.20783, listing 1: the masked sum over the constant, then the mean over sequences.
+    batch = micro_batch()
+    config = settings(loss_type="dr_grpo", loss_scale_factor=5)
+    expected = sum(sum(row) / 5 for row in token_losses(batch)) / 2
+    assert loss_and_gradient(config, batch)[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_bnpo_is_a_mean_over_the_tokens_of_a_micro_batch() -> None:
+    # TRL 1.16, GRPOTrainer._compute_loss: (per_token_loss * mask).sum() / mask.sum(), a mean over micro-batches.
+    batch = micro_batch()
+    first, second = token_losses(batch)
+    bnpo = settings(loss_type="bnpo")
+    whole, _ = loss_and_gradient(bnpo, batch)
+    assert whole == pytest.approx(sum([*first, *second]) / 4, rel=1e-9)
+    assert whole == pytest.approx(loss_and_gradient(settings(token_level_loss=True), batch)[0], rel=1e-9)
+    loss = PolicyGradientLoss(bnpo, COUNTS, CPU)
+    total = 0.0
+    for row in range(2):
+        mask_BT = MASK_BT & (torch.arange(2) == row)[:, None]
+        total += float(loss(msgspec.structs.replace(batch, loss_mask_BT=mask_BT), scores(CURRENT_BT)))
+    assert total == pytest.approx((sum(first) / len(first) + sum(second) / len(second)) / 2, rel=1e-9)
 
 
 # --- one ratio a sequence --------------------------------------------------------------------------------------------
@@ -368,6 +405,7 @@ OPTIONS = [
         truncated_importance_sampling_ratio_min=0.8,
     ),
     settings(entropy_coef=0.3),
+    settings(loss_type="dr_grpo", loss_scale_factor=5, entropy_coef=0.3),
 ]
 
 

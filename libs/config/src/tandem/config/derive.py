@@ -343,6 +343,10 @@ def _launch(look: Look) -> Any:
     return {"trainers": min(trainers + of_others, here), "rollouts": min(rollouts, each), "refit": True}
 
 
+def _is_dr_grpo(look: Look) -> bool:
+    return bool(look("loss_fn.loss_type") == "dr_grpo")
+
+
 def _metric_name(look: Look) -> Any:
     of_training = look("data.num_validation") == 0 or not _validates(look)
     return _declared(
@@ -405,6 +409,16 @@ DERIVED = (
     *_like_the_policy("value"),
     *_like_the_policy("teacher"),
     _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
+    Derived(
+        key="loss_fn.token_level_loss",
+        text="false if `loss_fn.loss_type` is grpo, else true",
+        compute=lambda look: look("loss_fn.loss_type") != "grpo",
+    ),
+    Derived(
+        key="loss_fn.loss_scale_factor",
+        text="`policy.generation.max_new_tokens` if `loss_fn.loss_type` is dr_grpo, else null",
+        compute=lambda look: look("policy.generation.max_new_tokens") if _is_dr_grpo(look) else None,
+    ),
     _same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
     _same("policy.generation.vllm_cfg.precision", "policy.precision"),
     _same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),

@@ -94,6 +94,16 @@ def options_agree(config: Config) -> None:
             )
 
 
+def the_mean_is_one(config: Config) -> None:
+    """Check that the two keys of the loss's mean agree, and that a constant length has a use."""
+    loss = config.loss_fn
+    if loss.loss_type is not None and loss.token_level_loss == (loss.loss_type == "grpo"):
+        needed = shown(not loss.token_level_loss)
+        raise Invalid("loss_fn.token_level_loss", f"loss_fn.loss_type {loss.loss_type} needs {needed}, or no such key")
+    if loss.loss_scale_factor is not None and loss.loss_type != "dr_grpo":
+        raise Invalid("loss_fn.loss_scale_factor", f"{loss.loss_scale_factor} needs loss_fn.loss_type to be dr_grpo")
+
+
 def importance_weights_have_bounds(config: Config) -> None:
     """Check that truncated importance weights have the bounds that they need, and that bounds have a use."""
     loss = config.loss_fn
@@ -156,6 +166,7 @@ def the_reference_is_read_or_skipped(config: Config) -> None:
 POLICY_GRADIENT_RULES: tuple[Rule, ...] = (
     the_reference_is_read_or_skipped,
     options_agree,
+    the_mean_is_one,
     importance_weights_have_bounds,
     kl_in_the_reward_reaches_the_advantage,
     forced_ratios_are_true,

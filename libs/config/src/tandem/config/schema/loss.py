@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.config.schema.base import NonEmptyStr, NonNegativeFloat, PositiveFloat, Section
+from tandem.config.schema.base import NonEmptyStr, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from tandem.config.schema.columns import BUILT_IN, Column, Source
 from tandem.config.schema.distillation import DistillationLoss
 
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of a KL divergence from samples (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+
+LossType = Literal["dapo", "grpo", "bnpo", "dr_grpo"]
+"""Means of a loss over tokens, by TRL's names."""
 
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 """Treatment of importance weights that are out of bounds."""
@@ -107,6 +110,13 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     global batch (Williams and Peng 1991; Schulman et al. 2017, arXiv:1707.06347, equation 9). 0 disables it."""
     token_level_loss: bool = True
     """true: the mean over all tokens of the global batch. false: the mean over sequences of each sequence's mean."""
+    loss_type: LossType | None = None
+    """New. TRL's name of the mean. dapo is `token_level_loss`, grpo is its absence. bnpo: the mean over the tokens of
+    each micro-batch, then over micro-batches by their sequences; it depends on ``policy.train_micro_batch_size``.
+    dr_grpo: the sum over tokens, divided by the sequences of the global batch and by `loss_scale_factor` (Liu et al.
+    2025, arXiv:2503.20783, section 3.2). Null means as `token_level_loss` says."""
+    loss_scale_factor: PositiveInt | None = None
+    """New. With `loss_type` dr_grpo: tokens that each sequence counts as, however long it is."""
 
     @cached_property
     def custom_columns(self) -> dict[str, Column]:
