@@ -473,6 +473,17 @@ def test_sizes_of_a_model_that_is_elsewhere_go_unchecked() -> None:
             [f"{KEY}.converter_type=LlamaForCausalLM"],
             [f"{KEY}.converter_type (LlamaForCausalLM) has no effect: the model's config.json decides"],
         ),
+        (  # NeMo-RL v0.7's recipe of Nemotron 3 Nano
+            [f"{SCHEDULER}.lr_warmup_init=2e-65"],
+            [f"{SCHEDULER}.lr_warmup_init (2e-65) counts as 0: the run computes in float32"],
+        ),
+        (
+            ["data.max_input_seq_length=9000"],
+            [
+                "data.max_input_seq_length (9000) has no effect: policy.max_total_sequence_length is 512, and a longer "
+                "prompt is left out",
+            ],
+        ),
         (
             [f"{KEY}.optimizer.bf16=false", f"{KEY}.optimizer.clip_grad=2"],
             [

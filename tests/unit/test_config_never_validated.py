@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.common.errors import ConfigError
-from tandem.config import build_config
+from tandem.config import build_config, notices
 
 SETTINGS = {
     "policy": {"model_name": "model", "max_total_sequence_length": 64},
@@ -27,7 +26,11 @@ def test_it_is_one_of_validation_where_a_step_is_validated(otherwise: dict[str, 
     assert build_config({**SETTINGS, "grpo": settings}).checkpointing.metric_name == "val_reward"
 
 
-def test_one_that_is_set_and_never_measured_is_refused() -> None:
-    given = {**SETTINGS, "grpo": {"val_period": 0}, "checkpointing": {"metric_name": "val_accuracy"}}
-    with pytest.raises(ConfigError, match=r"checkpointing\.metric_name: val_accuracy is never measured"):
-        build_config(given)
+@pytest.mark.parametrize("checkpointing", [{}, {"keep_top_k": None}, {"enabled": False}])
+def test_one_that_is_set_and_never_measured_is_noticed(checkpointing: dict[str, object]) -> None:
+    """NeMo-RL v0.7 has files with such a metric, and keeps the newest checkpoints."""
+    settings = {**SETTINGS, "grpo": {"val_period": 0}}
+    config = build_config({**settings, "checkpointing": {"metric_name": "val_accuracy", **checkpointing}})
+    line = "checkpointing.metric_name: val_accuracy is never measured (grpo.val_period is 0)"
+    expected = [] if checkpointing else [f"{line}: the newest checkpoints are kept"]
+    assert [each for each in notices(config) if each.startswith("checkpointing.metric_name")] == expected

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.config.checks.numbers import MAY_VANISH, SMALLEST, all_numbers
+from tandem.config.checks.run import why_never_validated
 from tandem.config.derive import DERIVED
 from tandem.config.installed.sources import package_folder
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT
@@ -395,6 +397,29 @@ def _validation(config: Config) -> Iterator[str]:
         yield _vain(f"{name}.zero_variance_prompt_filtering", True, why)
 
 
+def _lengths(config: Config) -> Iterator[str]:
+    """Yield a limit of prompts that is above that of whole sequences."""
+    longest, length = config.policy.max_total_sequence_length, config.data.max_input_seq_length
+    if length > longest:
+        why = f"policy.max_total_sequence_length is {longest}"
+        yield _vain("data.max_input_seq_length", length, f"{why}, and a longer prompt is left out")
+
+
+def _vanishing(config: Config) -> Iterator[str]:
+    """Yield the learning rates that are so small that they are zero."""
+    for key, number in all_numbers("", config):
+        if number and abs(number) < SMALLEST and key.rpartition(".")[2] in MAY_VANISH:
+            yield f"{key} ({number:g}) counts as 0: the run computes in float32"
+
+
+def _unranked(config: Config) -> Iterator[str]:
+    """Yield a metric that would rank checkpoints if the run ever measured it."""
+    metric, why = config.checkpointing.metric_name, why_never_validated(config)
+    is_read = config.checkpointing.enabled and config.checkpointing.keep_top_k is not None
+    if is_read and why is not None and metric.startswith("val_"):
+        yield f"checkpointing.metric_name: {metric} is never measured ({why}): the newest checkpoints are kept"
+
+
 def _puzzle(config: Config) -> Iterator[str]:
     """Yield a notice about the puzzle: NeMo-RL's file inherits another dataset, which its script never reads."""
     if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
@@ -431,6 +456,9 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _left_to_others,
     _sees,
     _validation,
+    _lengths,
+    _vanishing,
+    _unranked,
     _puzzle,
     _nodes,
 )

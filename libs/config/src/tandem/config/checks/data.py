@@ -28,15 +28,12 @@ PYTHON_REWARDS = "python_rewards"
 """The environment set by `tandem.train`: functions of the calling program."""
 
 
-def lengths_fit(config: Config) -> None:
-    """Check that neither prompts nor responses may exceed a whole sequence."""
-    longest = config.policy.max_total_sequence_length
-    lengths = [("data.max_input_seq_length", config.data.max_input_seq_length)]
-    if config.declaration.rolls_out:
-        lengths.append(("policy.generation.max_new_tokens", config.policy.generation.max_new_tokens))
-    for key, length in lengths:
-        if length > longest:
-            raise Invalid(key, f"{length} is greater than policy.max_total_sequence_length ({longest})")
+def responses_fit(config: Config) -> None:
+    """Check that responses may not exceed a whole sequence."""
+    longest, length = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
+    if length > longest:
+        key = "policy.generation.max_new_tokens"
+        raise Invalid(key, f"{length} is greater than policy.max_total_sequence_length ({longest})")
 
 
 def the_task_is_named(config: Config) -> None:
@@ -291,7 +288,6 @@ def conversations_have_turns(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    lengths_fit,
     the_task_is_named,
     the_file_is_named,
     several_validation_files_have_names,
@@ -303,5 +299,5 @@ RULES: tuple[Rule, ...] = (
     the_system_message_is_given_once,
     environments_are_known,
     sets_are_drawn_from,
-    *where_it_rolls_out(samples_are_scored, conversations_have_turns),
+    *where_it_rolls_out(responses_fit, samples_are_scored, conversations_have_turns),
 )

@@ -15,29 +15,33 @@ SMALLEST = 1e-30
 """Smallest divisor: a logit of a million divided by it is 1e36, and float32 ends at 3.4e38."""
 
 
+MAY_VANISH = ("lr_warmup_init", "min_lr", "eta_min")
+"""Learning rates that a schedule begins or ends with: a smaller one counts as zero, and nothing is divided by it."""
+
+
 def float32_carries_numbers(config: Config) -> None:
     """Check that no number would overflow: learning rates of 1e300 or temperatures of 1e-300 produce infinities."""
-    for key, number in _numbers("", config):
+    for key, number in all_numbers("", config):
         if abs(number) > LARGEST:
             raise Invalid(key, f"{number:g} must be from {-LARGEST:g} to {LARGEST:g}: the run computes in float32")
-        if number and abs(number) < SMALLEST:
+        if number and abs(number) < SMALLEST and key.rpartition(".")[2] not in MAY_VANISH:
             raise Invalid(key, f"{number:g} must be 0 or at least {SMALLEST:g}: the run computes in float32")
 
 
-def _numbers(key: str, value: object) -> Iterator[tuple[str, float]]:
+def all_numbers(key: str, value: object) -> Iterator[tuple[str, float]]:
     """Yield all floating-point numbers in a value, with their keys."""
     if isinstance(value, float):
         yield key, value
     elif isinstance(value, msgspec.Struct):
         # Not `msgspec.structs.fields`, which evaluates all annotations again: half of the time of a configuration.
         for name, field in zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True):
-            yield from _numbers(_below(key, name), getattr(value, field))
+            yield from all_numbers(_below(key, name), getattr(value, field))
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _numbers(_below(key, str(name)), each)
+            yield from all_numbers(_below(key, str(name)), each)
     elif isinstance(value, list | tuple):
         for place, each in enumerate(value):
-            yield from _numbers(f"{key}[{place}]", each)
+            yield from all_numbers(f"{key}[{place}]", each)
 
 
 def _below(key: str, name: str) -> str:

@@ -13,7 +13,7 @@ NOTHING_TO_VALIDATE_ON = "there is nothing to validate on (data.num_validation i
 
 
 def checkpoints_can_be_ranked(config: Config) -> None:
-    """Check that the metric that ranks checkpoints is measured."""
+    """Check that the algorithm has the metric that ranks checkpoints."""
     if not config.checkpointing.enabled or config.checkpointing.keep_top_k is None:
         return
     metric = config.checkpointing.metric_name
@@ -22,11 +22,15 @@ def checkpoints_can_be_ranked(config: Config) -> None:
     if metric not in known:
         only = f"{config.algorithm} has no {metric}, only {', '.join(known)}{nearest(metric, of_sets)}"
         raise Invalid("checkpointing.metric_name", only)
+
+
+def why_never_validated(config: Config) -> str | None:
+    """Return why the run measures no metric of validation; None if it does."""
     section = config.algorithm_section
+    if not config.has_validation:
+        return NOTHING_TO_VALIDATE_ON
     is_validated = section.val_period or section.val_at_start or section.val_at_end or config.evaluates
-    if metric.startswith("val_") and not (is_validated and config.has_validation):
-        why = f"{config.algorithm}.val_period is 0" if config.has_validation else NOTHING_TO_VALIDATE_ON
-        raise Invalid("checkpointing.metric_name", f"{metric} is never measured: {why}")
+    return None if is_validated else f"{config.algorithm}.val_period is 0"
 
 
 def the_run_can_be_stopped(config: Config) -> None:
