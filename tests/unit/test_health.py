@@ -112,6 +112,12 @@ def test_a_step_in_between_at_the_threshold_says_that_all_is_well(
     assert said(config_of(), *[good] * 3 * NUM_STEPS) == [[]] * 3 * NUM_STEPS
 
 
+def test_a_step_without_a_metric_that_the_evidence_names_is_ignored() -> None:
+    health = Health(conditions(config_of()))
+    for metrics in ({"grad_norm": 0.0}, {"reward_max": 1.0}):  # as where a front end's clients train
+        assert [health.warnings(metrics) for _ in range(2 * NUM_STEPS)] == [[]] * 2 * NUM_STEPS
+
+
 def test_of_a_run_that_learns_nothing_is_said() -> None:
     assert said(config_of(), *[{}] * 50) == [[]] * 50
 

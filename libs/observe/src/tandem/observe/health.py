@@ -9,6 +9,7 @@ It is reported again only if it has cleared in between. If one condition explain
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -25,7 +26,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     """A sign that a run learns nothing: a metric that equals something, or is below or above it."""
 
     metric: str
-    """Metric that shows it; steps without the metric are ignored."""
+    """Metric that shows it; steps without it, or without another metric that the condition names, are ignored."""
     equals: float | str | None = None
     """A number, or the name of another metric; equal but for rounding."""
     below: float | None = None
@@ -38,6 +39,12 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration keys to look at."""
     explains: tuple[str, ...] = ()
     """Metrics with conditions that are consequences of this one."""
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The metrics without which a step is ignored."""
+        named = {name for _, name, _, _ in string.Formatter().parse(self.evidence) if name}
+        return frozenset({self.metric, *named, *([self.equals] if isinstance(self.equals, str) else [])})
 
     def holds(self, metrics: Metrics) -> bool:
         """Tell whether it holds in a step with these metrics."""
@@ -59,6 +66,7 @@ class Health:
     def __init__(self, conditions: Iterable[Condition]) -> None:
         """Watch these conditions (`tandem.observe.health_conditions`)."""
         self._conditions = tuple(conditions)
+        self._needed = tuple(condition.needed for condition in self._conditions)
         self._num_steps = [0] * len(self._conditions)
         self._is_said = [False] * len(self._conditions)
 
@@ -67,7 +75,7 @@ class Health:
         lines: list[str] = []
         explained: set[str] = set()
         for index, condition in enumerate(self._conditions):
-            if condition.metric not in metrics:
+            if not self._needed[index] <= metrics.keys():
                 continue
             if not condition.holds(metrics):
                 self._num_steps[index], self._is_said[index] = 0, False

@@ -175,7 +175,8 @@ def _observers(
         Curves(folder, history),
         Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
         *([EngineServers(folder)] if config.generates and config.policy.generation.takes_external_requests else []),
-        HealthWarnings(config, history),
+        # What it advises are keys of data and rewards, which a front end's clients bring.
+        *([HealthWarnings(config, history)] if invocation.front_end is None else []),
         *lasting,
     ]
     if opened.exporter is not None:

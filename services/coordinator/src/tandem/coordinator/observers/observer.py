@@ -2,13 +2,17 @@
 
 One exception: an observer may ask for the run's end, as Ctrl-C does. The loop calls one `Observers` and knows none of
 them by name. An observer's own resource, such as a file, must never
-stop the run: if it fails, the observer gives it up and says so in a line of news.
+stop the run: if it fails, the observer gives it up and says so in a line of news. Nor does a mistake in an observer:
+`Observers` counts its exceptions and says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.common.messages import AnyCommand, Failed, Reply
@@ -90,11 +94,16 @@ class Reporter(Observer):
 class Observers:
     """The observers of a run as one, called in the order in which they are given and closed in reverse.
 
-    Each of its attributes is `Observer`'s method of that name, for all observers that have one of their own.
+    Each of its attributes is `Observer`'s method of that name, for all observers that have one of their own. An
+    exception in one keeps neither the others from being called, nor the run from going on.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
+        self.num_failures: Counter[str] = Counter()
+        """Exceptions, by observer and method."""
+        self._failures: list[str] = []
+        """Lines about exceptions that were not taken yet."""
         self.sent: Callable[[str, AnyCommand, float], None] = self._together("sent")
         self.answered: Callable[[str, Reply | Failed, float], None] = self._together("answered")
         self.handled: Callable[[Event, Scheduler], None] = self._together("handled")
@@ -112,13 +121,22 @@ class Observers:
         """Return the lines of all observers for the console, each once."""
         news: list[str] = []
         for take in self._news:
-            news += take()
+            try:
+                news += take()
+            except Exception as error:
+                self._note_failure(take, error)
+        if self._failures:
+            news += self._failures
+            self._failures = []
         return news
 
     def close(self) -> None:
         """Close the observers' resources."""
         for each in reversed(self._observers):
-            each.close()
+            try:
+                each.close()
+            except Exception as error:
+                self._note_failure(each.close, error)
 
     def _together(self, name: str) -> Callable[..., None]:
         """Return a function that calls a method of all observers that have one of their own."""
@@ -126,9 +144,27 @@ class Observers:
 
         def call_each(*given: Any) -> None:
             for method in methods:
-                method(*given)
+                try:
+                    method(*given)
+                except Exception as error:
+                    self._note_failure(method, error)
 
-        return methods[0] if len(methods) == 1 else call_each
+        return call_each
+
+    def _note_failure(self, method: Callable[..., Any], error: Exception) -> None:
+        """Count an exception, and keep a line about it: of the first, the tenth, the hundredth, ... of a method."""
+        name = method.__qualname__
+        self.num_failures[name] += 1
+        count = self.num_failures[name]
+        if str(count).strip("0") == "1":
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            times = "" if count == 1 else f", {count} times so far"
+            self._failures.append(
+                f"warning: the observer {name} has failed ({what}, at {place}){times}: the run goes on without what it "
+                "would have shown; please report this"
+            )
 
     def _own(self, name: str) -> list[Callable[..., Any]]:
         return [
