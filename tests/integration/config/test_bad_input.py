@@ -92,6 +92,25 @@ def test_a_dataset_on_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPat
     assert f"{endpoint} cannot be reached (Connection refused)" in line
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("", "https://huggingface.co cannot be reached"),  # as if it were not set
+        ("hub.example", "HF_ENDPOINT is 'hub.example', not an address that begins with https:// or http://"),
+    ],
+)
+def test_an_endpoint_of_the_hub_that_is_no_address(endpoint: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(Path("home").absolute()))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with refusing_port() as port:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{port}")  # the Hub is out of reach wherever this runs
+        config = write_config({"policy": {"model_name": "nobody/nothing", "new_model": None}})
+        line = line_of(typed("coordinator", "check", str(config)))
+    assert line.startswith("policy.model_name: 'nobody/nothing' does not exist")
+    assert why in line
+
+
 def test_a_task_that_does_not_exist() -> None:
     assert "did you mean 'chain_sum'?" in refusal(merged(GYM, {"data": {"task": "chain_sums"}}))
 

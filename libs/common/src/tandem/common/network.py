@@ -33,6 +33,15 @@ def address_towards(endpoint: str) -> str:
         raise ConfigError(f"cannot find a route to {endpoint!r}: {error}") from error
 
 
+def forget_empty_endpoint() -> None:
+    """Take an empty ``HF_ENDPOINT`` for one that is not set; the Hub's libraries take it for an address.
+
+    To be called before they are imported, which is when they read it. Child processes inherit the rest.
+    """
+    if os.environ.get("HF_ENDPOINT", "x").strip() == "":
+        del os.environ["HF_ENDPOINT"]
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether a host name or address is reachable only from this host; of names, only localhost counts."""
     if host.rstrip(".").lower() == "localhost":

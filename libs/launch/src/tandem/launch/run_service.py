@@ -21,6 +21,7 @@ from tandem.common import descriptors, gc_tuning, signals
 from tandem.common.errors import NotAdmitted, TandemError, WireError
 from tandem.common.keys import ProcessKeys, decode_process_keys, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Command, Hello, ServiceKind, Shutdown
+from tandem.common.network import forget_empty_endpoint
 from tandem.common.process_lifetime import die_with
 from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Link, exit_code
 from tandem.config.model_names import fetch_models
@@ -54,6 +55,7 @@ def run_service(
 ) -> int:
     """Run one service process from its command line to its end; return the exit code."""
     gc_tuning.retire_at_exit()
+    forget_empty_endpoint()
     descriptors.raise_limit()
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()

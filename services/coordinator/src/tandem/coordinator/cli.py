@@ -11,6 +11,7 @@ from typing import NoReturn
 from tandem.common import descriptors, gc_tuning
 from tandem.common.distribution import version
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
+from tandem.common.network import forget_empty_endpoint
 from tandem.coordinator.commands import (
     chat,
     check,
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 a failed run, 2 invalid input, 130 an interrupted run that has saved.
     """
     gc_tuning.retire_at_exit()
+    forget_empty_endpoint()
     descriptors.raise_limit()
     arguments = _parse(argv)
     try:

@@ -443,8 +443,8 @@ def why_unreachable() -> str:
 
     if constants.is_offline_mode():
         return ""
-    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
         within(_NAME_S, lambda: urllib.request.urlopen(request, timeout=_TIMEOUT_S).close())
     except urllib.error.HTTPError as error:
         error.close()  # even an error is an answer
@@ -455,6 +455,8 @@ def why_unreachable() -> str:
         return f"{constants.ENDPOINT} cannot be reached ({reason or error.reason})"
     except (OSError, http.client.HTTPException) as error:
         return f"{constants.ENDPOINT} cannot be reached ({error})"
+    except ValueError:
+        return f"HF_ENDPOINT is {constants.ENDPOINT!r}, not an address that begins with https:// or http://"
     return ""
 
 

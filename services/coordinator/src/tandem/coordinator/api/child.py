@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tandem.common.network import forget_empty_endpoint
 from tandem.common.process_lifetime import fork_guarded
 
 
@@ -37,6 +38,7 @@ def _run(order_fd: int, reports_fd: int) -> int:
     from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
     gc_tuning.retire_at_exit()
+    forget_empty_endpoint()
     with os.fdopen(order_fd, "rb") as file:
         order = msgspec.json.decode(file.read(), type=RunOrder)
 
