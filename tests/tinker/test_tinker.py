@@ -28,6 +28,7 @@ from tests.harness.runs.running import TIMEOUT_S, all_gone, coordinator, process
 from tests.harness.tinker.server import ROOT, Served, served, serving, write_certificates
 
 _CLOSE = 1e-5
+_ADAPTERS = {"policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}}}
 
 
 def test_ten_steps_are_those_of_torch_and_requests_go_on_after_wrong_ones() -> None:
@@ -63,6 +64,25 @@ def test_ten_steps_are_those_of_torch_and_requests_go_on_after_wrong_ones() -> N
     assert done.returncode == 0, done.stderr
     assert len(re.findall("equal to the bit to those of run", done.stdout)) == 4, done.stdout
     assert "train:0: 20 gradients and 10 steps: equal" in done.stdout
+
+
+def test_absurd_requests_are_refused_and_leave_every_model_as_it_was() -> None:
+    with served(_ADAPTERS, "--models", "2") as server:
+        found = server.client("absurd")
+        server.command.signal(signal.SIGINT)
+        assert server.command.wait() == 0
+        output = server.command.output()
+    errors = found["errors"]
+    assert re.search(
+        r"the loss is -[\d.e+]+, not a number from -1e\+12 to 1e\+12; ratios of probabilities", errors["loss"]
+    )
+    assert "no step was taken: its gradient was dropped, because the loss is" in errors["step"]
+    assert "gradient norm" in errors["norm"]
+    assert "and 1e+12 is the most" in errors["norm"]
+    assert found["unchanged"]
+    assert found["sampled"] > 0
+    assert "is lost" not in output, "no process is to blame"
+    assert "look at" not in output, "what a run's warnings advise, a server does not have"
 
 
 def test_saved_states_go_on_to_the_bit() -> None:
@@ -136,9 +156,6 @@ def test_adapters_of_the_configured_rank_are_trained() -> None:
     assert found.pop("gap") < _CLOSE
     assert "trains adapters of rank 4: ask for rank=4" in found.pop("refused")
     assert found == {"again": True, "anew": True, "learns": True, "info": [True, 4]}
-
-
-_ADAPTERS = {"policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}}}
 
 
 _MERGED = {"policy": {**_ADAPTERS["policy"], "generation": {"transformers_cfg": {"adapter_sets": 1}}}}

@@ -12,15 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.common.errors import ConfigError
+from tandem.coordinator.tinker.driving import load
 from tandem.serving.tinker import proto, requests
 from tandem.serving.tinker.api_keys import add_key, read_keys
 from tandem.serving.tinker.calls import RECALLS, CallFailed, Desk, Publish, Recall, Save
 from tandem.serving.tinker.futures import About, Futures, Result
+from tandem.serving.tinker.gradients import Limits, gradient_call
 from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.sampling import Engines
+from tandem.serving.tinker.service import Service
 from tandem.serving.tinker.states import Record, States, now
 from tandem.trainer.calls.losses import LOSSES
 
@@ -121,6 +126,67 @@ def test_models_take_turns_and_the_calls_of_each_stay_in_their_order() -> None:
     desk.open(1)
     assert (desk.holding, desk.newest) == (3, {3: 1})
     assert {desk.published_of(model) for model in range(3)} == {4, 5, 6}
+
+
+def test_a_request_that_never_comes_fails_those_that_wait_for_it_and_the_model_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.serving.tinker.service._GAP_S", 0.05)
+    monkeypatch.chdir(tmp_path)
+    new = {"characters": "01", "config": {"model_type": "qwen3", "num_hidden_layers": 2}}
+    Path("tinker.yaml").write_text(yaml.safe_dump({"policy": {"model_name": "model", "new_model": new}}))
+    config = load("tinker.yaml", ())
+    desk = Desk()
+
+    async def scenario() -> None:
+        service = Service(desk, config, Engines(tmp_path, 32, 1.0), States(tmp_path), 1000)
+        session = service.create_session("me", requests.CreateSession(sdk_version="0.38.0"))["session_id"]
+        asked = requests.CreateModel(session_id=session, model_seq_id=0, base_model="model")
+        model = service.create_model("me", asked)["model_id"]
+        desk.take(0).answer(None)
+        await asyncio.sleep(0)
+
+        def step(seq: int) -> str:
+            body = requests.OptimStep(model_id=model, seq_id=seq, adam_params=requests.AdamParams())
+            return str(service.step("me", body)["request_id"])
+
+        waiting = [step(2), step(3)]  # the SDK could not send the first
+        assert desk.next() == []
+        for name in waiting:
+            result = await service.result("me", name, 60.0)
+            assert result is not None
+            assert "request 1 of" in result.why_failed
+            assert "has not come" in result.why_failed
+        assert desk.next() == [], "they were not carried out"
+        with pytest.raises(Refused, match="seq_id: 1, and the next request of"):
+            step(1)
+        after = step(4)
+        desk.take(0).answer(0.5)
+        result = await service.result("me", after, 60.0)
+        assert result is not None
+        assert not result.why_failed
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "cross_entropy"])
+@pytest.mark.parametrize("name", ["mask", "weights", "advantages"])
+def test_an_input_that_a_loss_does_not_take_is_refused(loss: str, name: str) -> None:
+    inputs = {"cross_entropy": ("weights",)}.get(loss, ("logprobs", "advantages"))
+    values: Any = {"target_tokens": np.array([5, 6]), **{each: np.ones(2, dtype=np.float32) for each in inputs}}
+    limits = Limits(max_length=8, vocabulary=17, most_tokens=100)
+
+    def call(**more: Any) -> Any:
+        datum = proto.Datum(token_ids=np.array([4, 5], dtype=np.int32), inputs={**values, **more})
+        body = proto.GradientRequest(
+            model_id="model", seq_id=1, data=(datum,), loss=loss, settings={}, is_forward=False
+        )
+        return gradient_call(body, limits)
+
+    assert call().loss == loss
+    if name not in inputs:
+        with pytest.raises(Refused, match=rf"data\[0\].{name}: {loss} takes target_tokens and {inputs[0]}"):
+            call(**{name: np.ones(2, dtype=np.float32)})
 
 
 def test_old_results_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -765,6 +765,54 @@ def wrong(url: str) -> Any:
     return {"errors": errors, "after": after}
 
 
+def absurd(url: str) -> Any:
+    """Ask one model for numbers that no run computes with, and for steps without a gradient; look at both models."""
+    service = tinker.ServiceClient(base_url=url)
+    mine, other = (service.create_lora_training_client("base", rank=4).result() for _ in range(2))
+    data = data_of(rows_of(np.random.default_rng(3), ("advantages", "logprobs")))
+    adam = types.AdamParams(**ADAM)
+    for model in (mine, other):
+        model.forward_backward(data, "importance_sampling").result()
+        model.optim_step(adam).result()
+
+    def scores(model: Any) -> list[list[float]]:
+        output = model.forward(data, "importance_sampling").result()
+        return [each["logprobs"].data for each in output.loss_fn_outputs]
+
+    before = [scores(mine), scores(other)]
+
+    def gradient(size: int, loss: Any, **inputs: Any) -> Any:
+        model_input = types.ModelInput.from_ints([4, 5, 6])
+        given = {name: np.array(values, dtype=np.float32) for name, values in inputs.items()}
+        targets = {"target_tokens": np.array([5, 6, 7])}
+        return mine.forward_backward([types.Datum(model_input=model_input, loss_fn_inputs={**targets, **given})], loss)
+
+    errors = {}
+    # The loss: a client has mixed up the log-probabilities. It has sent the step before it can know.
+    wild = gradient(3, "importance_sampling", advantages=[1.0] * 3, logprobs=[-35.0] * 3)
+    late = mine.optim_step(adam)
+    errors["loss"], errors["step"] = error_of(wild.result), error_of(late.result)
+    # The norm: the losses of two tokens cancel, and their gradients do not.
+    (scored,) = mine.forward(data_of([(np.array([4, 5, 6, 7]), {})]), "cross_entropy").result().loss_fn_outputs
+    first, second, _ = scored["logprobs"].data
+    most = 9e11 / max(1.0, first / second)
+    gradient(3, "cross_entropy", weights=[most, -most * first / second, 0.0]).result()
+    errors["norm"] = error_of(mine.optim_step(adam).result)
+    unchanged = [scores(mine), scores(other)] == before
+    # Steps without a gradient, each published: without moments of AdamW, they leave the weights as they are.
+    mine.load_state(mine.save_state("one").result().path).result()
+    still = types.AdamParams(**{**ADAM, "weight_decay": 0.0})
+    for _ in range(7):
+        mine.optim_step(still).result()
+        sampler = mine.save_weights_and_get_sampling_client().result()
+    unchanged = unchanged and [scores(mine), scores(other)] == before
+    sampled = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=4)).result()
+    again = mine.forward_backward(data, "importance_sampling").result().metrics["loss:sum"]
+    mine.optim_step(adam).result()
+    service.close("success")
+    return {"errors": errors, "unchanged": unchanged, "sampled": len(sampled.sequences[0].tokens), "again": again}
+
+
 def pipelined(url: str) -> Any:
     """Send many requests before the first answer, and then look at all answers."""
     service, training = begin(url)

@@ -75,7 +75,8 @@ def _sequence(row: int, datum: proto.Datum, loss: str, limits: Limits) -> GivenS
     if min(whole.min(), scored.min()) < 0 or max(whole.max(), scored.max()) >= limits.vocabulary:
         raise Refused(f"data[{row}]: token ids must be from 0 to {limits.vocabulary - 1}")
     inputs = {name: np.zeros(size + 1, dtype=np.float32) for name in INPUTS}
-    for name in _INPUTS_OF.get(loss, _OF_SAMPLES):
+    taken = _INPUTS_OF.get(loss, _OF_SAMPLES)
+    for name in taken:
         values = datum.inputs.get(name)
         if values is None and name == "weights":
             values = np.ones(size, dtype=np.float32)
@@ -85,8 +86,9 @@ def _sequence(row: int, datum: proto.Datum, loss: str, limits: Limits) -> GivenS
             raise Refused(f"data[{row}].{name}: must be finite")
         inputs[name][1:] = values
     for name in datum.inputs:
-        if name not in ("target_tokens", *inputs, "mask"):
-            raise Refused(f"data[{row}].{name[:100]}: no input of a loss that is served")
+        if name not in ("target_tokens", *taken):
+            advice = "; advantages of 0 leave tokens out" if name in ("mask", "weights") else ""
+            raise Refused(f"data[{row}].{name[:100]}: {loss} takes target_tokens and {' and '.join(taken)}{advice}")
     return GivenSequence(token_ids=whole.astype(np.int32), targets=scored.astype(np.int32), inputs=inputs)
 
 

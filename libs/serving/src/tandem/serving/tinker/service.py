@@ -40,8 +40,9 @@ from tandem.serving.tinker.states import Record, States, check_ttl, now
 
 SILENT_S = 120.0
 """Time without a heartbeat after which a session counts as closed; the SDK sends one every ten seconds."""
-_GAP_S = 600.0
-"""Time that a request waits for those before it."""
+_GAP_S = 120.0
+"""Time without a request of a model after which one that is missing will not come. A body has a minute, and what is
+refused for lack of room comes again sooner."""
 _MOST_AHEAD = 4096
 _MOST_UNFINISHED = 8192
 """Requests in progress of one key."""
@@ -86,6 +87,7 @@ class Model:
         """Why no more requests are carried out; empty while they are."""
         self.num_saved = 0
         self.last_request = now()
+        self.last_came = time.monotonic()
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -515,6 +517,7 @@ class Service:
         found = {"request_id": request_id, "model_id": model.model_id}
         if self.futures.get(request_id, model.owner) is not None or self.futures.is_dropped(request_id, model.owner):
             return found  # it came before
+        model.last_came = time.monotonic()
         if not model.next_seq <= seq <= model.next_seq + _MOST_AHEAD:
             raise Refused(f"seq_id: {seq}, and the next request of {model.model_id} is {model.next_seq}")
         # Those that wait for this one do not keep it out.
@@ -533,8 +536,21 @@ class Service:
         return found
 
     def _give_up_gap(self, model: Model, seq: int) -> None:
-        if seq in model.waiting:
-            self._end(model, f"request {model.next_seq} has not come within {_GAP_S:g} s of request {seq}")
+        """Fail the requests that wait for one which the client could not send; the model goes on after them.
+
+        They are not carried out without it: they may be the rest of its batch, and the step with its gradient.
+        """
+        if seq not in model.waiting:
+            return
+        left_s = model.last_came + _GAP_S - time.monotonic()
+        if left_s > 0:
+            self._loop.call_later(left_s, self._give_up_gap, model, seq)
+            return
+        why = f"not carried out: request {model.next_seq} of {model.model_id}, which is before it, has not come"
+        waiting, model.waiting = model.waiting, {}
+        model.next_seq = max(waiting) + 1
+        for number in waiting:
+            self._fail(f"{model.model_id}:{number}", why, is_users=True)
 
     def _begin(
         self, model: Model, request_id: str, begin: Callable[[], Call], result: Callable[[Answer], Result]

@@ -15,6 +15,7 @@ from tandem.config import Config
 from tandem.config.layers import read_layers
 from tandem.config.load import build, laid_over
 from tandem.config.models.vision_families import family_of
+from tandem.config.schema.policy import Policy
 from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.loop.loop import Loop
 from tandem.coordinator.observers.observer import Observer
@@ -73,8 +74,9 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     """
     layers = laid_over(read_layers(Path(path), overrides), _SETTINGS, _SOURCE)
     # Clients send batches of any size, so that the configured one only has to be possible.
-    sizes = [layers.merged.get(section) or {} for section in ("policy", "cluster")]
-    numbers = [section.get(key) for section, key in zip(sizes, ("train_micro_batch_size", "trainers"), strict=True)]
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Policy)}
+    keys = ("policy", "train_micro_batch_size"), ("cluster", "trainers")
+    numbers = [(layers.merged.get(section) or {}).get(key, defaults.get(key)) for section, key in keys]
     size = math.prod(number for number in numbers if isinstance(number, int))
     sized = {"policy": {"train_global_batch_size": size}, "grpo": {"num_prompts_per_step": size}}
     layers = laid_over(layers, sized, _SOURCE)

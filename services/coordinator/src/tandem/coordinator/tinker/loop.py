@@ -104,8 +104,6 @@ class CallLoop(Loop):
         """The request to train in the step that is open, of every trainer."""
         self._running: _Running | None = None
         self._publishing: tuple[int, Pending] | None = None
-        self._has_update, self._is_restored = False, False
-        """Whether the optimizer has stepped in this step of the scheduler, and whether other weights were taken."""
         self._changed: set[int] = set()
         """Sets whose weights may differ from those that were published last."""
         self._number = 0
@@ -138,7 +136,6 @@ class CallLoop(Loop):
     def _send_batch(self, action: DispatchBatch) -> None:
         """Open the step instead: the calls of clients are what is trained on."""
         self._held = action
-        self._has_update = self._is_restored = False
         self._metrics, self._began_at = {}, time.monotonic()
         if not self._desk.is_open:
             self._changed.clear()
@@ -250,7 +247,8 @@ class CallLoop(Loop):
                 seconds={"policy_training": seconds},
                 compute_s=seconds,
                 waited_s=0.0,
-                has_update=self._has_update and not self._is_restored,
+                # A client may step by too little to change a weight, or go back to the weights of before.
+                has_update=False,
                 memory=MemoryUse(peak=0, held=0),
             )
             yield Replied(now=now, process=process, reply=reply)
@@ -273,13 +271,11 @@ class CallLoop(Loop):
             case AddGradients():
                 self._send_gradients(running, call)
             case TakeStep():
-                self._has_update |= call.learning_rate > 0
                 self._changed.add(pending.number)
                 for trainer in self._trainers:
                     fields = self._fields(running, trainer)
                     self._send_call(trainer, StepOptimizer(**_fields_of(call), **fields))
             case Restore():
-                self._is_restored = True
                 self._changed.add(pending.number)
                 for trainer in self._trainers:
                     self._send_call(trainer, RestoreTraining(**_fields_of(call), **self._fields(running, trainer)))
@@ -305,7 +301,7 @@ class CallLoop(Loop):
         """Have trainers hold another set before they carry out the call."""
         if number == self._number:
             return
-        self._number, self._is_restored = number, True
+        self._number = number
         for trainer in self._trainers:
             fields = self._fields(running, trainer)
             self._send_call(trainer, SwitchTraining(number=number, is_copy=is_copy, **fields))
@@ -367,7 +363,8 @@ class CallLoop(Loop):
         if running.failed is not None:
             if is_published:
                 self._reopen()
-            running.pending.answer(CallFailed(running.failed.error))
+            is_users = running.failed.expected and isinstance(running.pending.call, AddGradients | TakeStep)
+            running.pending.answer(CallFailed(running.failed.error, is_users=is_users))
             return
         if is_published:
             yield from self._publish(running.pending, now)

@@ -7,6 +7,7 @@ device and back, saves and resumes it.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -102,18 +103,24 @@ class HeldModel:
             self._place.leave()
         return float(self._ranks.replicas.sum(total)[0])
 
-    def take_step(self, loss: float, max_grad_norm: float | None) -> OptimizerStep:
-        """Clip the gradient, which is that of `loss`, step, and forget it. Raises `NotFiniteError`."""
+    def take_step(
+        self, loss: float, max_grad_norm: float | None, *, largest: float = sys.float_info.max
+    ) -> OptimizerStep:
+        """Clip the gradient, which is that of `loss`, step, and forget it.
+
+        Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient's norm is beyond `largest`.
+        """
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = norm_of(gradients)
         if max_grad_norm is not None:
             scale_down(gradients, norm, max_grad_norm)
         grad_norm = float(norm)
-        if not (abs(loss) < float("inf") and grad_norm < float("inf")):
+        if not (abs(loss) <= largest and grad_norm <= largest):
             self.optimizer.zero_grad(set_to_none=True)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
             raise NotFiniteError(
                 f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {grad_norm}"
+                f"{'' if largest == sys.float_info.max else f', and {largest:g} is the most'}"
             )
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()

@@ -27,13 +27,14 @@ from tandem.common.messages import (
     SwitchTraining,
     TrainingRestored,
 )
+from tandem.common.returned import beyond
 from tandem.common.wire import Arrays
 from tandem.config.schema.columns import TEACHER_TOPK_INDICES, Column
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import Batch, Float32s
 from tandem.trainer.backend import Backend
 from tandem.trainer.batching.shard import Shard, unpad_into
-from tandem.trainer.calls.losses import LOSSES
+from tandem.trainer.calls.losses import LOSSES, OF_RATIOS
 from tandem.trainer.calls.policy import CalledPolicy, Progress
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores, StudentScores, TokenScores
@@ -51,6 +52,9 @@ _DTYPES = {
 }
 _TARGETS = "targets_T"
 """Tokens that are scored in the place of others: as a student scores those of a teacher."""
+_DO_THEY_MATCH = (
+    "; ratios of probabilities are exp(log-probability - logprobs): are these logprobs those of the targets?"
+)
 _COLUMNS = {name: Column(name=name, source="coordinator") for name in INPUTS}
 
 
@@ -62,6 +66,8 @@ class _Set(NamedTuple):
     """Its optimizer and gradient; None for a new one."""
     loss: float
     has_gradient: bool
+    why_dropped: str
+    """Why its last gradient was dropped; empty if it was not, or another has come since."""
 
 
 class Calls:
@@ -81,6 +87,8 @@ class Calls:
         self._loss = 0.0
         """Loss whose gradient there is."""
         self._has_gradient = False
+        self._why_dropped = ""
+        """Why the last gradient was dropped; empty if it was not, or another has come since."""
         self._number = 0
         """The set in the policy's parameters."""
         self._waiting: dict[int, _Set] = {}
@@ -131,12 +139,15 @@ class Calls:
         if command.has_gradient:
             loss = self._policy.add_gradient(micro_batches, loss_of)
             self._loss += loss
-            self._has_gradient = True
+            self._has_gradient, self._why_dropped = True, ""
         else:
             loss = self._policy.score(micro_batches, loss_of)
-        if not abs(loss) < float("inf"):
-            self._forget_gradient()
-            raise NotFiniteError(f"the loss is {loss}: its gradient, and those of the calls before, are dropped")
+        if wrong := beyond(loss):
+            why = f"the loss is {wrong}{_DO_THEY_MATCH if command.loss in OF_RATIOS else ''}"
+            if command.has_gradient:
+                self._drop_gradient(why)
+                why = f"{why}: its gradient, and those of the calls before, are dropped"
+            raise NotFiniteError(why)
         self._policy.complete(logprobs_T)
         reply = GradientAdded(command_id=command.command_id, loss=loss, logprobs=logprobs_T.astype("<f4").tobytes())
         self._context.reply(command.command_id, reply)
@@ -158,9 +169,16 @@ class Calls:
         return torch.where(mask_BT, loss_BT, 0.0).sum()
 
     def _step(self, command: StepOptimizer) -> None:
+        # A client may have sent it before it could know. Without its gradient it would still move the weights.
+        if self._why_dropped:
+            raise NotFiniteError(f"no step was taken: its gradient was dropped, because {self._why_dropped}")
         loss, has_gradient = self._loss, self._has_gradient
         self._loss, self._has_gradient = 0.0, False
-        norm = self._policy.step(command, loss, has_gradient=has_gradient)
+        try:
+            norm = self._policy.step(command, loss, has_gradient=has_gradient)
+        except NotFiniteError as error:
+            self._why_dropped = str(error)
+            raise
         self._context.reply(command.command_id, OptimizerStepped(command_id=command.command_id, grad_norm=norm))
 
     @torch.no_grad()
@@ -183,19 +201,24 @@ class Calls:
             before = {name: tensor.clone() for name, tensor in held.items()}
             new = self._waiting.pop(number, None)
             if new is None or command.is_copy:
-                new = _Set(before if command.is_copy else self._first, None, 0.0, has_gradient=False)
+                new = _Set(before if command.is_copy else self._first, None, 0.0, has_gradient=False, why_dropped="")
             progress = policy.set_aside(has_gradient=self._has_gradient)
-            self._waiting[self._number] = _Set(before, progress, self._loss, self._has_gradient)
+            self._waiting[self._number] = _Set(before, progress, self._loss, self._has_gradient, self._why_dropped)
             if new.progress is not None:
                 policy.take_back(new.progress)
             for name, tensor in held.items():
                 tensor.copy_(new.weights[name])
             self._number, self._loss, self._has_gradient = number, new.loss, new.has_gradient
+            self._why_dropped = new.why_dropped
         self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
+
+    def _drop_gradient(self, why: str) -> None:
+        self._forget_gradient()
+        self._why_dropped = why
 
     def _forget_gradient(self) -> None:
         self._policy.forget_gradient()
-        self._loss, self._has_gradient = 0.0, False
+        self._loss, self._has_gradient, self._why_dropped = 0.0, False, ""
 
     def _read(self, arrays: Arrays) -> tuple[Batch, Batch]:
         """Return the table of all sequences, and this rank's own. Raises `WireError`."""

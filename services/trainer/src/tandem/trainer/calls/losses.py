@@ -56,3 +56,6 @@ LOSSES: Mapping[str, LossOfTokens] = {
     each.__name__.removeprefix("_"): each for each in (_cross_entropy, _importance_sampling, _ppo, _cispo, _dro)
 }
 """Losses by their names in `LossOfCall`."""
+
+OF_RATIOS = frozenset({"importance_sampling", "ppo", "cispo"})
+"""Losses with ratios of probabilities, which grow exponentially with differences of log-probabilities."""

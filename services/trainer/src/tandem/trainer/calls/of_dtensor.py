@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.common.errors import ConfigError
-from tandem.common.messages import StepOptimizer
+from tandem.common.messages import LARGEST, StepOptimizer
 from tandem.samples.batch import Float32s
 from tandem.trainer.backend import LossOfMicroBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -57,7 +57,7 @@ class OfDTensor:
             group["betas"] = (command.beta1, command.beta2)
             group["eps"] = command.eps
             group["weight_decay"] = command.weight_decay
-        return self._policy.take_step(loss, command.max_grad_norm or None).grad_norm
+        return self._policy.take_step(loss, command.max_grad_norm or None, largest=LARGEST).grad_norm
 
     def trained_here(self) -> dict[str, torch.Tensor]:
         """Return the parameters that are trained."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
-from tandem.common.messages import StepOptimizer
+from tandem.common.messages import LARGEST, StepOptimizer
 from tandem.samples.batch import Float32s
 from tandem.trainer.backend import LossOfMicroBatch
 from tandem.trainer.backends.megatron import optimizer_state
@@ -92,7 +92,7 @@ class OfMegatron:
                 group["eps"] = command.eps
                 group["weight_decay"] = command.weight_decay
             try:
-                return policy.take_step(loss, biases, command.max_grad_norm).grad_norm
+                return policy.take_step(loss, biases, command.max_grad_norm, largest=LARGEST).grad_norm
             finally:
                 policy.forget_gradient()
 

@@ -6,7 +6,7 @@ configuration has the settings. The algorithm's declaration has the models to tr
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -179,7 +179,12 @@ class HeldModel:
         return done
 
     def take_step(
-        self, loss: float, biases: Sequence[tuple[torch.Tensor, torch.Tensor]], max_grad_norm: float
+        self,
+        loss: float,
+        biases: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        max_grad_norm: float,
+        *,
+        largest: float = sys.float_info.max,
     ) -> OptimizerStep:
         """Clip the gradient, which is that of `loss` and has been reduced, and step.
 
@@ -187,18 +192,20 @@ class HeldModel:
             loss: loss on all ranks.
             biases: `balancing_biases` before the gradient was reduced.
             max_grad_norm: norm that larger gradients are scaled down to; zero for none.
+            largest: largest loss and norm of the gradient.
 
         Raises:
-            NotFiniteError: the loss or the gradient is not finite. No weight has changed.
+            NotFiniteError: the loss or the gradient is not finite, or beyond `largest`. No weight has changed.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (abs(loss) <= largest and norm <= largest):
             for buffer, before in biases:
                 buffer.copy_(before)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
             raise NotFiniteError(
                 f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {norm}"
+                f"{'' if largest == sys.float_info.max else f', and {largest:g} is the most'}"
             )
         clip(self.optimizer, norm, max_grad_norm)
         learning_rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
