@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -19,6 +20,7 @@ from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
 from tandem.config import Config, build_config
 from tandem.config.schema import AdvEstimator, RewardScaling, RewardShaping
+from tandem.coordinator.algorithms.advantages import advantages as estimated
 from tandem.coordinator.algorithms.advantages import group_advantages
 from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advantages
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
@@ -51,6 +53,31 @@ def test_normalising_divides_by_the_spread_of_the_same_rewards() -> None:
     everyone = advantages([[1.0, 2.0, 6.0]], leave_one_out=False)
     spread = math.sqrt((4 + 1 + 9) / 3)
     np.testing.assert_allclose(everyone, [[-2 / spread, -1 / spread, 3 / spread]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_the_spread_of_a_whole_batch_may_divide(leave_one_out: bool) -> None:
+    """PyTorch's standard deviation; TRL 1.16, GRPOTrainer: (rewards - group mean) / (rewards.std() + epsilon)."""
+    rewards_GN = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 1.0], [3.0, 3.0, 3.0]], dtype=torch.float64)
+    settings = AdvEstimator(scale_rewards="batch", use_leave_one_out_baseline=leave_one_out)
+    means_GN = rewards_GN.mean(dim=1, keepdim=True)
+    if leave_one_out:
+        means_GN = (3 * means_GN - rewards_GN) / 2
+    found_GN = estimated(rewards_GN.numpy(), settings, np.ones((3, 3), dtype=np.bool_))
+    np.testing.assert_allclose(found_GN, (rewards_GN - means_GN) / rewards_GN.std(), rtol=1e-5)
+    # What does not count has no part in the spread, and no advantage.
+    counts_GN = np.array([[True] * 3, [True] * 3, [False] * 3])
+    found_GN = estimated(rewards_GN.numpy(), settings, counts_GN)
+    np.testing.assert_allclose(found_GN[:2], (rewards_GN - means_GN)[:2] / rewards_GN[:2].std(), rtol=1e-5)
+    assert not found_GN[2].any()
+
+
+def test_a_batch_without_spread_divides_by_nothing() -> None:
+    rewards_GN = np.array([[0.8, 0.7 + 0.1], [0.8, 0.8]])
+    settings = AdvEstimator(scale_rewards="batch", use_leave_one_out_baseline=False)
+    assert not estimated(rewards_GN, settings, np.ones((2, 2), dtype=np.bool_)).any()
+    alone = AdvEstimator(scale_rewards="batch", use_leave_one_out_baseline=False)
+    assert not estimated(rewards_GN, alone, np.array([[True, False], [False, False]])).any()
 
 
 def test_a_lone_success_keeps_its_plain_advantage() -> None:

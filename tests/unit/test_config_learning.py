@@ -152,6 +152,25 @@ def test_the_mean_has_the_names_of_trl_too() -> None:
     )
 
 
+def test_the_divisor_of_advantages_has_the_names_of_trl_too() -> None:
+    for scale, normalizes in (("group", True), ("batch", True), ("none", False), (None, True)):
+        for grpo in ({"scale_rewards": scale}, {"adv_estimator": {"scale_rewards": scale}}):
+            estimator = configure(None, grpo).grpo.adv_estimator
+            assert (estimator.scale_rewards, estimator.normalize_rewards) == (scale, normalizes)
+    assert error_of(None, {"scale_rewards": "batch", "normalize_rewards": False}) == (
+        "normalize_rewards: grpo.scale_rewards batch needs true, or no such key"
+    )
+    assert error_of(None, {"scale_rewards": "none", "normalize_rewards": True}) == (
+        "normalize_rewards: grpo.scale_rewards none needs false, or no such key"
+    )
+    assert error_of(None, {"scale_rewards": "batch", "adv_estimator": {"name": "gdpo"}}) == (
+        "scale_rewards: batch, but grpo.adv_estimator.name gdpo has a divisor of its own"
+    )
+    assert error_of(None, {"scale_rewards": "none", **REINFORCE_PLUS_PLUS}) == (
+        "scale_rewards: none, but grpo.adv_estimator.name reinforce_plus_plus has a divisor of its own"
+    )
+
+
 def test_a_forced_ratio_is_for_one_optimizer_step() -> None:
     assert configure({"force_on_policy_ratio": True}).loss_fn.force_on_policy_ratio
     assert error_of({"force_on_policy_ratio": True}, train_global_batch_size=8) == (

@@ -343,6 +343,11 @@ def _launch(look: Look) -> Any:
     return {"trainers": min(trainers + of_others, here), "rollouts": min(rollouts, each), "refit": True}
 
 
+def _normalizes(look: Look) -> Any:
+    scale = look("grpo.adv_estimator.scale_rewards")
+    return look("grpo.normalize_rewards") if scale is None else scale != "none"
+
+
 def _is_dr_grpo(look: Look) -> bool:
     return bool(look("loss_fn.loss_type") == "dr_grpo")
 
@@ -398,7 +403,17 @@ DERIVED = (
         text=_by_algorithm(lambda algorithm: algorithm.train_global_batch_size),
         compute=lambda look: _declared(look, lambda algorithm: algorithm.train_global_batch_size),
     ),
-    _same("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards"),
+    Derived(
+        key="grpo.normalize_rewards",
+        text="false if `grpo.scale_rewards` is none, else true",
+        compute=lambda look: look("grpo.scale_rewards") != "none",
+    ),
+    _same("grpo.adv_estimator.scale_rewards", "grpo.scale_rewards"),
+    Derived(
+        key="grpo.adv_estimator.normalize_rewards",
+        text="`grpo.normalize_rewards`, or what `grpo.adv_estimator.scale_rewards` means",
+        compute=_normalizes,
+    ),
     _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
     *_of_model("policy"),
     Derived(

@@ -156,8 +156,10 @@ def change_config(
 
 
 def changed_keys(earlier: Config, later: Config) -> list[str]:
-    """Return the keys that differ, without those derived from others that differ."""
-    return differing(_unfilled(earlier), _unfilled(later))
+    """Return the keys that differ, without those derived from others that differ, in the schema's order."""
+    places = {key: place for place, key in enumerate(differing(to_plain(earlier), to_plain(later)))}
+    keys = differing(_unfilled(earlier), _unfilled(later))
+    return sorted(keys, key=lambda key: places.get(key, len(places)))
 
 
 def _unfilled(config: Config) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid
+from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config
 
 
@@ -15,6 +15,22 @@ def leaving_one_out_leaves_one(config: Config) -> None:
         raise Invalid(
             "grpo.num_generations_per_prompt",
             "1, but grpo.use_leave_one_out_baseline needs at least 2 samples of each prompt",
+        )
+
+
+def the_divisor_is_one(config: Config) -> None:
+    """Check that the two keys of the divisor of advantages agree, and that the estimator has such a divisor."""
+    estimator = config.grpo.adv_estimator
+    for key, section in (("grpo", config.grpo), ("grpo.adv_estimator", estimator)):
+        scale = section.scale_rewards
+        if scale is not None and section.normalize_rewards == (scale == "none"):
+            needed = shown(not section.normalize_rewards)
+            raise Invalid(f"{key}.normalize_rewards", f"{key}.scale_rewards {scale} needs {needed}, or no such key")
+    estimators = ("grpo",) if estimator.scale_rewards == "batch" else ("grpo", "gdpo")
+    if estimator.scale_rewards is not None and estimator.name not in estimators:
+        raise Invalid(
+            "grpo.scale_rewards",
+            f"{estimator.scale_rewards}, but grpo.adv_estimator.name {estimator.name} has a divisor of its own",
         )
 
 
@@ -85,6 +101,7 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
 
 RULES: tuple[Rule, ...] = (
     leaving_one_out_leaves_one,
+    the_divisor_is_one,
     components_have_no_length,
     advantages_have_bounds,
     *ROLLOUT_RULES,

@@ -17,6 +17,9 @@ from tandem.config.schema.base import (
     Seed,
 )
 
+ScaleRewards = Literal["group", "batch", "none"]
+"""Samples over whose rewards the standard deviation is taken that divides an advantage."""
+
 
 class AdvEstimator(Section, frozen=True, kw_only=True):
     """The estimator that turns rewards into advantages."""
@@ -28,6 +31,8 @@ class AdvEstimator(Section, frozen=True, kw_only=True):
     over all tokens of the batch (Hu et al. 2025, arXiv:2501.03262). opd: the advantages of `on_policy_distillation`."""
     normalize_rewards: bool = True
     """Same as `grpo.normalize_rewards`; not for reinforce_plus_plus."""
+    scale_rewards: ScaleRewards | None = None
+    """New. Same as `grpo.scale_rewards`; batch only for grpo, the others for grpo and gdpo."""
     use_leave_one_out_baseline: bool = True
     """Same as `grpo.use_leave_one_out_baseline`; not for reinforce_plus_plus."""
     minus_baseline: bool = True
@@ -200,6 +205,10 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     one before the first of them."""
     normalize_rewards: bool = True
     """Divide each advantage by the standard deviation of the rewards in its group."""
+    scale_rewards: ScaleRewards | None = None
+    """New. TRL's name of the divisor. group is `normalize_rewards`, none its absence. batch: the (unbiased) standard
+    deviation of the rewards of the whole rollout batch, with the baseline of each group (Liu et al. 2025,
+    arXiv:2508.08221). Null means as `normalize_rewards` says."""
     use_leave_one_out_baseline: bool = True
     """Subtract the mean reward of the group's *other* samples, not of the whole group (Ahmadian et al. 2024,
     arXiv:2402.14740)."""

@@ -36,6 +36,8 @@ def advantages(
         if not settings.minus_baseline:
             return np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
         return valid_advantages(rewards_GN, counts_GN, leave_one_out=False, normalize=False)
+    if settings.scale_rewards == "batch":
+        return batch_advantages(rewards_GN, counts_GN, leave_one_out=settings.use_leave_one_out_baseline)
     return valid_advantages(
         rewards_GN,
         counts_GN,
@@ -60,6 +62,22 @@ def valid_advantages(
             left = rewards_GN[group : group + 1, left_N]
             advantages_GN[group, left_N] = group_advantages(left, leave_one_out=leave_one_out, normalize=normalize)[0]
     return advantages_GN
+
+
+def batch_advantages(
+    rewards_GN: NDArray[np.float64], counts_GN: NDArray[np.bool_], *, leave_one_out: bool
+) -> NDArray[np.float32]:
+    """Return the rewards minus the baselines of their groups, divided by the spread of the whole batch.
+
+    That is ``s + 1e-6`` with ``s`` the unbiased standard deviation of all rewards that count (Liu et al. 2025,
+    arXiv:2508.08221; TRL's ``scale_rewards: batch``), so that a group of nearly equal rewards is not blown up.
+    """
+    advantages_GN = valid_advantages(rewards_GN, counts_GN, leave_one_out=leave_one_out, normalize=False)
+    rewards_X = rewards_GN[counts_GN]
+    if len(rewards_X) < 2 or not differ(rewards_X):
+        return advantages_GN
+    divided_GN: NDArray[np.float32] = (advantages_GN / (rewards_X.std(ddof=1) + _EPSILON)).astype(np.float32)
+    return divided_GN
 
 
 def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, normalize: bool) -> NDArray[np.float32]:

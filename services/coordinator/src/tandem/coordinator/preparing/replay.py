@@ -73,6 +73,7 @@ REFUSED = {
 _LEARNED = (
     "adv_estimator",
     "normalize_rewards",
+    "scale_rewards",
     "use_leave_one_out_baseline",
     "overlong_filtering",
     "zero_variance_prompt_filtering",
