@@ -1,0 +1,413 @@
+"""The formats in which models write tool calls, by the names of vLLM's parsers.
+
+A format reads one call, or one list of calls, at the beginning of a text. What only resembles a call stays text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+Tools = Sequence[Mapping[str, Any]]
+"""Descriptions of tools as OpenAI's API and chat templates have them."""
+
+_DECODER = json.JSONDecoder()
+_INVALID = (msgspec.MsgspecError, ValueError, LookupError, RecursionError, SyntaxError, MemoryError, TypeError)
+"""Errors of a text that is not a call."""
+_MAX_PYTHON = 1 << 16
+"""Most characters of calls that are read as Python."""
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function by the assistant."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    """The model's own name of the call, in families that have one."""
+
+
+class CallSpan(msgspec.Struct, frozen=True):
+    """The part of a text that a format has read."""
+
+    size: int
+    """Its characters."""
+    calls: tuple[FunctionCall, ...] = ()
+    """Its calls; none if it is text after all."""
+
+
+class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """One format of tool calls."""
+
+    opens: tuple[str, ...]
+    """Markers that begin a call."""
+    others: tuple[str, ...] = ()
+    """Further markers within a call."""
+    silent: tuple[str, ...] = ()
+    """Markers around calls, which are no text."""
+    signs: tuple[str, ...]
+    """Texts of which a chat template with this format has one."""
+    fills_response: bool = False
+    """Whether a response with calls has nothing else."""
+    read: Callable[[str, bool, Tools], CallSpan | None]
+    """Read what a text begins with, which is one of `opens`; None if more text is needed. Whether this is the whole
+    text, and the tools on offer, are further arguments."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All markers, which must stay in the text even if they are special tokens."""
+        return (*self.opens, *self.others, *self.silent)
+
+
+# --- JSON between markers --------------------------------------------------------------------------------------------
+
+
+def _end_outside_strings(text: str, start: int, close: str) -> int:
+    """Return where a marker comes outside the strings of JSON; -1 if it does not."""
+    if text.find(close, start) < 0:
+        return -1
+    marker = re.escape(close)
+    pattern = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|(?P<close>{marker})', re.DOTALL)
+    return next((match.start() for match in pattern.finditer(text, start) if match["close"]), -1)
+
+
+def _delimited(
+    text: str, start: int, close: str, is_last: bool, read: Callable[[str], tuple[FunctionCall, ...]]
+) -> CallSpan | None:
+    """Return the calls from `start` to the marker `close`, which may be missing at the end of a response."""
+    end = _end_outside_strings(text, start, close)
+    if end < 0 and not is_last:
+        return None
+    if end >= 0:
+        return CallSpan(end + len(close), read(text[start:end]))
+    if calls := read(text[start:]):
+        return CallSpan(len(text), calls)
+    end = text.find(close, start)
+    return CallSpan(len(text) if end < 0 else end + len(close))
+
+
+def _object(text: str) -> dict[str, Any]:
+    return msgspec.json.decode(text.strip(), type=dict[str, Any])
+
+
+def _call_of(fields: Mapping[str, Any], *names: str) -> FunctionCall:
+    """Return the call of an object that has the arguments under one of these names. Raises one of `_INVALID`."""
+    name, arguments = fields["name"], next((fields[key] for key in names if key in fields), None)
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        raise ValueError("not a call")
+    call_id = fields.get("id")
+    return FunctionCall(name=name, arguments=arguments, id=call_id if isinstance(call_id, str) else "")
+
+
+def _named(name: str, arguments: str, call_id: str = "") -> tuple[FunctionCall, ...]:
+    try:
+        return (FunctionCall(name=name, arguments=_object(arguments), id=call_id),) if name else ()
+    except _INVALID:
+        return ()
+
+
+def _json_call(body: str) -> tuple[FunctionCall, ...]:
+    try:
+        return (_call_of(_object(body), "arguments"),)
+    except _INVALID:
+        return ()
+
+
+def _read_hermes(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    return _delimited(text, len("<tool_call>"), "</tool_call>", is_last, _json_call)
+
+
+def _read_llama3(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    if not is_last:
+        return None
+    bodies, calls = text.strip().removeprefix("<|python_tag|>"), list[FunctionCall]()
+    while bodies:
+        try:
+            size = _DECODER.raw_decode(bodies)[1]
+            calls.append(_call_of(_object(bodies[:size]), "parameters", "arguments"))
+        except _INVALID:
+            return CallSpan(len(text))
+        bodies = bodies[size:].lstrip("; \n\t")
+    return CallSpan(len(text), tuple(calls))
+
+
+_MISTRAL_NAME = re.compile(r"\s*(?P<name>[^\s\[{]+?)\s*(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\]|(?=\{))")
+
+
+def _read_mistral(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    start = len("[TOOL_CALLS]")
+    named = _MISTRAL_NAME.match(text, start)
+    body_start = named.end() if named else start
+    body = text[body_start:]
+    if named is None and not is_last and not body.lstrip().startswith("["):
+        return None
+    try:
+        value, size = _DECODER.raw_decode(body.lstrip())
+    except (ValueError, RecursionError):
+        return CallSpan(len(text)) if is_last else None
+    source = body.lstrip()[:size]
+    end = body_start + len(body) - len(body.lstrip()) + size
+    if named is not None:
+        return CallSpan(end, _named(named["name"], source, named["id"] or ""))
+    try:
+        calls = value if isinstance(value, list) else [value]
+        return CallSpan(end, tuple(_call_of(call, "arguments") for call in calls))
+    except _INVALID:
+        return CallSpan(end)
+
+
+_DEEPSEEK_V3 = re.compile(r"\w*<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n```\s*", re.DOTALL)
+_DEEPSEEK_V31 = re.compile(r"(?P<name>[^\n<]+)<｜tool▁sep｜>(?P<arguments>.*)", re.DOTALL)
+
+
+def _deepseek_call(body: str) -> tuple[FunctionCall, ...]:
+    match = _DEEPSEEK_V3.fullmatch(body) or _DEEPSEEK_V31.fullmatch(body)
+    return () if match is None else _named(match["name"].strip(), match["arguments"])
+
+
+def _read_deepseek(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    return _delimited(text, len("<｜tool▁call▁begin｜>"), "<｜tool▁call▁end｜>", is_last, _deepseek_call)
+
+
+def _kimi_call(body: str) -> tuple[FunctionCall, ...]:
+    call_id, marker, arguments = body.partition("<|tool_call_argument_begin|>")
+    name = call_id.strip().rpartition(":")[0].rpartition(".")[2]
+    return _named(name, arguments, call_id.strip()) if marker else ()
+
+
+def _read_kimi(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    return _delimited(text, len("<|tool_call_begin|>"), "<|tool_call_end|>", is_last, _kimi_call)
+
+
+# --- arguments as tags -----------------------------------------------------------------------------------------------
+
+
+def _properties(tools: Tools, name: str) -> Mapping[str, Any] | None:
+    """Return the parameters' schemas of a tool; None if it is not on offer."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return properties if isinstance(properties, Mapping) else {}
+    return None
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """Return the JSON types that a schema allows, by name."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else set(declared) if isinstance(declared, list) else set[str]()
+    for key in ("anyOf", "oneOf"):
+        choices = schema.get(key)
+        types.update(*(_types(choice) for choice in choices) if isinstance(choices, list) else ())
+    return frozenset({*types, "null"} if schema.get("nullable") is True else types)
+
+
+def _json_value(text: str) -> Any:
+    """Return the value of a text that may be JSON, or else the text."""
+    try:
+        return msgspec.json.decode(text.strip())
+    except _INVALID:
+        return text
+
+
+def _type_name(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Return the value of an argument that is written without quotes, as its schema has it; a text if it fits none."""
+    types = _types(schema)
+    value = _json_value({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    name = _type_name(value)
+    if name in types - {"string"}:
+        return value
+    if name == "integer" and "number" in types:
+        return value
+    if name == "number" and "integer" in types and value.is_integer():
+        return int(value)
+    return text
+
+
+def _arguments(pairs: Sequence[tuple[str, str]], name: str, tools: Tools) -> dict[str, Any]:
+    """Return arguments with the types that their tool declares, or that JSON shows where no tool is known."""
+    properties = _properties(tools, name)
+    if properties is None:
+        return {key: _json_value(value) for key, value in pairs}
+    return {key: _typed(value, properties.get(key)) for key, value in pairs}
+
+
+_XML_CALL = re.compile(
+    r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>(?:\s*</tool_call>|\Z)", re.DOTALL
+)
+_XML_PARAMETER = re.compile(
+    r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>\s*(?=<parameter=|\Z)|(?=<parameter=)|\Z)",
+    re.DOTALL,
+)
+
+
+def _read_qwen3_coder(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    has_tag = text.startswith("<tool_call>")
+    close = "</tool_call>" if has_tag else "</function>"
+    end = text.find(close)
+    if end < 0 and not is_last:
+        return None
+    match = _XML_CALL.match(text) if has_tag or is_last else _XML_CALL.match(text[: end + len(close)])
+    if match is None:
+        is_open = "</function>" not in text and "<function=" in text
+        if is_open and not is_last:
+            return None
+        return CallSpan(len(text) if end < 0 else end + len(close))
+    name = match["name"].strip()
+    pairs = [(each["key"].strip(), each["value"]) for each in _XML_PARAMETER.finditer(match["body"].strip())]
+    return CallSpan(match.end(), (FunctionCall(name=name, arguments=_arguments(pairs, name, tools)),))
+
+
+_GLM_PAIR = re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL)
+_GLM_CALL = re.compile(
+    rf"\s*(?P<name>[^\s<]+)\s*(?P<pairs>(?:{_GLM_PAIR.pattern.replace('?P<key>', '?:').replace('?P<value>', '?:')})*)",
+    re.DOTALL,
+)
+
+
+def _read_glm(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    start, close = len("<tool_call>"), "</tool_call>"
+    ends = [match.start() for match in re.finditer(re.escape(close), text)]
+    if not ends and not is_last:
+        return None
+    for end in [*ends, *([len(text)] if is_last else [])]:
+        body = text[start:end]
+        if body.count("<arg_value>") != body.count("</arg_value>"):
+            continue  # this end is within a value
+        match = _GLM_CALL.fullmatch(body)
+        size = min(end + len(close), len(text))
+        if match is None:
+            return CallSpan(size)
+        name = match["name"]
+        pairs = [(each["key"].strip(), each["value"]) for each in _GLM_PAIR.finditer(match["pairs"])]
+        return CallSpan(size, (FunctionCall(name=name, arguments=_arguments(pairs, name, tools)),))
+    return CallSpan(ends[0] + len(close) if ends else len(text)) if is_last else None
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+_GEMMA_TEXT = '<|"|>'
+_GEMMA_TOKEN = re.compile(
+    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<before>[{,]\s*)(?P<key>[^\s"<>{}\[\],:]+)\s*:|(?P<close><tool_call\|>)', re.DOTALL
+)
+
+
+def _gemma_json(match: re.Match[str]) -> str:
+    if match["text"] is not None:
+        return json.dumps(match["text"])
+    return match[0] if match["key"] is None else f"{match['before']}{json.dumps(match['key'])}:"
+
+
+def _read_gemma4(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    start, close = len("<|tool_call>call:"), "<tool_call|>"
+    end = next((match.start() for match in _GEMMA_TOKEN.finditer(text, start) if match["close"]), -1)
+    if end < 0 and not is_last:
+        return None
+    body = text[start:] if end < 0 else text[start:end]
+    name, brace, arguments = body.partition("{")
+    calls = _named(name.strip(), _GEMMA_TOKEN.sub(_gemma_json, brace + arguments))
+    return CallSpan(len(text) if end < 0 else end + len(close), calls)
+
+
+class _JsonNames(ast.NodeTransformer):
+    """The constants of JSON, in Python."""
+
+    _CONSTANTS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(self._CONSTANTS[node.id])
+
+
+def _python_calls(body: str) -> tuple[FunctionCall, ...]:
+    try:
+        listed = ast.parse(body.strip()[:_MAX_PYTHON], mode="eval").body
+        if not isinstance(listed, ast.List):
+            return ()
+        return tuple(_python_call(element) for element in listed.elts)
+    except _INVALID:
+        return ()
+
+
+def _python_call(node: ast.expr) -> FunctionCall:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+        raise ValueError("not a call")
+    values = {str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value)) for keyword in node.keywords}
+    return FunctionCall(name=node.func.id, arguments=msgspec.json.decode(msgspec.json.encode(values)))
+
+
+_LFM_STRING = re.compile(
+    r"'(?:[^'\\]|\\.)*(?:'|\Z)|\"(?:[^\"\\]|\\.)*(?:\"|\Z)|(?P<close><\|tool_call_end\|>)", re.DOTALL
+)
+
+
+def _read_lfm2(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    start, close = len("<|tool_call_start|>"), "<|tool_call_end|>"
+    end = next((match.start() for match in _LFM_STRING.finditer(text, start) if match["close"]), -1)
+    if end < 0 and not is_last:
+        return None
+    calls = _python_calls(text[start:] if end < 0 else text[start:end])
+    return CallSpan(len(text) if end < 0 else end + len(close), calls)
+
+
+_DEEPSEEK_V3_FORMAT = ToolFormat(
+    opens=("<｜tool▁call▁begin｜>",),
+    others=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    silent=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    signs=("<｜tool▁call▁begin｜>",),
+    read=_read_deepseek,
+)
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "gemma4": ToolFormat(
+        opens=("<|tool_call>call:",),
+        others=("<tool_call|>", _GEMMA_TEXT),
+        signs=("<|tool_call>call:",),
+        read=_read_gemma4,
+    ),
+    "kimi_k2": ToolFormat(
+        opens=("<|tool_call_begin|>",),
+        others=("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        silent=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        signs=("<|tool_call_begin|>",),
+        read=_read_kimi,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3_FORMAT,
+    "lfm2": ToolFormat(
+        opens=("<|tool_call_start|>",),
+        others=("<|tool_call_end|>",),
+        signs=("<|tool_call_start|>",),
+        read=_read_lfm2,
+    ),
+    "mistral": ToolFormat(
+        opens=("[TOOL_CALLS]",), others=("[ARGS]", "[CALL_ID]"), signs=("[TOOL_CALLS]",), read=_read_mistral
+    ),
+    "qwen3_coder": ToolFormat(
+        opens=("<tool_call>", "<function="), others=("</tool_call>",), signs=("<function=",), read=_read_qwen3_coder
+    ),
+    "glm45": ToolFormat(
+        opens=("<tool_call>",),
+        others=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        signs=("<arg_key>",),
+        read=_read_glm,
+    ),
+    "hermes": ToolFormat(opens=("<tool_call>",), others=("</tool_call>",), signs=("<tool_call>",), read=_read_hermes),
+    "llama3_json": ToolFormat(
+        opens=("<|python_tag|>", "{"),
+        signs=("<|python_tag|>", '"parameters": '),
+        fills_response=True,
+        read=_read_llama3,
+    ),
+}
+"""Formats by the names of vLLM's parsers; the first whose sign a chat template has is the template's."""

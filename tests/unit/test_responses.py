@@ -1,0 +1,262 @@
+"""Responses by the markers of their families: what is reasoning, what is the answer, what is a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.samples.responses import ParsedResponse, ResponseMarkers, ResponseParser, ResponseStream
+from tandem.samples.tool_formats import TOOL_FORMATS, FunctionCall
+
+THINK = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}</think><tool_call>"
+HARMONY = "<|start|>assistant<|channel|>final<|message|><|return|>"
+WEATHER = {"city": "Paris", "days": 3, "units": ["C"], "note": "</tool_call>"}
+CALL = FunctionCall(name="get_weather", arguments=WEATHER)
+JSON = '{"city": "Paris", "days": 3, "units": ["C"], "note": "</tool_call>"}'
+HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {JSON}}}\n</tool_call>'
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "units": {"type": "array"},
+                    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                },
+            },
+        },
+    }
+]
+NOTE = WEATHER | {"note": "a"}
+# Each is written as the documentation of vLLM 0.32's parser of that name, or the family's own template, has it.
+CALLS: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
+    "hermes": ("hermes", HERMES, [WEATHER]),
+    "hermes, two": ("hermes", f"{HERMES}\n{HERMES}", [WEATHER] * 2),
+    "qwen3_coder": (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        '<parameter=units>\n["C"]\n</parameter>\n<parameter=note>\na\n</parameter>\n</function>\n</tool_call>',
+        [NOTE],
+    ),
+    "qwen3_coder without its outer tag": (
+        "qwen3_coder",
+        "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        '<parameter=units>\n["C"]\n</parameter>\n<parameter=note>\na\n</parameter>\n</function>',
+        [NOTE],
+    ),
+    "qwen3_coder, two": (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n7\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=get_weather>\n<parameter=note>\nnull\n</parameter>\n</function>\n</tool_call>",
+        [{"city": "7"}, {"note": None}],
+    ),
+    "llama3_json": ("llama3_json", f'{{"name": "get_weather", "parameters": {JSON}}}', [WEATHER]),
+    "mistral, a list": ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {JSON}}}]', [WEATHER]),
+    "mistral, a list of two": (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "get_weather", "arguments": {{}}}}]',
+        [WEATHER, {}],
+    ),
+    "mistral from v11": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{JSON}[TOOL_CALLS]get_weather{{}}", [WEATHER, {}]),
+    "mistral with an id": ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abcdef123[ARGS]{JSON}", [WEATHER]),
+    "deepseek_v3": (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{JSON}\n```"
+        f"<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{{}}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [WEATHER, {}],
+    ),
+    "deepseek_v31": (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [WEATHER],
+    ),
+    "glm45": (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+        '<arg_value>3</arg_value>\n<arg_key>units</arg_key>\n<arg_value>["C"]</arg_value>\n<arg_key>note</arg_key>\n'
+        "<arg_value></tool_call></arg_value>\n</tool_call>",
+        [WEATHER],
+    ),
+    "glm47": (
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>"
+        "<tool_call>get_weather</tool_call>",
+        [{"city": "Paris"}, {}],
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0\n<|tool_call_argument_begin|>{JSON}"
+        "<|tool_call_end|><|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [WEATHER, {}],
+    ),
+    "gemma4": (
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3,note:<|"|></tool_call><|"|>,units:[<|"|>C<|"|>]}'
+        "<tool_call|>",
+        [WEATHER],
+    ),
+    "lfm2": (
+        "lfm2",
+        "<|tool_call_start|>[get_weather(city='Paris', days=3, units=[\"C\"], note='</tool_call>'), get_weather()]"
+        "<|tool_call_end|>",
+        [WEATHER, {}],
+    ),
+}
+
+
+def of_template(source: str, prompt: str = "", special_tokens: tuple[str, ...] = ()) -> ResponseParser:
+    return ResponseParser(ResponseMarkers.of_template(source), prompt=prompt, special_tokens=special_tokens)
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), CALLS.values(), ids=CALLS)
+def test_calls_of_every_format(name: str, text: str, arguments: list[dict[str, Any]]) -> None:
+    parser = ResponseParser(ResponseMarkers(tool_format=TOOL_FORMATS[name]))
+    response = parser.parse(text, tools=TOOLS)
+    assert [(call.name, call.arguments) for call in response.tool_calls] == [("get_weather", one) for one in arguments]
+    assert (response.content, response.answer, response.malformed_calls) == ("", "", ())
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+@pytest.mark.parametrize(("name", "text", "arguments"), CALLS.values(), ids=CALLS)
+def test_a_stream_has_the_calls_of_the_whole(name: str, text: str, arguments: list[dict[str, Any]], size: int) -> None:
+    stream = ResponseStream(ResponseMarkers(tool_format=TOOL_FORMATS[name]).reader(tools=TOOLS))
+    deltas = [stream.push(text[start : start + size]) for start in range(0, len(text), size)]
+    deltas.append(stream.finish())
+    assert [call.arguments for delta in deltas for call in delta.tool_calls] == arguments
+    assert "".join(delta.content for delta in deltas) == ""
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_what_is_cut_is_text(name: str) -> None:
+    text = next(text for one, text, _ in CALLS.values() if one == name)
+    parser = ResponseParser(ResponseMarkers(tool_format=TOOL_FORMATS[name]))
+    response = parser.parse(text[: text.index("Paris")], tools=TOOLS)
+    assert response.tool_calls == ()
+    assert response.content
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4", ParsedResponse(reasoning=None, content="4", answer="4")),
+        (
+            "<think>\n2+2 is 4.\n</think>\n\nFour.<|im_end|>",
+            ParsedResponse(reasoning="2+2 is 4.", content="Four.", answer="Four."),
+        ),
+        ("<think>\n\n</think>\n\nFour.", ParsedResponse(reasoning=None, content="Four.", answer="Four.")),
+        ("2+2 is 4.\n</think>\n\nFour.", ParsedResponse(reasoning="2+2 is 4.", content="Four.", answer="Four.")),
+        (
+            "<think>\nIs it 4",
+            ParsedResponse(reasoning="Is it 4", content="", answer="", is_reasoning_closed=False),
+        ),
+        (
+            f"<think>{HERMES}</think>No call.",
+            ParsedResponse(reasoning=HERMES, content="No call.", answer="No call."),
+        ),
+        (
+            f"I look. {HERMES}<|im_end|>",
+            ParsedResponse(reasoning=None, content="I look.", answer="", tool_calls=(CALL,)),
+        ),
+        (
+            "<tool_call>add(1)</tool_call>",
+            ParsedResponse(
+                reasoning=None,
+                content="<tool_call>add(1)</tool_call>",
+                answer="<tool_call>add(1)</tool_call>",
+                malformed_calls=("<tool_call>add(1)</tool_call>",),
+            ),
+        ),
+        (
+            "Maybe 5.<think>No.</think>Four.",
+            ParsedResponse(reasoning="No.", content="Maybe 5.\nFour.", answer="Four."),
+        ),
+    ],
+)
+def test_reasoning_between_tags(text: str, expected: ParsedResponse) -> None:
+    assert of_template("<think></think><tool_call>", special_tokens=("<|im_end|>",)).parse(text) == expected
+
+
+def test_a_prompt_that_opens_reasoning_begins_within_it() -> None:
+    parser = of_template(THINK, prompt="<|im_start|>assistant\n<think>\n")
+    for text in ("4?</think>Four.", "<think>4?</think>Four."):
+        assert parser.parse(text) == ParsedResponse(reasoning="4?", content="Four.", answer="Four.")
+    assert parser.parse("Four.").is_reasoning_closed is False
+    assert parser.parse("Four.").answer == ""
+    closed = parser.parse("Four.", prompt="<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert closed == ParsedResponse(reasoning=None, content="Four.", answer="Four.")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>2+2.<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+            ParsedResponse(reasoning="2+2.", content="4", answer="4"),
+        ),
+        ("<|channel|>final<|message|>4", ParsedResponse(reasoning=None, content="4", answer="4")),
+        (
+            "<|channel|>analysis<|message|>2+",
+            ParsedResponse(reasoning="2+", content="", answer="", is_reasoning_closed=False),
+        ),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.get_weather <|constrain|>json<|message|>{JSON}<|call|>",
+            ParsedResponse(reasoning=None, content="I look.", answer="", tool_calls=(CALL,)),
+        ),
+        (
+            f" to=functions.get_weather<|channel|>commentary json<|message|>{JSON}<|call|>",
+            ParsedResponse(reasoning=None, content="", answer="", tool_calls=(CALL,)),
+        ),
+        (
+            "<|channel|>commentary<|message|>Soon.<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+            ParsedResponse(reasoning=None, content="Soon.\n4", answer="4"),
+        ),
+        ("4", ParsedResponse(reasoning=None, content="4", answer="4")),
+    ],
+)
+def test_channels_of_harmony(text: str, expected: ParsedResponse) -> None:
+    parser = of_template(HARMONY, prompt="<|start|>assistant", special_tokens=("<|return|>", "<|call|>", "<|end|>"))
+    assert parser.parse(text) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_a_stream_separates_reasoning(size: int) -> None:
+    for markers, prompt, text in (
+        (ResponseMarkers.of_template(THINK), "<think>\n", "Is it 4?\n</think>\n\nIt is\n\nfour. "),
+        (
+            ResponseMarkers.of_template(HARMONY),
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>Is it 4?<|end|><|start|>assistant<|channel|>final<|message|>It is\n\nfour. ",
+        ),
+    ):
+        stream = ResponseStream(markers.reader(prompt))
+        deltas = [stream.push(text[start : start + size]) for start in range(0, len(text), size)]
+        deltas.append(stream.finish())
+        assert "".join(delta.reasoning for delta in deltas) == "Is it 4?"
+        assert "".join(delta.content for delta in deltas) == "It is\n\nfour. "
+
+
+def test_a_text_alone_stays_as_it_is() -> None:
+    parser = of_template("<think></think>", special_tokens=("<|im_end|>",))
+    assert parser.parse(" 4 \n<|im_end|>").content == " 4 \n"
+    assert of_template("no markers").parse("<think>4</think>").content == "<think>4</think>"
+
+
+def test_a_response_template_of_transformers_is_read_where_markers_are_unknown() -> None:
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<assistant>",
+        "fields": {
+            "reasoning_content": {"open": "<<", "close": ">>", "content": "text"},
+            "content": {"content": "text"},
+        },
+    }
+    parser = ResponseParser(ResponseMarkers(), response_template=template, special_tokens=("<eos>",))
+    assert parser.parse("<<2+2>> 4<eos>") == ParsedResponse(reasoning="2+2", content="4", answer="4")
