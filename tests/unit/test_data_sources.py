@@ -91,7 +91,7 @@ def test_seeds_reach_tasks_that_take_32_bits_only() -> None:
 
 def test_a_task_without_a_reference_answer_has_none() -> None:
     problem = next(sources.reasoning_gym(data_config(task="rush_hour", task_params={}).data, 0))
-    assert problem.answer == ""
+    assert problem.answer is None
     entry = {"answer": None, "metadata": problem.metadata}
     assert reasoning_gym.get_score_answer_fn("rush_hour")("", entry) == 0.0
 
@@ -413,8 +413,8 @@ def hub_folder(kind: str) -> str:
 def test_splits_of_a_dataset_are_loaded(kind: str) -> None:
     config = data_config(dataset_name=hub_folder(kind), val_split="test")
     problems = load_problems(config)
-    assert [(p.question, p.answer) for p in problems.train] == [(f"{i} + 1", str(i + 1)) for i in range(8)]
-    assert [(p.question, p.answer) for p in problems.validation] == [(f"{i} + 1", str(i + 1)) for i in (8, 9)]
+    assert [(p.question, p.answer) for p in problems.train] == [(f"{i} + 1", i + 1) for i in range(8)]
+    assert [(p.question, p.answer) for p in problems.validation] == [(f"{i} + 1", i + 1) for i in (8, 9)]
     if kind == "parquet":
         assert problems.train[0].metadata == {"level": {"easy": True}}
 

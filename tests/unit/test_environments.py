@@ -17,8 +17,6 @@ from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
-from tandem.rollout.environments.answer_line import ChoiceLineOfAnyLanguage
-from tandem.rollout.environments.math_multi_reward import MathMultiReward
 from tandem.rollout.environments.scorer import Scorer
 
 WAIT_S = 30.0
@@ -354,8 +352,7 @@ def test_closing_does_not_wait_for_what_hangs(start: Callable[[Config], Scorer])
 
 
 def test_several_rewards_of_one_response() -> None:
-    environment = make_environment(config("math_multi_reward", {"num_workers": 8}))
-    assert isinstance(environment, MathMultiReward)
+    environment: Any = make_environment(config("math_multi_reward", {"num_workers": 8}))
     problem = Problem(problem_id="p", question="6 * 7", answer="42", metadata={})
 
     def components(response: str) -> tuple[float, ...]:
@@ -388,8 +385,7 @@ def test_several_rewards_of_one_response() -> None:
     ],
 )
 def test_choices_of_any_language(response: str, letter: str | None) -> None:
-    environment = make_environment(config("math", {"verifier_type": "multilingual_multichoice"}))
-    assert isinstance(environment, ChoiceLineOfAnyLanguage)
+    environment: Any = make_environment(config("math", {"verifier_type": "multilingual_multichoice"}))
     for wanted in "ABCDE":
         problem = Problem(problem_id="p", question="", answer=wanted, metadata={})
         score = environment.score(problem, response)

@@ -58,7 +58,7 @@ def test_every_form_of_the_same_rows_is_the_same_file() -> None:
 def test_configured_columns_come_first() -> None:
     rows = [{"prompt": "no", "mine": "yes", "answer": "no", "theirs": 7}]
     (line,) = rows_of(rows, data(input_key="mine", output_key="theirs"), "dataset").content.splitlines()
-    assert json.loads(line) == {**rows[0], "_question": "yes", "_answer": "7"}
+    assert json.loads(line) == {**rows[0], "_question": "yes", "_answer": 7}
 
 
 def test_messages_are_kept_and_what_numpy_has_is_written() -> None:
@@ -71,8 +71,8 @@ def test_messages_are_kept_and_what_numpy_has_is_written() -> None:
     ("prompt", "message"),
     [
         (
-            [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}],
-            r"dataset\[0\]\['prompt'\]: expected te",
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+            r"dataset\[0\]\['prompt'\]: the last of its messages is the assistant's",
         ),
         (None, r"dataset\[0\]: 'prompt' is None"),
     ],

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -509,17 +509,22 @@ class ImageRef(Message, frozen=True, kw_only=True):
     """Placeholder tokens whose embeddings the image's features replace."""
 
 
+Question = str | list[dict[str, Any]]
+"""A text, or the messages of a conversation, with all the fields that they came with."""
+
+
 class Problem(Message, frozen=True, kw_only=True):
     """A problem as an environment sees it."""
 
     problem_id: str
     """Stable id, unique within the dataset; train and validation never share one."""
-    question: str
-    answer: str
-    """Reference answer; empty where the environment does not need one."""
+    question: Question
+    answer: Any
+    """Reference answer, as the JSON value that stood in the row: a list where any of several is right, None where
+    the environment needs none."""
     metadata: dict[str, Any]
     """Further data for scoring, as plain JSON values."""
-    prompt: tuple[dict[str, str], ...] = ()
+    prompt: tuple[dict[str, Any], ...] = ()
     """The messages that the first response answers, if the environment is a reward model; else empty."""
 
 

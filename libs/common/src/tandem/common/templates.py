@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.common.errors import ConfigError
+from tandem.common.json_values import question_text, shown_answer
 from tandem.common.messages import Problem
 
 
 def fill_template(key: str, template: str, problem: Problem, **more: str) -> str:
-    """Fill a format string with a problem's question, answer and metadata. Raises `ConfigError` naming the field."""
+    """Fill a format string with a problem's question, answer and metadata. Raises `ConfigError` naming the field.
+
+    Several right answers are written with `` or `` between them.
+    """
     fields: Mapping[str, Any] = {
         **problem.metadata,
         "metadata": problem.metadata,
-        "question": problem.question,
-        "answer": problem.answer,
+        "question": question_text(problem.question),
+        "answer": shown_answer(problem.answer),
         **more,
     }
     try:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 import pyarrow as pa
 
 from tandem.common.errors import SamplesError
+from tandem.common.json_values import question_text, text_of
 from tandem.common.messages import (
     PromptGroup,
     Purpose,
@@ -265,8 +266,8 @@ class SampleRecorder:
             scored=scored,
             arrays=arrays,
             problem_id=group.problem.problem_id,
-            question=group.problem.question,
-            answer=group.problem.answer,
+            question=question_text(group.problem.question),
+            answer=text_of(group.problem.answer),
             prompt=prompt,
             started_at=finished.started_at,
             finished_at=finished.finished_at,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.errors import WireError
+from tandem.common.json_values import decode_number, encode_number
 from tandem.common.messages import Message
 
 Incoming = TypeVar("Incoming")
@@ -56,7 +57,7 @@ class AnyTag(msgspec.Struct):
     command_id: int | None = None
 
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_number)
 tag_decoder = msgspec.msgpack.Decoder(AnyTag)
 _manifest_decoder = msgspec.msgpack.Decoder(list[ArrayHeader])
 
@@ -89,7 +90,7 @@ class Codec(Generic[Incoming]):
     """A decoder for the messages of one direction of one kind of link."""
 
     def __init__(self, union: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(union)
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(union, ext_hook=decode_number)
 
     def decode(self, frames: Sequence[bytes | memoryview]) -> Received[Incoming]:
         """Return a message and its arrays. Raises `WireError` for anything that is not a message of this link."""

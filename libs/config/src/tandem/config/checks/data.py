@@ -24,8 +24,24 @@ CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
 
 BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "math_multi_reward", "exact_match", *CONVERSING_ENVIRONMENTS)
 
+COMPARING_ENVIRONMENTS = ("math", "math_multi_reward", "exact_match", "calculator", *IMAGE_ENVIRONMENTS)
+"""Built-in environments that compare a response with the reference answer."""
+
 PYTHON_REWARDS = "python_rewards"
 """The environment set by `tandem.train`: functions of the calling program."""
+
+
+def compares_answers(config: Config, name: str) -> bool:
+    """Return whether an entry of ``env`` is a built-in environment that compares with the reference answer."""
+    settings = config.env[name]
+    is_built_in = not (settings.is_custom or settings.judge is not None or settings.is_reward_model)
+    return name in COMPARING_ENVIRONMENTS and is_built_in
+
+
+def reads_boxes(config: Config, name: str) -> bool:
+    """Return whether an environment compares boxes, which are lists of numbers."""
+    names = [function.get("name") for function in config.env[name].reward_functions]
+    return name in IMAGE_ENVIRONMENTS and "bbox_giou" in names
 
 
 def responses_fit(config: Config) -> None:

@@ -161,9 +161,11 @@ class Data(Section, frozen=True, kw_only=True):
     """SFT, DPO and RM: several such files instead of one, by name. Each also has metrics of its own
     (`val_NAME/loss`), and `num_validation` and `val_batches` apply to each."""
     input_key: NonEmptyStr
-    """Field with the question."""
+    """Field with the question: a text, or a list of messages that the response answers. Templates are filled with the
+    last of the user's messages."""
     output_key: NonEmptyStr
-    """Field with the reference answer."""
+    """Field with the reference answer, which keeps its type and its digits. Any of a list is right, null means none;
+    SFT learns the first of a list."""
     chat_key: NonEmptyStr | None
     """SFT: field with a whole conversation, a list of messages with `role` and `content`, of which the assistant's
     are learned; null for a question and an answer."""

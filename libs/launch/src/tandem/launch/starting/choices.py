@@ -12,6 +12,7 @@ import msgspec
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.json_values import text_of
 from tandem.config import build_config
 from tandem.config.installed.sources import package_folder
 from tandem.config.models import hub
@@ -188,7 +189,7 @@ def look_at(choices: Choices) -> Found:
     num_held_out = share_held_out(len(rows))
     if len(rows) < 2:
         raise DataError(f"--from {choices.file}: one problem is too few: some are to be held out")
-    texts = [[str(row[key]) for key in fields.values()] for _, row in rows]
+    texts = [[text_of(row[key]) for key in fields.values()] for _, row in rows]
     return _found(fields, num_held_out, texts)
 
 
@@ -199,7 +200,7 @@ def _of_task(task: str) -> Found:
         "data": {"dataset_name": "reasoning_gym", "task": task},
     }
     problems = itertools.islice(sources.reasoning_gym(build_config(settings, "--task").data, 42), _NUM_LOOKED_AT)
-    return _found({}, 64, [[problem.question, problem.answer] for problem in problems])
+    return _found({}, 64, [[text_of(problem.question), text_of(problem.answer)] for problem in problems])
 
 
 def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequence[str]]) -> Found:

@@ -7,6 +7,7 @@ from tandem.samples.data_sets.conversations import Conversation, ConversationWri
 from tandem.samples.data_sets.notices import left_out, set_aside, steps_capped
 from tandem.samples.data_sets.order import LazyDataset, encode_now, epoch_stream, sample_seed
 from tandem.samples.data_sets.prompts import Asked, EncodedProblem, PromptEncoder
+from tandem.samples.data_sets.reference_answers import check_answers
 from tandem.samples.data_sets.split import ProblemSets, load_problems
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LazyDataset",
     "ProblemSets",
     "PromptEncoder",
+    "check_answers",
     "encode_now",
     "epoch_stream",
     "left_out",

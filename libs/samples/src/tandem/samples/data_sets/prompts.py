@@ -6,6 +6,7 @@ import importlib
 import re
 import string
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +20,12 @@ from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import Data
 from tandem.samples.data_sets.chat import ChatEncoder
+from tandem.samples.data_sets.questions import as_messages, with_user_text
 from tandem.samples.images.markers import OPENING, in_front
 from tandem.samples.tokenizer import Messages, Tokenizer
 
+_PLAIN = "{question}"
+"""A template that adds nothing."""
 _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
@@ -62,14 +66,26 @@ class PromptWriter:
 
     def messages(self, problem: Problem) -> Messages:
         """Return the messages before the assistant's turn."""
-        question = fill_template("data.prompt_template", self._data.prompt_template, problem)
-        if self._prompt_file is not None:
-            # Not by str.format: NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
-            images = ""
-            if question.startswith(OPENING):  # as in NeMo-RL, images stand in front of the instructions too
-                images, question = in_front(question)
-            question = images + self._prompt_file.replace("{}", question)
-        return self.with_system_message([{"role": "user", "content": question}])
+        question = problem.question
+        if isinstance(question, str) or self._has_template:
+            question = with_user_text(f"problem {problem.problem_id!r}", question, partial(self._filled, problem))
+        return self.with_system_message(as_messages(question))
+
+    @property
+    def _has_template(self) -> bool:
+        return self._prompt_file is not None or self._data.prompt_template != _PLAIN
+
+    def _filled(self, problem: Problem, text: str) -> str:
+        """Return the user's text by the templates."""
+        of_text = msgspec.structs.replace(problem, question=text)
+        filled = fill_template("data.prompt_template", self._data.prompt_template, of_text)
+        if self._prompt_file is None:
+            return filled
+        # Not by str.format: NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
+        images = ""
+        if filled.startswith(OPENING):  # as in NeMo-RL, images stand in front of the instructions too
+            images, filled = in_front(filled)
+        return images + self._prompt_file.replace("{}", filled)
 
     def literals(self) -> dict[str, str]:
         """Return the literal texts of the templates, by the key to change."""
@@ -146,7 +162,7 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], list[Message
     """
     named = _FUNCTION.fullmatch(template)
     if named is None:
-        return lambda problem: [_said(fill_template(key, template, problem))]
+        return partial(_write_from_template, key, template)
     try:
         function: Callable[[Problem], str | list[str] | Messages] = getattr(
             importlib.import_module(named["module"]), named["name"]
@@ -167,6 +183,16 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], list[Message
             raise DataError(f"{where} returned neither a text nor a list of texts or messages: {error}") from error
 
     return write
+
+
+def _write_from_template(key: str, template: str, problem: Problem) -> list[Messages]:
+    """Return the solution by a format string; of several right answers the first is learned."""
+    answer = problem.answer
+    if isinstance(answer, list) and answer:
+        answer = answer[0]
+    if answer is None and "{answer" in template:
+        raise DataError(f"{problem.problem_id}: its answer is null (data.output_key), and {key} writes it")
+    return [_said(fill_template(key, template, msgspec.structs.replace(problem, answer=answer)))]
 
 
 class _Message(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.json_values import decode_object, encode_json, encode_number, with_large_integers
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
@@ -24,6 +25,7 @@ from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_o
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import Data
 from tandem.samples.data_sets.pictured import converter
+from tandem.samples.data_sets.questions import read_question, with_user_text
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
 from tandem.samples.images.stored import Stored, rows_of, stored_columns
@@ -71,7 +73,7 @@ def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
                 problem_id=f"{task}-{first + index}",
                 question=str(entry["question"]),
                 # A problem with many right answers may show none; the scorer reads the metadata.
-                answer="" if entry["answer"] is None else str(entry["answer"]),
+                answer=_plain({"answer": entry["answer"]})["answer"],
                 metadata=_plain(entry["metadata"]),
             )
 
@@ -317,22 +319,21 @@ def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
 
 
 def problem(where: str, row: Row, data: Data) -> Problem:
-    """Read a row that holds a question and its answer. Raise `DataError` if it lacks one."""
-    question = field(where, row, "input_key", data.input_key)
-    if question is None:
+    """Read a row that holds a question and its answer, which keeps its type. Raise `DataError` if it lacks one."""
+    value = field(where, row, "input_key", data.input_key)
+    if value is None:
         raise DataError(f"{where} has null in the field {data.input_key!r} (data.input_key)")
-    answer = str(field(where, row, "output_key", data.output_key))
+    question = read_question(f"{where}: {data.input_key!r} (data.input_key)", value)
+    answer = field(where, row, "output_key", data.output_key)
     if data.processor == MULTIPLE_CHOICE:
-        question = f"Question: {question}\nOptions:\n{_options(where, row)}"
+        options = _options(where, row)
+        question = with_user_text(where, question, lambda text: f"Question: {text}\nOptions:\n{options}")
     named = NAMED.get(data.dataset_name)
-    if named is not None and named.answer_after:
+    if named is not None and named.answer_after and isinstance(answer, str):
         answer = answer.rpartition(named.answer_after)[2].strip()
-    return Problem(
-        problem_id=where,
-        question=str(question),
-        answer=answer,
-        metadata=_plain({k: v for k, v in row.items() if k not in (data.input_key, data.output_key)}),
-    )
+    others = {name: value for name, value in row.items() if name not in (data.input_key, data.output_key)}
+    plain = _plain({"question": question, "answer": answer, "metadata": others})
+    return Problem(problem_id=where, **plain)
 
 
 def _options(where: str, row: Row) -> str:
@@ -386,7 +387,7 @@ def _lines(path: str, file: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[str, by
 def _json_object(where: str, line: bytes) -> dict[str, Any]:
     try:
         text = line.decode()
-        row = msgspec.json.decode(text, type=dict[str, Any])
+        row = decode_object(text)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
@@ -411,9 +412,13 @@ def _depth(value: object) -> int:
     return depth
 
 
-def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata as plain JSON values, which travel to the environments; what JSON lacks becomes text."""
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(metadata), enc_hook=str))
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as plain JSON ones, which travel to the environments; what JSON lacks becomes text."""
+    plain = decode_object(encode_json(dict(values), str))
+    try:
+        msgspec.msgpack.encode(plain, enc_hook=encode_number)
+    except OverflowError:
+        plain = with_large_integers(plain)
     return plain
 
 

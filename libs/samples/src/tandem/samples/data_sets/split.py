@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from tandem.common.errors import DataError
+from tandem.common.json_values import encode_json, text_of
 from tandem.common.messages import Problem
 from tandem.common.templates import fill_template
 from tandem.config import Config
@@ -135,7 +136,7 @@ def _listed(config: Config, images: ImageRows | None) -> ProblemSets:
     train = [problem for problems in own for problem in problems]
     held: dict[str, HeldOut[Problem]] = held_out(training, validation)
     held_problems = {name: items for name, (items, _) in held.items()}
-    refuse_leakage(train, held_problems, _identity(lambda problem: problem.question))
+    refuse_leakage(train, held_problems, _identity(lambda problem: text_of(problem.question)))
     return ProblemSets(
         train=train,
         held_out=held_problems,
@@ -150,7 +151,7 @@ def _identity(prompt: Callable[[Problem], str]) -> Identity[Problem]:
 
     def content(problem: Problem) -> str:
         parts = (prompt(problem), problem.answer, problem.metadata)
-        return msgspec.json.encode(parts, order="sorted").decode()
+        return encode_json(parts, order="sorted").decode()
 
     return Identity(place=lambda problem: problem.problem_id, prompt=prompt, content=content)
 
@@ -352,7 +353,9 @@ def _distinct(count: int, num_distinct: int) -> str:
 
 
 def _prompt(data: Data, problem: Problem) -> str:
-    return fill_template("data.prompt_template", data.prompt_template, problem)
+    if isinstance(problem.question, str):
+        return fill_template("data.prompt_template", data.prompt_template, problem)
+    return text_of(problem.question)
 
 
 def _position(text: str) -> float:

@@ -22,6 +22,7 @@ from tandem.samples.data_sets import (
     EncodedProblem,
     LazyDataset,
     PromptEncoder,
+    check_answers,
     encode_now,
     left_out,
     load_problems,
@@ -63,6 +64,7 @@ class GrpoAlgorithm:
         for asked in {(asked.data.environment or "", asked.set_name): asked for asked in train}.values():
             teachers.teacher_of(config, asked.data.environment or "", asked.set_name)
         encoder.check_characters([*train, *held_out])
+        check_answers(config, [*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         self._train = LazyDataset(config, train, encoder.encode, sizes)
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]

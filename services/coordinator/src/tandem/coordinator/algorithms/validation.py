@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tandem.common.json_values import question_text
 from tandem.common.messages import SampleScored
 from tandem.config import Config
 from tandem.coordinator.algorithms.extra_metrics import failure_metrics, metrics_by_origin, turn_metrics
@@ -53,5 +54,5 @@ def _pass_k(samples: Sequence[SampleScored]) -> float:
 
 def _question(encoded: EncodedProblem) -> str:
     """Return the question of a problem, with labels for its images."""
-    question = encoded.problem.question
+    question = question_text(encoded.problem.question)
     return question if encoded.images is None else shown(question)

@@ -1,6 +1,6 @@
 """A dataset that a program has in memory, saved as a file in the run folder.
 
-Rows stay as they are, and get two more fields: the prompt and the reference answer as text. The file is named after its
+Rows stay as they are, and get two more fields: the question and the reference answer. The file is named after its
 content. Resuming the run with other rows is thus noticed.
 """
 
@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import DataError, nearest
+from tandem.common.json_values import encode_json
 from tandem.common.returned import shown
 from tandem.config.schema import Data
 from tandem.samples.data_sets import sources
+from tandem.samples.data_sets.questions import read_question
 
 FOLDER = "data"
 """Folder of the rows within the run folder."""
@@ -100,25 +102,13 @@ def _line(row: Row, question: str, answer: str | None, where: str) -> bytes:
             raise DataError(f"{where}: it has no field {name!r}, as the first row has; it has {', '.join(row)}")
     if row[question] is None:
         raise DataError(f"{where}: {question!r} is None")
-    text = _text(row[question], f"{where}[{question!r}]")
-    reference = "" if answer is None or row[answer] is None else str(row[answer])
+    # Only checked here: images among the parts of its messages are read with the row.
+    read_question(f"{where}[{question!r}]", row[question], lambda image: "")
+    reference = None if answer is None else row[answer]
     try:
-        return msgspec.json.encode({**row, QUESTION: text, ANSWER: reference}, enc_hook=_plain) + b"\n"
+        return encode_json({**row, QUESTION: row[question], ANSWER: reference}, _plain) + b"\n"
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"{where}: it cannot be written as JSON: {error}") from error
-
-
-def _text(prompt: object, where: str) -> str:
-    """Return the user's text: the prompt, or the content of its only message, which the chat template completes."""
-    if not isinstance(prompt, list | tuple):
-        return str(prompt)
-    said = [message for message in prompt if isinstance(message, Mapping) and message.get("role") == "user"]
-    if len(prompt) != 1 or len(said) != 1 or not isinstance(said[0].get("content"), str):
-        raise DataError(
-            f"{where}: expected text, or a list of one message of the role 'user' (a system message is "
-            f"data.system_prompt), got {shown(prompt)[:200]}"
-        )
-    return str(said[0]["content"])
 
 
 def _plain(value: Any) -> Any:

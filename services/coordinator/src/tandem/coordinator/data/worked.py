@@ -12,6 +12,7 @@ import json
 import operator
 import random
 
+from tandem.common.json_values import question_text
 from tandem.common.messages import Problem
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets.sliding_puzzle import Board, render, slide
@@ -32,7 +33,7 @@ def chain_sum(problem: Problem) -> str:
 
 def wrong_number(problem: Problem) -> str:
     """Return an answer that is off by 1 to 5, always by the same for a question: DPO's rejected answer."""
-    draw = hashlib.blake2b(problem.question.encode(), digest_size=1).digest()[0] % 10
+    draw = hashlib.blake2b(question_text(problem.question).encode(), digest_size=1).digest()[0] % 10
     return f" = {int(problem.answer) + (draw - 5 if draw < 5 else draw - 4)}"
 
 
@@ -42,7 +43,7 @@ def wrong_answers(problem: Problem) -> list[str]:
     A reward model that learns only from whole numbers has no opinion of `` --7``, and may like it best. A question's
     answers are always the same.
     """
-    draw = random.Random(problem.question)
+    draw = random.Random(question_text(problem.question))
     right = f" = {problem.answer}"
     wrong = [f" = {int(problem.answer) + by}" for by in draw.sample([-5, -4, -3, -2, -1, 1, 2, 3, 4, 5], 3)]
     while len(wrong) < 6:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, DataError, RunFolderError
+from tandem.common.json_values import question_text, text_of
 from tandem.config import Config, change_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.evaluation.models import Model
@@ -222,11 +223,11 @@ def _asked(ready: Ready, algorithm: GrpoAlgorithm) -> list[Asked]:
     return [
         Asked(
             problem_id=group.problem.problem_id,
-            question=group.problem.question,
+            question=question_text(group.problem.question),
             prompt=tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
             if pictures is None
             else pictures.text_of(group.prompt_ids, [image.digest for image in group.images or ()], group.images or ()),
-            reference=group.problem.answer,
+            reference=text_of(group.problem.answer),
         )
         for group in groups
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.common.errors import RewardError
+from tandem.common.json_values import text_of
 from tandem.common.messages import Problem
 
 
@@ -15,7 +16,7 @@ def answer_in(response: str, answer_after: str | None) -> str:
 
 def reference(problem: Problem) -> str:
     """Return the reference answer, stripped. Raises `RewardError` if there is none: no response could be right."""
-    answer = problem.answer.strip()
+    answer = text_of(problem.answer).strip()
     if not answer:
         raise RewardError(f"problem {problem.problem_id!r} has no reference answer to compare with")
     return answer

@@ -13,12 +13,13 @@ from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.messages import EngineServer
 from tandem.config import Config
-from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS
+from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes
 from tandem.config.checks.image_rewards import reward_functions
 from tandem.config.models.vision_families import family_of
 from tandem.config.schema import Environment as Settings
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.config.threads import num_threads
+from tandem.rollout.environments.any_answer import AnyAnswer, AnyAnswerInTurns
 from tandem.rollout.environments.environment import (
     BatchEnvironment,
     ConversingEnvironment,
@@ -63,6 +64,12 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
         raise ConfigError(
             f"env.{name}.class: {settings.class_path} has no method score(problem, response) and none "
             "step(problem, conversation)"
+        )
+    if compares_answers(config, name):
+        environment = (
+            AnyAnswerInTurns(environment)  # type: ignore[arg-type]
+            if is_multi_turn(environment)
+            else AnyAnswer(environment, reads_boxes=reads_boxes(config, name))  # type: ignore[arg-type]
         )
     if is_multi_turn(environment) and family_of(config.policy) is not None:
         from tandem.rollout.environments.vision.showing import Showing

@@ -11,17 +11,14 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from tandem.common.errors import DataError
 from tandem.common.returned import line
 from tandem.rollout.environments.environment import BatchEnvironment
 from tandem.rollout.environments.outcomes import Call, Failure, Outcome, failure_of, outcome_of
-from tandem.rollout.environments.processes.channel import Answer, Reader, packed
+from tandem.rollout.environments.processes.channel import Answer, Reader, call_decoder, packed
 
 _TOGETHER_S = 0.002
 """How long to wait for further calls while there is nothing else to do."""
-_calls = msgspec.msgpack.Decoder(Call)
 
 
 class _Waiting(NamedTuple):
@@ -52,7 +49,7 @@ def _take(calls: socket.socket, reader: Reader, environment: BatchEnvironment, w
         if not (data := calls.recv(1 << 18)):
             return False
         for message in reader.messages(data):
-            call = _calls.decode(message)
+            call = call_decoder.decode(message)
             try:
                 token_ids = environment.encode(call.problem, call.conversation)
                 waiting.append(_Waiting(call, token_ids, environment.shape_of(len(token_ids))))

@@ -9,14 +9,16 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RewardError
+from tandem.common.json_values import decode_number, encode_number
 from tandem.common.messages import EngineServer
 from tandem.rollout.environments.environment import RunsIn
-from tandem.rollout.environments.outcomes import Outcome
+from tandem.rollout.environments.outcomes import Call, Outcome
 
 _LENGTH = 8
 _LONGEST = 1 << 32
 """Longest message in bytes. A longer one does not come from our code."""
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_number)
+call_decoder = msgspec.msgpack.Decoder(Call, ext_hook=decode_number)
 
 
 class Imported(msgspec.Struct, frozen=True):

@@ -6,14 +6,10 @@ import asyncio
 import inspect
 import socket
 
-import msgspec
-
 from tandem.rollout.environments.environment import is_multi_turn
 from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, step_of, timed_out
 from tandem.rollout.environments.printing import bounded
-from tandem.rollout.environments.processes.channel import Answer, Reader, packed
-
-_calls = msgspec.msgpack.Decoder(Call)
+from tandem.rollout.environments.processes.channel import Answer, Reader, call_decoder, packed
 
 
 def answer_at_once(calls: socket.socket, environment: object, module: str, timeout_s: float) -> None:
@@ -63,6 +59,6 @@ async def _answer(calls: socket.socket, environment: _Async) -> None:
 
     while data := await loop.sock_recv(calls, 1 << 18):
         for message in reader.messages(data):
-            task = asyncio.create_task(answer(_calls.decode(message)))
+            task = asyncio.create_task(answer(call_decoder.decode(message)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)

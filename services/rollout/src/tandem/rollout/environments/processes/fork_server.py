@@ -34,12 +34,20 @@ from tandem.rollout.environments.making import make_environment, make_reward_mod
 from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
 from tandem.rollout.environments.processes.batches import answer_in_batches
-from tandem.rollout.environments.processes.channel import Answer, Begin, Imported, Reader, Ready, packed, receive
+from tandem.rollout.environments.processes.channel import (
+    Answer,
+    Begin,
+    Imported,
+    Reader,
+    Ready,
+    call_decoder,
+    packed,
+    receive,
+)
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""
 _begin = msgspec.msgpack.Decoder(Begin)
-_calls = msgspec.msgpack.Decoder(Call)
 
 
 def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
@@ -133,7 +141,7 @@ def _answer_in_turn(calls: socket.socket, answer: Callable[[Call], Outcome]) -> 
     worker, reader = os.getpid(), Reader()
     while data := calls.recv(1 << 18):
         for message in reader.messages(data):
-            call = _calls.decode(message)
+            call = call_decoder.decode(message)
             outcome = answer(call)
             if os.getpid() != worker:  # the environment has forked without ending its child
                 os._exit(0)

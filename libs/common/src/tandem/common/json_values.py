@@ -1,0 +1,168 @@
+"""Values of a row as they stood in its file: numbers keep their digits, on the wire too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, Literal
+
+import msgspec
+
+_NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_NUMBER_CODE = 1
+"""Extension type of msgpack for a number that its own types cannot hold: its digits as JSON writes them."""
+_MAX_DIGITS = 4300
+"""Most digits of a number; Python converts no longer integers."""
+_SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1
+"""Bounds of msgpack's integers."""
+
+
+class WrittenFloat(float):
+    """A floating-point number that is written as it stood in its file: ``str`` of 0.00001 is not ``1e-05``.
+
+    Results of arithmetic are ordinary numbers.
+    """
+
+    __slots__ = ("digits",)
+
+    digits: str
+
+    def __new__(cls, digits: str) -> WrittenFloat:
+        """Read a number as JSON writes it."""
+        number = super().__new__(cls, digits)
+        number.digits = digits
+        return number
+
+    def __repr__(self) -> str:
+        """Return the digits."""
+        return self.digits
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        """Return the digits, unless a format is given."""
+        return super().__format__(spec) if spec else self.digits
+
+    def __reduce__(self) -> tuple[type[WrittenFloat], tuple[str]]:
+        """Copy the digits too."""
+        return WrittenFloat, (self.digits,)
+
+
+class LargeInteger(int):
+    """An integer of more than 64 bits, which msgpack has no type for."""
+
+
+def written_number(digits: str) -> float:
+    """Return a floating-point number; it keeps its digits where Python would write others."""
+    number = float(digits)
+    return number if str(number) == digits else WrittenFloat(digits)
+
+
+_decoder = msgspec.json.Decoder(dict[str, Any], float_hook=written_number)
+
+
+def decode_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object; its numbers keep their digits. Raise the errors of `msgspec.json.decode`."""
+    return _decoder.decode(text)
+
+
+def encode_json(
+    value: object, plain: Callable[[Any], Any] | None = None, order: Literal["sorted"] | None = None
+) -> bytes:
+    """Return a value as JSON, with numbers as they were written; `plain` converts what JSON lacks."""
+
+    def convert(other: Any) -> Any:
+        if isinstance(other, WrittenFloat):
+            return msgspec.Raw(other.digits.encode())
+        if isinstance(other, LargeInteger):
+            return int(other)
+        if plain is None:
+            raise TypeError(f"JSON has no {type(other).__name__}")
+        return plain(other)
+
+    return msgspec.json.encode(value, enc_hook=convert, order=order)
+
+
+# --- on the wire -----------------------------------------------------------------------------------------------------
+
+
+def encode_number(value: Any) -> msgspec.msgpack.Ext:
+    """Return a number that msgpack has no type for as an extension (``enc_hook``). Raise `TypeError` for all else."""
+    if isinstance(value, WrittenFloat):
+        return msgspec.msgpack.Ext(_NUMBER_CODE, value.digits.encode())
+    if isinstance(value, LargeInteger):
+        return msgspec.msgpack.Ext(_NUMBER_CODE, str(value).encode())
+    raise TypeError(f"values of type {type(value).__name__} cannot travel")
+
+
+def decode_number(code: int, data: memoryview) -> float:
+    """Return the number of an extension (``ext_hook``). Raise `msgspec.ValidationError` for any other extension."""
+    digits = bytes(data[: _MAX_DIGITS + 1])
+    number = _NUMBER.fullmatch(digits)
+    if code != _NUMBER_CODE or number is None or len(digits) > _MAX_DIGITS:
+        raise msgspec.ValidationError(f"extension {code} of {len(data)} bytes is not a number")
+    is_integer = number[1] is None and number[2] is None
+    return LargeInteger(digits) if is_integer else WrittenFloat(digits.decode())
+
+
+def with_large_integers(value: Any) -> Any:
+    """Return a JSON value with each integer of more than 64 bits as a `LargeInteger`."""
+    if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
+        return LargeInteger(value)
+    if isinstance(value, dict):
+        return {key: with_large_integers(part) for key, part in value.items()}
+    return [with_large_integers(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+def text_of(value: object) -> str:
+    """Return a value as text: a text as it is, null as an empty one, anything else as JSON writes it."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else encode_json(value, str).decode()
+
+
+def answer_texts(answer: object, *, boxes: bool = False) -> tuple[str, ...]:
+    """Return the texts of a reference answer, any of which is right: those of a list, or else the only one.
+
+    With `boxes`, a list of numbers is one answer. There is none for null and for an object, which no response can
+    equal. Truth values have two spellings; a number with an exponent is written without, since e is also a constant.
+    """
+    if boxes and _is_box(answer):
+        return (text_of(answer),)
+    texts: list[str] = []
+    for value in answer if isinstance(answer, list | tuple) else (answer,):
+        if isinstance(value, bool):
+            texts += [text_of(value), str(value)]
+        elif isinstance(value, str | int | float) or (boxes and _is_box(value)):
+            texts.append(_positional(value) if isinstance(value, float) else text_of(value))
+        else:
+            return ()
+    return tuple(dict.fromkeys(texts))
+
+
+def _positional(number: float) -> str:
+    """Return a number without an exponent: ``0.00001`` for ``1e-05``."""
+    digits = str(number)
+    return format(Decimal(digits), "f") if "e" in digits.lower() else digits
+
+
+def _is_box(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(part, int | float) for part in value)
+
+
+def shown_answer(answer: object) -> str:
+    """Return a reference answer as one text, to be read: several right ones with `` or `` between them."""
+    return " or ".join(map(text_of, answer)) if isinstance(answer, list | tuple) else text_of(answer)
+
+
+def question_text(question: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a question as one text: messages as what they say, each after its role if there are several."""
+    if isinstance(question, str):
+        return question
+    if len(question) == 1:
+        return text_of(question[0].get("content"))
+    return "\n\n".join(f"{message.get('role')}: {text_of(message.get('content'))}" for message in question)

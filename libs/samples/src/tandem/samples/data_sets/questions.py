@@ -1,0 +1,74 @@
+"""The question of a row: a text, or the messages of a conversation that the first response answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tandem.common.errors import DataError
+from tandem.common.json_values import text_of
+from tandem.common.messages import Question
+from tandem.common.returned import shown
+from tandem.samples.images.parts import as_text
+
+_MAX_SHOWN = 200
+
+
+def read_question(where: str, value: object, mark: Callable[[Any], str] | None = None) -> Question:
+    """Return the question that a field holds; `where` names the row and the field.
+
+    Messages keep all their fields; contents that are lists of parts become texts, with what `mark` returns for images.
+    Raise `DataError` for a value that is neither a text nor messages, for messages that leave nothing to answer, and
+    for images without `mark`.
+    """
+    if isinstance(value, str | int | float):
+        return text_of(value)
+    if not isinstance(value, list | tuple) or not value:
+        raise DataError(f"{where}: expected a text or a list of messages, got {shown(value)[:_MAX_SHOWN]}")
+    mark = _refuse_image if mark is None else mark
+    messages = [_message(f"{where}[{number}]", message, mark) for number, message in enumerate(value)]
+    if messages[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the last of its messages is the assistant's, so that nothing is left to answer")
+    return messages
+
+
+def _message(where: str, message: object, mark: Callable[[Any], str]) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where}: expected a message with role and content, got {shown(message)[:_MAX_SHOWN]}")
+    # Rows of Parquet have every field of every message: those of other messages are null.
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "content" not in fields:
+        if "tool_calls" not in fields:
+            raise DataError(f"{where}: a message of the role {message['role']!r} has no content")
+        return {**fields, "content": None}
+    try:
+        return {**fields, "content": as_text(fields["content"], mark)}
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _refuse_image(image: Any) -> NoReturn:
+    raise DataError("it has an image, but policy.model_name is a text model")
+
+
+def with_user_text(where: str, question: Question, write: Callable[[str], str]) -> Question:
+    """Return a question with the user's text rewritten: the text, or the content of the last of the user's messages.
+
+    Raise `DataError`, which begins with `where`, for messages without one of the user.
+    """
+    if isinstance(question, str):
+        return write(question)
+    for place in reversed(range(len(question))):
+        message = question[place]
+        if message["role"] == "user":
+            return [
+                *question[:place],
+                {**message, "content": write(text_of(message["content"]))},
+                *question[place + 1 :],
+            ]
+    raise DataError(f"{where}: none of its messages is the user's, so that no template can be filled")
+
+
+def as_messages(question: Question) -> Sequence[dict[str, Any]]:
+    """Return a question as messages: a text is one of the user."""
+    return [{"role": "user", "content": question}] if isinstance(question, str) else question
