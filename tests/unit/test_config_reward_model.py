@@ -43,12 +43,6 @@ def test_its_model_may_say_what_it_is_and_no_other_may() -> None:
             "policy.reward_model_cfg.reward_model_type: regression, but training on pairs needs bradley_terry",
         ),
         (
-            {"megatron_cfg": MEGATRON | {"scheduler": {"lr_decay_style": "cosine"}}},
-            {},
-            "rm.max_num_steps: -1, but policy.megatron_cfg.scheduler depends on the number of steps: set it, or "
-            "set lr_decay_iters and a constant weight_decay_incr_style",
-        ),
-        (
             {"sequence_packing": {"enabled": True, "train_mb_tokens": 48}},
             {},
             "policy.sequence_packing.train_mb_tokens: 48 is less than a pair of policy.max_total_sequence_length (64)",

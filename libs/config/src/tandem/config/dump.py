@@ -40,6 +40,9 @@ _OF_MODEL = (
 )
 """Keys of a model section that only affect how trainers hold the model."""
 
+_OF_SCHEDULE = ("train_iters", "scheduler.override_opt_param_scheduler")
+"""Keys that say where schedules end in a run that becomes longer or shorter."""
+
 _VALIDATION = ("val_period", "val_at_start", "val_at_end")
 _OF_GENERATION = (
     "max_val_samples",
@@ -67,6 +70,7 @@ FREE_ON_RESUME = (
     "prerequisite",
     *(key for algorithm in ALGORITHMS for key in length_and_validation(algorithm)),
     *(f"{model}.{key}" for model in ("policy", "value", "teacher") for key in _OF_MODEL),
+    *(f"{model}.megatron_cfg.{key}" for model in ("policy", "value") for key in _OF_SCHEDULE),
     "policy.generation.val_top_p",
     "policy.generation.val_top_k",
     "policy.generation.expose_http_server",

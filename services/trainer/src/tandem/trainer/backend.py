@@ -77,10 +77,14 @@ class Backend(Protocol):
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
     ) -> OptimizerStep:
-        """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer and schedule once.
+        """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer once.
 
         Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient is not a finite number.
         """
+        ...
+
+    def advance_schedule(self, model: Model = "policy") -> None:
+        """Advance the schedule of a model's learning rate, after the optimizer steps of a pass over a batch."""
         ...
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:

@@ -82,6 +82,7 @@ def train(
     The previous policy of the loss's ratio is the one before the first of these steps. If there is only one step, that
     is the policy in training, and no separate pass computes its log-probabilities unless advantages need them. Another
     trained model takes its steps on the whole batch before the policy, as often as the algorithm passes over the batch.
+    Schedules of learning rates advance once a pass, after its optimizer steps, as NeMo-RL's do.
 
     Args:
         backend: backend of this rank.
@@ -109,6 +110,7 @@ def train(
                     for rows in step.global_batches:
                         done = step.optimized(rows, columns[model], model, scored if model == "policy" else None)
                         parts.setdefault(model, []).append(done)
+                    backend.advance_schedule(model)
     logprobs = None
     if keeps_logprobs and (step.policy_logprobs_T is not None or "policy" in parts):
         logprobs = partial(_logged, own, step.policy_logprobs_T, scored or ())

@@ -17,8 +17,9 @@ from tandem.config.schema.base import (
 
 
 class MegatronScheduler(Section, frozen=True, kw_only=True):
-    """Schedules of the learning rate and the weight decay, counted in optimizer steps.
+    """Schedules of the learning rate and the weight decay, counted in training steps.
 
+    A step may have several optimizer steps, with one learning rate. PPO counts each of its `ppo_epochs`.
     The highest learning rate is `lr` and the lowest `min_lr` of `policy.megatron_cfg.optimizer`.
     """
 
@@ -29,7 +30,8 @@ class MegatronScheduler(Section, frozen=True, kw_only=True):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
     """Shape of the decay after the warm-up; WSD keeps the rate and lowers it in the last `lr_wsd_decay_iters`."""
     lr_decay_iters: PositiveInt | None = None
-    """Steps, including the warm-up, after which the rate is lowest; null means those of the whole run."""
+    """Steps, including the warm-up, after which the rate is lowest; null means those of the whole run, the
+    smaller of `max_num_steps` and `max_num_epochs`."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the decay at the end of WSD."""
     lr_wsd_decay_iters: PositiveInt | None = None
@@ -41,8 +43,8 @@ class MegatronScheduler(Section, frozen=True, kw_only=True):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change between them; constant needs both to be equal."""
     override_opt_param_scheduler: bool | None = None
-    """Accepted: whether these keys override those of a checkpoint. They always do, and a resumed run reports the
-    differences."""
+    """Stretch schedules over the whole run again where a resumed run becomes longer or shorter. By default they end
+    where they would have ended when the run began. No other of these keys can change."""
 
 
 class Fp8Cfg(Section, frozen=True, kw_only=True):
@@ -145,8 +147,8 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     linear_ce_fusion_chunk_size: PositiveInt = 256
     """Accepted: tokens that `use_linear_ce_fusion_loss` computes at once."""
     train_iters: PositiveInt | None = None
-    """Accepted: number of steps for NeMo-RL's scheduler; `scheduler.lr_decay_iters` and the run's own number replace
-    it."""
+    """Accepted: number of steps of the run, as in NeMo-RL for schedules without `lr_decay_iters`. The run itself sets
+    it when it begins."""
     track_moe_metrics: bool | None = None
     """Accepted: log the load of experts."""
     peft: Peft = Peft()

@@ -162,7 +162,7 @@ class SchedulerEntry(Section, frozen=True, kw_only=True):
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of the class."""
     milestones: tuple[NonNegativeInt, ...] | None = None
-    """Optimizer steps at which the next schedule takes over; one fewer than there are schedules."""
+    """Training steps at which the next schedule takes over; one fewer than there are schedules."""
 
 
 class NewModel(Section, frozen=True, kw_only=True):

@@ -300,7 +300,12 @@ class Config(Section, frozen=True, kw_only=True):
     @cached_property
     def num_optimizer_steps(self) -> int:
         """Optimizer steps of the policy in a step."""
-        return self.num_passes * -(-self.units_per_step // self.policy.train_global_batch_size)
+        return self.num_passes * self.num_optimizer_steps_per_pass
+
+    @cached_property
+    def num_optimizer_steps_per_pass(self) -> int:
+        """Optimizer steps of each model in a pass over a step's batch."""
+        return -(-self.units_per_step // self.policy.train_global_batch_size)
 
     @cached_property
     def num_passes(self) -> int:

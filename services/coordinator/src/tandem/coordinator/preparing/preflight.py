@@ -30,6 +30,7 @@ from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.prerequisite import Ready, differences
+from tandem.coordinator.preparing.run_length import with_run_length
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
 from tandem.launch.page_process import page_socket
@@ -136,7 +137,7 @@ def _look_through(
     assert algorithm is not None, "or there is a problem"
     late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in told]
     ready = Ready(
-        config=config,
+        config=with_run_length(config, algorithm.num_steps, mode),
         source=source,
         algorithm=algorithm,
         notices=(

@@ -74,12 +74,16 @@ class HeldModel:
         self._reduces_once: FSDPModule | None = self.model if communicates else None
         """The model if FSDP2 is told which backward pass of an optimizer step reduces gradients."""
         self.num_steps = 0
+        """Optimizer steps taken."""
+        self.num_schedule_steps = 0
+        """Steps of the schedule of the learning rate."""
+        self._steps_per_pass = config.num_optimizer_steps_per_pass
         self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
         if checkpoint is None:
-            self._start_optimizer(num_steps=0)
+            self._start_optimizer(num_steps=0, num_schedule_steps=0)
         else:
             self._load_optimizer(checkpoint)
 
@@ -125,9 +129,13 @@ class HeldModel:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        advance(self.scheduler)
         self.num_steps += 1
         return OptimizerStep(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    def advance_schedule(self) -> None:
+        """Advance the schedule of the learning rate by one step."""
+        advance(self.scheduler)
+        self.num_schedule_steps += 1
 
     @torch.no_grad()
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> list[Scores]:
@@ -173,18 +181,19 @@ class HeldModel:
     def forget_steps(self) -> None:
         """Make a new optimizer, without state, as if no step had been taken; forget the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._start_optimizer(num_steps=0)
+        self._start_optimizer(num_steps=0, num_schedule_steps=0)
 
     def state(self) -> checkpoints.State:
-        """Return the contents of a checkpoint. The schedule needs only the number of steps."""
+        """Return the contents of a checkpoint. The schedule needs only the number of its steps."""
+        counts = checkpoints.OptimizerCounts(steps=self.num_steps, schedule_steps=self.num_schedule_steps)
         parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
         if self._adapters is not None:
             trained = self._trained()
             gathered, num_bytes = adapter_files.gathered(trained), sum(each.nbytes for each in trained.values())
-            return checkpoints.State(self.model, gathered, num_bytes, parts, self.num_steps, self._adapters)
+            return checkpoints.State(self.model, gathered, num_bytes, parts, counts, self._adapters)
         gathered = policy_files.gathered(self.model, self.parameters)
         num_bytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        return checkpoints.State(self.model, gathered, num_bytes, parts, self.num_steps)
+        return checkpoints.State(self.model, gathered, num_bytes, parts, counts)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -228,18 +237,19 @@ class HeldModel:
         state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
         return {"state": {tensor_name(name): each for name, each in state.items()}}
 
-    def _start_optimizer(self, num_steps: int) -> None:
-        """Make a new optimizer, without state, with its schedule after `num_steps`."""
+    def _start_optimizer(self, num_steps: int, num_schedule_steps: int) -> None:
+        """Make a new optimizer, without state, as after `num_steps`, with its schedule after `num_schedule_steps`."""
         settings = self._settings.optimizer
         assert settings is not None, "the configuration's checks require an optimizer"
         self.optimizer = make_optimizer(settings, self._ranks.together(self._trained().values()), self.name)
         self.scheduler = make_scheduler(self._settings.scheduler, self.optimizer, self.name)
-        advance(self.scheduler, num_steps)
-        self.num_steps = num_steps
+        advance(self.scheduler, num_schedule_steps)
+        self.num_steps, self.num_schedule_steps = num_steps, num_schedule_steps
         self._offloaded = None
 
     def _load_optimizer(self, folder: Path) -> None:
-        self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_num_steps(folder, self.name)))
+        counts = checkpoints.agree(lambda: checkpoints.read_counts(folder, self.name))
+        self._start_optimizer(counts.steps, counts.schedule_steps_of(self._steps_per_pass))
         if self.num_steps:
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
             read = partial(optimizer_state.read, tensors)
@@ -285,7 +295,7 @@ def scale_down(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
 
 
 def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:
-    """Advance a schedule by `num_steps` optimizer steps.
+    """Advance a schedule by `num_steps`.
 
     A schedule depends only on the number of steps, so a new one at the same step is exactly where the old one was.
     """

@@ -35,6 +35,10 @@ class Held(Protocol):
         """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
         ...
 
+    def advance_schedule(self) -> None:
+        """Advance the schedule of the learning rate by one step."""
+        ...
+
     def scores(self, micro_batches: Sequence[MicroBatch], *, as_reference: bool = False) -> Sequence[Scores]:
         """Return the model's scores of each micro-batch without gradient, zero for tokens that are not valid.
 
@@ -86,11 +90,15 @@ class HoldingBackend(Generic[AnyHeld]):
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
     ) -> OptimizerStep:
-        """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer and schedule once.
+        """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer once.
 
         Raises `NotFiniteError`, before anything has changed, if the loss or the gradient is not finite.
         """
         return self._held[model, 0].train_step(micro_batches, loss)
+
+    def advance_schedule(self, model: Model = "policy") -> None:
+        """Advance the schedule of a model's learning rate."""
+        self._held[model, 0].advance_schedule()
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return a model's scores of each micro-batch without gradient, zero for tokens that are not valid."""

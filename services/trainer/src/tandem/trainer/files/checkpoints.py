@@ -40,7 +40,8 @@ OPTIMIZER = "optimizer"
 MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file."""
 _COUNTS = "optimizer.json"
-_NUM_STEPS = "num_optimizer_steps"
+_COUNTED = ("num_optimizer_steps", "num_schedule_steps")
+"""Keys of the counts of `OptimizerCounts` in that file."""
 _SPARE = 2
 """How many times the copies of a host's ranks must fit in its memory, because training goes on beside them."""
 _MESSAGE_BYTES = 512
@@ -48,6 +49,22 @@ _MESSAGE_BYTES = 512
 Result = TypeVar("Result")
 Files = tuple[Path, Mapping[str, FileRecord]]
 """The files written, by path within a folder."""
+
+
+class OptimizerCounts(NamedTuple):
+    """The number of steps that an optimizer has taken, and its schedule."""
+
+    steps: int
+    """Optimizer steps."""
+    schedule_steps: int | None
+    """Steps of the schedule: passes over a batch. None in a checkpoint of a release that counted optimizer steps."""
+
+    def schedule_steps_of(self, steps_per_pass: int) -> int:
+        """Return the steps of the schedule, where a pass over a batch is that many optimizer steps.
+
+        After a checkpoint of an earlier release, the schedule stands where a run of this release would have it.
+        """
+        return self.steps // steps_per_pass if self.schedule_steps is None else self.schedule_steps
 
 
 class State(NamedTuple):
@@ -63,8 +80,7 @@ class State(NamedTuple):
     """Bytes of all its tensors."""
     optimizer: Callable[[], Iterator[Part]]
     """Makes this rank's part of the optimizer's state."""
-    num_steps: int
-    """Steps that the optimizer has taken."""
+    counts: OptimizerCounts
     adapters: adapter_files.Described | None = None
     """If not None, the tensors are adapters, and the model's own weights are not written."""
 
@@ -86,7 +102,7 @@ class _Copy(NamedTuple):
     """The writer of the model's weights; None on ranks other than 0."""
     tensors: Iterable[Mapping[str, torch.Tensor]]
     optimizer: Iterable[Part]
-    num_steps: int
+    counts: OptimizerCounts
 
 
 def optimizer_folder(model: Model) -> str:
@@ -144,9 +160,9 @@ def _copy(
         tensors = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in tensors)
     optimizer = box_files.snapshot(state.optimizer())
     if is_lazy:
-        return _Copy(name, writer, tensors, optimizer, state.num_steps)
+        return _Copy(name, writer, tensors, optimizer, state.counts)
     is_first = writer is not None
-    return _Copy(name, writer, [batch for batch in tensors if is_first], list(optimizer), state.num_steps)
+    return _Copy(name, writer, [batch for batch in tensors if is_first], list(optimizer), state.counts)
 
 
 def _run(work: Callable[[], Result], result: Future[Result]) -> None:
@@ -220,7 +236,7 @@ def _write_optimizer(folder: Path, copy: _Copy, max_file_bytes: int) -> dict[str
         paths = list(digests)
         if dist.get_rank() == 0:
             paths.append(target / _COUNTS)
-            paths[-1].write_text(json.dumps({_NUM_STEPS: copy.num_steps}) + "\n")
+            paths[-1].write_text(json.dumps(dict(zip(_COUNTED, copy.counts, strict=True))) + "\n")
         return _synced(folder, target, paths, digests)
 
 
@@ -300,13 +316,14 @@ class Proof:
             manifest.check_tensors(folder, files, reader=rank, num_readers=num_ranks)
 
 
-def read_num_steps(folder: Path, model: Model = POLICY) -> int:
-    """Return the number of steps that a model's optimizer has taken. Raises `CheckpointError`."""
+def read_counts(folder: Path, model: Model = POLICY) -> OptimizerCounts:
+    """Return the number of steps that a model's optimizer, and its schedule, have taken. Raises `CheckpointError`."""
     source = folder / optimizer_folder(model)
     with as_checkpoint_error(f"cannot read {source}"):
         if not (source / _COUNTS).exists():
             raise CheckpointError(f"it has no {_COUNTS}: an earlier version of Tandem wrote it, or it is not whole")
-        return int(json.loads((source / _COUNTS).read_bytes())[_NUM_STEPS])
+        counts = json.loads((source / _COUNTS).read_bytes())
+        return OptimizerCounts(steps=int(counts[_COUNTED[0]]), schedule_steps=counts.get(_COUNTED[1]))
 
 
 def read_optimizer(folder: Path, read: Callable[[BoxFiles], None], model: Model = POLICY) -> None:

@@ -44,15 +44,15 @@ def load_model(
     checkpoints.agree(load)
 
 
-def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any, model: Model) -> int:
-    """Fill a model's optimizer from a checkpoint; return the number of steps that it has taken.
+def load_optimizer(folder: Path, weights: RankWeights, optimizer: Any, model: Model) -> checkpoints.OptimizerCounts:
+    """Fill a model's optimizer from a checkpoint; return the number of steps that it has taken, and its schedule.
 
     Collective. Raises `CheckpointError`; every rank raises if one does.
     """
-    num_steps = checkpoints.agree(lambda: checkpoints.read_num_steps(folder, model))
+    counts = checkpoints.agree(lambda: checkpoints.read_counts(folder, model))
 
     def read(files: BoxFiles) -> None:
-        optimizer_state.read(optimizer, weights, files, num_steps)
+        optimizer_state.read(optimizer, weights, files, counts.steps)
 
     checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, model))
-    return num_steps
+    return counts

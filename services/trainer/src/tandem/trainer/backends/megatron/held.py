@@ -41,7 +41,7 @@ from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
 from tandem.trainer.backends.offload import Offloaded
 from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.files import adapter_files
-from tandem.trainer.files.checkpoints import State, agree
+from tandem.trainer.files.checkpoints import OptimizerCounts, State, agree
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import without_weights
 from tandem.trainer.scores import Scores
@@ -156,14 +156,18 @@ class HeldModel:
         self.optimizer: Any
         """The optimizer of a trained model."""
         self.num_steps = 0
+        """Optimizer steps taken."""
+        self.num_schedule_steps = 0
+        """Steps of the schedules of learning rate and weight decay."""
         self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
         self.optimizer = make_optimizer(self.chunks, self.settings)
         if checkpoint is not None:
-            self.num_steps = checkpoints.load_optimizer(checkpoint, self.weights, self.optimizer, self.name)
-        self._schedule = make_schedule(self._config, self._described.section, self.optimizer, self.num_steps)
+            self._load_optimizer(checkpoint)
+        section, num_steps = self._described.section, self.num_schedule_steps
+        self._schedule = make_schedule(self._config, section, self.optimizer, num_steps)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
         """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
@@ -174,9 +178,12 @@ class HeldModel:
         # Megatron-Core divides by the tokens of all rows, which is right for the losses that balance experts.
         self.pipeline.run(rows, adding(total, loss), scale=self.num_tokens(rows))
         total_loss = float(self.division.sum_over_replicas(total)[0])
-        done = self.take_step(total_loss, biases, self.optimizer.config.clip_grad)
+        return self.take_step(total_loss, biases, self.optimizer.config.clip_grad)
+
+    def advance_schedule(self) -> None:
+        """Advance the schedules of learning rate and weight decay by one step."""
         self._schedule.step(1)
-        return done
+        self.num_schedule_steps += 1
 
     def take_step(
         self,
@@ -221,13 +228,18 @@ class HeldModel:
             self._load_model(folder)
         else:
             self.weights.load_adapters(TensorsInMemory(self._read_adapters(self._described.adapters, folder)))
-        self.num_steps = checkpoints.load_optimizer(folder, self.weights, self.optimizer, self.name)
+        self._load_optimizer(folder)
+
+    def _load_optimizer(self, folder: Path) -> None:
+        counts = checkpoints.load_optimizer(folder, self.weights, self.optimizer, self.name)
+        self.num_steps = counts.steps
+        self.num_schedule_steps = counts.schedule_steps_of(self._config.num_optimizer_steps_per_pass)
 
     def forget_steps(self) -> None:
         """Leave the optimizer no state, as if no step had been taken; forget the gradient."""
         self.forget_gradient()
         optimizer_state.taken(self.optimizer)
-        self.num_steps = 0
+        self.num_steps = self.num_schedule_steps = 0
 
     def forget_gradient(self) -> None:
         """Make all gradients zero."""
@@ -267,7 +279,8 @@ class HeldModel:
         """Return a checkpoint's contents: weights in the precision of the parameters, and the optimizer's state."""
         parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
         gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
-        return State(self._described.hugging_face, gathered, num_bytes, parts, self.num_steps, self._written())
+        counts = OptimizerCounts(steps=self.num_steps, schedule_steps=self.num_schedule_steps)
+        return State(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
 
     def offload(self) -> None:
         """Move gradients and the optimizer's state from the GPU to host memory; on a CPU they are already there.

@@ -75,12 +75,13 @@ def state_of(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]) -> 
 def make_schedule(
     config: Config, section: schema.Model, optimizer: ChainedOptimizer, num_steps: int
 ) -> OptimizerParamScheduler:
-    """Return ``megatron_cfg.scheduler`` of a model's section after `num_steps` optimizer steps.
+    """Return ``megatron_cfg.scheduler`` of a model's section after `num_steps` of its steps, passes over a batch.
 
-    By default, the learning rate decays over the whole run.
+    By default, the learning rate decays over the whole run: ``train_iters``, in which the coordinator sets its steps.
     """
     given, settings = section.megatron_cfg.scheduler, optimizer.config
-    num_in_run, decay = _num_optimizer_steps(config), settings.weight_decay
+    run_steps = section.megatron_cfg.train_iters or max(1, config.algorithm_section.max_num_steps)
+    num_in_run, decay = run_steps * config.num_passes, settings.weight_decay
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=given.lr_warmup_init,
@@ -98,8 +99,3 @@ def make_schedule(
     )
     schedule.step(num_steps)
     return schedule
-
-
-def _num_optimizer_steps(config: Config) -> int:
-    """Return the number of optimizer steps of the whole run."""
-    return max(1, config.algorithm_section.max_num_steps) * config.num_optimizer_steps

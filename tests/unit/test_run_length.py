@@ -1,0 +1,79 @@
+"""The steps over which Megatron-Core's schedules are stretched: the run's own, decided when it begins.
+
+NeMo-RL v0.7 sets ``megatron_cfg.train_iters`` to ``min(max_num_steps, max_num_epochs * len(dataloader))`` before it
+makes the policy (`grpo.py`, `sft.py`), and Megatron-Bridge takes it where ``lr_decay_iters`` is null.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tandem.config import Config, build_config, config_to_json, resume_differences
+from tandem.coordinator.preparing.run_length import with_run_length
+from tandem.observe.run_folder.journal_writer import Journal
+
+
+def sft(folder: Path, max_num_steps: int, enabled: bool = True, **scheduler: Any) -> Config:
+    megatron = {"enabled": enabled, "scheduler": {"lr_decay_style": "cosine", **scheduler}} if enabled else {}
+    return build_config(
+        {
+            "sft": {"max_num_steps": max_num_steps},
+            "policy": {"model_name": "m", "max_total_sequence_length": 64, "megatron_cfg": megatron},
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+            "logger": {"log_dir": str(folder)},
+        }
+    )
+
+
+def ppo(folder: Path) -> Config:
+    return build_config(
+        {
+            "ppo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 1},
+            "policy": {
+                "model_name": "m",
+                "max_total_sequence_length": 64,
+                "train_global_batch_size": 4,
+                "megatron_cfg": {"enabled": True},
+            },
+            "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
+            "logger": {"log_dir": str(folder)},
+        }
+    )
+
+
+def steps_of(config: Config) -> int | None:
+    return config.policy.megatron_cfg.train_iters
+
+
+def begun(config: Config) -> Config:
+    """Record a run's beginning in its folder."""
+    Path(config.logger.log_dir).mkdir(parents=True, exist_ok=True)
+    Journal.create(Path(config.logger.log_dir), config_to_json(config), config.algorithm, "run-1").close()
+    return config
+
+
+def test_a_new_run_takes_the_steps_that_its_data_allow(tmp_path: Path) -> None:
+    assert steps_of(with_run_length(sft(tmp_path, 60), 12, "new")) == 12
+    assert steps_of(with_run_length(sft(tmp_path, 60, enabled=False), 12, "new")) is None
+    both = with_run_length(ppo(tmp_path), 7, "new")
+    assert both.value is not None
+    assert (steps_of(both), both.value.megatron_cfg.train_iters) == (7, 7)
+
+
+def test_a_resumed_run_keeps_them_however_long_it_has_become(tmp_path: Path) -> None:
+    first = begun(with_run_length(sft(tmp_path, 12), 12, "new"))
+    longer = with_run_length(sft(tmp_path, 60), 60, "resume")
+    assert steps_of(longer) == 12
+    assert not resume_differences(first, longer)
+    stretched = with_run_length(sft(tmp_path, 60, override_opt_param_scheduler=True), 60, "resume")
+    assert steps_of(stretched) == 60
+    assert not resume_differences(first, stretched)
+    assert steps_of(with_run_length(sft(tmp_path, 60), 60, "restart")) == 60
+
+
+def test_a_run_of_an_earlier_release_takes_those_that_it_has_now(tmp_path: Path) -> None:
+    first = begun(sft(tmp_path, 12))
+    resumed = with_run_length(sft(tmp_path, 12), 12, "resume")
+    assert steps_of(resumed) == 12
+    assert not resume_differences(first, resumed)
