@@ -413,11 +413,19 @@ def _vanishing(config: Config) -> Iterator[str]:
 
 
 def _unranked(config: Config) -> Iterator[str]:
-    """Yield a metric that would rank checkpoints if the run ever measured it."""
-    metric, why = config.checkpointing.metric_name, why_never_validated(config)
-    is_read = config.checkpointing.enabled and config.checkpointing.keep_top_k is not None
-    if is_read and why is not None and metric.startswith("val_"):
+    """Yield a metric that would rank checkpoints if the run measured it, ever or in each step that saves one."""
+    settings, why, period = config.checkpointing, why_never_validated(config), config.algorithm_section.val_period
+    metric = settings.metric_name
+    if not settings.enabled or settings.keep_top_k is None or not metric.startswith("val_"):
+        return
+    if why is not None:
         yield f"checkpointing.metric_name: {metric} is never measured ({why}): the newest checkpoints are kept"
+    elif not config.evaluates and (not period or settings.save_period % period):
+        yield (
+            f"checkpointing.save_period is {settings.save_period} and {config.algorithm}.val_period {period}: a "
+            f"checkpoint of a step without validation has no {metric}, ranks below all that have one, and is deleted "
+            f"before them once there are more than keep_top_k ({settings.keep_top_k}), unless it is the newest"
+        )
 
 
 def _puzzle(config: Config) -> Iterator[str]:

@@ -29,8 +29,9 @@ class Checkpointing(Section, frozen=True, kw_only=True):
     checkpoint_dir: NonEmptyStr
     """Folder of the checkpoints; relative to the working directory."""
     metric_name: NonEmptyStr
-    """Metric that ranks checkpoints; a name with val_ is of the last validation. It may be that of one of several
-    validation sets (``val_NAME/accuracy``). NeMo-RL's names, such as ``val:accuracy``, are accepted."""
+    """Metric that ranks checkpoints; a name with val_ is of the validation of the checkpoint's own step. A checkpoint
+    without the metric ranks below all others, as in NeMo-RL. It may be the metric of one of several validation sets
+    (``val_NAME/accuracy``). NeMo-RL's names, such as ``val:accuracy``, are accepted."""
     higher_is_better: bool
     """Whether a higher metric is better."""
     keep_top_k: PositiveInt | None = 3

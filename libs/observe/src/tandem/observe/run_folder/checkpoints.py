@@ -32,7 +32,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     metric_name: str
     metric: float | None
-    """Value by which checkpoints are ranked; None if it was not measured at this step."""
+    """Value by which checkpoints are ranked; None if it was not measured at this step, or is no number."""
     config_json: str
     """Resolved configuration of the run that wrote it."""
 
@@ -132,7 +132,11 @@ class CheckpointFolder:
         return found
 
     def _prune(self, newest: int) -> None:
-        """Keep the best `keep_top_k`, and the newest, so that the run can always be resumed."""
+        """Keep the best `keep_top_k`, and the newest, so that the run can always be resumed.
+
+        Those without the metric rank below all others, as in NeMo-RL v0.7 (`nemo_rl/utils/checkpoint.py`), and of equal
+        ones the earlier below the later.
+        """
         if self._keep_top_k is None:
             return
         sign = 1.0 if self._higher_is_better else -1.0

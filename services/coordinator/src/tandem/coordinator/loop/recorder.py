@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tandem.common.messages import Purpose, RecordedGroup, RecordSamples, SampleScored
@@ -44,6 +45,8 @@ class Recorder:
         self._checkpoints = checkpoints
         self._known = next(reversed(journal.refits()), None)
         """The refit to the version that a resumed run begins with, from when it was trained."""
+        self._has_noted_unranked = False
+        """Whether a checkpoint without the metric that ranks it has been reported."""
         self._num_failures = 0
         """Number of failures of environments, over all samples."""
         self._to_log: dict[tuple[int, Purpose], dict[str, tuple[RecordedGroup, ...]]] = {}
@@ -128,14 +131,25 @@ class Recorder:
     def publish_checkpoint(self, step: int) -> None:
         """Give a step's written checkpoint its final name.
 
-        It is ranked by the step's own metric, if that was measured.
+        It is ranked by the step's own metric. The first without one is reported, since it is among the first to be
+        deleted.
         """
-        name = self._config.checkpointing.metric_name
+        settings = self._config.checkpointing
+        name = settings.metric_name
+        metric = self.journal.step(step).metrics.get(name)
+        if metric is not None and not math.isfinite(metric):
+            metric = None
+        if metric is None and settings.keep_top_k is not None and not self._has_noted_unranked:
+            self._has_noted_unranked = True
+            self.note(
+                f"the checkpoint of step {step} has no {name} (checkpointing.metric_name): such checkpoints rank below "
+                f"all others, and only {settings.keep_top_k} (keep_top_k) and the newest are kept"
+            )
         record = CheckpointRecord(
             step=step,
             version=step,
             metric_name=name,
-            metric=self.journal.step(step).metrics.get(name),
+            metric=metric,
             config_json=config_to_json(self._config).decode(),
         )
         with self.journal.reserve.lent():

@@ -1,4 +1,4 @@
-"""The number of steps over which Megatron-Core's schedules are stretched, decided once, when a run begins.
+"""The number of steps that Megatron-Core's schedules span, decided once, when a run begins.
 
 It is the run's own: the smaller of ``max_num_steps`` and ``max_num_epochs``, as in NeMo-RL v0.7, which writes it to
 ``megatron_cfg.train_iters`` too. A run that was resumed with another ``max_num_steps`` keeps it, unless
