@@ -16,8 +16,8 @@ from data_harness import character_tokenizer, data_config
 from environment_harness import config, problem, results
 
 from tandem.common.errors import DataError, WireError
-from tandem.common.json_values import LargeInteger, WrittenFloat, answer_texts, encode_json, text_of
 from tandem.common.messages import Problem, ResponseToScore, ScoreResponses, ToRewardServer
+from tandem.common.values.json_values import LargeInteger, WrittenFloat, answer_texts, encode_json, text_of
 from tandem.common.wire import Codec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm

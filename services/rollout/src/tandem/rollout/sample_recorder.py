@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 import pyarrow as pa
 
 from tandem.common.errors import SamplesError
-from tandem.common.json_values import question_text, text_of
 from tandem.common.messages import (
     PromptGroup,
     Purpose,
@@ -33,6 +32,7 @@ from tandem.common.messages import (
     SampleScored,
     SamplesRecorded,
 )
+from tandem.common.values.json_values import question_text, text_of
 from tandem.launch.service import ServiceContext
 from tandem.rollout.restoring import as_generated, restored
 from tandem.samples.batch import Batch

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.errors import WireError
-from tandem.common.json_values import decode_number, encode_number
 from tandem.common.messages import Message
+from tandem.common.values.json_values import decode_number, encode_number
 
 Incoming = TypeVar("Incoming")
 Arrays = Mapping[str, NDArray[Any]]

@@ -15,7 +15,7 @@ import msgspec
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef, Problem
 from tandem.common.regular_files import irregular
-from tandem.common.templates import fill_template
+from tandem.common.values.templates import fill_template
 from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import Data

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tandem.common.errors import DataError
-from tandem.common.json_values import text_of
 from tandem.common.messages import Question
 from tandem.common.returned import shown
+from tandem.common.values.json_values import text_of
 from tandem.samples.images.parts import as_text
 
 _MAX_SHOWN = 200

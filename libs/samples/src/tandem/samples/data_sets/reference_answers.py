@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem.common.errors import DataError
-from tandem.common.json_values import answer_texts
 from tandem.common.returned import shown
+from tandem.common.values.json_values import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import compares_answers, reads_boxes
 from tandem.samples.data_sets.prompts import Asked

@@ -17,9 +17,9 @@ from typing import IO, Annotated, Any
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
-from tandem.common.json_values import decode_object, encode_json, encode_number, with_large_integers
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
+from tandem.common.values.json_values import decode_object, encode_json, encode_number, with_large_integers
 from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
 from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_of
 from tandem.config.problem import MAX_SHOWN

@@ -21,9 +21,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from tandem.common.errors import DataError
-from tandem.common.json_values import encode_json, text_of
 from tandem.common.messages import Problem
-from tandem.common.templates import fill_template
+from tandem.common.values.json_values import encode_json, text_of
+from tandem.common.values.templates import fill_template
 from tandem.config import Config
 from tandem.config.schema import Data
 from tandem.samples.data_sets import sources

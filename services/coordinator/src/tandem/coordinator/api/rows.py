@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import DataError, nearest
-from tandem.common.json_values import encode_json
 from tandem.common.returned import shown
+from tandem.common.values.json_values import encode_json
 from tandem.config.schema import Data
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.questions import read_question

@@ -12,8 +12,8 @@ import json
 import operator
 import random
 
-from tandem.common.json_values import question_text
 from tandem.common.messages import Problem
+from tandem.common.values.json_values import question_text
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets.sliding_puzzle import Board, render, slide
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tandem.common.errors import RewardError
-from tandem.common.json_values import text_of
 from tandem.common.messages import Problem
+from tandem.common.values.json_values import text_of
 
 
 def answer_in(response: str, answer_after: str | None) -> str:

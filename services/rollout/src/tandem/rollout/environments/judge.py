@@ -21,7 +21,7 @@ import openai
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import EngineServer, Problem
-from tandem.common.templates import fill_template
+from tandem.common.values.templates import fill_template
 from tandem.config.schema import Judge as Settings
 from tandem.rollout.environments.environment import Score
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RewardError
-from tandem.common.json_values import decode_number, encode_number
 from tandem.common.messages import EngineServer
+from tandem.common.values.json_values import decode_number, encode_number
 from tandem.rollout.environments.environment import RunsIn
 from tandem.rollout.environments.outcomes import Call, Outcome
 
