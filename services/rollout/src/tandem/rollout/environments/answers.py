@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+
 from tandem.common.errors import RewardError
 from tandem.common.messages import Problem
 from tandem.common.values.json_values import text_of
+
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]")
+"""Characters without a width: soft hyphens, joiners, marks of direction and of byte order."""
+
+
+def comparable(text: str) -> str:
+    """Return a text as it is compared: composed (NFC), without characters of no width or white space at its ends."""
+    return unicodedata.normalize("NFC", _INVISIBLE.sub("", text)).strip()
 
 
 def answer_in(response: str, answer_after: str | None) -> str:

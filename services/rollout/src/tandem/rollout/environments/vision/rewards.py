@@ -18,6 +18,7 @@ _Choose = Callable[[tuple[float, float]], float]
 _LEAST_AREA = 1e-3
 """Areas are at least this, so that no box is divided by nothing."""
 _CORRECT_FROM = 0.5
+_BOX = "\\boxed{"
 
 
 def tagged(response: str, tag: str) -> str | None:
@@ -44,15 +45,13 @@ def math_expr(reference: str, response: str, *, tag: str = "answer") -> Judged:
 
     The library's own time limits use signals; the process in which this runs is killed instead.
     """
-    import math_verify
+    from tandem.rollout.environments.math import is_equal, parse_reference, parse_response
 
     answer = tagged(response, tag)
     if answer is None:
         return 0.0, False
-    latex = math_verify.LatexExtractionConfig()
-    wanted = math_verify.parse(_boxed(reference), [latex], parsing_timeout=None)
-    given = math_verify.parse(_boxed(answer), [math_verify.ExprExtractionConfig(), latex], parsing_timeout=None)
-    correct = bool(wanted) and bool(math_verify.verify(wanted, given, timeout_seconds=None))
+    boxed = answer if answer.startswith(_BOX) else f"{_BOX}{answer}}}"
+    correct = is_equal(parse_reference(_unboxed(reference)), parse_response(boxed))
     return float(correct), correct
 
 
@@ -106,8 +105,9 @@ def _alphanumeric(text: str) -> str:
     return "".join(character for character in text if character.isalnum()).lower()
 
 
-def _boxed(text: str) -> str:
-    return text if text.startswith(r"\boxed{") else rf"\boxed{{{text}}}"
+def _unboxed(text: str) -> str:
+    """Return the content of a box that a text begins with and ends with, or else the text."""
+    return text[len(_BOX) : -1] if text.startswith(_BOX) and text.endswith("}") else text
 
 
 FUNCTIONS: MappingProxyType[str, Callable[..., Judged]] = MappingProxyType(
