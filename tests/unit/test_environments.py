@@ -96,42 +96,6 @@ def test_math_compares_values(answer: str, response: str, score: Score) -> None:
     assert worth(make_environment(config("math")).score(problem(answer), response)) == score
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "said", "score"),
-    [
-        ("34", "so it is 12.\nAnswer: 34", "34", RIGHT),
-        ("34", "Answer: 12\nno.\n**Answer: $\\boxed{34}$.**", "34", RIGHT),
-        ("1234", "answer: 1,234", "1234", RIGHT),
-        ("\\frac{1}{2}", "Answer: \\dfrac{1}{2}", "\\frac{1}{2}", RIGHT),
-        ("34", "Answer: 34, or 35", "34,or35", WRONG),
-        ("34", "It is 34.", None, WRONG),
-        ("34", "Answer: 34\n" + "But no. " * 50, None, WRONG),
-    ],
-)
-def test_math_as_dapo_has_it_compares_the_answers_line(
-    answer: str, response: str, said: str | None, score: Score
-) -> None:
-    found = make_environment(config("math", {"math_verify_impl": "dapo_math_verify"})).score(problem(answer), response)
-    assert isinstance(found, Score)
-    assert (worth(found), found.answer) == (score, said)
-
-
-@pytest.mark.parametrize(
-    ("response", "said", "score"),
-    [
-        ("Answer: B", "B", RIGHT),
-        ("Answer: A\nNo.\nAnswer: **(b)**", "B", RIGHT),
-        ("Answer: C", "C", WRONG),
-        ("Answer: because", None, WRONG),
-        ("B", None, WRONG),
-    ],
-)
-def test_choices_are_letters(response: str, said: str | None, score: Score) -> None:
-    found = make_environment(config("math", {"verifier_type": "english_multichoice"})).score(problem("B"), response)
-    assert isinstance(found, Score)
-    assert (worth(found), found.answer) == (score, said)
-
-
 def test_math_works_in_a_thread_where_its_own_signals_would_not() -> None:
     environment = make_environment(config("math"))
     scores: list[Score] = []
@@ -149,6 +113,7 @@ def test_math_works_in_a_thread_where_its_own_signals_would_not() -> None:
         ({"ignore_case": True}, "sEVEN", RIGHT),
         ({}, "It is Seven", WRONG),
         ({"answer_after": "is"}, "This is it: it is Seven", RIGHT),
+        ({}, "\ufeffSev\u200ben\u00a0", RIGHT),
     ],
 )
 def test_exact_match(kwargs: dict[str, Any], response: str, score: Score) -> None:
@@ -367,26 +332,3 @@ def test_several_rewards_of_one_response() -> None:
     assert components("<think>so</think>\n<answer>41</answer>\n<answer>42</answer>") == (1, 1, 0)
     assert components("42") == (1, 1, 0)
     assert components("<answer>4.2</answer>") == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("response", "letter"),
-    [
-        ("thus **Answer: (C)**", "C"),
-        ("الإجابة: ب", "B"),
-        ("উত্তরঃ ঢ", "D"),
-        ("答案：Ａ", "A"),
-        ("Answer: A\n次に 答え: B", "B"),
-        ("Réponse : $\\boxed{D}$", "D"),
-        ("The best answer is E.", "E"),
-        ("there is an answer a child would give", None),
-        ("Respuesta: Barcelona", None),
-        ("no line", None),
-    ],
-)
-def test_choices_of_any_language(response: str, letter: str | None) -> None:
-    environment: Any = make_environment(config("math", {"verifier_type": "multilingual_multichoice"}))
-    for wanted in "ABCDE":
-        problem = Problem(problem_id="p", question="", answer=wanted, metadata={})
-        score = environment.score(problem, response)
-        assert (score.reward, score.correct, score.answer) == (float(wanted == letter), wanted == letter, letter)

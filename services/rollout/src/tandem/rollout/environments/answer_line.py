@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 from tandem.common.messages import Problem
-from tandem.rollout.environments.answers import reference
+from tandem.rollout.environments.answers import comparable, reference
 from tandem.rollout.environments.environment import Score
 
 _TAIL = 300
 """Characters at the end of a response that are searched for an answer."""
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CHOICE = re.compile(r"answer\s*:[\s*$(]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
+_ONLY_CHOICE = re.compile(r"[\s*$(]*([A-Z])[\s*$).}]*", re.IGNORECASE)
 _WORDS = (
     *("answer", "antwort", "respuesta", "risposta", "réponse", "resposta"),
     *("jawaban", "jibu", "idahun", "ìdáhùn", "idáhùn", "àmọ̀nà", "àdáhùn", "ànúgọ", "àṣàyàn", "উত্তর", "उत्तर", "답변"),
@@ -30,36 +31,54 @@ _WORDS = (
         "إجابة",
         "الإجابة النهائية",
     ),
-    *("الإجابة الصحيحة", "الإجابة الصحيحة هي", "الإجابة هي"),
+    *("الإجابة الصحيحة", "الإجابة الصحيحة هي", "الإجابة هي", "الجواب النهائي"),
 )
 """Words that announce an answer in the languages of MMLU's translations."""
 _LETTERS = {letter: letter for letter in "ABCDEFGHIJ"}
 _LETTERS |= dict(zip("ＡＢＣＤＥＦＧＨＩＪ", "ABCDEFGHIJ", strict=True))
 _LETTERS |= dict(zip("أبجد", "ABCD", strict=True)) | dict(zip("অবডঢ", "ABCD", strict=True))
 """Letters of choices there: in Japanese, Arabic and Bengali."""
+_ANNOUNCED = rf"(?:best answer is|(?:{'|'.join(map(comparable, _WORDS))})\s*[:：ঃ])"
 _CHOICE_ANYWHERE = re.compile(
-    rf"(?:best answer is|(?:{'|'.join(_WORDS)})\s*[:：ঃ])[\s*$(（]*([{''.join(_LETTERS)}])(?![^\W\d_])", re.IGNORECASE
+    rf"{_ANNOUNCED}[\s*$(（]*([{''.join(_LETTERS)}])(?![^\W\d_])",
+    re.IGNORECASE,
 )
 _MARKUP = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)?[({]|\*\*")
-_WRAPPED = re.compile(r"\\(?:boxed|fbox|text|textbf|mathrm|mbox|overline)\{([^{}]*)\}")
-_FRACTION = re.compile(r"\\[dt]frac")
-_NOISE = re.compile(r"\\[!,;:]|\\(?:left|right)|[\s$]")
-_THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+
+# The normalisation of Lewkowycz et al. 2022 (Minerva, arXiv:2206.14858), appendix D.1, as DAPO's verifier has it.
+_REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
+    *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
+)
+"""Texts and their replacements, in the order in which they are replaced."""
+_REMOVED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
+    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+"""Texts that are removed, in this order: words and signs beside a value."""
+_MATHEMATICS = re.compile(r".*?\$(.*?)\$.*")
+_WRAPPED = (
+    *(re.compile(rf"\\{command}\{{(.*?)\}}") for command in ("text", "textbf", "overline")),
+    re.compile(r"\\boxed\{(.*)\}"),
+)
+_SHORT_FRACTION = re.compile(r"frac([^{])(.)")
+_SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 class AnswerLine:
     """A score of one if the text after the last ``Answer:`` equals the reference (the rule-based verifier of DAPO).
 
     Yu et al. 2025, arXiv:2503.14476, section 4.1; its data ask for such a line and for integers. Both texts are
-    compared without the spaces, dollars and boxes of LaTeX, the dot at the end of a sentence, and the commas between
-    thousands.
+    `normalised`. Rewards are those of NeMo-RL's ``dapo_math_verify``.
     """
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the texts; a response without such a line is wrong."""
         found = _ANSWER.findall(response[-_TAIL:])
-        given = normalised(found[-1]) if found else None
-        correct = given == normalised(reference(problem))
+        given = normalised(comparable(found[-1])) if found else None
+        correct = given == normalised(comparable(reference(problem)))
         return Score(reward=float(correct), correct=correct, answer=given)
 
 
@@ -68,9 +87,9 @@ class ChoiceLine:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the letters; a response without such a line is wrong."""
-        found = _CHOICE.findall(response)
+        found = _CHOICE.findall(_MARKUP.sub("", comparable(response)))
         given = found[-1].upper() if found else None
-        correct = given == reference(problem).strip().upper()
+        correct = given == _choice(reference(problem))
         return Score(reward=float(correct), correct=correct, answer=given)
 
 
@@ -79,17 +98,31 @@ class ChoiceLineOfAnyLanguage:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the letters; a response without such a line is wrong."""
-        found = _CHOICE_ANYWHERE.findall(_MARKUP.sub("", response))
+        found = _CHOICE_ANYWHERE.findall(_MARKUP.sub("", comparable(response)))
         given = _LETTERS[found[-1].upper()] if found else None
-        wanted = reference(problem).strip().upper()
-        correct = given == _LETTERS.get(wanted, wanted)
+        correct = given == _choice(reference(problem))
         return Score(reward=float(correct), correct=correct, answer=given)
 
 
+def _choice(answer: str) -> str:
+    """Return the letter of a reference answer, which may stand in brackets, a box or a text of LaTeX."""
+    text = _MARKUP.sub("", comparable(answer))
+    only = _ONLY_CHOICE.fullmatch(text)
+    letter = (only[1] if only else text).upper()
+    return _LETTERS.get(letter, letter)
+
+
 def normalised(answer: str) -> str:
-    """Return an answer in the form in which it is compared."""
-    text = answer.strip().strip("*").strip()
-    while (inner := _WRAPPED.sub(r"\1", text)) != text:
-        text = inner
-    text = _NOISE.sub("", _FRACTION.sub(r"\\frac", text)).rstrip(".")
-    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+    """Return an answer in the form in which it is compared: what follows the last ``=``, without units, wrappers and
+    spaces, with whole fractions and roots; a whole number without commas."""
+    text = answer.rpartition("=")[2]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
+    text = _MATHEMATICS.sub(r"$\1$", text)
+    for wrapped in _WRAPPED:
+        text = wrapped.sub(r"\1", text)
+    text = _SHORT_ROOT.sub(r"sqrt{\1}", _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)).replace("$", "")
+    digits = text.replace(",", "")
+    return (digits if digits.isdigit() else text).strip()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from tandem.common.messages import Problem
-from tandem.rollout.environments.answers import answer_in, reference
+from tandem.rollout.environments.answers import answer_in, comparable, reference
 from tandem.rollout.environments.environment import Score
 
 
 class ExactMatch:
-    """A score of one for the reference answer, zero for anything else; white space at both ends is ignored."""
+    """A score of one for the reference answer, zero for anything else.
+
+    Both are composed (NFC); characters without a width, and white space at both ends, are ignored.
+    """
 
     runs_in = "threads"
 
@@ -19,7 +22,7 @@ class ExactMatch:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the answer with the reference."""
-        given, wanted = answer_in(response, self._answer_after), reference(problem)
+        given, wanted = map(comparable, (answer_in(response, self._answer_after), reference(problem)))
         if self._ignore_case:
             given, wanted = given.casefold(), wanted.casefold()
         return Score(reward=float(given == wanted), correct=given == wanted, answer=given or None)
