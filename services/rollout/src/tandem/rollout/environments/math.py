@@ -17,6 +17,7 @@ import math_verify
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 from sympy import Basic, MatrixBase, Rational, UnevaluatedExpr
 
+from tandem.common.json_values import question_text
 from tandem.common.messages import Problem
 from tandem.rollout.environments.answers import comparable, reference
 from tandem.rollout.environments.environment import Score
@@ -63,7 +64,7 @@ class MathVerify:
         if comparable(response) == comparable(answer):
             return Score(reward=1.0, correct=True, answer=answer)
         expected, given = parse_reference(answer), parse_response(response)
-        if is_equal(expected, given, asks_percent=_PERCENT.search(str(problem.question)) is not None):
+        if is_equal(expected, given, asks_percent=_PERCENT.search(question_text(problem.question)) is not None):
             return Score(reward=1.0, correct=True, answer=answer)  # one name for all equal answers
         return Score(reward=0.0, correct=False, answer=str(given[0]) if given else None)
 
