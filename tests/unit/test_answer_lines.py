@@ -1,8 +1,8 @@
 r"""Environments that read the line after ``Answer:``, beside those of NeMo-RL v0.7.
 
 Rewards of NeMo-RL are those of nemo_rl/environments/dapo_math_verifier.py and nemo_rl/environments/math_environment.py
-(`EnglishMultichoiceVerifyWorker`), release v0.7. The first is adapted from verl/utils/reward_score/math_dapo.py: 200,000
-random compositions of texts such as those below have the same normal form in verl 0.9.1 and here.
+(`EnglishMultichoiceVerifyWorker`), release v0.7. The first is adapted from verl/utils/reward_score/math_dapo.py, and
+200,000 random compositions of texts such as those below have the same normal form in verl 0.9.1 and here.
 """
 
 from __future__ import annotations
