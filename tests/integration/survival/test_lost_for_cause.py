@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from pathlib import Path
@@ -151,6 +153,60 @@ def test_a_supervised_coordinator_that_fails_by_itself_is_followed_by_another(un
     assert re.search(
         r"the coordinator (has failed with exit code 1|was killed by SIGABRT); it is started again", said
     ), said
+    assert_same_results("run", undisturbed)
+
+
+FULL = """
+import errno
+import os
+from pathlib import Path
+from tandem.trainer.files import checkpoints
+from tandem.trainer.losses import Report
+
+real = checkpoints.sync
+
+def sync(paths):
+    '''Sync for real, unless the disk is full just now, or has failed: once for each file that says so.'''
+    for mark in sorted(Path(os.environ["LIES"]).glob("disk-*")):
+        try:
+            number = int(mark.read_text())
+            mark.unlink()
+        except FileNotFoundError:
+            continue
+        raise OSError(number, os.strerror(number))
+    return real(paths)
+
+checkpoints.sync = sync
+
+class Own:
+    def __init__(self, settings, counts, device):
+        self.report = Report(("own",), counts.tokens, device)
+
+    def __call__(self, batch, scores):
+        self.report.add(batch.loss_mask_BT, scores.logprobs)
+        return -(scores.logprobs * batch.columns["advantages"]).sum()
+"""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+def test_a_disk_that_has_no_room_for_one_checkpoint_is_waited_for(
+    number: int, lies: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    own = merged(RUN, {"loss_fn": {"class": "full.Own"}, "grpo": {"max_num_steps": 8}, "cluster": {"rollouts": 1}})
+    beside = tmp_path_factory.mktemp("beside")
+    for folder in (Path(), beside):
+        (folder / "full.py").write_text(FULL)
+        (folder / "liar.py").write_text(LIAR)
+    undisturbed = undisturbed_run(beside, own)
+    with Command("coordinator", "up", write_config(own), "--supervise") as run:
+        run.wait_for("step 2/8")
+        (lies / "disk-1").write_text(str(number))
+        assert run.wait() == 0, run.output()
+        said = run.output()
+    assert not (lies / "disk-1").exists()
+    why = re.escape(os.strerror(number))
+    assert re.search(rf"trainer-0 is lost: it failed while writing step \d+: .*{why}", said), said
+    assert "Traceback" not in said
     assert_same_results("run", undisturbed)
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.regular_files import irregular
 
 FOLDER = "keys"
@@ -126,12 +126,12 @@ def read_admitted(run: Path) -> AdmittedProcesses | None:
 
 
 def write_admitted(run: Path, admitted: AdmittedProcesses) -> None:
-    """Write atomically which processes the coordinator has admitted."""
+    """Write atomically which processes the coordinator has admitted. Raises `RunFolderError`."""
     path = run.absolute() / FOLDER / ADMITTED_FILE
     try:
         _replace(path, encode(admitted))
     except OSError as error:
-        raise ConfigError(f"cannot write the list of the run's processes to {path}: {error.strerror}") from error
+        raise RunFolderError(f"cannot write the list of the run's processes to {path}: {error.strerror}") from error
 
 
 def forget_admitted(run: Path) -> None:

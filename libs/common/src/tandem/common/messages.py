@@ -161,13 +161,13 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
     """One line for the user."""
     expected: bool
     """True for a final `TandemError`: the line is enough. False for a reason of the process's own, such as a lack of
-    descriptors or a bug: `traceback` is shown as well, and another process may do better."""
+    descriptors or disk, or a bug: `traceback` is shown as well, and another process may do better."""
     traceback: Traceback = ""
 
     @property
     def account(self) -> str:
-        """The error, with the traceback if it was not expected."""
-        return self.error if self.expected else f"{self.error}\n{self.traceback}"
+        """The error, with the traceback if there is one."""
+        return f"{self.error}\n{self.traceback}" if self.traceback and not self.expected else self.error
 
 
 class Command(Message, frozen=True, kw_only=True):

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import sys
 import traceback
 
 from tandem.common.errors import TandemError
 from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed
+from tandem.common.shortages import is_shortage
 from tandem.common.texts import shortened
-
-_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Errors of a system that is out of descriptors, memory or processes."""
 
 
 def failure(name: str, command_id: int, error: BaseException, phase: str) -> Failed:
     """Return the report of an error of the process `name` in a phase, and print it."""
-    expected = isinstance(error, TandemError) and error.is_final and not _lacks_resources(error)
+    expected = isinstance(error, TandemError) and error.is_final and not is_shortage(error)
     text = shortened(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
-    trace = "" if expected else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
+    trace = (
+        ""
+        if isinstance(error, TandemError) and error.is_final
+        else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
+    )
     with contextlib.suppress(OSError):  # the log may be on the full disk that is reported here
         print(f"{name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
     return Failed(command_id=command_id, phase=phase[:MAX_TEXT], error=text, expected=expected, traceback=trace)
-
-
-def _lacks_resources(error: BaseException | None) -> bool:
-    """Return whether an error comes from a lack of descriptors, memory or processes, which another process may have."""
-    while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _LACKING):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

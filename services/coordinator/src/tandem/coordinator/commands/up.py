@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.errors import DamagedCheckpoint, TandemError
 from tandem.common.process_lifetime import die_with
+from tandem.common.shortages import is_shortage
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, loaded
 from tandem.coordinator.commands.running import run_to_end
-from tandem.launch.exit_codes import OK
+from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -79,7 +81,12 @@ def _up(arguments: argparse.Namespace) -> int:
         if supervision is not None and error.whole is not None and not error.config_file:
             supervision.go_back(error.whole)
         raise
-    except TandemError:
-        if supervision is not None and not supervision.has_run:
+    except TandemError as error:
+        if supervision is None:
+            raise
+        if is_shortage(error):  # whatever its kind: the next coordinator may have what this one lacked
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
+        if not supervision.has_run:
             supervision.give_up()
         raise

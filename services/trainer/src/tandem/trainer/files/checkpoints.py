@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from tandem.common.errors import CheckpointError, DamagedCheckpoint
 from tandem.common.memory import available_bytes
+from tandem.common.shortages import is_shortage
 from tandem.config import Config
 from tandem.config.schema.columns import Model
 from tandem.refit.places import host_name
@@ -45,6 +46,8 @@ _COUNTED = ("num_optimizer_steps", "num_schedule_steps")
 _SPARE = 2
 """How many times the copies of a host's ranks must fit in its memory, because training goes on beside them."""
 _MESSAGE_BYTES = 512
+_LATER, _FOR_GOOD = "~", "!"
+"""Beginnings of a rank's message: of an error by a shortage, which may be over later, and of any other."""
 
 Result = TypeVar("Result")
 Files = tuple[Path, Mapping[str, FileRecord]]
@@ -341,11 +344,13 @@ def agree(action: Callable[[], Result]) -> Result:
     try:
         result = action()
     except CheckpointError as error:
-        _tell(str(error))
+        _tell(f"{_LATER if is_shortage(error) else _FOR_GOOD}{error}")
         raise
     for rank, error_there in enumerate(_tell("")):
         if error_there:
-            raise CheckpointError(f"rank {rank} {error_there}")
+            failed = CheckpointError(f"rank {rank} {error_there[1:]}")
+            failed.is_final = error_there[0] != _LATER
+            raise failed
     return result
 
 
