@@ -36,6 +36,7 @@ from tandem.samples.data_sets import (
     sample_seed,
 )
 from tandem.samples.data_sets.chat import EncodedSolution
+from tandem.samples.data_sets.prompts import PromptWriter
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.tokenizer import Tokenizer
 
@@ -120,6 +121,49 @@ def test_prompt_files_are_read(tmp_path: Path) -> None:
     config, tokenizer = marked(data_config(prompt_file="prompt.txt", system_prompt_file="system.txt"))
     encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
     assert text(tokenizer, encoded.prompt_ids) == "s: 0\nu: = 4 + 5 =\na: "
+
+
+# NeMo-RL v0.7 fills prompt files by str.format (nemo_rl/data/processors.py, math_hf_data_processor); so are its own
+# cot.txt and math.txt written.
+@pytest.mark.parametrize(
+    ("file", "prompt"),
+    [
+        ("Answer in \\boxed{{}}.\n{}\n", "Answer in \\boxed{}.\n4 + 5\n"),
+        ("{0}, again: {0}", "4 + 5, again: 4 + 5"),
+        ("{{{}}}", "{4 + 5}"),
+    ],
+)
+def test_prompt_files_are_format_strings(file: str, prompt: str) -> None:
+    Path("prompt.txt").write_text(file)
+    writer = PromptWriter(data_config(prompt_file="prompt.txt").data)
+    assert writer.messages(SUM) == [{"role": "user", "content": file.format("4 + 5")}]
+    assert file.format("4 + 5") == prompt
+
+
+def test_instructions_of_multiple_choice_are_no_format_string() -> None:
+    Path("prompt.txt").write_text("Answer \\boxed{A}.")
+    writer = PromptWriter(data_config(prompt_file="prompt.txt", processor="multichoice_qa_processor").data)
+    assert writer.messages(SUM) == [{"role": "user", "content": "Answer \\boxed{A}.\n\n4 + 5"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("\\boxed{x} {}", "it has a field 'x'"),
+        ("{} {}", "Replacement index 1 out of range for positional args tuple"),
+        ("{ {}", "unexpected '{' in field name"),
+        ("} {}", "Single '}' encountered in format string"),
+        ("{:d}", "Unknown format code 'd' for object of type 'str'"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_filled_says_how_to_write_braces(text: str, why: str) -> None:
+    Path("prompt.txt").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        PromptWriter(data_config(prompt_file="prompt.txt").data)
+    assert str(error.value) == (
+        f"data.prompt_file: 'prompt.txt' cannot be filled: {why}. It is a format string: {{}} stands for the prompt, "
+        "once, and a brace of the text is written twice, as in \\boxed{{}}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,6 +276,7 @@ def test_a_problem_that_does_not_fit_is_named(algorithm: str, data: dict[str, An
     [
         ({"prompt_file": "none.txt"}, "data.prompt_file: cannot read 'none.txt': No such file or directory"),
         ({"prompt_file": "empty.txt"}, "data.prompt_file: 'empty.txt' has no {} for the prompt to go to"),
+        ({"prompt_file": "escaped.txt"}, "data.prompt_file: 'escaped.txt' has no {} for the prompt to go to ({{}} is "),
         (
             {"solution_template": "tandem.coordinator.data.worked:sum"},
             "data.solution_template: cannot import 'tandem.coordinator.data.worked:sum': module "
@@ -245,6 +290,7 @@ def test_a_problem_that_does_not_fit_is_named(algorithm: str, data: dict[str, An
 )
 def test_a_template_that_cannot_be_filled_is_named(data: dict[str, Any], message: str) -> None:
     Path("empty.txt").write_text("Answer this.")
+    Path("escaped.txt").write_text("Answer in \\boxed{{}}.")
     assert error_of(data_config("sft", **data), ConfigError).startswith(message)
 
 

@@ -239,7 +239,8 @@ class Data(Section, frozen=True, kw_only=True):
     """New. DPO and RM, for generated problems: the worse solution, like the better one in `solution_template`. A
     function may return a list of texts; each makes a pair, and these stay next to one another in the data set."""
     prompt_file: NonEmptyStr | None = None
-    """Text file in which ``{}`` is replaced by the prompt; relative to the working directory."""
+    """Text file that is filled as a format string: ``{}`` is the prompt, and a brace of the text is written twice, as
+    in ``\\boxed{{}}``. Relative to the working directory."""
     system_prompt_file: NonEmptyStr | None = None
     """Text file with the system message; relative to the working directory."""
     system_prompt: NonEmptyStr | None = None

@@ -57,11 +57,7 @@ class PromptWriter:
 
     def __init__(self, data: Data) -> None:
         self._data = data
-        self._prompt_file = _read("data.prompt_file", data.prompt_file)
-        if self._prompt_file is not None and data.processor == MULTIPLE_CHOICE and "{}" not in self._prompt_file:
-            self._prompt_file += "\n\n{}"  # NeMo-RL's instructions for such questions have no {}
-        if self._prompt_file is not None and "{}" not in self._prompt_file:
-            raise ConfigError(f"data.prompt_file: {data.prompt_file!r} has no {{}} for the prompt to go to")
+        self._prompt_file = _prompt_format(data)
         self._system_prompt = data.system_prompt or _read("data.system_prompt_file", data.system_prompt_file)
 
     def messages(self, problem: Problem) -> Messages:
@@ -81,17 +77,16 @@ class PromptWriter:
         filled = fill_template("data.prompt_template", self._data.prompt_template, of_text)
         if self._prompt_file is None:
             return filled
-        # Not by str.format: NeMo-RL's prompt files hold one {} and may hold other braces, as LaTeX does.
         images = ""
         if filled.startswith(OPENING):  # as in NeMo-RL, images stand in front of the instructions too
             images, filled = in_front(filled)
-        return images + self._prompt_file.replace("{}", filled)
+        return images + self._prompt_file.format(filled)
 
     def literals(self) -> dict[str, str]:
         """Return the literal texts of the templates, by the key to change."""
         texts = {
             "data.prompt_template": literal_text(self._data.prompt_template),
-            "data.prompt_file": self._prompt_file,
+            "data.prompt_file": literal_text(self._prompt_file or ""),
             "data.system_prompt" if self._data.system_prompt else "data.system_prompt_file": self._system_prompt,
         }
         return {key: text for key, text in texts.items() if text}
@@ -213,6 +208,31 @@ def _said(solution: str | list[_Message]) -> Messages:
     if isinstance(solution, str):
         return [{"role": "assistant", "content": solution}]
     return [{"role": message.role, "content": message.content} for message in solution]
+
+
+def _prompt_format(data: Data) -> str | None:
+    """Return ``data.prompt_file`` as the format string that NeMo-RL takes it for; None if there is none.
+
+    NeMo-RL's multiple-choice questions follow their instructions, which are no format string. Raise `ConfigError` for
+    a file that cannot be filled, or has no place for the prompt.
+    """
+    text = _read("data.prompt_file", data.prompt_file)
+    if text is None:
+        return None
+    if data.processor == MULTIPLE_CHOICE and "{}" not in text:
+        return text.replace("{", "{{").replace("}", "}}") + "\n\n{}"
+    where = f"data.prompt_file: {data.prompt_file!r}"
+    try:
+        text.format("a prompt")
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        what = f"it has a field {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"{where} cannot be filled: {what}. It is a format string: {{}} stands for the prompt, once, and a brace "
+            r"of the text is written twice, as in \boxed{{}}"
+        ) from error
+    if all(name is None for _, name, _, _ in string.Formatter().parse(text)):
+        raise ConfigError(f"{where} has no {{}} for the prompt to go to ({{{{}}}} is a {{}} of the text)")
+    return text
 
 
 def _read(key: str, path: str | None) -> str | None:
