@@ -14,10 +14,12 @@ from tandem.config.installed.sources import package_folder
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT
 from tandem.config.models.model_sizes import expert_sizes, model_config, model_sizes
 from tandem.config.models.vision_families import family_of
+from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, keys_of
 from tandem.config.problem import shown
 from tandem.config.schema import MODELS, Config, Optimizer
 from tandem.config.schema.declarations import SECTIONS
-from tandem.config.schema.loss import OF_ANY_LOSS
+from tandem.config.schema.distillation import DistillationLoss
+from tandem.config.schema.loss import OF_ANY_LOSS, LossFn
 from tandem.config.unsupported import value_at, without_effect_yet
 
 _MEGATRON = "policy.megatron_cfg"
@@ -264,112 +266,46 @@ def _seed(config: Config) -> Iterator[str]:
         yield _vain("data.seed", config.data.seed, why)
 
 
-class _Moot(msgspec.Struct, frozen=True):
-    """A key in NeMo-RL's files that something else decides here."""
-
-    key: str
-    off: tuple[Any, ...]
-    """Neutral values."""
-    why: str
-
-
-_STEPPING = "with colocated generation, the optimizer's state is on the device only during a training step"
-_ALL_SAVED = "a checkpoint always has the optimizer's state, so that a run resumes exactly"
-_FREE_PORTS = "the system chooses free ports"
-_MODEL_ARGUMENTS = "policy.dtensor_cfg.automodel_kwargs"
-_PLANNED = "the plan of the refit chooses how each piece travels"
-_OF_NEMO_GYM = "only NeMo Gym's rollouts have penalties"
-_ADVANTAGES = "advantages of samples are computed by the coordinator, those of tokens by trainers"
-_REPLACEMENTS = "cluster.max_replacements decides"
-_ALWAYS_AS_FAR = "engines are ahead by up to max_trajectory_age_steps, whatever is trained"
-_OF_ROLLOUT_LOG = "a resumed run generates what its rollout log lacks"
-_MOOT = (
-    _Moot("grpo.calculate_advantages_on_gpu", (False,), _ADVANTAGES),
-    _Moot("ppo.calculate_advantages_on_gpu", (False,), _ADVANTAGES),
-    _Moot("grpo.async_grpo.max_generation_failures", (0,), _REPLACEMENTS),
-    _Moot("ppo.async_ppo.max_generation_failures", (0,), _REPLACEMENTS),
-    _Moot("ppo.async_ppo.warmup_max_trajectory_age_steps", (None,), _ALWAYS_AS_FAR),
-    _Moot("ppo.async_ppo.warmup_generation_lead_steps", (None,), _ALWAYS_AS_FAR),
-    _Moot("ppo.async_ppo.drop_incomplete_targets_on_restore", (False,), _OF_ROLLOUT_LOG),
-    _Moot("reward_penalties.penalize_duplicated_reasoning", (False,), _OF_NEMO_GYM),
-    _Moot("reward_penalties.penalize_empty_final_answer", (False,), _OF_NEMO_GYM),
-    _Moot("reward_penalties.penalize_unwanted_tokens", (False,), _OF_NEMO_GYM),
-    _Moot("reward_penalties.penalize_malformed_think_tag", (False,), _OF_NEMO_GYM),
-    _Moot("policy.sequence_packing.microbatch_order", (None, "packer"), "rows are in the packer's order"),
-    _Moot("checkpointing.save_optimizer", (True,), _ALL_SAVED),
-    _Moot("checkpointing.save_consolidated", (False,), "checkpoints are in Hugging Face's layout"),
-    _Moot("checkpointing.model_save_format", (None, "safetensors"), "checkpoints are safetensors"),
-    _Moot("cluster.segment_size", (None,), "the launcher of the nodes chooses them (docs/clusters.md)"),
-    _Moot("cluster.master_port_range_low", (None,), _FREE_PORTS),
-    _Moot("cluster.master_port_range_high", (None,), _FREE_PORTS),
-    _Moot("policy.generation.port_range_low", (None,), _FREE_PORTS),
-    _Moot("policy.generation.port_range_high", (None,), _FREE_PORTS),
-    _Moot("data_plane.enabled", (None, False), "samples always go straight from engines to trainers"),
-    _Moot("policy.logprob_chunk_size", (None,), "policy.logprob_batch_size decides"),
-    _Moot("policy.offload_optimizer_for_logprob", (False,), _STEPPING),
-    _Moot("policy.refit_buffer_size_gb", (None,), "weights go straight to engines, through buffers of a few MB"),
-    _Moot("policy.dtensor_cfg._v2", (True,), "there is one DTensor backend"),
-    _Moot(_MODEL_ARGUMENTS, ({},), "transformers loads models"),
-    _Moot("policy.dtensor_cfg.moe_parallelizer", (None, {}), "transformers loads models"),
-    _Moot("policy.dtensor_cfg.clear_cache_every_n_steps", (None,), "torch's own cache is left alone within a step"),
-    _Moot("policy.megatron_cfg.use_linear_ce_fusion_loss", (False,), "it only changes the use of memory"),
-    _Moot("policy.megatron_cfg.moe_router_enable_expert_bias", (None,), "the model's config.json decides"),
-    _Moot("policy.megatron_cfg.moe_grouped_gemm", (None, True), "experts are multiplied at once wherever they can be"),
-    _Moot("policy.megatron_cfg.mtp_num_layers", (None, 0), "layers that predict later tokens are not built or saved"),
-    _Moot("policy.megatron_cfg.train_iters", (None,), "scheduler.lr_decay_iters and the run's length decide"),
-    _Moot("policy.megatron_cfg.track_moe_metrics", (None, False), "step metrics do not cover experts"),
-    _Moot("policy.generation.use_async_rollouts", (None,), "policy.generation.async_engine decides"),
-    _Moot("policy.generation.vllm_cfg.enable_expert_parallel", (None,), "expert_parallel_size beside it decides"),
-    _Moot("policy.generation.vllm_cfg.enable_prefix_caching", (None,), "samples of one prompt share keys and values"),
-    _Moot(
-        "policy.generation.vllm_cfg.limit_mm_per_prompt.image",
-        (None,),
-        "the tokens of a prompt's images limit their number",
-    ),
-    _Moot("policy.generation.vllm_cfg.use_deep_gemm", (False,), "vLLM chooses its kernels"),
-    _Moot("policy.generation.vllm_cfg.env_vars", (None, {}), "engines inherit the environment of the run"),
-    _Moot("policy.generation.vllm_cfg.distributed_executor_backend", (None,), "rollout processes start their workers"),
-    _Moot(
-        "policy.generation.vllm_cfg.http_server_serving_chat_kwargs",
-        (None, {}),
-        "policy.generation.expose_http_server and tool_call_parser decide",
-    ),
-    _Moot("policy.generation.vllm_cfg.reasoning_parser_plugin", (None,), "the server is not vLLM's"),
-    _Moot("policy.generation.vllm_cfg.tool_parser_plugin", (None,), "the server is not vLLM's"),
-    _Moot("policy.generation.refit_transport", (None,), _PLANNED),
-    _Moot("policy.generation.refit_cfg", (None, {}), _PLANNED),
-    _Moot(
-        "policy.generation.vllm_cfg.logprobs_mode",
-        (None, "processed_logprobs"),
-        "log-probabilities are those that tokens are drawn with",
-    ),
-    _Moot(
-        "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update",
-        (None, True),
-        "vLLM never keeps what its image encoder computed with older weights",
-    ),
-    _Moot("policy.generation.vllm_cfg.max_num_seqs", (None,), "policy.generation.vllm_kwargs.max_num_seqs decides"),
-    _Moot("policy.generation.vllm_cfg.enforce_monotonicity", (None, False), "an agent's prompts are independent"),
-    _Moot("policy.generation.vllm_cfg.enable_thinking", (None,), "policy.tokenizer.chat_template_kwargs decides"),
-)
-"""Keys without effect, in the order of the notices."""
-
-
 def _left_to_others(config: Config) -> Iterator[str]:
     """Yield the keys that NeMo-RL leaves to its own machinery, or to libraries that are not used here."""
-    for row in _MOOT:
-        section, _, rest = row.key.partition(".generation.")
-        if rest and not (config.generates and section == "policy"):
-            continue
-        if ".megatron_cfg." in row.key and not config.policy.megatron_cfg.enabled:
-            continue
-        if ".dtensor_cfg." in row.key and config.policy.megatron_cfg.enabled:
-            continue
-        value = value_at(config, row.key)
-        if row.key == _MODEL_ARGUMENTS and family_of(config.policy) is not None:
-            value = {name: each for name, each in value.items() if name != "freeze_config"}
-        if value not in row.off:
-            yield _vain(row.key, value, row.why)
+    for row in MOOT:
+        for key in keys_of(row, config):
+            value = value_at(config, key)
+            if key == MODEL_ARGUMENTS and family_of(config.policy) is not None:
+                value = {name: each for name, each in value.items() if name != "freeze_config"}
+            if value not in row.off:
+                yield _vain(key, value, row.why)
+
+
+def _other_losses(config: Config) -> Iterator[str]:
+    """Yield the keys of ``loss_fn`` that belong to the loss of other algorithms."""
+    if config.declaration.loss_section != "loss_fn" or config.loss_fn.class_path is not None:
+        return
+    of_distillation, distils = {*DistillationLoss.__struct_encode_fields__}, config.topk_logits_k > 0
+    given, otherwise = msgspec.to_builtins(config.loss_fn), msgspec.to_builtins(LossFn())
+    read = {*OF_ANY_LOSS, *(of_distillation if distils else given.keys() - of_distillation)}
+    keys = [key for key, value in given.items() if value != otherwise[key] and key not in read]
+    if keys:
+        yield f"loss_fn ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
+
+
+def _data_sets(config: Config) -> Iterator[str]:
+    """Yield the keys of listed data sets that nothing reads."""
+    for side, sets in (("train", config.data.train), ("validation", config.data.validation)):
+        for index, each in enumerate(sets):
+            seed = each.seed if each.split_validation_size else None
+            given = {
+                "seed": (seed, "prompts decide what is held out"),
+                "data_files": (each.data_files, _RAW),
+                "text_key": (each.text_key, _RAW),
+                "characters_per_sample": (each.characters_per_sample, _RAW),
+            }
+            for name, (value, why) in given.items():
+                if value is not None:
+                    yield _vain(f"data.{side}[{index}].{name}", value, why)
+
+
+_RAW = "only kd_data_processor reads raw text"
 
 
 def _sees(config: Config) -> Iterator[str]:
@@ -462,6 +398,8 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     about_learning_rate,
     _seed,
     _left_to_others,
+    _other_losses,
+    _data_sets,
     _sees,
     _validation,
     _lengths,

@@ -40,7 +40,7 @@ class Distillation(Rollouts, frozen=True, kw_only=True):
     max_val_samples: PositiveInt = 512
     """Validation problems used each time, from the front of the validation set."""
     val_batch_size: PositiveInt = 64
-    """Validation problems sent to the rollouts at once."""
+    """Accepted, like `grpo.val_batch_size`."""
 
 
 class OffPolicyDistillation(Sft, frozen=True, kw_only=True):

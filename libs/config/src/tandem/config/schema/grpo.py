@@ -130,7 +130,8 @@ class Rollouts(Section, frozen=True, kw_only=True):
     max_val_samples: PositiveInt = 256
     """Validation problems used each time, from the front of the validation set; null means all."""
     val_batch_size: PositiveInt = 256
-    """Validation problems sent to the rollouts at once; null means the default."""
+    """Accepted: validation problems that NeMo-RL generates for at once; null means the default. Here engines take them
+    as they have room."""
     num_val_generations_per_prompt: PositiveInt = 1
     """Samples per validation problem; metrics cover all of them."""
     val_num_generations_per_prompt: PositiveInt | None = None

@@ -92,7 +92,7 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     force_reconvert_from_hf: bool = False
     """Convert `policy.model_name` again even if a conversion exists."""
     empty_unused_memory_level: NonNegativeInt = 0
-    """How often cached GPU memory is freed: 0 never, 1 around generation, 2 also within a step."""
+    """Accepted: how often NeMo-RL frees cached GPU memory. Here that is done around colocated generation alone."""
     activation_checkpointing: bool = False
     """Recompute the activations of whole layers in the backward pass; `recompute_granularity` and the like choose
     otherwise."""

@@ -1,0 +1,91 @@
+"""Notices about keys of NeMo-RL's files that something else decides here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.config import build_config, notices
+
+SETTINGS = {"policy": {"model_name": "model", "max_total_sequence_length": 64}}
+GYM = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
+FILE = {"train": [{"data_path": "a.jsonl"}], "validation": None}
+
+
+def lines(**settings: Any) -> list[str]:
+    given = {**SETTINGS, "data": GYM, **settings}
+    if "distillation" in given or "off_policy_distillation" in given:
+        given.setdefault("teacher", {"model_name": "teacher"})
+    return notices(build_config(given))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distillation"])
+def test_validation_goes_as_engines_have_room(algorithm: str) -> None:
+    section = {"num_prompts_per_step": 512 if algorithm != "distillation" else 64, "num_generations_per_prompt": 1}
+    section |= (
+        {"use_leave_one_out_baseline": False, "val_batch_size": 3} if algorithm == "grpo" else {"val_batch_size": 3}
+    )
+    expected = f"{algorithm}.val_batch_size (3) has no effect: engines take validation problems as they have room"
+    assert expected in lines(**{algorithm: section})
+    del section["val_batch_size"]
+    assert not any("val_batch_size" in line for line in lines(**{algorithm: section}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("kd_loss_mode", "mean", "each sample has one teacher"),
+        ("normalize_teacher_by_vocab", True, "each sample has one teacher"),
+        ("sum_weights_metric", "entropy", "each sample has one teacher"),
+        ("alpha", 2.0, "each sample has one teacher"),
+        ("exact_token_match_only", True, "the teacher has the policy's tokens"),
+        ("uncommon_topk", 64, "the teacher has the policy's tokens"),
+    ],
+)
+def test_what_several_teachers_of_a_sample_would_read(key: str, value: object, why: str) -> None:
+    shown = "true" if value is True else value
+    settings = {
+        "off_policy_distillation": {"val_at_start": False, "val_period": 0},
+        "data": FILE,
+        "loss_fn": {key: value},
+    }
+    assert f"loss_fn.{key} ({shown}) has no effect: {why}" in lines(**settings)
+    assert lines(**{**settings, "loss_fn": {}}) == []
+
+
+def test_the_keys_of_another_loss_are_told_of() -> None:
+    assert lines(grpo={}, loss_fn={"kl_type": "reverse", "ratio_clip_c": 3.0}) == [
+        "loss_fn (kl_type) has no effect: algorithm is grpo"
+    ]
+    settings = {"off_policy_distillation": {"val_at_start": False, "val_period": 0}, "data": FILE}
+    assert lines(**settings, loss_fn={"kl_type": "reverse", "ratio_clip_c": 3.0}) == [
+        "loss_fn (ratio_clip_c) has no effect: algorithm is off_policy_distillation"
+    ]
+    assert lines(grpo={}, loss_fn={"kl_type": "reverse", "class": "mine.Loss"}) == [], "it may read what it likes"
+
+
+def test_the_keys_of_raw_text_are_told_of() -> None:
+    entry = {
+        "data_path": "a.jsonl",
+        "text_key": "text",
+        "characters_per_sample": 9,
+        "seed": 3,
+        "split_validation_size": 4,
+    }
+    settings = {"sft": {"val_at_start": False, "val_period": 0}, "data": {"train": [entry]}}
+    assert lines(**settings) == [
+        "data.train[0].seed (3) has no effect: prompts decide what is held out",
+        "data.train[0].text_key (text) has no effect: only kd_data_processor reads raw text",
+        "data.train[0].characters_per_sample (9) has no effect: only kd_data_processor reads raw text",
+    ]
+
+
+@pytest.mark.parametrize("section", ["policy", "teacher"])
+@pytest.mark.parametrize("algorithm", ["distillation", "grpo"])
+def test_every_model_of_the_run_is_told_of(algorithm: str, section: str) -> None:
+    settings = {**SETTINGS, "teacher": {"model_name": "teacher"}}
+    settings[section] = {**settings[section], "offload_optimizer_for_logprob": True}
+    told = [line for line in lines(**settings, **{algorithm: {}}) if "offload_optimizer_for_logprob" in line]
+    is_held = section == "policy" or algorithm == "distillation"
+    assert [line.partition(" ")[0] for line in told] == [f"{section}.offload_optimizer_for_logprob"] * is_held
