@@ -17,8 +17,8 @@ import math_verify
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 from sympy import Basic, MatrixBase, Rational, UnevaluatedExpr
 
-from tandem.common.values.json_values import question_text
 from tandem.common.messages import Problem
+from tandem.common.values.json_values import question_text
 from tandem.rollout.environments.answers import comparable, reference
 from tandem.rollout.environments.environment import Score
 
