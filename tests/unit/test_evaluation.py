@@ -113,7 +113,7 @@ def test_greedy_samples_are_refused_only_where_training_compares_them() -> None:
         (MathVerify(), r"\frac{1}{2}", "so $x = 0.5$", r"\frac{1}{2}"),
         (MathVerify(), "7", r"it is \boxed{8}", "8"),
         (MathVerify(), "7", "no idea", None),
-        (ReasoningGym("chain_sum", answer_after="="), "12", "5 + 7 = 12", "12"),
+        (ReasoningGym("chain_sum", {}, answer_after="="), "12", "5 + 7 = 12", "12"),
     ],
 )
 def test_environments_say_what_they_took_for_the_answer(

@@ -26,6 +26,7 @@ from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import Data
 from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.questions import read_question, with_user_text
+from tandem.samples.data_sets.reasoning_tasks import task_dataset
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
 from tandem.samples.images.stored import Stored, rows_of, stored_columns
@@ -56,18 +57,10 @@ def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
 
     Raise `ConfigError` for an unknown task or parameter, naming the valid ones.
     """
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
     task = str(data.task)
-    if task not in DATASETS:
-        raise ConfigError(f"data.task: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
     start = seed * _SEED_STRIDE % _SEED_RANGE
     for first in itertools.count(start, _CHUNK):
-        try:
-            dataset = reasoning_gym.create_dataset(task, size=_CHUNK, seed=first, **data.task_params)
-        except (TypeError, AssertionError, ValueError) as error:
-            raise ConfigError(_refused(task, data.task_params, DATASETS[task][1], error)) from error
+        dataset = task_dataset(task, data.task_params, size=_CHUNK, seed=first)
         for index, entry in enumerate(dataset):
             yield Problem(
                 problem_id=f"{task}-{first + index}",
@@ -76,18 +69,6 @@ def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
                 answer=_plain({"answer": entry["answer"]})["answer"],
                 metadata=_plain(entry["metadata"]),
             )
-
-
-def _refused(task: str, given: Mapping[str, Any], config_class: Any, error: Exception) -> str:
-    """Describe the unknown parameter, or else the task's own error."""
-    valid = sorted(set(config_class.__dataclass_fields__) - {"seed", "size"})
-    unknown = next((name for name in given if name not in valid), None)
-    what = (
-        f"refuses {dict(given)}: {_first_line(error)}"
-        if unknown is None
-        else f"has no parameter {unknown!r}{nearest(unknown, valid)}"
-    )
-    return f"data.task_params: {task} {what} (parameters are {', '.join(valid)})"
 
 
 class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

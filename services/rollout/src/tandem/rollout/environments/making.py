@@ -58,6 +58,8 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
     make = _factory(name, settings, config)
     try:
         environment = make(**arguments)
+    except ConfigError:
+        raise
     except Exception as error:  # the class may be anyone's
         raise ConfigError(f"env.{name}: {type(error).__name__}: {error}") from error
     if not any(callable(getattr(environment, method, None)) for method in ("score", "step")):
@@ -107,7 +109,7 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
         case "reasoning_gym":
             from tandem.rollout.environments.reasoning_gym import ReasoningGym
 
-            return partial(ReasoningGym, str(config.data.task))
+            return partial(ReasoningGym, str(config.data.task), config.data.task_params)
         case "math" if settings.verifier_type == "english_multichoice":
             from tandem.rollout.environments.answer_line import ChoiceLine
 
