@@ -17,6 +17,7 @@ from tandem.config.problem import Invalid
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.shapes import choose_environment, reshape, reshape_model
+from tandem.config.warmup import linear_warmup, warmup_length
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game", "shapes": "exact_match"}
 """Data sets with generated problems, and the environment that scores each."""
@@ -176,6 +177,34 @@ def _product(first: str, second: str) -> Callable[[Look], Any]:
 
 def _same(key: str, other: str) -> Derived:
     return Derived(key=key, text=f"`{other}`", compute=_same_as(other))
+
+
+def _warmed_up(section: str) -> tuple[Derived, ...]:
+    """Return the rules for the schedules that `warmup_steps` stands for."""
+
+    def is_megatron(look: Look) -> bool:
+        return bool(look(f"{section}.megatron_cfg.enabled"))
+
+    def schedule(look: Look) -> Any:
+        steps = warmup_length(look(f"{section}.warmup_steps"), *_run_length(look))
+        return [linear_warmup(steps)] if steps and not is_megatron(look) else []
+
+    def iterations(look: Look) -> Any:
+        steps = warmup_length(look(f"{section}.warmup_steps"), *_run_length(look))
+        return steps if is_megatron(look) else 0
+
+    means = f"what `{section}.warmup_steps` means"
+    return (
+        Derived(key=f"{section}.scheduler", text=f"{means}, without Megatron-Core", compute=schedule),
+        Derived(key=f"{section}.megatron_cfg.scheduler.lr_warmup_iters", text=means, compute=iterations),
+    )
+
+
+def _run_length(look: Look) -> tuple[Any, Any]:
+    """Return the steps of the run and the passes of each over its batch."""
+    section = look("algorithm")
+    passes = look(f"{section}.ppo_epochs") or look(f"{section}.num_iterations") or 1
+    return look(f"{section}.max_num_steps"), passes
 
 
 def _of_model(section: str) -> tuple[Derived, ...]:
@@ -416,12 +445,14 @@ DERIVED = (
     ),
     _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
     *_of_model("policy"),
+    *_warmed_up("policy"),
     Derived(
         key="value",
         text="for PPO a model like the policy, else null",
         compute=lambda look: _declared(look, lambda algorithm: {} if "value" in algorithm.trains else None),
     ),
     *_like_the_policy("value"),
+    *_warmed_up("value"),
     *_like_the_policy("teacher"),
     _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
     Derived(

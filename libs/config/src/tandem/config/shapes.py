@@ -69,8 +69,9 @@ def reshape(tree: dict[str, Any]) -> None:
 
 def reshape_model(model: dict[str, Any]) -> None:
     """Change the section of a model in place."""
-    scheduler = model.get("scheduler", [])
-    model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else (scheduler or [])
+    scheduler = model.pop("scheduler", None)
+    if scheduler:
+        model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else scheduler
     megatron = model.get("megatron_cfg")
     if isinstance(megatron, dict):
         others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))

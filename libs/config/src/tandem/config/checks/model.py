@@ -10,7 +10,8 @@ from tandem.config.installed.model_fields import model_fields
 from tandem.config.installed.torch_arguments import torch_problems
 from tandem.config.models.model_sizes import max_positions, model_config
 from tandem.config.problem import Invalid, Problems, shown
-from tandem.config.schema import Config
+from tandem.config.schema import Config, SchedulerEntry
+from tandem.config.warmup import linear_warmup, warmup_length
 
 
 def a_backend_is_enabled(config: Config) -> None:
@@ -40,6 +41,23 @@ def the_optimizer_and_its_schedules_are_torchs(config: Config) -> None:
             key = f"policy.scheduler[{index}]"
             problems.found += torch_problems("LRScheduler", entry.name, entry.kwargs, key)
     problems.complain()
+
+
+def the_warmup_is_one(config: Config) -> None:
+    """Check that a warm-up by its own key has a length, and that no schedule says something else."""
+    policy, key = config.policy, "policy.warmup_steps"
+    if not policy.warmup_steps:
+        return
+    if policy.warmup_steps > 1 and not policy.warmup_steps.is_integer():
+        raise Invalid(key, f"{policy.warmup_steps:g} is neither a whole number of steps nor a share below 1")
+    if policy.warmup_steps < 1 and config.algorithm_section.max_num_steps < 1:
+        raise Invalid(key, f"{policy.warmup_steps:g} is a share of {config.algorithm}.max_num_steps, which is not set")
+    steps = warmup_length(policy.warmup_steps, config.algorithm_section.max_num_steps, config.num_passes)
+    schedule = policy.megatron_cfg.scheduler.lr_warmup_iters if policy.megatron_cfg.enabled else policy.scheduler
+    expected = steps if policy.megatron_cfg.enabled else (SchedulerEntry(**linear_warmup(steps)),)
+    if schedule != expected:
+        other = "megatron_cfg.scheduler.lr_warmup_iters" if policy.megatron_cfg.enabled else "scheduler"
+        raise Invalid(key, f"{policy.warmup_steps:g}, but policy.{other} says another warm-up: set one of them")
 
 
 def schedules_have_milestones_between(config: Config) -> None:
@@ -118,6 +136,7 @@ RULES: tuple[Rule, ...] = (
     a_backend_is_enabled,
     an_optimizer_is_named,
     the_optimizer_and_its_schedules_are_torchs,
+    the_warmup_is_one,
     schedules_have_milestones_between,
     the_new_model_is_described,
     the_new_model_has_fields_of_its_type,

@@ -13,6 +13,7 @@ _TRAINING = (
     "train_global_batch_size",
     "train_micro_batch_size",
     "optimizer",
+    "warmup_steps",
     "scheduler",
     "max_grad_norm",
 )

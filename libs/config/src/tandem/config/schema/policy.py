@@ -284,6 +284,10 @@ class Model(Section, frozen=True, kw_only=True):
     dynamic_batching: DynamicBatching
     optimizer: Optimizer | None = Optimizer()
     """The optimizer; null only if Megatron-Core brings its own."""
+    warmup_steps: NonNegativeFloat = 0.0
+    """New. Steps in which the learning rate rises linearly from 0 to its value, where it stays, in either backend;
+    below 1 a share of the algorithm's ``max_num_steps``. It stands for `scheduler`, or for
+    `megatron_cfg.scheduler.lr_warmup_iters`, and counts what these count."""
     scheduler: tuple[SchedulerEntry, ...] = ()
     """Consecutive schedules: a list of entries, or one entry without the list; empty or null keeps the learning rate
     constant."""
