@@ -17,7 +17,6 @@ from tandem.config.problem import Invalid
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.shapes import choose_environment, reshape, reshape_model
-from tandem.config.warmup import linear_warmup, warmup_length
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game", "shapes": "exact_match"}
 """Data sets with generated problems, and the environment that scores each."""
@@ -177,6 +176,25 @@ def _product(first: str, second: str) -> Callable[[Look], Any]:
 
 def _same(key: str, other: str) -> Derived:
     return Derived(key=key, text=f"`{other}`", compute=_same_as(other))
+
+
+def warmup_length(warmup: Any, num_steps: Any, num_passes: Any) -> int:
+    """Return the steps of the schedule in which the learning rate rises; 0 for none, or for values of a wrong type.
+
+    Below 1, `warmup` is a share of the run, rounded up (Transformers 5, ``TrainingArguments.get_warmup_steps``).
+    """
+    if not all(isinstance(value, int | float) for value in (warmup, num_steps, num_passes)) or warmup <= 0:
+        return 0
+    return int(warmup) if warmup >= 1 else max(0, math.ceil(warmup * num_steps * num_passes))
+
+
+def linear_warmup(num_steps: int) -> dict[str, Any]:
+    """Return the entry of ``policy.scheduler`` whose factor is ``step / num_steps``, then 1.
+
+    That is Transformers' ``get_constant_schedule_with_warmup``, but for a first factor that torch takes for positive.
+    """
+    kwargs = {"start_factor": 1e-12, "end_factor": 1.0, "total_iters": num_steps}
+    return {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": kwargs}
 
 
 def _warmed_up(section: str) -> tuple[Derived, ...]:

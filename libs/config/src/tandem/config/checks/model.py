@@ -6,12 +6,12 @@ import itertools
 
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
+from tandem.config.derive import linear_warmup, warmup_length
 from tandem.config.installed.model_fields import model_fields
 from tandem.config.installed.torch_arguments import torch_problems
 from tandem.config.models.model_sizes import max_positions, model_config
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config, SchedulerEntry
-from tandem.config.warmup import linear_warmup, warmup_length
 
 
 def a_backend_is_enabled(config: Config) -> None:
