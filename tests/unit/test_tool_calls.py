@@ -24,8 +24,9 @@ from tandem.rollout.agents.episodes import Episode
 from tandem.rollout.environments import Score
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.tool_calls import ToolCalls
+from tandem.rollout.openai_api.tool_calls import ChatReader, chat_markers
 from tandem.samples.model_files import write_new_model
+from tandem.samples.responses import ResponseMarkers
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
 ADDED = ("add", {"a": 1, "b": [2, "}"]})
@@ -79,19 +80,19 @@ TEXTS: dict[str, tuple[ToolCallParser, str, str, list[tuple[str, dict[str, Any]]
 def test_what_is_a_call_and_what_is_text_however_it_comes(
     parser: ToolCallParser, text: str, content: str, calls: list[tuple[str, dict[str, Any]]], size: int
 ) -> None:
-    reader = ToolCalls(parser, "key")
-    said = [reader.push(text[start : start + size]) for start in range(0, len(text), size)]
-    said.append(reader.finish())
-    assert "".join(part for part, _ in said) == content
-    found = [call for _, each in said for call in each]
+    reader = ChatReader(chat_markers(ResponseMarkers(), parser, may_call=True), "key")
+    parts = [reader.push(text[start : start + size]) for start in range(0, len(text), size)]
+    parts.append(reader.finish())
+    assert "".join(part.text for part in parts) == content
+    found = [call for part in parts for call in part.tool_calls]
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == calls
     assert len({call.id for call in found}) == len(found)
     assert reader.has_calls == bool(calls)
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
-    reader = ToolCalls("hermes", "key")
-    assert [reader.push(text)[0] for text in ("I think ", "that <", "tool", "box>", " <tool_call>")] == [
+    reader = ChatReader(chat_markers(ResponseMarkers(), "hermes", may_call=True), "key")
+    assert [reader.push(text).text for text in ("I think ", "that <", "tool", "box>", " <tool_call>")] == [
         "I think",
         " that",
         "",
@@ -271,3 +272,65 @@ def test_a_call_is_known_by_what_was_handed_out(tmp_path: Path, monkeypatch: pyt
         shown = played.tokenizer.decode(policy.prompts[-2], skip_special_tokens=False)
         assert '<tool_call>\n{"name": "calc", "arguments": {"a": 12, "b": 4}}\n</tool_call><|im_end|>' in shown
         assert shown.startswith('<|im_start|>system\n# Tools\n{"type": "function", "function": {"name": "calc"')
+
+
+def test_reasoning_that_a_client_does_not_send_back_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = spoken(f"<think>\nA product.\n</think>\n\n{CALL}")
+    again = [spoken(str(number)) for number in range(4)]
+    with episode(tmp_path, monkeypatch, first, *again) as (made, played, policy):
+        played.response_markers = ResponseMarkers.of_template("<think></think><tool_call>")
+
+        def continues(**changes: Any) -> bool:
+            """Return whether a request continues from the first response."""
+            result = {"role": "tool", "tool_call_id": "x", "content": "36"}
+            messages = [*ASK["messages"], {**plain, **changes}, result]
+            made.chat.completions.create(**{**ASK, "model": "policy", "messages": messages})
+            return played.session.exchanges[-1].parent == 0
+
+        message = made.chat.completions.create(**{**ASK, "model": "policy"}).choices[0].message
+        assert (message.content, message.reasoning_content) == (None, "A product.")
+        plain = message.model_dump(exclude_none=True)
+        assert plain.pop("reasoning_content") == "A product."
+        assert continues()
+        assert continues(reasoning_content="A product.")
+        assert continues(reasoning="A product."), "vLLM's name for it"
+        assert not continues(reasoning_content="A sum.")
+        assert policy.prompts[1][: len(policy.prompts[0]) + len(first)] == [*policy.prompts[0], *first]
+
+
+def test_reasoning_comes_apart_in_a_stream(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.hugging_face.chat_template += "{# <think></think> #}"
+    responses = [spoken("<think>\nA product.\n</think>\n\nIt is 36.")] * 2
+    model = ServedModel("m", tokenizer, Scripted(*responses), max_length=4096, vocabulary=VOCABULARY)
+    with at(make_app(only_with(None, model), deadline_s=60)) as url, client(url) as made:
+        whole = made.chat.completions.create(model="m", messages=QUESTION).choices[0].message
+        deltas = [
+            chunk.choices[0].delta for chunk in made.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        ]
+    assert (whole.content, whole.reasoning_content) == ("It is 36.", "A product.")  # type: ignore[attr-defined]
+    assert "".join(delta.content or "" for delta in deltas) == "It is 36."
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "A product."
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"extra_body": {"documents": [{"text": "a"}]}}, "documents"),
+        ({"extra_body": {"builtin_tools": ["python"]}}, "builtin_tools"),
+        ({"extra_body": {"chat_template_kwargs": {"add_generation_prompt": False}}}, "chat_template_kwargs"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "3", "prefix": True}]}, "messages"),
+    ],
+)
+def test_what_would_change_the_prompt_and_cannot_is_refused(tmp_path: Path, change: dict[str, Any], param: str) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.hugging_face.chat_template += "{{ builtin_tools }}"
+    model = ServedModel("m", tokenizer, Scripted(spoken("36")), max_length=4096, vocabulary=VOCABULARY)
+    with at(make_app(only_with(None, model), deadline_s=60)) as url, client(url) as made:
+        with pytest.raises(openai.BadRequestError) as raised:
+            made.chat.completions.create(**{"model": "m", "messages": QUESTION, **change})
+        assert raised.value.param == param
+        unknown = {"user": "me", "metadata": {"role": "user"}, "safety_identifier": "x", "unheard_of": 1}
+        assert made.chat.completions.create(model="m", messages=QUESTION, extra_body=unknown).choices

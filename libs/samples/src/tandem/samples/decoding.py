@@ -20,6 +20,7 @@ class Decoder:
         self._spells_bytes = '"ByteLevel"' in json.dumps(_decoder(hugging_face))
         added = hugging_face.added_tokens_decoder
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._marker_ids: dict[tuple[str, ...], frozenset[int]] = {}
 
     def decode(
         self, tokens: Sequence[int], *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
@@ -33,6 +34,15 @@ class Decoder:
                 list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
+        """Return the special tokens that are markers in a text, or parts of one."""
+        if markers not in self._marker_ids:
+            added = self._hugging_face.added_tokens_decoder
+            self._marker_ids[markers] = frozenset(
+                token_id for token_id in self._special_ids if any(added[token_id].content in text for text in markers)
+            )
+        return self._marker_ids[markers]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character; empty for an unknown id."""

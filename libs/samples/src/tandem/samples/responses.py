@@ -8,6 +8,7 @@ A response is read the same whether it comes whole or in parts.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -99,14 +100,24 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
     is_harmony: bool = False
     """Whether responses are messages with channels, as GPT-OSS's."""
 
-    @classmethod
-    def of_template(cls, source: str) -> ResponseMarkers:
+    reads_calls: bool = True
+    """Whether messages to functions are calls, in a family with channels."""
+
+    @staticmethod
+    @functools.cache
+    def of_template(source: str) -> ResponseMarkers:
         """Return the markers that a chat template writes, by its text."""
         if "<|channel|>" in source and "<|message|>" in source:
-            return cls(is_harmony=True)
+            return ResponseMarkers(is_harmony=True)
         formats = (layout for layout in TOOL_FORMATS.values() if any(sign in source for sign in layout.signs))
         pairs = tuple(pair for pair in _REASONING if pair[0] in source or pair[1] in source)
-        return cls(reasoning=pairs, tool_format=next(formats, None))
+        return ResponseMarkers(reasoning=pairs, tool_format=next(formats, None))
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Tokenizer) -> ResponseMarkers:
+        """Return the markers that a tokenizer's chat template writes; none without one."""
+        template = tokenizer.hugging_face.chat_template
+        return cls.of_template(template if isinstance(template, str) else "\n".join((template or {}).values()))
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -127,7 +138,7 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
         """Return a reader of a response to a prompt, of which only the end matters."""
         if not self.is_harmony:
             return MarkedReader(self, self.end_of_reasoning(prompt), tools)
-        reader = HarmonyReader()
+        reader = HarmonyReader(reads_calls=self.reads_calls)
         _, begin, header = prompt.rpartition("<|start|>assistant")
         list(reader.push(header if begin else ""))
         return reader
@@ -159,11 +170,9 @@ class ResponseParser:
     def of(cls, tokenizer: Tokenizer) -> ResponseParser:
         """Return the parser of a model by its tokenizer and chat template."""
         hugging_face = tokenizer.hugging_face
-        template = hugging_face.chat_template
-        source = template if isinstance(template, str) else "\n".join((template or {}).values())
         special = [token.content for token in hugging_face.added_tokens_decoder.values() if token.special]
         return cls(
-            ResponseMarkers.of_template(source),
+            ResponseMarkers.of_tokenizer(tokenizer),
             prompt=_generation_prompt(tokenizer),
             special_tokens=special,
             response_template=getattr(hugging_face, "response_template", None),
@@ -378,8 +387,9 @@ class HarmonyReader:
 
     is_reasoning = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_calls: bool = True) -> None:
         """Begin a response after the name of its author."""
+        self._reads_calls = reads_calls
         self._held = ""
         self._kind: Kind | None = None
         """Kind of the message whose text comes; None before that."""
@@ -415,10 +425,10 @@ class HarmonyReader:
             return None
         self._held = rest
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        if recipient is not None and recipient[1].startswith("functions."):
+        if recipient is not None and recipient[1].startswith("functions.") and self._reads_calls:
             self._name = recipient[1].removeprefix("functions.")
             self._begin("call")
-        elif channel is not None and (channel[1] == "analysis" or recipient is not None):
+        elif channel is not None and (channel[1] == "analysis" or (recipient is not None and self._reads_calls)):
             self._begin("reasoning")
         else:
             self._begin("content")

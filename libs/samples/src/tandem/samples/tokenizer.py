@@ -181,10 +181,6 @@ class Tokenizer(Decoder):
             return ""
         return "".join(dict.fromkeys(c for c in self._without_special(text) if c not in self._alphabet))
 
-    def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the special tokens that spell one of these texts."""
-        return frozenset(i for i in self._special_ids if self._hugging_face.convert_ids_to_tokens(i) in texts)
-
     def _without_special(self, text: str) -> str:
         for token in self._hugging_face.all_special_tokens:
             text = text.replace(token, "")

@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import ssl
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -17,6 +17,14 @@ _WORD_S = 600.0
 """Longest silence of a server."""
 _EVENT = b"data: "
 _END = b"[DONE]"
+
+
+class AnswerPiece(NamedTuple):
+    """A piece of an answer."""
+
+    text: str
+    is_reasoning: bool
+    """Whether it belongs to the reasoning before the answer."""
 
 
 class ChatServer:
@@ -52,7 +60,7 @@ class ChatServer:
             raise ConfigError(f"--model {name}: {self.url} serves {', '.join(names)}{nearest(name, names)}")
         return name or names[0]
 
-    def stream(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Generator[str, None, None]:
+    def stream(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Generator[AnswerPiece, None, None]:
         """Yield the pieces of an answer as they arrive. Raises `ServiceError`."""
         versions: set[int] = set()
         body = msgspec.json.encode({"messages": messages, "stream": True, **settings})
@@ -69,8 +77,11 @@ class ChatServer:
                 versions.update(event.get("weight_versions", ()))
                 self.versions = tuple(sorted(versions))
                 for choice in event.get("choices", []):
-                    if piece := choice.get("delta", {}).get("content"):
-                        yield str(piece)
+                    delta = choice.get("delta", {})
+                    if reasoning := delta.get("reasoning_content"):
+                        yield AnswerPiece(str(reasoning), is_reasoning=True)
+                    if text := delta.get("content"):
+                        yield AnswerPiece(str(text), is_reasoning=False)
         raise ServiceError(self.url, "answering", "the connection was closed before the answer ended")
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, ServiceError, nearest
-from tandem.serving.client import ChatServer
+from tandem.serving.client import AnswerPiece, ChatServer
 
 PROMPT = "> "
 _COMMANDS = {
@@ -99,13 +99,15 @@ class Conversation:
         images, self._images = self._images, []
         content = [*images, {"type": "text", "text": text}] if images else text
         question: dict[str, Any] = {"role": "user", "content": content}
-        said: list[str] = []
+        said: list[AnswerPiece] = []
         try:
             server = self._find_server()
             with contextlib.closing(server.stream([*self._messages, question], **self._settings)) as pieces:
                 for piece in pieces:
+                    if said and said[-1].is_reasoning and not piece.is_reasoning:
+                        print("\n")
                     said.append(piece)
-                    print(_printable(piece), end="", flush=True)
+                    print(_printable(piece.text), end="", flush=True)
             print()
             self._show_versions(server.versions)
         except KeyboardInterrupt:
@@ -113,7 +115,10 @@ class Conversation:
         except ServiceError as error:
             print(f"{chr(10) if said else ''}error: {error.what}", file=sys.stderr, flush=True)
             return  # the unanswered question is not part of the conversation
-        self._messages += [question, {"role": "assistant", "content": "".join(said)}]
+        answer = {"role": "assistant", "content": "".join(piece.text for piece in said if not piece.is_reasoning)}
+        if reasoning := "".join(piece.text for piece in said if piece.is_reasoning):
+            answer["reasoning_content"] = reasoning
+        self._messages += [question, answer]
 
     def _show_versions(self, versions: tuple[int, ...]) -> None:
         """Show which weights answered, if they are not the previous ones."""

@@ -19,7 +19,21 @@ from tandem.config.schema.base import (
     Section,
 )
 
-ToolCallParser = Literal["hermes", "llama3_json"]
+ToolCallParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "openai",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "gemma4",
+    "lfm2",
+]
 """Formats of tool calls, by vLLM's names."""
 
 
@@ -171,9 +185,10 @@ class Generation(Section, frozen=True, kw_only=True):
     stop_strings: tuple[str, ...] | None = None
     """Texts that end a response."""
     tool_call_parser: ToolCallParser | None = None
-    """New. Format of the model's tool calls, by vLLM's names, so that agents get them as `tool_calls`: hermes (Qwen,
-    Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``) or llama3_json (Llama 3: ``{"name": ...,
-    "parameters": {...}}``). null: they stay text."""
+    """New. Format of the model's tool calls, so that agents get them as `tool_calls`. auto: the format of the model's
+    chat template. Others by vLLM's names: hermes (Qwen, Hermes: ``<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>``), qwen3_coder (Qwen 3.5, Nemotron 3), llama3_json (Llama 3: ``{"name": ..., "parameters":
+    {...}}``), mistral, openai (GPT-OSS), deepseek_v3, glm45, kimi_k2, gemma4, lfm2. null: they stay text."""
     adapter_sets: PositiveInt = 1
     """New. Versions of low-rank adapters that one engine holds beside the base, each request being made by the version
     that it names. 1: the newest version alone, merged into the weights. `coordinator tinker --models` sets it. With

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
     serve.add_argument(
         "--tool-call-parser",
         choices=get_args(ToolCallParser),
-        help="format of the model's tool calls, to return them as such (default: they stay text)",
+        help="format of the model's tool calls; auto: the chat template's (default: they stay text)",
     )
     add_checkpoint(serve)
     serve.set_defaults(carry_out=_serve)

@@ -192,8 +192,13 @@ class Episode(ServedModel):
             return
         growing = Growing(self, asked.request, prompt_ids, seed)
         piece = joined([growing.add(chunk) for chunk in made])
-        said = ChatMessage(role="assistant", content=piece.text, tool_calls=piece.tool_calls or None)
-        messages = [*asked.messages, said.for_template(self._mark)]
+        response = ChatMessage(
+            role="assistant",
+            content=piece.text,
+            reasoning_content=piece.reasoning or None,
+            tool_calls=piece.tool_calls or None,
+        )
+        messages = [*asked.messages, response.for_template(self._mark)]
         self.session.add(prompt_ids, completion, messages, asked.variables, images)
 
     # --- what the agent says of it -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.faults import Unscored
+from tandem.rollout.openai_api.protocol import REASONING_FIELDS
 from tandem.samples.batch import Batch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
@@ -133,7 +134,7 @@ class Session:
             if exchange.messages
             and exchange.variables == variables
             and len(exchange.messages) < len(messages)
-            and [*exchange.messages] == [*messages[: len(exchange.messages)]]
+            and _repeats(messages[: len(exchange.messages)], exchange.messages)
         ]
         return max(known, key=lambda exchange: len(exchange.messages), default=None)
 
@@ -204,6 +205,22 @@ class Session:
                 num_first = self.exchanges[self._path(leaf)[0]].num_given
                 texts.append(self._tokenizer.decode(exchange.token_ids[num_first:]))
         return "\n---\n".join(texts)
+
+
+def _repeats(messages: ChatMessages, known: ChatMessages) -> bool:
+    """Return whether messages are the known ones; clients that do not know of reasoning send none back."""
+    return all(
+        message == other or (_reasoning(message) in (None, _reasoning(other)) and _plain(message) == _plain(other))
+        for message, other in zip(messages, known, strict=True)
+    )
+
+
+def _reasoning(message: Mapping[str, Any]) -> str | None:
+    return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in REASONING_FIELDS}
 
 
 def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) -> Batch:

@@ -187,7 +187,7 @@ async def _events(
         async with contextlib.aclosing(grow(model, asked, job)) as growing:
             async for number, piece in growing:
                 num_tokens += len(piece.token_ids)
-                if piece.text or piece.tool_calls or piece.finish_reason or shows_tokens:
+                if piece.text or piece.reasoning or piece.tool_calls or piece.finish_reason or shows_tokens:
                     for chunk in view.chunks(number, piece):
                         yield _event(msgspec.json.encode(chunk))
         for last in view.end(num_tokens):

@@ -42,9 +42,11 @@ from tandem.rollout.openai_api.protocol import (
 )
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.rollout.openai_api.text import StoppedText, TextStream
-from tandem.rollout.openai_api.tool_calls import MARKERS, ToolCalls
+from tandem.rollout.openai_api.tool_calls import ChatPart, ChatReader, chat_markers
 
 Chosen = tuple[int, "Piece"]
+_PROMPT_TAIL = 32
+"""Tokens at the end of a prompt that tell whether a response begins within reasoning."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +72,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """New text and tokens of a response."""
 
     text: str
+    reasoning: str = ""
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int] = []
@@ -145,13 +148,19 @@ class Growing:
     """A builder of pieces from the chunks of one response; equal responses give equal pieces."""
 
     def __init__(self, model: ServedModel, request: Generating, prompt_ids: Sequence[int], seed: int) -> None:
-        parser = model.tool_call_parser if isinstance(request, ChatRequest) and request.may_call else None
-        kept = model.tokenizer.special_ids(MARKERS[parser]) if parser else frozenset[int]()
+        self._reader: ChatReader | None = None
+        kept = frozenset[int]()
+        if isinstance(request, ChatRequest):
+            markers = chat_markers(model.response_markers, model.tool_call_parser, may_call=request.may_call)
+            if markers.texts:
+                kept = model.tokenizer.marker_ids(markers.texts)
+                prompt = model.tokenizer.decode(prompt_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+                # A conversation grows, and its turns may be asked for with the same seed.
+                key = f"{seed}/{len(prompt_ids)}"
+                self._reader = ChatReader(markers, key, prompt=prompt, tools=request.offered_tools)
         shows_special = request.skip_special_tokens is False
         self._stream = TextStream(model.tokenizer, skip_special_tokens=not shows_special, kept=kept)
         self._stopped = StoppedText(request.stop_strings)
-        # A conversation grows, and its turns may be asked for with the same seed.
-        self._calls = ToolCalls(parser, f"{seed}/{len(prompt_ids)}") if parser else None
 
     def add(self, chunk: Chunk) -> Piece:
         """Return what a chunk adds to the response; its text may belong to earlier tokens too."""
@@ -159,16 +168,18 @@ class Growing:
         text = self._stopped.push(self._stream.push(chunk.token_ids))
         if is_last:
             text += self._stopped.push(self._stream.finish()) + self._stopped.finish()
-        calls: list[ToolCall] = []
+        if self._reader is None:
+            return _piece(chunk, ChatPart(text, "", []), chunk.finish_reason)
+        part = self._reader.push(text)
+        if is_last:
+            rest = self._reader.finish()
+            part = ChatPart(
+                part.text + rest.text, part.reasoning + rest.reasoning, [*part.tool_calls, *rest.tool_calls]
+            )
         reason: FinishReason | None = chunk.finish_reason
-        if self._calls is not None:
-            text, calls = self._calls.push(text)
-            if is_last:
-                rest, more = self._calls.finish()
-                text, calls = text + rest, calls + more
-            if reason == "stop" and self._calls.has_calls:
-                reason = "tool_calls"
-        return _piece(chunk, text, reason, calls)
+        if reason == "stop" and self._reader.has_calls:
+            reason = "tool_calls"
+        return _piece(chunk, part, reason)
 
 
 class WithoutText:
@@ -177,18 +188,19 @@ class WithoutText:
     @staticmethod
     def add(chunk: Chunk) -> Piece:
         """Return what a chunk adds to the response."""
-        return _piece(chunk, "", chunk.finish_reason, [])
+        return _piece(chunk, ChatPart("", "", []), chunk.finish_reason)
 
 
-def _piece(chunk: Chunk, text: str, reason: FinishReason | None, calls: list[ToolCall]) -> Piece:
+def _piece(chunk: Chunk, part: ChatPart, reason: FinishReason | None) -> Piece:
     return Piece(
-        text=text,
+        text=part.text,
+        reasoning=part.reasoning,
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
         versions=chunk.versions,
         alternatives=chunk.alternatives,
         finish_reason=reason,
-        tool_calls=calls,
+        tool_calls=part.tool_calls,
     )
 
 
@@ -248,6 +260,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         return pieces[0]
     return Piece(
         text="".join(piece.text for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
         versions=[version for piece in pieces for version in piece.versions],
@@ -312,7 +325,7 @@ class ChatView:
         calls = piece.tool_calls
         choice = ChatChunkChoice(
             index=number,
-            delta=Delta(content=piece.text or UNSET),
+            delta=Delta(content=piece.text or UNSET, reasoning_content=piece.reasoning or UNSET),
             logprobs=self._logprobs(piece),
             finish_reason=None if calls else piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
@@ -481,8 +494,12 @@ def _deltas(index: int, call: ToolCall) -> Iterator[ToolCallDelta]:
 
 
 def _message(piece: Piece) -> AnswerMessage:
-    says_nothing = piece.tool_calls and not piece.text
-    return AnswerMessage(content=None if says_nothing else piece.text, tool_calls=piece.tool_calls or UNSET)
+    has_only_calls = piece.tool_calls and not piece.text
+    return AnswerMessage(
+        content=None if has_only_calls else piece.text,
+        reasoning_content=piece.reasoning or UNSET,
+        tool_calls=piece.tool_calls or UNSET,
+    )
 
 
 def _shown_ids(request: Generating, token_ids: list[int]) -> list[int] | UnsetType:

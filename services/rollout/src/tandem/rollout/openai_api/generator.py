@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -17,6 +19,7 @@ from tandem.rollout.engines.served import Grammar
 from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
+from tandem.samples.responses import ResponseMarkers
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -96,6 +99,8 @@ class ServedModel:
         self.vocabulary = vocabulary
         self.stop_token_ids = tuple(dict.fromkeys([tokenizer.eos_id, *stop_token_ids]))
         self.tool_call_parser = tool_call_parser
+        self.response_markers = ResponseMarkers.of_tokenizer(tokenizer)
+        """How its chat template marks reasoning and calls."""
         self.images = images
         self.created = int(time.time())
         self._grammar_tokenizer: Any = None
@@ -136,5 +141,43 @@ class ServedModel:
         if tools and not self.tokenizer.reads_tools:
             raise Refused(f"tools: the chat template of {self.name} does not support tools", param="tools")
         known = self.tokenizer.template_variables
-        variables = {name: value for name, value in (request.chat_template_kwargs or {}).items() if name in known}
+        given = request.chat_template_kwargs or {}
+        if request.unknown_fields or given.keys() - known:
+            self._refuse_variables(request.unknown_fields, {name: given[name] for name in given.keys() - known})
+        effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort is not None else {}
+        variables = {name: value for name, value in {**effort, **given}.items() if name in known}
         return {**variables, "tools": tools} if tools else variables
+
+    def _refuse_variables(self, fields: Sequence[str], arguments: Mapping[str, Any]) -> None:
+        """Raise `Refused` for fields and arguments that would change the prompt if they reached the chat template."""
+        variables = _variables(self.tokenizer)
+        field = next((name for name in fields if name in variables), None)
+        if field is not None:
+            what = f"{field}: this is a variable of {self.name}'s chat template: give it in chat_template_kwargs"
+            raise Refused(what, param=field, code="unsupported")
+        names = [name for name in arguments if name in variables and (name, arguments[name]) != _GENERATION_PROMPT]
+        if names:
+            what = f"chat_template_kwargs: {names[0]!r} cannot be set here: leave it out"
+            raise Refused(what, param="chat_template_kwargs", code="unsupported")
+
+
+_GENERATION_PROMPT = ("add_generation_prompt", True)
+
+
+def _variables(tokenizer: Tokenizer) -> frozenset[str]:
+    """Return the variables that a chat template reads."""
+    template = tokenizer.hugging_face.chat_template
+    sources = template.values() if isinstance(template, dict) else () if template is None else (template,)
+    return frozenset[str]().union(*map(_variables_of, sources))
+
+
+@functools.cache
+def _variables_of(source: str) -> frozenset[str]:
+    import jinja2.meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+    try:
+        parsed = environment.parse(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source))
+    except jinja2.TemplateSyntaxError:  # with tags that only Transformers knows
+        return frozenset()
+    return frozenset(jinja2.meta.find_undeclared_variables(parsed))

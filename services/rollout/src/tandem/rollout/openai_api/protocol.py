@@ -1,7 +1,8 @@
 """Requests, answers and stream chunks of OpenAI's API, with vLLM's fields for token ids.
 
 All input is checked here. Unknown fields are ignored, as OpenAI's own clients expect of servers. A known field that
-would change the answer and is not supported is refused, unless its value changes nothing.
+would change the answer and is not supported is refused, unless its value changes nothing, and so is a field with the
+name of a variable of the chat template, since it would change the prompt.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tandem.common.messages import SamplingParameters
 from tandem.rollout.engines.served import Factor, Grammar, Penalty, ServedSampling
 from tandem.rollout.openai_api.refusals import Refused
 
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning: DeepSeek's, vLLM's and GPT-OSS's."""
 MAX_CHOICES = 1024
 """Responses that one request may ask for: prompts times ``n``."""
 _MAX_STOPS = 64
@@ -49,11 +52,20 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "include_stop_str_in_output": (False,),
     "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "logits_processors": ([],),
 }
 """Unsupported fields, with the values, beside null, that have no effect."""
+_MESSAGE_FIELDS: Mapping[str, str] = {
+    "function_call": "give tool_calls",
+    "prefix": "an assistant's message cannot be continued",
+    "audio": "give text",
+}
+"""Unsupported fields of messages that would change a prompt, and what to do."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 NumAlternatives = Annotated[int, Meta(ge=0, le=20)]
@@ -209,6 +221,10 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's name of `reasoning_content`."""
+    thinking: str | None = None
+    """GPT-OSS's name of `reasoning_content`."""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -222,7 +238,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     def for_template(self, mark: Callable[[str], str]) -> dict[str, Any]:
         """Return the message in the form of chat templates: the arguments of calls are objects."""
         message: dict[str, Any] = {"role": self.role, "content": self.text(mark)}
-        for field in ("name", "reasoning_content", "tool_call_id"):
+        for field in ("name", *REASONING_FIELDS, "tool_call_id"):
             if getattr(self, field) is not None:
                 message[field] = getattr(self, field)
         if self.tool_calls:
@@ -254,8 +270,12 @@ class ChatRequest(Generating, frozen=True, kw_only=True):
     top_logprobs: NumAlternatives | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    reasoning_effort: str | None = None
+    """How much to think, for chat templates that tell the model."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's field: variables of the chat template."""
+    unknown_fields: tuple[str, ...] = ()
+    """Names of the fields that are no field of requests; set by the server."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -344,6 +364,10 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     if fields.get("tool_choice") not in (None, "none", "auto"):
         what = "tool_choice: the model cannot be forced to call a tool: it may be 'auto' or 'none'"
         raise Refused(what, param="tool_choice", code="unsupported")
+    if kind is ChatRequest:
+        _check_messages(fields.get("messages"))
+        unknown = fields.keys() - ChatRequest.__struct_fields__ - _CHANGES_NOTHING.keys()
+        fields["unknown_fields"] = sorted(name for name in unknown if fields[name] is not None)
     try:
         request: Request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -356,6 +380,20 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
         raise Refused("response_format.json_schema: it is missing", param="response_format")
     return request
+
+
+def _check_messages(messages: Any) -> None:
+    """Raise `Refused` for fields of messages that would change the prompt and that no chat template is given here."""
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict):
+            continue
+        name = next((name for name in _MESSAGE_FIELDS if message.get(name) not in (None, False)), None)
+        if name is not None:
+            raise Refused(
+                f"messages: this server does not support {name!r}: {_MESSAGE_FIELDS[name]}",
+                param="messages",
+                code="unsupported",
+            )
 
 
 def no_such_model(asked: str, names: tuple[str, ...]) -> Refused:
@@ -447,6 +485,8 @@ class AnswerMessage(Struct, frozen=True, kw_only=True):
     content: str | None
     """Text; null if the message has tool calls only."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """Reasoning before the text, in models that mark it."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -495,6 +535,7 @@ class Delta(Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

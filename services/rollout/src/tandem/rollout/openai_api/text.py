@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.samples.responses import beginning
 from tandem.samples.tokenizer import Tokenizer
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
@@ -86,8 +87,3 @@ class StoppedText:
         """Return what was held back, since no stop string has come of it."""
         shown, self._held = self._held, ""
         return shown
-
-
-def beginning(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text are the beginning of a stop string."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

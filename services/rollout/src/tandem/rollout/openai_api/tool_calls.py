@@ -1,4 +1,4 @@
-"""Read tool calls out of responses while their text comes, in the formats of models' training.
+"""Read chats' responses while their text comes: final text, reasoning, and calls of tools.
 
 A call is shown once it is complete, so a stream has exactly the calls of the whole answer. Text that resembles a call
 but is none stays text. White space beside calls is left out.
@@ -7,163 +7,83 @@ but is none stays text. White space beside calls is left out.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.openai_api.protocol import CalledFunction, ToolCall
-from tandem.rollout.openai_api.text import beginning
+from tandem.samples.responses import ResponseDelta, ResponseMarkers, ResponseStream
+from tandem.samples.tool_formats import TOOL_FORMATS
 
-_DECODER = json.JSONDecoder()
-Said = str | CalledFunction
-"""Text or a call."""
-
-
-class ToolReader(Protocol):
-    """A parser that splits a response into texts and calls."""
-
-    def push(self, text: str) -> list[Said]:
-        """Add text; return what is certain now."""
-        ...
-
-    def finish(self) -> list[Said]:
-        """Return what was held back."""
-        ...
+_SAME_FORMAT: Mapping[ToolCallParser, str] = {"deepseek_v31": "deepseek_v3", "glm47": "glm45"}
+"""Names of vLLM's parsers whose formats are read as another's."""
 
 
-class _Hermes:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, anywhere; the end of the last may be missing."""
+class ChatPart(NamedTuple):
+    """The next certain texts and calls of a response."""
 
-    BEGIN, END = "<tool_call>", "</tool_call>"
-
-    def __init__(self) -> None:
-        self._held = ""
-
-    def push(self, text: str) -> list[Said]:
-        self._held += text
-        said: list[Said] = []
-        while True:
-            before, begin, call = self._held.partition(self.BEGIN)
-            if not begin:
-                num_held = beginning(before, self.BEGIN)
-                shown = before[: len(before) - num_held]
-                self._held = before[len(shown) :]
-                return [*said, shown]
-            body, end, rest = call.partition(self.END)
-            said.append(before)
-            self._held = begin + body + end
-            if not end:
-                return said
-            said.append(_called(body, "arguments") or self._held)
-            self._held = rest
-
-    def finish(self) -> list[Said]:
-        body = self._held.removeprefix(self.BEGIN)
-        call = None if body == self._held else _called(body, "arguments")
-        return [call or self._held]
+    text: str
+    reasoning: str
+    tool_calls: list[ToolCall]
 
 
-class _Llama3Json:
-    """``{"name": ..., "parameters": {...}}``, or several with ``;`` between, and nothing else but a tag before them."""
+def chat_markers(template: ResponseMarkers, parser: ToolCallParser | None, *, may_call: bool) -> ResponseMarkers:
+    """Return the markers of a chat's response.
 
-    TAG = "<|python_tag|>"
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._is_text = False
-
-    def push(self, text: str) -> list[Said]:
-        self._held += text
-        begun = self._held.lstrip()
-        self._is_text |= not (begun.startswith(("{", self.TAG)) or self.TAG.startswith(begun))
-        if not self._is_text:
-            return []
-        shown, self._held = self._held, ""
-        return [shown]
-
-    def finish(self) -> list[Said]:
-        bodies = self._held.strip().removeprefix(self.TAG)
-        calls: list[Said] = []
-        while bodies:
-            size = _object_size(bodies)
-            call = _called(bodies[:size], "parameters", "arguments")
-            if call is None:
-                return [self._held]
-            calls.append(call)
-            bodies = bodies[size:].lstrip("; \n\t")
-        return calls or [self._held]
+    Reasoning is marked as the chat template marks it. Calls are read in the format of `parser`, and in none if no tool
+    may be called. GPT-OSS's messages are always read, since nothing else tells its answer from its reasoning.
+    """
+    if not may_call or parser is None:
+        return msgspec.structs.replace(template, tool_format=None, reads_calls=may_call and template.is_harmony)
+    if parser == "auto":
+        return template
+    if parser == "openai":
+        return ResponseMarkers(is_harmony=True)
+    return msgspec.structs.replace(
+        template, tool_format=TOOL_FORMATS[_SAME_FORMAT.get(parser, parser)], is_harmony=False
+    )
 
 
-READERS: Mapping[ToolCallParser, Callable[[], ToolReader]] = {"hermes": _Hermes, "llama3_json": _Llama3Json}
-"""Parsers by vLLM's names for them."""
-MARKERS: Mapping[ToolCallParser, Sequence[str]] = {
-    "hermes": (_Hermes.BEGIN, _Hermes.END),
-    "llama3_json": (_Llama3Json.TAG,),
-}
-"""Strings that mark calls; they stay in the text even if they are special tokens."""
+class ChatReader:
+    """The text, the reasoning and the calls of one response; each call gets an id by which its result is sent back."""
 
+    def __init__(
+        self, markers: ResponseMarkers, key: str, *, prompt: str = "", tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Begin an empty response to a prompt, of which the end is enough.
 
-class ToolCalls:
-    """The text and the calls of one response; each call gets an id by which its result is sent back."""
-
-    def __init__(self, parser: ToolCallParser, key: str) -> None:
-        """Begin an empty response; `key` distinguishes it from all others, of any conversation."""
-        self._reader = READERS[parser]()
+        `key` distinguishes it from all others, of any conversation, and `tools` are those on offer.
+        """
+        self._stream = ResponseStream(markers.reader(prompt, tools))
         self._key = key
         self._num_calls = 0
-        self._blank = ""
-        """White space that a call may follow."""
 
     @property
     def has_calls(self) -> bool:
         """Whether a tool has been called."""
         return self._num_calls > 0
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add text; return the text and the calls that are certain now."""
-        return self._taken(self._reader.push(text))
+    def push(self, text: str) -> ChatPart:
+        """Add text; return what is certain now."""
+        return self._part(self._stream.push(text))
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
+    def finish(self) -> ChatPart:
         """Return what was held back."""
-        text, calls = self._taken(self._reader.finish())
-        return text if self.has_calls else text + self._blank, calls
+        return self._part(self._stream.finish())
 
-    def _taken(self, said: Sequence[Said]) -> tuple[str, list[ToolCall]]:
-        text, calls = "", list[ToolCall]()
-        for part in said:
-            if isinstance(part, CalledFunction):
-                self._blank = ""
-                calls.append(ToolCall(id=self._next_id(), function=part))
-                continue
-            whole = self._blank + part
-            shown = whole.rstrip()
-            self._blank = whole[len(shown) :]
-            text += shown
-        return text, calls
+    def _part(self, delta: ResponseDelta) -> ChatPart:
+        calls = []
+        for call in delta.tool_calls:
+            arguments = msgspec.json.encode(call.arguments).decode()
+            function = CalledFunction(name=call.name, arguments=arguments)
+            calls.append(ToolCall(id=self._next_id(call.id), function=function))
+        return ChatPart(delta.content, delta.reasoning, calls)
 
-    def _next_id(self) -> str:
+    def _next_id(self, own: str) -> str:
+        """Return the id of the next call: its own if its family's template writes ids, as Kimi's does."""
         self._num_calls += 1
+        if own:
+            return own
         return f"call_{hashlib.blake2b(f'{self._key}/call {self._num_calls}'.encode(), digest_size=12).hexdigest()}"
-
-
-def _called(body: str, *names: str) -> CalledFunction | None:
-    """Read a call with its arguments under one of these names; return None if it is none."""
-    try:
-        said = msgspec.json.decode(body.strip(), type=dict[str, Any])
-        name, arguments = said["name"], next(said[each] for each in names if each in said)
-        if not (isinstance(name, str) and name and isinstance(arguments, dict)):
-            return None
-        return CalledFunction(name=name, arguments=msgspec.json.encode(arguments).decode())
-    except (msgspec.MsgspecError, LookupError, StopIteration, RecursionError, UnicodeError):
-        return None
-
-
-def _object_size(text: str) -> int:
-    """Return the length of the JSON at the beginning of a text; the whole length if there is none."""
-    try:
-        return _DECODER.raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return len(text)

@@ -1,0 +1,130 @@
+"""The endpoint with real templates: prompts as Transformers renders them, answers as the templates mark them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.rollout.openai_api.choices import ChatView, Growing, chat_job, joined
+from tandem.rollout.openai_api.generator import Chunk, ServedModel
+from tandem.rollout.openai_api.protocol import ChatAnswer, ChatRequest, read_request
+from tandem.rollout.openai_api.refusals import Refused
+from tandem.samples.tokenizer import Tokenizer
+from tests.families.test_responses import ARGUMENTS, CALL, NO_CALLS, QUESTION, REASONING, TOOL, rendered
+from tests.harness import families
+from tests.harness.families import Family
+
+FIELDS = ("reasoning_content", "reasoning", "thinking")
+AGAIN = {"role": "user", "content": "And tomorrow?"}
+
+
+def serve(family: Family) -> ServedModel:
+    """Return a model that is never asked to generate."""
+    tokenizer = Tokenizer(families.hugging_face(family), family.name)
+    return ServedModel(
+        "m",
+        tokenizer,
+        None,  # type: ignore[arg-type]
+        max_length=100_000,
+        vocabulary=1_000_000,
+        tool_call_parser="auto",
+    )
+
+
+def request_of(**fields: Any) -> ChatRequest:
+    """Return a request as it is read from a client's JSON."""
+    return read_request(json.dumps({"model": "m", **fields}).encode(), ChatRequest)
+
+
+def prompt_of(family: Family, **fields: Any) -> str:
+    """Return the prompt of a request as text."""
+    model = serve(family)
+    (prompt_ids,) = chat_job(model, request_of(**fields)).prompts
+    return model.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+
+
+def expected(family: Family, messages: list[Any], **variables: Any) -> str:
+    """Return the prompt that Transformers renders."""
+    hugging_face = families.hugging_face(family)
+    text = hugging_face.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+    token_ids = hugging_face(text, add_special_tokens=False)["input_ids"]
+    return str(hugging_face.decode(token_ids, clean_up_tokenization_spaces=False))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_reasoning_of_earlier_turns_reaches_the_template(family: Family, field: str) -> None:
+    called: dict[str, Any] = {"role": "assistant", "content": "", field: REASONING}
+    messages = [*QUESTION, called, AGAIN]
+    assert prompt_of(family, messages=messages) == expected(family, messages)
+    if family.name in NO_CALLS or family.name == "deepseekv3":
+        return
+    function = {"name": "get_weather", "arguments": ARGUMENTS}
+    result = {"role": "tool", "tool_call_id": CALL["id"], "content": "Sunny."}
+    messages = [*QUESTION, {**called, "tool_calls": [{**CALL, "function": function}]}, result]
+    as_text = {**CALL, "function": {**function, "arguments": json.dumps(ARGUMENTS)}}
+    prompt = prompt_of(family, messages=[*QUESTION, {**called, "tool_calls": [as_text]}, result], tools=[TOOL])
+    assert prompt == expected(family, messages, tools=[TOOL])
+    if family.name in ("gptoss", "qwen3", "qwen3_5_think", "gemma4_v5", "nemotron_3_nano", "glm4moe"):
+        assert REASONING in prompt
+
+
+def test_reasoning_effort_and_further_variables_reach_the_template(family: Family) -> None:
+    low = {"reasoning_effort": "low"}
+    assert prompt_of(family, messages=QUESTION, **low) == expected(family, QUESTION, **low)
+    variables = {"enable_thinking": False, "reasoning_effort": "high"}
+    prompt = prompt_of(family, messages=QUESTION, chat_template_kwargs=variables, **low)
+    assert prompt == expected(family, QUESTION, **variables)
+    source = families.hugging_face(family).chat_template
+    if family.name == "gptoss":
+        assert "Reasoning: high" in prompt
+    if "enable_thinking" in source:
+        with pytest.raises(Refused, match="give it in chat_template_kwargs"):
+            prompt_of(family, messages=QUESTION, enable_thinking=False)
+    else:
+        assert prompt_of(family, messages=QUESTION, enable_thinking=False) == expected(family, QUESTION)
+
+
+def answer_of(family: Family, prompt: str, response: str, **fields: Any) -> ChatAnswer:
+    """Return the answer of a model that responds with the tokens of a text, one by one."""
+    model, request = serve(family), request_of(messages=QUESTION, **fields)
+    hugging_face = families.hugging_face(family)
+    prompt_ids = hugging_face(prompt, add_special_tokens=False)["input_ids"]
+    token_ids = hugging_face(response, add_special_tokens=False)["input_ids"]
+    growing = Growing(model, request, prompt_ids, 1)
+    pieces = [
+        growing.add(
+            Chunk(
+                token_ids=[token_id],
+                logprobs=[-1.0],
+                versions=[0],
+                finish_reason="stop" if place == len(token_ids) else None,
+            )
+        )
+        for place, token_id in enumerate(token_ids, 1)
+    ]
+    return ChatView(model, request, chat_job(model, request)).answer([joined(pieces)])
+
+
+def test_reasoning_is_apart_from_the_answer(family: Family) -> None:
+    message = {"role": "assistant", "content": "Fine, 4 °C.", "reasoning_content": REASONING, "thinking": REASONING}
+    prompt, response = rendered(family, message)
+    (choice,) = answer_of(family, prompt, response).choices
+    assert choice.message.content is not None
+    assert choice.message.content.strip() == "Fine, 4 °C."
+    assert (choice.message.reasoning_content == REASONING) == (REASONING in response)
+    assert choice.finish_reason == "stop"
+
+
+def test_calls_come_as_calls(family: Family) -> None:
+    if family.name in NO_CALLS or family.name == "deepseekv3":
+        pytest.skip("the template writes no calls, or no objects")
+    call = CALL | {"function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    prompt, response = rendered(family, message, tools=[TOOL])
+    (choice,) = answer_of(family, prompt, response, tools=[TOOL]).choices
+    assert isinstance(choice.message.tool_calls, list)
+    (function,) = [each.function for each in choice.message.tool_calls]
+    assert (function.name, json.loads(function.arguments)) == ("get_weather", ARGUMENTS)
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
