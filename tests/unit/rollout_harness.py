@@ -90,7 +90,7 @@ class Context:
 class Rollout:
     """A rollout service with the weights of a tiny random model."""
 
-    template: str | None = TEMPLATE
+    template: str = TEMPLATE
 
     def __init__(
         self,

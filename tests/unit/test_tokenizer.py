@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import transformers
+import yaml
 
 from tandem.common.errors import ConfigError, DataError, ModelError
-from tandem.config import Config, build_config
+from tandem.config import Config, build_config, config_from_json, config_to_json, dump_yaml
 from tandem.config.schema import NewModel
 from tandem.samples import chat_templates
 from tandem.samples.model_files import load_tokenizer, write_new_model
@@ -52,6 +53,49 @@ def new_model(**changes: Any) -> NewModel:
 def tokenizer() -> Tokenizer:
     write_new_model(Path("model"), new_model())
     return load_tokenizer(config())
+
+
+# NeMo-RL v0.7, nemo_rl/algorithms/utils.py, get_tokenizer: null concatenates contents, a name that ends in .jinja is
+# opened, anything else but "default" is the template's text.
+def test_null_writes_contents_alone(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "1"}, *USER, {"role": "assistant", "content": "3"}]
+    replaced = load_tokenizer(config(name="model", chat_template=None))
+    own = replaced.hugging_face.apply_chat_template(messages, tokenize=False)
+    assert own == "".join(message["content"] for message in messages) == "11 + 23"
+    assert replaced.render_chat(messages, add_generation_prompt=True) == own
+    assert tokenizer.render_chat(messages, add_generation_prompt=True) != own
+
+
+def test_a_template_may_be_in_a_file() -> None:
+    write_new_model(Path("model"), new_model())
+    Path("own.jinja").write_text("{% for message in messages %}={{ message.content }}={% endfor %}")
+    replaced = load_tokenizer(config(name="model", chat_template="own.jinja"))
+    assert replaced.render_chat(USER, add_generation_prompt=True) == "=1 + 2="
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("missing.jinja", "cannot read 'missing.jinja': No such file or directory"),
+        ("model.jinja", "cannot read 'model.jinja': it is a directory, not a text file"),
+        ("empty.jinja", "'empty.jinja' is no Jinja template: it writes no message"),
+        ("own.txt", "'own.txt' is no Jinja template: it writes no message; the name of a file with one ends in .jinja"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(tokenizer: Tokenizer, template: str, message: str) -> None:
+    Path("model.jinja").mkdir()
+    Path("empty.jinja").write_text("Hello")
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(config(name="model", chat_template=template))
+    assert str(error.value) == f"policy.tokenizer.chat_template: {message}"
+
+
+def test_null_of_an_earlier_journal_is_the_tokenizers_own() -> None:
+    written = config_to_json(config())
+    earlier = written.replace(b'"chat_template":"default"', b'"chat_template":null')
+    assert earlier != written
+    assert config_from_json(earlier) == config()
+    assert config(chat_template=None) == build_config(yaml.safe_load(dump_yaml(config(chat_template=None))))
 
 
 def test_hugging_face_loads_what_was_written(tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 class SeeingRollout(Rollout):
     """A rollout service with a tiny model that sees."""
 
-    template = None
+    template = "default"
     seeing: Seeing
 
     def _make_model(self, folder: Path, **changes: Any) -> Any:

@@ -7,6 +7,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from tandem.common.errors import ConfigError
+
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -23,6 +25,17 @@ def irregular(path: str | Path) -> str | None:
     except (OSError, ValueError):  # opening the file reports the error
         return None
     return _KINDS.get(stat.S_IFMT(mode))
+
+
+def read_text(key: str, path: str) -> str:
+    """Return the text of the file that a key names. Raise `ConfigError`, with the key first, if that fails."""
+    kind = irregular(path)
+    if kind is not None:
+        raise ConfigError(f"{key}: cannot read {path!r}: it is {kind}, not a text file")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def first_irregular(paths: Iterable[Path]) -> str | None:

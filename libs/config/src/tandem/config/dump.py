@@ -125,6 +125,10 @@ def escaped(node: Any) -> Any:
             return node
 
 
+_EARLIER_TEMPLATE = (b'"chat_template":null', b'"chat_template":"default"')
+"""The tokenizer's own template as earlier releases wrote it, and as it is written now."""
+
+
 def config_to_json(config: Config) -> bytes:
     """Encode a configuration for the wire; `config_from_json` restores it."""
     return msgspec.json.encode(with_names(config))
@@ -133,7 +137,7 @@ def config_to_json(config: Config) -> bytes:
 def config_from_json(encoded: bytes) -> Config:
     """Decode a configuration from `config_to_json`. Raises `ConfigError` for anything else."""
     try:
-        return with_folders(msgspec.json.decode(encoded, type=Config))
+        return with_folders(msgspec.json.decode(encoded.replace(*_EARLIER_TEMPLATE), type=Config))
     except msgspec.MsgspecError as error:
         raise ConfigError(f"configuration received from the coordinator: {error}") from None
 

@@ -13,6 +13,7 @@ from tandem.config.conform import config_type, field_of, struct_types
 from tandem.config.schema import MODELS, Environment
 from tandem.config.schema.declarations import DISTILLATION, OFF_POLICY_DISTILLATION
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
+from tandem.config.schema.policy import PASSTHROUGH_TEMPLATE
 
 ELSEWHERE = (
     "avqa",
@@ -69,6 +70,7 @@ def reshape(tree: dict[str, Any]) -> None:
 
 def reshape_model(model: dict[str, Any]) -> None:
     """Change the section of a model in place."""
+    _write_passthrough(model.get("tokenizer"))
     scheduler = model.pop("scheduler", None)
     if scheduler:
         model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else scheduler
@@ -178,3 +180,10 @@ def _reshape_environments(env: dict[str, Any]) -> None:
         tokenizer = entry.get("tokenizer") if isinstance(entry, dict) else None
         if isinstance(tokenizer, dict) and tokenizer.get("name") is None:
             tokenizer["name"] = entry.get("model_name")
+        _write_passthrough(tokenizer)
+
+
+def _write_passthrough(tokenizer: object) -> None:
+    """Write the template that null stands for: journals of earlier releases have null for the tokenizer's own."""
+    if isinstance(tokenizer, dict) and tokenizer.get("chat_template", "default") is None:
+        tokenizer["chat_template"] = PASSTHROUGH_TEMPLATE

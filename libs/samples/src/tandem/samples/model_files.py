@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, ModelError, TandemError, nearest
-from tandem.common.regular_files import first_irregular
+from tandem.common.regular_files import first_irregular, read_text
 from tandem.config import Config
 from tandem.config.installed.model_fields import model_types
 from tandem.config.models.model_sizes import local_folder, read_json
@@ -135,8 +135,9 @@ def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None 
         hugging_face = _read_tokenizer(folder or Path(where), where)
     except ModelError as error:
         raise ModelError(f"{key}.name: {error}") from error
-    if settings.chat_template not in (None, "default"):
-        hugging_face.chat_template = settings.chat_template
+    template = _configured_template(f"{key}.chat_template", settings.chat_template)
+    if template is not None:
+        hugging_face.chat_template = template
     variables = settings.chat_template_kwargs or {}
     tokenizer = Tokenizer(hugging_face, where, variables, key)
     for name in variables:
@@ -147,6 +148,22 @@ def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None 
                 f"{key}.chat_template_kwargs.{name}: the chat template of {where} reads no such variable{hint}"
             )
     return tokenizer
+
+
+def _configured_template(key: str, value: str | None) -> str | None:
+    """Return the template that replaces the tokenizer's own; None if none does.
+
+    As in NeMo-RL, a value that ends in ``.jinja`` is a file. Raises `ConfigError` if it cannot be read, and for a text
+    without anything to fill in: every prompt would be that text.
+    """
+    if value is None or value.lower() == "default":
+        return None
+    is_file = value.endswith(".jinja")
+    template = read_text(key, value) if is_file else value
+    if "{" not in template:
+        hint = "" if is_file else "; the name of a file with one ends in .jinja"
+        raise ConfigError(f"{key}: {value!r} is no Jinja template: it writes no message{hint}")
+    return template
 
 
 def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:

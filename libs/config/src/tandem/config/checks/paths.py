@@ -24,10 +24,11 @@ def why_no_path(path: str | Path) -> str | None:
 
 def paths_are_paths(config: Config) -> None:
     """Check that paths are valid, and not too long for the file system, for example."""
-    data, problems = config.data, Problems()
+    data, template, problems = config.data, config.policy.tokenizer.chat_template, Problems()
     paths = {
         "policy.model_name": config.policy.model_name,
         "policy.tokenizer.name": config.policy.tokenizer.name,
+        "policy.tokenizer.chat_template": template if (template or "").endswith(".jinja") else None,
         "prerequisite": config.prerequisite,
         "logger.log_dir": config.logger.log_dir,
         "checkpointing.checkpoint_dir": config.checkpointing.checkpoint_dir,

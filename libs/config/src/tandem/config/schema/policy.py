@@ -20,14 +20,19 @@ from tandem.config.schema.base import (
 from tandem.config.schema.generation import Generation
 from tandem.config.schema.megatron import MegatronCfg
 
+PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The template that a file's ``chat_template: null`` means."""
+
 
 class Tokenizer(Section, frozen=True, kw_only=True):
     """The tokenizer of the policy."""
 
     name: NonEmptyStr
     """Folder or Hub name of the tokenizer."""
-    chat_template: str | None = None
-    """Jinja template that replaces the tokenizer's own; null and ``default`` keep it."""
+    chat_template: str | None = "default"
+    """Jinja template that replaces the tokenizer's own, or a file with one, whose name ends in ``.jinja`` and is
+    relative to the working directory. ``default`` keeps the tokenizer's own; null writes contents alone, one after the
+    other, as in NeMo-RL."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
     audio: dict[str, Any] | None = None

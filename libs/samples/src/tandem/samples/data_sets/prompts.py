@@ -7,14 +7,13 @@ import re
 import string
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef, Problem
-from tandem.common.regular_files import irregular
+from tandem.common.regular_files import read_text
 from tandem.common.values.templates import fill_template
 from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
@@ -58,7 +57,9 @@ class PromptWriter:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._prompt_file = _prompt_format(data)
-        self._system_prompt = data.system_prompt or _read("data.system_prompt_file", data.system_prompt_file)
+        self._system_prompt = data.system_prompt
+        if data.system_prompt_file is not None:
+            self._system_prompt = read_text("data.system_prompt_file", data.system_prompt_file)
 
     def messages(self, problem: Problem) -> Messages:
         """Return the messages before the assistant's turn."""
@@ -216,9 +217,9 @@ def _prompt_format(data: Data) -> str | None:
     NeMo-RL's multiple-choice questions follow their instructions, which are no format string. Raise `ConfigError` for
     a file that cannot be filled, or has no place for the prompt.
     """
-    text = _read("data.prompt_file", data.prompt_file)
-    if text is None:
+    if data.prompt_file is None:
         return None
+    text = read_text("data.prompt_file", data.prompt_file)
     if data.processor == MULTIPLE_CHOICE and "{}" not in text:
         return text.replace("{", "{{").replace("}", "}}") + "\n\n{}"
     where = f"data.prompt_file: {data.prompt_file!r}"
@@ -233,15 +234,3 @@ def _prompt_format(data: Data) -> str | None:
     if all(name is None for _, name, _, _ in string.Formatter().parse(text)):
         raise ConfigError(f"{where} has no {{}} for the prompt to go to ({{{{}}}} is a {{}} of the text)")
     return text
-
-
-def _read(key: str, path: str | None) -> str | None:
-    if path is None:
-        return None
-    kind = irregular(path)
-    if kind is not None:
-        raise ConfigError(f"{key}: cannot read {path!r}: it is {kind}, not a text file")
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
