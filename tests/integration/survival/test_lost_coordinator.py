@@ -22,6 +22,7 @@ from tests.harness.runs.record_harness import TWO, assert_recorded
 from tests.harness.runs.running import (
     Command,
     all_gone,
+    coordinator,
     joins,
     merged,
     process_of,
@@ -165,3 +166,76 @@ def test_services_end_when_no_coordinator_comes() -> None:
             assert "waiting for another one, up to 3 s" in rollout.output()
             assert "ending: the coordinator was silent for " in rollout.output()
             assert all_gone(services, 20.0) == []
+
+
+SCORER = """
+import time
+from pathlib import Path
+from helper import share
+from tandem.rollout.environments import Score
+
+class Scorer:
+    def score(self, problem, response):
+        while Path("hold").exists():
+            time.sleep(0.02)
+        return Score(reward=share(response), correct=share(response) > 0.5)
+"""
+HELPER = """
+def share(response):
+    return sum(character.isdigit() for character in response) / (len(response) + 1)
+"""
+EDITED: dict[str, Any] = merged(
+    merged(RUN, LAUNCHED),
+    {
+        "grpo": {"max_num_steps": 8},
+        "env": {"scorer": {"class": "scorer.Scorer"}},
+    },
+)
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the environment of the run."""
+    (folder / "scorer.py").write_text(SCORER)
+    (folder / "helper.py").write_text(HELPER)
+
+
+@pytest.mark.parametrize("change", ["edited", "deleted"])
+def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """An engine and the coordinator are killed after configuration, data and environment were edited or deleted."""
+    monkeypatch.chdir(tmp_path)
+    beside = tmp_path_factory.mktemp("beside")
+    for folder in (tmp_path, beside):
+        write_inputs(folder)
+    undisturbed = undisturbed_run(beside, EDITED)
+    config = write_config(EDITED)
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("step 2/8")
+        Path("hold").mkdir()
+        if change == "edited":
+            config.write_text(config.read_text().replace("num_prompts_per_step: ", "num_prompts_per_step: 1"))
+            Path("sums.jsonl").write_text('{"input": "another", "output": "1"}\n')
+            Path("scorer.py").write_text("raise RuntimeError('half an edit')\n")
+            Path("helper.py").write_text("def share(response):\n    return 1.0\n")
+        else:
+            for name in (config.name, "sums.jsonl", "scorer.py", "helper.py"):
+                Path(name).unlink()
+        process_of(run, "rollout").kill()
+        run.wait_for("rollout-[01] is lost")
+        coordinator_of(run).kill()
+        run.wait_for("the coordinator was killed by SIGKILL; it is started again")
+        Path("hold").rmdir()
+        assert run.wait() == 0, run.output()
+    assert_same_results("run", undisturbed)
+
+
+def test_code_that_was_edited_between_two_starts_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    config = write_config(merged(EDITED, {"grpo": {"max_num_steps": 1}}))
+    assert coordinator("up", config).returncode == 0
+    Path("helper.py").write_text(HELPER.replace("+ 1", "+ 2"))
+    again = coordinator("up", config, "--resume", "grpo.max_num_steps=2")
+    assert again.returncode == 0, again.stderr
+    assert re.search(r"note: custom code has changed since the run was last started: .*helper.py:3", again.stdout)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.common import descriptors, gc_tuning, signals
+from tandem.common import descriptors, gc_tuning, kept_inputs, signals
 from tandem.common.errors import NotAdmitted, TandemError, WireError
 from tandem.common.keys import ProcessKeys, decode_process_keys, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Command, Hello, ServiceKind, Shutdown
@@ -56,6 +56,7 @@ def run_service(
     """Run one service process from its command line to its end; return the exit code."""
     gc_tuning.retire_at_exit()
     forget_empty_endpoint()
+    kept_inputs.install()
     descriptors.raise_limit()
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()

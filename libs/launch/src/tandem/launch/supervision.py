@@ -40,6 +40,8 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
     within_s: float
     """Longest time until the next sign of life."""
+    is_in_loop: bool = False
+    """Whether the run's loop has sent it: the journal then has the configuration that the run goes on with."""
 
 
 class Replaced(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +148,7 @@ class Supervision:
         now = time.monotonic()
         if now >= self._next_sign:
             self._next_sign = now + self._round_s / _SIGNS
-            say(self._socket, Alive(self._round_s))
+            say(self._socket, Alive(self._round_s, is_in_loop=True))
 
     def rest(self) -> None:
         """Make the supervisor expect only that this process lives, not that its loop advances."""

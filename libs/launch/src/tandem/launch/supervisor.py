@@ -2,7 +2,8 @@
 
 The coordinator is a child of this process, and so are the engines and the refit service that it launches: they outlive
 it, and end with this process. The coordinator's other children end with it. The next coordinator resumes the run as
-``--resume`` does, at the address of the dead one. It takes over the processes that are left.
+``--resume`` does, at the address of the dead one, with the configuration, data and code that the run began with. It
+takes over the processes that are left.
 
 The next coordinator begins
 
@@ -82,6 +83,8 @@ class Supervisor:
         """Pause before the next coordinator, where one has failed by itself."""
         self._is_final = False
         """Whether the coordinator has reported that another would end in the same way."""
+        self._has_begun = False
+        """Whether a coordinator's loop has gone round, with a configuration that the journal then has."""
         self._asked: list[int] = []
         """Signals that asked the run to end."""
         self._pid: int | None = None
@@ -121,10 +124,13 @@ class Supervisor:
                 if len(self._replaced_at) >= self._most:
                     break
                 self._replaced_at.append(now)
+                run_id = self._run_id()
+                # The run goes on with the configuration that it began with, whatever its file says by now.
+                began_in = [] if run_id is None or not self._has_begun else ["--began-in", str(self._folder)]
                 if self._whole is not None:
-                    how, self._whole = ["--resume", "--from", str(self._whole)], None
-                elif "--resume" in how or self._run_id() != before:  # else it died before the run began
-                    how = ["--resume"]
+                    how, self._whole = ["--resume", "--from", str(self._whole), *began_in], None
+                elif "--resume" in how or run_id != before:  # else it died before the run began
+                    how = ["--resume", *began_in]
                 from_step = f", from the checkpoint of step {how[2]}" if "--from" in how[1:2] else ""
                 pause_s = self._next_pause_s(now - began) if end.is_its_own else 0.0
                 when = f" in {pause_s:g} s" if pause_s else ""
@@ -215,6 +221,7 @@ class Supervisor:
             said = to_supervisor.decode(message)
             if isinstance(said, Alive):
                 self._within_s, self._alive_by = said.within_s, time.monotonic() + said.within_s
+                self._has_begun |= said.is_in_loop
             elif isinstance(said, Replaced):
                 self._replaced_at += [time.monotonic()] * said.count
             elif isinstance(said, GoBack):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tandem.common import descriptors, gc_tuning
+from tandem.common import descriptors, gc_tuning, kept_inputs
 from tandem.common.distribution import version
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
 from tandem.common.network import forget_empty_endpoint
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     gc_tuning.retire_at_exit()
     forget_empty_endpoint()
+    os.environ.pop(kept_inputs.VARIABLE, None)  # of a run that this command is started in
     descriptors.raise_limit()
     arguments = _parse(argv)
     try:

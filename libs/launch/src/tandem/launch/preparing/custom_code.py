@@ -12,12 +12,14 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, nearest
 from tandem.common.texts import last_lines
 from tandem.config import Config, config_from_json, config_to_json
@@ -101,12 +103,45 @@ def _environment_problems(config: Config, key: str, path: str, made: Any) -> Ite
         yield f"{key}: {path} has no method score(problem, response) and none step(problem, conversation)"
 
 
+class Imports(msgspec.Struct, frozen=True):
+    """The outcome of an import of custom code."""
+
+    problems: list[str]
+    modules: dict[str, str]
+    """Absolute paths of the user's own modules that were imported, by name."""
+
+
+def own_modules(config: Config, kinds: Iterable[str]) -> dict[str, str]:
+    """Return the imported modules that lie beside those that the configuration names, as none of a package does."""
+    named = [path.rpartition(".")[0] for kind in kinds for _, path in _named(config, kind)]
+    files = {
+        name: os.path.abspath(file)
+        for name, module in [*sys.modules.items()]
+        if name != "__main__" and (file := getattr(module, "__file__", None)) and file.endswith(".py")
+    }
+    installed = {os.path.abspath(path) for key, path in sysconfig.get_paths().items() if key.endswith("lib")}
+    folders = {
+        Path(files[name]).parents[name.count(".") + (Path(files[name]).name == "__init__.py")]
+        for name in named
+        if name in files and not name.startswith("tandem.")
+    }
+    return {
+        name: file
+        for name, file in files.items()
+        if any(Path(file).is_relative_to(folder) for folder in folders)
+        and not any(Path(file).is_relative_to(folder) for folder in installed)
+    }
+
+
 @contextlib.contextmanager
-def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator[Callable[[], None]]:
-    """Import custom code in another process; yield a function that waits for its end and raises its problems."""
+def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator[Callable[[], dict[str, str]]]:
+    """Import custom code in another process.
+
+    Yield a function that waits for its end, and returns the user's own modules, or raises the problems.
+    """
     kinds = [kind for kind, count in launched_processes(config).items() if count and has_own_code(config, kind)]
     if not kinds:
-        yield lambda: None
+        yield dict
         return
     order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
     order.write_bytes(config_to_json(config))
@@ -115,7 +150,7 @@ def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator
     with output.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
 
-    def complain() -> None:
+    def conclude() -> dict[str, str]:
         try:
             process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -129,12 +164,13 @@ def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator
                 f"importing the classes that the configuration names ended the process (exit code "
                 f"{process.returncode}); its last line: {last}"
             )
-        found = msgspec.json.decode(answer.read_bytes(), type=list[str])
-        if found:
-            raise ConfigError(*found)
+        found = msgspec.json.decode(answer.read_bytes(), type=Imports)
+        if found.problems:
+            raise ConfigError(*found.problems)
+        return found.modules
 
     try:
-        yield complain
+        yield conclude
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
@@ -142,6 +178,7 @@ def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator
 
 
 if __name__ == "__main__":
-    config = config_from_json(Path(sys.argv[1]).read_bytes())
-    found = [line for kind in sys.argv[3:] for line in problems(config, kind)]
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(found))
+    kept_inputs.install()
+    config, kinds = config_from_json(Path(sys.argv[1]).read_bytes()), sys.argv[3:]
+    lines = [line for kind in kinds for line in problems(config, kind)]
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(Imports(lines, own_modules(config, kinds))))

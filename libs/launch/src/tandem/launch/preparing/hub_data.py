@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.kept_inputs import path_of
 from tandem.config import Config, config_from_json
 from tandem.config.models import hub
 from tandem.config.named import NAMED, is_local, place_of
@@ -69,12 +70,12 @@ def missing_data(config: Config, mode: Mode, say: Callable[[str], None]) -> None
 
 def missing_files(config: Config) -> Iterator[str]:
     """Yield a line for each file of the run's data that does not exist."""
-    for key, path in _files(config):
-        if not Path(path).exists():
+    for key, path in data_files(config):
+        if not Path(path_of(path)).exists():
             yield f"{key}: {path!r} does not exist{nearest(path, _beside(Path(path)))}"
 
 
-def _files(config: Config) -> Iterator[tuple[str, str]]:
+def data_files(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the files that the run reads, with their keys."""
     data = config.data
     for side, sets in (("train", data.train), ("validation", data.validation)):

@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.kept_inputs import path_of
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.common.values.json_values import decode_object, encode_json, encode_number, with_large_integers
@@ -173,11 +174,12 @@ def parquet(path: str) -> Rows:
     import pyarrow
     from pyarrow.parquet import read_table
 
-    kind = irregular(path)
+    kept = path_of(path)
+    kind = irregular(kept)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a Parquet file")
     try:
-        read = read_table(path).to_pylist()
+        read = read_table(kept).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"data: cannot read {path!r}: {_first_line(error)}") from error
     if not read:
@@ -187,12 +189,13 @@ def parquet(path: str) -> Rows:
 
 def csv_rows(path: str) -> Rows:
     """Read a CSV file with column names in its first line; every field is text. Raise `DataError` naming the line."""
-    kind = irregular(path)
+    kept = path_of(path)
+    kind = irregular(kept)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a CSV file")
     found: Rows = []
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with open(kept, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             for row in reader:
                 where = f"{path}:{reader.line_num}"
@@ -209,11 +212,12 @@ def csv_rows(path: str) -> Rows:
 
 def jsonl(path: str) -> Rows:
     """Read a file of one JSON object a line, which may be compressed (``.gz``). Raise `DataError` naming the line."""
-    kind = irregular(path)
+    kept = path_of(path)
+    kind = irregular(kept)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a file of one JSON object a line")
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        with gzip.open(kept) if path.endswith(".gz") else open(kept, "rb") as file:
             found: Rows = [(where, _json_object(where, line)) for where, line in _lines(path, file) if line.strip()]
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error

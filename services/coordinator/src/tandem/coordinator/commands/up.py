@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.common.errors import DamagedCheckpoint, TandemError
+from tandem.common import kept_inputs
+from tandem.common.errors import DamagedCheckpoint, RunFolderError, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.common.shortages import is_shortage
 from tandem.config import load_config
@@ -17,6 +19,7 @@ from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from tandem.config import Config
     from tandem.launch.preparing.beginning import Mode
 
 
@@ -46,6 +49,7 @@ def add(commands: Commands) -> None:
         metavar="CODE",
         help="exit code where checkpointing.checkpoint_must_save_by ends the run before its last step (default: 0)",
     )
+    up.add_argument("--began-in", type=Path, help=argparse.SUPPRESS)
     up.add_argument("--supervised-by", type=int, default=0, help=argparse.SUPPRESS)
     up.add_argument("--supervision-fd", type=int, help=argparse.SUPPRESS)
     up.set_defaults(carry_out=_up)
@@ -55,7 +59,8 @@ def _up(arguments: argparse.Namespace) -> int:
     if arguments.supervised_by:
         die_with(arguments.supervised_by)
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
-    config = loaded(load_config, arguments, mode)
+    began = None if arguments.began_in is None else _began_with(arguments.began_in)
+    config = loaded(load_config, arguments, mode) if began is None else began
     if arguments.supervise:
         words = [arguments.config, *arguments.overrides, f"--unfinished-code={arguments.unfinished_code}"]
         how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
@@ -90,3 +95,22 @@ def _up(arguments: argparse.Namespace) -> int:
         if not supervision.has_run:
             supervision.give_up()
         raise
+
+
+def _began_with(run: Path) -> Config | None:
+    """Return the configuration of the run that this coordinator goes on with, whatever its file says by now.
+
+    Files that the run reads again are those that it began with, too. None if the journal cannot be read.
+    """
+    from tandem.observe.run_folder.journal import read_journal
+    from tandem.observe.run_folder.recorded import config_of
+
+    try:
+        with read_journal(run) as journal:
+            config = config_of(journal)
+    except RunFolderError:
+        return None
+    inputs = run.absolute() / kept_inputs.FOLDER
+    if inputs.is_dir():
+        os.environ[kept_inputs.VARIABLE] = str(inputs)
+    return config

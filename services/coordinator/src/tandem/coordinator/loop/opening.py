@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
 from tandem.common.messages import Listener
@@ -24,6 +26,7 @@ from tandem.launch.admission.admission import Listening, new_run_keys
 from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
+from tandem.launch.preparing.hub_data import data_files
 from tandem.launch.preparing.new_model import make_model
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
@@ -86,6 +89,7 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     journal = _open_journal(invocation.ready, mode, run_id)
     stack.callback(journal.close)
     write_run_keys(folder, keys)
+    _keep_inputs(invocation)
     if invocation.ready.algorithm.images is not None:
         invocation.ready.algorithm.images.keep(image_folder(config).folder)
     images_at = None if family_of(config.policy) is None else _serve_images(config, run_id, listening, stack)
@@ -111,6 +115,29 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
         images_at=images_at,
         watching=tuple(watching),
     )
+
+
+def _keep_inputs(invocation: Invocation) -> None:
+    """Keep the files that services, and a supervised run's next coordinator, read again: the user may edit them.
+
+    A coordinator that takes the place of another uses those that are kept.
+    """
+    ready, supervision = invocation.ready, invocation.supervision
+    if supervision is not None and supervision.begun.why and kept_inputs.VARIABLE in os.environ:
+        return
+    run = Path(ready.config.logger.log_dir)
+    before = run.absolute() / kept_inputs.FOLDER
+    if invocation.mode == "resume" and (line := kept_inputs.changed_line(before)):
+        invocation.say(f"note: custom code has changed since the run was last started: {line}")
+    data = [] if supervision is None else [path for _, path in data_files(ready.config)]
+    os.environ.pop(kept_inputs.VARIABLE, None)
+    try:
+        kept = kept_inputs.keep(run, ready.modules, data)
+    except OSError as error:
+        invocation.say(f"note: files that the run reads are not kept, so leave them as they are: {error.strerror}")
+        return
+    if kept is not None:
+        os.environ[kept_inputs.VARIABLE] = str(kept)
 
 
 def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> Listening:

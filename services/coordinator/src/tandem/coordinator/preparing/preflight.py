@@ -131,8 +131,9 @@ def _look_through(
                 if has_data:
                     algorithm = make(config, tokenizer)
                 about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
+        modules: dict[str, str] = {}
         with _noted(problems):
-            own_code()
+            modules = own_code()
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
     late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in told]
@@ -145,6 +146,7 @@ def _look_through(
             *algorithm.notices,
         ),
         prerequisite=earlier[0] if earlier else None,
+        modules=modules,
     )
     return ready, tokenizer
 

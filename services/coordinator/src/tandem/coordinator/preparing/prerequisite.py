@@ -26,6 +26,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """Notices about its model and its data."""
     prerequisite: Ready | None
     """Run that comes before; None if its model exists and it has never begun here."""
+    modules: dict[str, str] = {}
+    """Paths of the user's own modules that its services import, by name."""
 
 
 def is_done(ready: Ready) -> bool:

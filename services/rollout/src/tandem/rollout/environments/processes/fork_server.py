@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 from setproctitle import setproctitle
 
+from tandem.common import kept_inputs
 from tandem.common.errors import TandemError
 from tandem.common.process_lifetime import fork_guarded
 from tandem.common.returned import line
@@ -56,6 +57,7 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     setproctitle("rollout: forks reward workers")  # first: it finds the process's original command line by
     os.environ.update({**_ONE_THREAD, **os.environ})  # the variables' place in memory, which this line changes
     fork_guarded(lifeline_fd, owner)
+    kept_inputs.install()
     commands = socket.socket(fileno=orders_fd)
     os.set_inheritable(orders_fd, False)
     if (settings := receive(commands)) is None:
