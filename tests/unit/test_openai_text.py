@@ -121,3 +121,16 @@ def test_what_only_began_like_a_stop_string_is_shown_in_the_end() -> None:
     assert stopped.push("c") == ""
     assert stopped.finish() == "abc"
     assert StoppedText([]).push("abc") == "abc"
+
+
+def test_tokens_of_sentencepiece_keep_their_spaces(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "▁Hello": 1, "▁world": 2, "<0xC3>": 3, "<0xA9>": 4, "▁": 5}
+    fast = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast), str(tmp_path))
+    token_ids = [1, 2, 5, 3, 4]
+    assert b"".join(map(tokenizer.token_bytes, token_ids)) == " Hello world é".encode()
+    assert tokenizer.decode(token_ids) == "Hello world é", "the first space is none of the text's"
+    assert tokenizer.token_text(2) == " world"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -17,8 +17,11 @@ class Decoder:
     def __init__(self, hugging_face: Any) -> None:
         """Wrap a tokenizer."""
         self._hugging_face = hugging_face
-        self._spells_bytes = '"ByteLevel"' in json.dumps(_decoder(hugging_face))
+        steps = [*_steps(_decoder(hugging_face))]
+        self._spells_bytes = any(step["type"] == "ByteLevel" for step in steps)
+        self._spaces = _spaces(steps)
         added = hugging_face.added_tokens_decoder
+        self._added = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._marker_ids: dict[tuple[str, ...], frozenset[int]] = {}
 
@@ -38,29 +41,64 @@ class Decoder:
     def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
         """Return the special tokens that are markers in a text, or parts of one."""
         if markers not in self._marker_ids:
-            added = self._hugging_face.added_tokens_decoder
             self._marker_ids[markers] = frozenset(
-                token_id for token_id in self._special_ids if any(added[token_id].content in text for text in markers)
+                token_id for token_id in self._special_ids if any(self._added[token_id] in text for text in markers)
             )
         return self._marker_ids[markers]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, which may be a part of a character; empty for an unknown id."""
+        """Return the bytes of a token within a text, which may be a part of a character; empty for an unknown id.
+
+        The bytes of a text's tokens, joined, are the text. SentencePiece tokenizers that put a space in front of every
+        text, as Llama 2's does, have it there too: it is of the first token, and `decode` leaves it out.
+        """
+        if (content := self._added.get(token_id)) is not None:
+            return (content if token_id in self._special_ids else self._with_spaces(content)).encode()
         piece = self._hugging_face.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""
-        if token_id not in self._special_ids:
-            if (byte := _BYTE_PIECE.fullmatch(piece)) is not None:
-                return bytes([int(byte[1], 16)])
-            if self._spells_bytes and _BYTE_OF.keys() >= set(piece):
-                return bytes(_BYTE_OF[character] for character in piece)
+        if (byte := _BYTE_PIECE.fullmatch(piece)) is not None:
+            return bytes([int(byte[1], 16)])
+        if self._spells_bytes and _BYTE_OF.keys() >= set(piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        if self._spaces:
+            return self._with_spaces(piece).encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def _with_spaces(self, piece: str) -> str:
+        for mark in self._spaces:
+            piece = piece.replace(mark, " ")
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token within a text; a part of a character is shown as such."""
+        return self.token_bytes(token_id).decode(errors="replace")
 
 
 def _decoder(hugging_face: Any) -> Any:
     """Return the description of a tokenizer's decoder from its file; null if it only joins tokens."""
     decoder = hugging_face.backend_tokenizer.decoder
     return None if decoder is None else json.loads(decoder.__getstate__())
+
+
+def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a tokenizer's decoder."""
+    if decoder is not None and decoder["type"] == "Sequence":
+        for inner in decoder["decoders"]:
+            yield from _steps(inner)
+    elif decoder is not None:
+        yield decoder
+
+
+def _spaces(steps: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the characters that stand for a space in the vocabulary of a SentencePiece tokenizer."""
+    metaspaces = [step["replacement"] for step in steps if step["type"] == "Metaspace"]
+    replaced = [
+        step["pattern"]["String"]
+        for step in steps
+        if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]
+    ]
+    return (*metaspaces, *replaced)
 
 
 def _byte_characters() -> dict[str, int]:

@@ -478,7 +478,7 @@ def _named(model: ServedModel, request: Generating, token_id: int) -> str:
     """Return what log-probabilities call a token."""
     if request.return_tokens_as_token_ids:
         return f"token_id:{token_id}"
-    return model.tokenizer.decode([token_id], skip_special_tokens=False)
+    return model.tokenizer.token_text(token_id)
 
 
 def _ended(piece: Piece) -> FinishReason:
