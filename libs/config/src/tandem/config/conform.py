@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import inspect
@@ -31,6 +32,7 @@ from msgspec.inspect import (
 )
 
 from tandem.common.errors import nearest
+from tandem.config.peer_names import PeerKey, peer_keys
 from tandem.config.problem import Invalid, Problems, Unknown, shown
 from tandem.config.schema import MODELS, Config
 from tandem.config.schema.distillation import DistillationLoss
@@ -45,6 +47,7 @@ _FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"
 STAND_IN = "?"
 """Text in place of a required one that is not set: a name of nothing, neither on disk nor on the Hub."""
 
+_REQUIRED = "required, but not set"
 _WORD_ALIKE, _NAME_ALIKE, _NEARLY_SAME = 0.6, 0.7, 0.85
 """Likeness, by `difflib`, above which a word, a name of fewer or more words, and one of as many words is taken for a
 slip of another."""
@@ -200,20 +203,44 @@ def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
     mapping = _mapping(value, wanted, key)
     fields = {field.encode_name: field for field in wanted.fields}
     problems = Problems()
-    suggestions = {name: _suggestion(name, key, list(fields)) for name in mapping if name not in fields}
+    others = [name for name in mapping if name not in fields]
+    # verl has a section of the name of a key here, `algorithm`.
+    sections = [name for name in mapping if name in fields and _is_section(mapping[name], fields[name].type)]
+    of_peers = {name: peer_keys(_join(key, str(name)), mapping[name]) for name in (*others, *sections)}
+    suggestions = {name: _suggestion(name, key, list(fields)) for name in others if not of_peers[name]}
+    for each in itertools.chain(*of_peers.values()):
+        unknown = Unknown(is_misplaced=bool(each.here) or each.peer == "verl")
+        problems.found.append(Invalid(each.path, f"unknown key{each.hint}", unknown=unknown))
     for name, hint in suggestions.items():
         unknown = unknown_key(_join(key, name), mapping[name], {known: fields[known].default for known in fields})
         problems.found.append(Invalid(_join(key, name), f"unknown key{hint}", unknown=unknown))
     result: dict[str, Any] = {}
     for name, field in fields.items():
+        if of_peers.get(name):
+            continue
         if name in mapping:
             with problems.collected():
                 result[name] = conform(mapping[name], field.type, _join(key, name))
         elif field.required and f"; did you mean {name!r}?" not in suggestions.values():
             expected = describe_type(field.type)
-            problems.found.append(Invalid(_join(key, name), f"required, but not set: expected {expected}"))
+            problems.found.append(Invalid(_join(key, name), f"{_REQUIRED}: expected {expected}"))
+    settings = [*itertools.chain(*of_peers.values())]
+    problems.found = [each for each in problems.found if not _is_named(each, settings)]
     problems.complain()
     return result
+
+
+def _is_section(value: Any, wanted: Type) -> bool:
+    """Tell whether a mapping was written where one of a few words is expected."""
+    return isinstance(value, dict) and isinstance(wanted, LiteralType)
+
+
+def _is_named(problem: Invalid, settings: Iterable[PeerKey]) -> bool:
+    """Tell whether a key is only missing because it, or one within it, was written in a peer's words."""
+    here = [each.here.replace(",", " ") for each in settings]
+    return problem.text.startswith(_REQUIRED) and any(
+        f"{each} ".startswith((f"{problem.key} ", f"{problem.key}.")) for each in here
+    )
 
 
 def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
