@@ -162,7 +162,9 @@ def test_a_step_draws_problems_of_its_own(tmp_path: object, monkeypatch: pytest.
     config = feed_config()
     running = GrpoAlgorithm(config, character_tokenizer(config))
     assert config.grpo.num_prompts_per_batch == 6
-    first, second = (running.prompt_groups(step, "train", range(18)) for step in (1, 2))
+    first = running.prompt_groups(1, "train", range(18))
+    running.places.finish(1, 18)
+    second = running.prompt_groups(2, "train", range(18))
     assert len({group.problem.problem_id for group in (*first, *second)}) == 36, "an epoch has 60"
     again = running.prompt_groups(1, "train", range(6, 12))
     assert again == first[6:12], "whatever a batch has, it does not depend on the batches before"

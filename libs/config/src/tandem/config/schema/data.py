@@ -233,7 +233,8 @@ class Data(Section, frozen=True, kw_only=True):
     custom_dataloader: NonEmptyStr | None = None
     """With `use_multiple_dataloader`: dotted path of a function that chooses the data set of each prompt of a step,
     such as ``mine.choose``. ``choose(step, sizes, num_prompts)`` returns that many names; `sizes` has the number of
-    problems by name. It must depend on nothing else, since a resumed run calls it again. NeMo-RL's
+    problems by name. It must depend on nothing else, since a resumed run calls it again. With dynamic sampling, `step`
+    counts the batches that are drawn, and `num_prompts` is the size of one. NeMo-RL's
     ``example_custom_dataloader`` takes turns, like the default."""
     rejected_template: str | None = None
     """New. DPO and RM, for generated problems: the worse solution, like the better one in `solution_template`. A

@@ -192,11 +192,6 @@ class Rollouts(Section, frozen=True, kw_only=True):
         """Prompt groups generated at once."""
         return round(self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1))
 
-    @cached_property
-    def max_prompts_per_step(self) -> int:
-        """Most prompt groups generated in a step."""
-        return self.num_prompts_per_batch * (self.dynamic_sampling_max_gen_batches if self.use_dynamic_sampling else 1)
-
 
 class Grpo(Rollouts, frozen=True, kw_only=True):
     """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""

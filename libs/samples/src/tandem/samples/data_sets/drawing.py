@@ -44,7 +44,7 @@ class ChosenSets:
         self._path = str(config.data.chooser)
         self._choose: Callable[..., object] = named(self._path, _KEY)
         self._sizes = dict(zip(set_names(config.data.train), sizes, strict=True))
-        self._per_step = config.rollout_section.max_prompts_per_step
+        self._per_step = config.rollout_section.num_prompts_per_batch
         self._numbers = {name: number for number, name in enumerate(self._sizes)}
         self._steps: list[list[int]] = []
         """For each step, the sets of its places."""

@@ -13,6 +13,7 @@ from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingP
 from tandem.config import Config
 from tandem.coordinator.algorithms import teachers
 from tandem.coordinator.algorithms.extra_metrics import metrics_by_origin
+from tandem.coordinator.algorithms.places import StreamPlaces
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.algorithms.validation import described, validation_metrics
 from tandem.coordinator.algorithms.words import bad_token_ids
@@ -40,6 +41,8 @@ class _Drawn(NamedTuple):
 
     problem: EncodedProblem
     asked: PromptGroup
+    place: int
+    """Place of the problem in the stream; of held-out problems, the number."""
 
 
 class GrpoAlgorithm:
@@ -68,6 +71,7 @@ class GrpoAlgorithm:
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         self._train = LazyDataset(config, train, encoder.encode, sizes)
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
+        self.places = StreamPlaces(config)
         self._groups: dict[tuple[int, Purpose, int], _Drawn] = {}
         """Groups drawn so far, by step, purpose and number, without those of steps before the last batch."""
         self._has_several = len(config.environments) > 1
@@ -122,24 +126,27 @@ class GrpoAlgorithm:
         )
 
     def prompt_groups(self, step: int, purpose: Purpose, groups: Sequence[int]) -> tuple[PromptGroup, ...]:
-        """Return these groups of `step`. Each sample's seed depends on the step, the group and its place there."""
+        """Return these groups of `step`. Each sample's seed depends on the step, the group and its place there.
+
+        Raise `PlaceUnknown` for a group whose problem depends on a step that still draws.
+        """
         return tuple(self._drawn(step, purpose, group).asked for group in groups)
 
     def _drawn(self, step: int, purpose: Purpose, group: int) -> _Drawn:
         """Return the problem of a group of `step` and its prompt group. They are kept until the step has its batch."""
         # Every validation draws the same, so that two of them differ only by the weights.
         key = (step if purpose == "train" else 0), purpose, group
-        if key in self._groups:
-            return self._groups[key]
+        place = self.places.of(step, group) if purpose == "train" else group
+        known = self._groups.get(key)
+        if known is not None and known.place == place:  # after a restart, earlier steps may draw more than before
+            return known
         step = key[0]
         section = self._config.rollout_section
         if purpose == "validate":
             encoded, num_samples = self._validation[group], section.num_val_generations_per_prompt
             seed = section.seed if section.val_seed is None else section.val_seed
         else:
-            # A step that may draw more has as many places of the stream to itself: its problems depend on no other
-            # step.
-            encoded = self._train.at((step - 1) * section.max_prompts_per_step + group)
+            encoded = self._train.at(place)
             num_samples, seed = section.num_generations_per_prompt, section.seed
         asked = PromptGroup(
             group=group,
@@ -149,7 +156,7 @@ class GrpoAlgorithm:
             environment=encoded.environment if self._has_several else "",
             images=encoded.images,
         )
-        self._groups[key] = _Drawn(encoded, asked)
+        self._groups[key] = _Drawn(encoded, asked, place)
         return self._groups[key]
 
     def batch(
@@ -158,6 +165,7 @@ class GrpoAlgorithm:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "it validates by generating"
         drawn = {r.scored.group: self._drawn(step, "train", r.scored.group).problem for r in records}
+        self.places.finish(step, len(drawn))
         # Groups of this step may be asked for again, if samples have been lost.
         self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
         prompts = {group: (encoded.prompt_ids, encoded.images) for group, encoded in drawn.items()}

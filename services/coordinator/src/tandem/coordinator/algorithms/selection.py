@@ -11,6 +11,7 @@ from tandem.common.messages import SampleScored
 from tandem.common.returned import beyond
 from tandem.config.schema import Rollouts
 from tandem.coordinator.algorithms.advantages import within
+from tandem.coordinator.algorithms.places import NUM_BATCHES
 from tandem.coordinator.algorithms.rewards import has_spread
 
 
@@ -26,7 +27,7 @@ def dynamic_sampling(section: Rollouts, samples: Sequence[SampleScored]) -> tupl
     kept = useful[: section.num_prompts_per_step]
     assert len(kept) == section.num_prompts_per_step, "the scheduler goes on until there are as many"
     return [row for first in kept for row in range(first, first + size)], {
-        "dynamic_sampling_num_gen_batches": len(firsts) / section.num_prompts_per_batch,
+        NUM_BATCHES: len(firsts) / section.num_prompts_per_batch,
         "dynamic_sampling_num_dropped_groups": float(len(firsts) - len(useful)),
         "dynamic_sampling_num_discarded_valid_samples": float((len(useful) - len(kept)) * size),
     }

@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.common.messages import Listener
 from tandem.config import Config, config_to_json
+from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import Batches
@@ -123,6 +124,8 @@ def assemble(
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     front_end = invocation.front_end
     spec = spec if front_end is None else front_end.spec(spec)
+    if isinstance(algorithm, GrpoAlgorithm) and config.rollout_section.use_dynamic_sampling:
+        algorithm.places.resume(opened.journal.steps())
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
     live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tandem.common.errors import SamplesError
 from tandem.config import Config
+from tandem.coordinator.algorithms.places import PlaceUnknown
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.observe.run_folder.journal import JournalReader
@@ -77,7 +78,10 @@ class RestoredSamples:
     def _is_still_asked(self, algorithm: RunningAlgorithm, group: _Found) -> bool:
         """Return whether the run would draw the same problem, with weights that are not too old."""
         oldest = group.step - 1 - self._config.max_trajectory_age_steps
-        (asked,) = algorithm.prompt_groups(group.step, "train", [group.number])
+        try:
+            (asked,) = algorithm.prompt_groups(group.step, "train", [group.number])
+        except PlaceUnknown:  # with dynamic sampling, what a later step draws depends on the steps before it
+            return False
         return asked.problem.problem_id == group.problem_id and group.oldest_version >= oldest
 
     def _groups(self, aside: Path, lost: set[int]) -> Iterator[_Found]:
