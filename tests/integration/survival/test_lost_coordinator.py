@@ -239,3 +239,38 @@ def test_code_that_was_edited_between_two_starts_is_said(tmp_path: Path, monkeyp
     again = coordinator("up", config, "--resume", "grpo.max_num_steps=2")
     assert again.returncode == 0, again.stderr
     assert re.search(r"note: custom code has changed since the run was last started: .*helper.py:3", again.stdout)
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut off", "overwritten"])
+def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_checkpoint(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    beside = tmp_path_factory.mktemp("beside")
+    for folder in (tmp_path, beside):
+        write_inputs(folder)
+    undisturbed = undisturbed_run(beside, EDITED)
+    with Command("coordinator", "up", write_config(EDITED), "--supervise") as run:
+        run.wait_for("step 4/8")
+        wait_until(lambda: Path("run/checkpoints/step_3/manifest.json").exists(), run.output)
+        Path("hold").mkdir()
+        with read_journal(Path("run")) as journal:
+            run_id = journal.run_id
+        path = Path("run/journal.sqlite")
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            if damage == "overwritten":
+                file.write(b"\xff" * size)
+            else:
+                file.truncate(0 if damage == "emptied" else size // 2)
+        Path("hold").rmdir()
+        assert run.wait() == 0, run.output()
+        said = run.output()
+    kept = r"it is kept as journal\.sqlite\.damaged\.1, and the run goes on from the checkpoint of step 3"
+    assert re.search(rf"journal\.sqlite.*: {kept}", said), said
+    assert "already holds a run" not in said
+    with read_journal(Path("run")) as journal:
+        assert journal.run_id == run_id
+        assert [step.step for step in journal.steps()] == [*range(1, 9)]
+    assert_same_results("run", undisturbed)
+    assert coordinator("report", "run").returncode == 0

@@ -7,6 +7,7 @@ The tree::
     |   `-- NotSupportedYet    a NeMo-RL key that is known, and switched on, but not built
     |-- DataError              a dataset, problem or prompt that cannot be used
     |-- RunFolderError         a run folder that is taken, missing or from another configuration
+    |   `-- DamagedJournal     its journal is not what was written
     |-- WireError              a frame or message that is malformed or violates the protocol
     |   `-- VersionMismatch    two processes speak different protocol versions
     |-- ServiceError           a process failed; names the process and the phase
@@ -62,6 +63,10 @@ class DataError(TandemError):
 
 class RunFolderError(TandemError):
     """The run folder is taken, missing, or belongs to another configuration."""
+
+
+class DamagedJournal(RunFolderError):
+    """The journal of a run is not what was written."""
 
 
 class WireError(TandemError):

@@ -124,12 +124,11 @@ class Supervisor:
                 if len(self._replaced_at) >= self._most:
                     break
                 self._replaced_at.append(now)
-                run_id = self._run_id()
                 # The run goes on with the configuration that it began with, whatever its file says by now.
-                began_in = [] if run_id is None or not self._has_begun else ["--began-in", str(self._folder)]
+                began_in = ["--began-in", str(self._folder)] if self._has_begun else []
                 if self._whole is not None:
                     how, self._whole = ["--resume", "--from", str(self._whole), *began_in], None
-                elif "--resume" in how or run_id != before:  # else it died before the run began
+                elif self._has_begun or "--resume" in how or self._run_id() != before:  # else it died before the run
                     how = ["--resume", *began_in]
                 from_step = f", from the checkpoint of step {how[2]}" if "--from" in how[1:2] else ""
                 pause_s = self._next_pause_s(now - began) if end.is_its_own else 0.0

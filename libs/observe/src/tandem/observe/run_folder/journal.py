@@ -119,7 +119,7 @@ class JournalReader:
     @property
     def num_begun(self) -> int:
         """Number of coordinators that have started or resumed the run."""
-        return int(self.rows("SELECT count(*) FROM configs")[0][0])
+        return int(self.rows("SELECT max(id) FROM configs")[0][0])
 
     def last_step(self) -> int | None:
         """Return the newest finished step; None if there is none."""

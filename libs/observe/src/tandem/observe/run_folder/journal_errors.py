@@ -10,9 +10,10 @@ from typing import NoReturn
 
 import msgspec
 
-from tandem.common.errors import RunFolderError
+from tandem.common.errors import DamagedJournal, RunFolderError
 
 JOURNAL_NAME = "journal.sqlite"
+_OF_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextlib.contextmanager
@@ -28,7 +29,9 @@ def raise_file_error(folder: Path, error: sqlite3.Error | OSError) -> NoReturn:
     """Raise an error of SQLite or the file system again, as one line that names the file."""
     if isinstance(error, sqlite3.IntegrityError):
         raise error  # a step committed twice is our bug, not the user's
-    raise RunFolderError(f"cannot use {folder / JOURNAL_NAME}: {error}") from error
+    is_damaged = isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _OF_DAMAGE
+    kind = DamagedJournal if is_damaged else RunFolderError
+    raise kind(f"cannot use {folder / JOURNAL_NAME}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -37,4 +40,4 @@ def damage(folder: Path) -> Iterator[None]:
     try:
         yield
     except (msgspec.MsgspecError, TypeError, ValueError, LookupError) as error:
-        raise RunFolderError(f"{folder / JOURNAL_NAME} is damaged: {error}") from error
+        raise DamagedJournal(f"{folder / JOURNAL_NAME} is damaged: {error}") from error

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tandem.common.distribution import version
-from tandem.common.errors import RunFolderError
+from tandem.common.errors import DamagedJournal, RunFolderError
 from tandem.common.messages import PROTOCOL_VERSION
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME, file_errors
 
@@ -147,8 +147,10 @@ def connect_checked(folder: Path, *, checks_pages: bool = True) -> sqlite3.Conne
         except sqlite3.Error:
             connection.close()
             raise
-    problem = ""
-    if application_id != _APPLICATION_ID:
+    problem, kind = "", RunFolderError
+    if not path.stat().st_size:
+        problem, kind = f"{path} is damaged: it is empty", DamagedJournal
+    elif application_id != _APPLICATION_ID:
         problem = f"{path} is no journal of a Tandem run"
     elif version != SCHEMA_VERSION:
         problem = (
@@ -156,10 +158,10 @@ def connect_checked(folder: Path, *, checks_pages: bool = True) -> sqlite3.Conne
             "use the release that began the run"
         )
     elif health != "ok":
-        problem = f"{path} is damaged: {' '.join(health.split())}"
+        problem, kind = f"{path} is damaged: {' '.join(health.split())}", DamagedJournal
     if problem:
         connection.close()
-        raise RunFolderError(problem)
+        raise kind(problem)
     return connection
 
 

@@ -125,14 +125,15 @@ class Journal(JournalReader):
             os.close(lock)
             raise
 
-    def commit_step(self, record: StepRecord) -> StepRecord:
-        """Write a complete step to disk; return it with its commit time.
+    def commit_step(self, record: StepRecord, committed_at: float | None = None) -> StepRecord:
+        """Write a complete step to disk; return it with its commit time, which is now unless it is given.
 
         Raises:
             RunFolderError: the disk is full or the file cannot be written; the journal then does not have the step.
 
         """
-        record = msgspec.structs.replace(record, committed_at=time.time())
+        at = time.time() if committed_at is None else committed_at
+        record = msgspec.structs.replace(record, committed_at=at)
         with self.transaction() as connection:
             cursor = connection.execute(
                 "INSERT INTO steps (step, committed_at, version, checkpoint) VALUES (?, ?, ?, ?)",
@@ -172,6 +173,11 @@ class Journal(JournalReader):
         """Record the configuration with which the run continues; earlier ones stay."""
         with self.transaction() as connection:
             connection.execute("INSERT INTO configs (at, json) VALUES (?, ?)", (time.time(), config_json))
+
+    def skip_coordinators(self, num: int) -> None:
+        """Count `num` further coordinators as having begun, of which no record is left."""
+        with self.transaction() as connection:
+            connection.execute("UPDATE configs SET id = id + ?", (num,))
 
     def forget_after(self, step: int) -> int:
         """Mark everything after `step` as superseded, for a run that resumes there; return the number of steps."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import kept_inputs
-from tandem.common.errors import DamagedCheckpoint, RunFolderError, TandemError
+from tandem.common.errors import ConfigError, DamagedCheckpoint, RunFolderError, TandemError
 from tandem.common.process_lifetime import die_with
 from tandem.common.shortages import is_shortage
 from tandem.config import load_config
@@ -61,6 +62,8 @@ def _up(arguments: argparse.Namespace) -> int:
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
     began = None if arguments.began_in is None else _began_with(arguments.began_in)
     config = loaded(load_config, arguments, mode) if began is None else began
+    if mode == "resume" and began is None:
+        _mend_journal(Path(config.logger.log_dir), config)
     if arguments.supervise:
         words = [arguments.config, *arguments.overrides, f"--unfinished-code={arguments.unfinished_code}"]
         how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
@@ -103,8 +106,11 @@ def _began_with(run: Path) -> Config | None:
     Files that the run reads again are those that it began with, too. None if the journal cannot be read.
     """
     from tandem.observe.run_folder.journal import read_journal
+    from tandem.observe.run_folder.journal_file import CONFIG_NAME
     from tandem.observe.run_folder.recorded import config_of
 
+    with contextlib.suppress(ConfigError):  # the file may be damaged, too
+        _mend_journal(run, load_config(str(run / CONFIG_NAME)))
     try:
         with read_journal(run) as journal:
             config = config_of(journal)
@@ -114,3 +120,11 @@ def _began_with(run: Path) -> Config | None:
     if inputs.is_dir():
         os.environ[kept_inputs.VARIABLE] = str(inputs)
     return config
+
+
+def _mend_journal(run: Path, config: Config) -> None:
+    """Rebuild the journal of a run that is to be resumed, if it is damaged, and say so."""
+    from tandem.observe.run_folder.rebuilding import damage_of, rebuild_journal
+
+    if (damage := damage_of(run)) is not None:
+        print(f"{damage}: {rebuild_journal(run, config)}", flush=True)
