@@ -244,3 +244,15 @@ def test_configuration_needs_no_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+def test_a_local_file_needs_no_name_of_its_data_set(here: Path, algorithm: str) -> None:
+    Path("own.yaml").write_text(
+        f"{algorithm}: {{}}\npolicy: {{model_name: model}}\ndata: {{train_data_path: a.jsonl}}\nenv: {{exact_match: {{}}}}\n"
+    )
+    assert load_config("own.yaml").data.dataset_name == "jsonl"
+    assert load_config("own.yaml", ["data.dataset_name=null"]).data.dataset_name == "jsonl"
+    if algorithm == "grpo":
+        evaluated = ["grpo.max_num_steps=0", "data.train_data_path=null", "data.val_data_path=b.jsonl"]
+        assert load_config("own.yaml", evaluated).data.dataset_name == "jsonl"

@@ -175,6 +175,10 @@ def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch
             "small.yaml: policy.megatron_cfg.enabled: true, but Megatron-Core is not installed: "
             f"{install_command('megatron')}"
         )
+        # NeMo-RL's files of Megatron-Core have no optimizer of torch, which only DTensor would need.
+        with pytest.raises(ConfigError) as caught:
+            load_config("small.yaml", ["policy.optimizer=null", "grpo.seed=x", f"{PIPELINE}=0"])
+        assert {line.split(": ")[1] for line in caught.value.problems} == {"grpo.seed", PIPELINE, f"{KEY}.enabled"}
         # What is only planned may be planned anywhere.
         assert loaded(f"{KEY}.anything=1").policy.megatron_cfg.forwarded == {"anything": 1}
     finally:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tandem.common.errors import ConfigError
-from tandem.config import build_config, config_from_json, config_to_json, dump_yaml, load_config, notices
+from tandem.config import build_config, config_from_json, config_to_json, dump_yaml, load_config, notices, valid_part
 from tandem.config.dump import fingerprint, resume_differences
 from tandem.config.foreign import HOW_TO_IGNORE, NOT_KNOWN
 
@@ -226,6 +226,17 @@ def test_what_another_problem_hid_is_ignored_too() -> None:
     """Megatron-Core's arguments are checked after the schema's keys."""
     overrides = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.quorum=7"]
     assert [line.split(": ")[1] for line in problems_of(NEWER, *overrides, "grpo.seed=x")] == ["grpo.seed"]
+
+
+def test_a_key_that_was_not_written_is_not_told_of() -> None:
+    Path("own.yaml").write_text(
+        yaml.safe_dump(
+            {"grpo": {"seed": "x"}, "policy": {"model_name": "model"}, "data": {"train": {"dataset_name": "gsm8k"}}}
+        )
+    )
+    part = valid_part("own.yaml", [NEWER, "zebra=2"])
+    assert part is not None
+    assert part.config.ignored == (f"zebra (2) {NOT_KNOWN}",)
 
 
 @pytest.mark.parametrize("value", ["true", "false"])

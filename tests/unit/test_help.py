@@ -31,3 +31,20 @@ def test_help_ends_with_an_example(command: str, capsys: pytest.CaptureFixture[s
 
 def test_there_is_no_example_of_what_is_no_command() -> None:
     assert cli.EXAMPLES.keys() == {"", *COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("upp", "up"), ("chek", "check"), ("kubernets", "kubernetes"), ("zzz", "")]
+)
+def test_an_unknown_command_says_which_is_meant(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([word, "examples/arithmetic.yaml"])
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    assert f"coordinator: error: there is no command {word!r}{hint}" in lines
+    assert "  run: up, join, replay, eval, slurm, kubernetes" in lines
+
+
+def test_every_command_has_one_purpose() -> None:
+    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(COMMANDS)

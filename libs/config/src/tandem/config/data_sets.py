@@ -12,13 +12,15 @@ from typing import Any
 from msgspec import inspect
 from msgspec.inspect import StructType
 
-from tandem.config.conform import conform
+from tandem.config.conform import STAND_IN, conform
 from tandem.config.named import FILES, NAMED, is_local, place_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema.data import OF_EACH_SET, DataSet
 
 _SIDES = ("train", "validation")
 _FILE_OF_ONES_OWN = "ResponseDataset"
+_FILES_OF_DATA, _LOCAL = ("train_data_path", "val_data_path", "val_data_paths"), "jsonl"
+"""Keys of ``data`` that name a local file, and the data set that they mean if none is named."""
 _OTHERWISE = {
     "split": "train",
     "input_key": "input",
@@ -38,6 +40,9 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     if data.get("env_name") is not None:
         data.setdefault("environment", data["env_name"])
     data.pop("env_name", None)
+    is_listed = any(data.get(side) for side in _SIDES)
+    if data.get("dataset_name") is None and not is_listed and any(data.get(key) for key in _FILES_OF_DATA):
+        data["dataset_name"] = _LOCAL
     _name_both_sides(data)
     default = data.pop("default", None)
     shared = {} if default is None else _fitted(default, "data.default")
@@ -69,6 +74,8 @@ def _overrule(tree: dict[str, Any], data: dict[str, Any], name: str, where: str)
     given, ignored = data.get("dataset_name"), tree.get("ignored") or []
     if isinstance(given, str) and given != name and isinstance(ignored, list | tuple):
         data["dataset_name"] = name
+        if given == STAND_IN:  # nobody wrote it
+            return
         tree["ignored"] = [*ignored, f"data.dataset_name ({given}) has no effect: {where} says {name}"]
 
 

@@ -55,7 +55,8 @@ def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused
     for _ in range(_MOST_LOOKS):
         mended = settings
         for problem in problems:
-            mended = without(mended, key_parts(problem.key))
+            if not problem.is_of_machine:  # without its key, other rules would apply
+                mended = without(mended, key_parts(problem.key))
         if mended == settings:
             break
         again = look(settings := mended)

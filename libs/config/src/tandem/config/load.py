@@ -21,7 +21,7 @@ from tandem.config.dump import differing, escaped, to_plain
 from tandem.config.foreign import HOW_TO_IGNORE, is_foreign, is_newer, without_foreign
 from tandem.config.hidden import Refused, with_hidden, without_wrong_keys
 from tandem.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
-from tandem.config.megatron import fit_megatron, unfit_megatron
+from tandem.config.megatron import fit_megatron, missing_megatron, unfit_megatron
 from tandem.config.nemo_eval import is_nemo_eval, original_key, translated
 from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config
@@ -198,7 +198,9 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | Refused:
         config = msgspec.convert(conform(fill(tree), config_type(), ""), Config)
         unsupported = refusal(config) if to_run else None
         config = fit_megatron(config, to_run=to_run)
-        broken_rules(config).complain()
+        problems = broken_rules(config)
+        problems.found = [*(missing_megatron(config) if to_run else ()), *problems.found]
+        problems.complain()
     except Invalid as problem:
         return Refused(unsupported, problem.all)
     return Refused(unsupported, ()) if unsupported else config

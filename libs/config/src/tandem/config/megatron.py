@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,10 +20,18 @@ from tandem.config.schema import MODELS, Config, MegatronCfg, Model
 def fit_megatron(config: Config, *, to_run: bool) -> Config:
     """Return the configuration with Megatron-Core's arguments converted to their types, where it is enabled.
 
-    Raises `Invalid` for an unknown argument. If Megatron-Core is not installed, raises it for a configuration
-    `to_run`, and otherwise leaves names and types unchecked.
+    Raises `Invalid` for an unknown argument. If Megatron-Core is not installed, names and types are left unchecked.
     """
     return _each_model(config, lambda key, model: _fit(key, model, to_run=to_run))
+
+
+def missing_megatron(config: Config) -> Iterator[Invalid]:
+    """Yield a problem for each model that Megatron-Core trains where it is not installed."""
+    for name in MODELS:
+        model: Model | None = getattr(config, name)
+        if model is not None and model.megatron_cfg.enabled and not is_installed():
+            what = f"true, but Megatron-Core is not installed: {install_command('megatron')}"
+            yield Invalid(f"{name}.megatron_cfg.enabled", what, is_of_machine=True)
 
 
 def unfit_megatron(config: Config) -> Config:
@@ -45,8 +53,6 @@ def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return megatron
-    if to_run and not is_installed():
-        raise Invalid(f"{key}.enabled", f"true, but Megatron-Core is not installed: {install_command('megatron')}")
     if to_run and package_folder("transformer_engine") is None:
         for products in products_of(megatron):  # Megatron-Core would silently train without it
             what = f"{products.value} needs Transformer Engine, which is not installed here"

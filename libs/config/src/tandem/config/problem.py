@@ -25,11 +25,21 @@ class Unknown(NamedTuple):
 class Invalid(Exception):
     """The value at a key cannot be used; `load` adds the file and makes it a `ConfigError`."""
 
-    def __init__(self, key: str, text: str, more: tuple[Invalid, ...] = (), *, unknown: Unknown | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        text: str,
+        more: tuple[Invalid, ...] = (),
+        *,
+        unknown: Unknown | None = None,
+        is_of_machine: bool = False,
+    ) -> None:
         self.key = key
         self.text = text
         self.unknown = unknown
         """Whether the key is unknown, and then what it may mean; None for a known key."""
+        self.is_of_machine = is_of_machine
+        """Whether the value is right, and this machine lacks what it needs."""
         self.all: tuple[Invalid, ...] = (self, *more)
         """This problem and those found with it."""
         super().__init__(f"{key}: {text}")
@@ -53,7 +63,8 @@ class Problems:
         """Raise `Invalid` with everything found, unless nothing was."""
         if self.found:
             first, *others = self.found
-            raise Invalid(first.key, first.text, tuple(others), unknown=first.unknown)
+            of_machine = first.is_of_machine
+            raise Invalid(first.key, first.text, tuple(others), unknown=first.unknown, is_of_machine=of_machine)
 
 
 def shown(value: object) -> str:

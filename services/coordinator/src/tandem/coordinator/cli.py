@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tandem.common import descriptors, gc_tuning, kept_inputs
 from tandem.common.distribution import version
-from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError
+from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError, nearest
 from tandem.common.network import forget_empty_endpoint
 from tandem.coordinator.commands import (
     chat,
@@ -63,6 +63,14 @@ _COMMANDS = (
     completion,
 )
 """Commands, in the order of the help text."""
+GROUPS = {
+    "prepare": ("init", "check", "doctor", "plan", "keys"),
+    "run": ("up", "join", "replay", "eval", "slurm", "kubernetes"),
+    "look": ("view", "samples", "report", "diagnose", "refits"),
+    "use a model": ("serve", "chat", "tinker", "merge"),
+    "shell": ("completion",),
+}
+"""Commands by purpose, as the error about an unknown one lists them."""
 EXAMPLES = {
     "": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
     "init": "coordinator init --algorithm grpo --task chain_sum mine.yaml",
@@ -140,6 +148,10 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Settings may stand before and after options, which argparse alone does not allow."""
     parser = _parser()
+    words = sys.argv[1:] if argv is None else argv
+    if words and not words[0].startswith("-") and words[0] not in EXAMPLES:
+        groups = "\n".join(f"  {purpose}: {', '.join(names)}" for purpose, names in GROUPS.items())
+        parser.error(f"there is no command {words[0]!r}{nearest(words[0], EXAMPLES)}\n{groups}")
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or "=" not in word or "overrides" not in arguments]
     if unknown:

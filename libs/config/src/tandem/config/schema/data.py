@@ -137,7 +137,8 @@ class Data(Section, frozen=True, kw_only=True):
     Those are ``OpenMathInstruct-2`` and ``DeepScaler`` (problems); with images ``clevr-cogent``, ``geometry3k`` and
     ``refcoco`` (problems); for SFT ``squad``, ``openmathinstruct2``,
     ``prompt_response_dataset``, ``openai_format`` and ``open_assistant`` (local files); for DPO and RM
-    ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and ``PreferenceDataset`` (local files)."""
+    ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and ``PreferenceDataset`` (local files). Null, or left out,
+    means ``jsonl`` where `train_data_path` or a file to validate on is given."""
     task: NonEmptyStr | None = None
     """New. The reasoning-gym task, such as ``chain_sum``."""
     task_params: dict[str, Any]
