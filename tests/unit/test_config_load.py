@@ -249,7 +249,8 @@ def test_configuration_needs_no_torch() -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
 def test_a_local_file_needs_no_name_of_its_data_set(here: Path, algorithm: str) -> None:
     Path("own.yaml").write_text(
-        f"{algorithm}: {{}}\npolicy: {{model_name: model}}\ndata: {{train_data_path: a.jsonl}}\nenv: {{exact_match: {{}}}}\n"
+        f"{algorithm}: {{}}\n"
+        "policy: {model_name: model}\ndata: {train_data_path: a.jsonl}\nenv: {exact_match: {}}\n"
     )
     assert load_config("own.yaml").data.dataset_name == "jsonl"
     assert load_config("own.yaml", ["data.dataset_name=null"]).data.dataset_name == "jsonl"

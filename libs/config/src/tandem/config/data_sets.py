@@ -74,7 +74,7 @@ def _overrule(tree: dict[str, Any], data: dict[str, Any], name: str, where: str)
     given, ignored = data.get("dataset_name"), tree.get("ignored") or []
     if isinstance(given, str) and given != name and isinstance(ignored, list | tuple):
         data["dataset_name"] = name
-        if given == STAND_IN:  # nobody wrote it
+        if given == STAND_IN:  # no file has it
             return
         tree["ignored"] = [*ignored, f"data.dataset_name ({given}) has no effect: {where} says {name}"]
 
