@@ -803,6 +803,9 @@ class ResponseToScore(Message, frozen=True, kw_only=True):
     """Number of the call; the score carries it too."""
     problem: Problem
     response: str
+    """The answer: the text after all reasoning, in the last channel."""
+    text: str | None = None
+    """The whole response, with reasoning, calls and their markers; None if it is the answer."""
 
 
 class ScoreResponses(Message, frozen=True, kw_only=True, tag=True):

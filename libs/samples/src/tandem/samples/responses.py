@@ -134,6 +134,11 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
         """Return the marker that ends the reasoning which a prompt opens; nothing if it opens none."""
         return next((end for begin, end in self.reasoning if prompt.rstrip().endswith(begin)), "")
 
+    def opened_reasoning(self, prompt: str) -> str:
+        """Return the end of a prompt from the marker on that opens reasoning; nothing if it opens none."""
+        begins = (begin for begin, _ in self.reasoning if prompt.rstrip().endswith(begin))
+        return next((prompt[prompt.rindex(begin) :] for begin in begins), "")
+
     def reader(self, prompt: str = "", tools: Tools = ()) -> ResponseReader:
         """Return a reader of a response to a prompt, of which only the end matters."""
         if not self.is_harmony:
@@ -177,6 +182,15 @@ class ResponseParser:
             special_tokens=special,
             response_template=getattr(hugging_face, "response_template", None),
         )
+
+    @property
+    def reads_markers(self) -> bool:
+        """Whether responses can have anything but text."""
+        return bool(self.markers.texts) or self._response_template is not None
+
+    def visible(self, text: str) -> str:
+        """Return a response without special tokens, unless they are markers."""
+        return self._skipped.sub("", text)
 
     def parse(self, text: str, *, prompt: str | None = None, tools: Tools = ()) -> ParsedResponse:
         """Parse a response with its special tokens.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from tandem.common.messages import ImageRef, PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
+from tandem.rollout.environments.environment import whole_text
 from tandem.rollout.environments.faults import Unscored
 from tandem.samples.batch import Batch, Bools, Float32s, Int32s
 from tandem.samples.chat_templates import Messages
@@ -24,7 +24,6 @@ from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 
 FinishReason = Literal["stop", "length", "turns"]
-_CONTENT = itemgetter("content")
 _Part = tuple[Int32s, Bools, Float32s, Int32s]
 """Token ids, loss mask, log-probabilities and versions of consecutive tokens."""
 
@@ -39,7 +38,7 @@ class Conversation:
         self._experts = experts
         self._routed: list[NDArray[np.uint8]] = []
         """Expert routing of each response."""
-        self.messages: list[Mapping[str, str]] = []
+        self.messages: list[Mapping[str, Any]] = []
         """Messages after the prompt."""
         self.num_turns = 0
         """Responses so far."""
@@ -65,6 +64,10 @@ class Conversation:
         """The last token so far."""
         return self._token_ids[-1]
 
+    def last_ids(self, count: int) -> list[int]:
+        """Return the last tokens so far, at most `count`."""
+        return self._token_ids[-count:]
+
     def request(self, request_id: int, sampling: SamplingParameters) -> Request:
         """Return the request to the engine for the next response."""
         return Request(
@@ -75,11 +78,11 @@ class Conversation:
             images=tuple(self._images or ()),
         )
 
-    def add_response(self, completion: Completion, text: str) -> None:
-        """Append a response of the policy."""
+    def add_response(self, completion: Completion, message: Mapping[str, Any]) -> None:
+        """Append a response of the policy, and the message that it is to the environment."""
         assert completion.finish_reason != "abort", "aborted requests are given up"
         num_tokens = len(completion.token_ids_T)
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append(message)
         self.num_turns += 1
         self._token_ids += completion.token_ids_T.tolist()
         self._num_made += num_tokens
@@ -134,7 +137,7 @@ class Conversation:
             spent=dict(score.spent),
             correct=score.correct,
             extracted_answer=score.answer,
-            response="\n".join(map(_CONTENT, self.messages)),
+            response="\n".join(map(whole_text, self.messages)),
             failure=unscored.failure if unscored else "",
             timed_out=unscored is not None and unscored.timed_out,
             dropped=unscored is not None and unscored.dropped,

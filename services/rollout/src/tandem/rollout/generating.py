@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,6 +30,7 @@ from tandem.rollout.environments.faults import Unscored
 from tandem.rollout.environments.outcomes import beyond_in_sum
 from tandem.rollout.environments.scorer import Environments
 from tandem.rollout.parts import Parts
+from tandem.rollout.response_messages import NUM_BEFORE, response_messages
 from tandem.samples.batch import Batch
 from tandem.samples.routed_experts import RoutedExperts
 
@@ -78,6 +79,8 @@ class Generating:
         """Generations by the number of an unfinished sample."""
         self._num_samples = 0
         """Samples ever asked for, and so the number of the next one."""
+        self._response_messages = response_messages(parts.tokenizer)
+        """Reader of responses that are more than text; None if there are none."""
         self._awaited: set[int] = set()
         """Samples at the environment, which may go on."""
         self._answered: list[int] = []
@@ -196,13 +199,19 @@ class Generating:
         number = completion.request_id
         generation = self._generation_of[number]
         conversation = generation.conversations[number]
-        conversation.add_response(completion, self._parts.tokenizer.decode(completion.token_ids_T.tolist()))
+        conversation.add_response(completion, self._message(conversation, completion.token_ids_T.tolist()))
         generation.num_tokens += len(completion.token_ids_T)
         group = conversation.group
         scorer = self._environments.of[group.environment]
         if scorer.is_multi_turn and conversation.num_turns < self._max_turns:
             self._awaited.add(number)
         scorer.submit(number, group.problem, tuple(conversation.messages), generation.command.step)
+
+    def _message(self, conversation: Conversation, token_ids: list[int]) -> dict[str, Any]:
+        """Return the message that a response is to the environment."""
+        if self._response_messages is None:
+            return {"role": "assistant", "content": self._parts.tokenizer.decode(token_ids)}
+        return self._response_messages.message(conversation.last_ids(NUM_BEFORE), token_ids)
 
     def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
         """Report which samples have ended; let the others go on."""

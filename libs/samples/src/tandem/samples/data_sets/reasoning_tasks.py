@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, with the parameters of a configuration: they generate problems, and score answers."""
+"""Tasks of reasoning-gym with their parameters: they generate problems, and score answers."""
 
 from __future__ import annotations
 

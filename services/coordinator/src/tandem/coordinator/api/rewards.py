@@ -49,7 +49,7 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
         if self.takes_batches:
             names = dict.fromkeys(name for row in rows for name in row if name not in _OF_ONE)
             given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
-            given |= {"prompts": [row["prompt"] for row in rows], "completions": [_completion(row) for row in rows]}
+            given |= {"prompts": [row["prompt"] for row in rows], "completions": [*map(_completion, rows, responses)]}
         else:
             (given,) = rows
         missing = [name for name in self.requires if name not in given]
@@ -168,11 +168,10 @@ def _row(response: ResponseToScore, keys: tuple[str, str] | None) -> dict[str, A
     return {**columns, "prompt": prompt, "response": response.response}
 
 
-def _completion(row: Mapping[str, Any]) -> Any:
-    """Return a response as TRL does: text, or a list of one message if the prompt is a list of messages."""
-    if isinstance(row["prompt"], list):
-        return [{"role": "assistant", "content": row["response"]}]
-    return row["response"]
+def _completion(row: Mapping[str, Any], response: ResponseToScore) -> Any:
+    """Return a whole response as TRL does: text, or a list of one message if the prompt is a list of messages."""
+    text = response.response if response.text is None else response.text
+    return [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
 
 
 def _value(given: Any) -> float | None:

@@ -21,6 +21,7 @@ class AnyAnswer:
 
     def __init__(self, environment: Environment, *, reads_boxes: bool) -> None:
         self._environment = environment
+        self.reads = getattr(environment, "reads", "answer")
         self._reads_boxes = reads_boxes
 
     def score(self, problem: Problem, response: str) -> Score:

@@ -2,13 +2,16 @@
 
 A class may say where it runs. ``runs_in = "threads"`` suits one that is cheap, safe to call from several threads at
 once, and never stuck. Otherwise it runs in worker processes, which can be killed.
+
+A class with `score` may say what it reads of a response. ``reads = "text"`` is all of it, with its reasoning, calls and
+their markers. Otherwise it is the answer: the text after all reasoning, in the last channel.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -47,6 +50,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
 HEAVY = ("math", "reasoning_gym", *IMAGE_ENVIRONMENTS)
 """Built-in environments that the rollout process does not import: they take a second, and may be stuck in C."""
 RunsIn = Literal["processes", "threads"]
+Reads = Literal["answer", "text"]
 Step = Callable[[Problem, Messages], Score | Turn | Awaitable[Score | Turn]]
 
 
@@ -69,7 +73,8 @@ class ConversingEnvironment(Protocol):
         """Answer or score the last response to a problem. May be ``async def``.
 
         `conversation` holds everything after the prompt: the policy's responses (role ``assistant``), with the
-        environment's own messages between them.
+        environment's own messages between them. The `content` of a response is its answer; where there is more, the
+        message has `reasoning_content`, `tool_calls` and the whole `text` as well.
         """
         ...
 
@@ -91,6 +96,12 @@ class BatchEnvironment(Protocol):
     def score_together(self, rows: Sequence[Sequence[int]]) -> Sequence[Score]:
         """Score token sequences of one shape, in one pass."""
         ...
+
+
+def whole_text(message: Mapping[str, Any]) -> str:
+    """Return all text of a message, with markers of reasoning and calls."""
+    text: str = message["text"] if "text" in message else message["content"]
+    return text
 
 
 def is_multi_turn(environment: Environment | ConversingEnvironment) -> bool:

@@ -18,6 +18,7 @@ from tandem.common.returned import sayable
 from tandem.common.texts import visible
 from tandem.config import Config
 from tandem.config.checks.data import on_error
+from tandem.rollout.environments.environment import whole_text
 from tandem.rollout.environments.outcomes import Failure
 from tandem.samples.chat_templates import Messages
 
@@ -67,7 +68,7 @@ class FaultPolicy:
 def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
     """Write all details of a failure to the process's log."""
     lines = [time.strftime("%H:%M:%S ") + said, f"  problem: {problem.problem_id!r}"]
-    lines += [f"  {message['role']}: {message['content']!r}" for message in conversation]
+    lines += [f"  {message['role']}: {whole_text(message)!r}" for message in conversation]
     text = visible(sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip()))
     with contextlib.suppress(OSError):  # the disk may be full
         print(text, file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from tandem.rollout.environments.environment import (
     BatchEnvironment,
     ConversingEnvironment,
     Environment,
+    Reads,
     RunsIn,
     is_multi_turn,
 )
@@ -67,6 +68,9 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
             f"env.{name}.class: {settings.class_path} has no method score(problem, response) and none "
             "step(problem, conversation)"
         )
+    if (reads := getattr(environment, "reads", "answer")) not in get_args(Reads):
+        choices = " or ".join(map(repr, get_args(Reads)))
+        raise ConfigError(f"env.{name}.class: {settings.class_path}.reads is {reads!r}, not {choices}")
     if compares_answers(config, name):
         environment = (
             AnyAnswerInTurns(environment)  # type: ignore[arg-type]

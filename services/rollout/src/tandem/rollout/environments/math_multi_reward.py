@@ -15,11 +15,12 @@ class MathMultiReward:
     """Three rewards of 0 or 1 each, which GDPO takes apart; NeMo-RL's ``math_multi_reward``.
 
     The answer is the text between the last ``<answer>`` and ``</answer>``. ``correctness``: it equals the reference
-    exactly. ``integer``: it consists of digits. ``format``: the response is a ``<think>`` block and, on the next line,
-    the only ``<answer>`` block.
+    exactly. ``integer``: it consists of digits. ``format``: the response is a ``<think>`` block, which the prompt may
+    have opened, and, on the next line, the only ``<answer>`` block.
     """
 
     runs_in = "threads"
+    reads = "text"
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the texts; the reward is the sum."""

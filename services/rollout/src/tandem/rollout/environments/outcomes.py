@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Literal, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -15,7 +15,14 @@ from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
 from tandem.common.returned import beyond, finite_number, line, raised_at, sayable, shown
 from tandem.common.texts import visible
-from tandem.rollout.environments.environment import ConversingEnvironment, Environment, Score, Step, Turn
+from tandem.rollout.environments.environment import (
+    ConversingEnvironment,
+    Environment,
+    Score,
+    Step,
+    Turn,
+    whole_text,
+)
 from tandem.rollout.environments.printing import bounded
 from tandem.samples.chat_templates import Messages
 
@@ -50,7 +57,7 @@ class Call(msgspec.Struct, frozen=True):
 
     number: int
     problem: Problem
-    conversation: Messages
+    conversation: Sequence[Mapping[str, Any]]
     step: int | None = None
     """Step of the run, if it is known."""
 
@@ -90,6 +97,8 @@ def step_of(environment: Environment | ConversingEnvironment) -> Step:
     if step is not None:
         return step
     score: Callable[[Problem, str], Score] = environment.score  # type: ignore[union-attr]
+    if getattr(environment, "reads", "answer") == "text":
+        return lambda problem, conversation: score(problem, whole_text(conversation[-1]))
     return lambda problem, conversation: score(problem, conversation[-1]["content"])
 
 

@@ -121,7 +121,10 @@ class ProgramPool:
     def _ask(self, callers: Callers, jobs: Iterable[Job]) -> None:
         responses = tuple(
             ResponseToScore(
-                number=job.call.number, problem=job.call.problem, response=job.call.conversation[-1]["content"]
+                number=job.call.number,
+                problem=job.call.problem,
+                response=job.call.conversation[-1]["content"],
+                text=job.call.conversation[-1].get("text"),
             )
             for job in jobs
             if job.wanted

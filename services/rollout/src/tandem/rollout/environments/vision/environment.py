@@ -20,6 +20,8 @@ class ImageRewards:
     A response is correct if each function that judges correctness says so; ``format`` does not.
     """
 
+    reads = "text"
+
     def __init__(self, functions: Sequence[RewardFunction]) -> None:
         total = sum(each.weight for each in functions)
         self._functions = [(each.name, each.weight / total, _bound(each)) for each in functions]
