@@ -91,8 +91,8 @@ MATRICES = {
     "asynchronous": Matrix(changes=ASYNCHRONOUS, kinds=(*KINDS, LEAVES), is_repeatable=False),
     "agents": Matrix(changes=PLAYED, kinds=(*SERVICES, *OF_COORDINATOR, "what starts agents", "agent")),
 }
-NEVER_STOPPED = (LEAVES, "page", *OF_ENGINES)
-"""One that scores too long is the environment's doing, and the others are not waited for."""
+NEVER_STOPPED = (LEAVES, "page", *(kind for kind in OF_ENGINES if kind != "reward worker"))
+"""These are not waited for."""
 STOPS = 0.3
 """The share of those that are stopped, and only hang."""
 STAYS = 0.3

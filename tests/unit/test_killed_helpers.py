@@ -116,6 +116,43 @@ def test_a_call_whose_worker_is_killed_each_time_has_failed(start: Start) -> Non
     assert results(scorer, "ab") == [Score(2.0, True)]
 
 
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_a_call_whose_worker_is_stopped_is_made_again_elsewhere(start: Start, is_continued: bool) -> None:
+    """The first failure would end the run; a stop that is over before the limit counts, too."""
+    scorer = start("HeldUntilTold", num_workers=1, timeout_s=3.0)
+    scorer.submit(0, problem(), said("abc"))
+    (stopped,) = callers(1)
+    os.kill(stopped, signal.SIGSTOP)
+    if is_continued:
+        assert isinstance(scorer._pool, WorkerPool)
+        deadline = time.monotonic() + WAIT_S
+        while not any(worker.stopped_at > 0 for worker in [*scorer._pool._workers]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(stopped, signal.SIGCONT)
+    assert callers(2)[1] != stopped
+    Path("go").touch()
+    assert _all(scorer, 1) == [Score(3.0, True)]
+    assert not psutil.pid_exists(stopped)
+
+
+def test_a_call_whose_worker_is_stopped_each_time_has_failed_and_code_that_is_slow_is_not_called_again(
+    start: Start,
+) -> None:
+    scorer = start("HeldUntilTold", num_workers=1, timeout_s=2.0, on_error="zero")
+    scorer.submit(0, problem(), said("abc"))
+    for count in (1, 2, 3):
+        os.kill(callers(count)[-1], signal.SIGSTOP)
+    (failed,) = _all(scorer, 1)
+    assert isinstance(failed, Unscored)
+    assert "its worker process was stopped from outside, and took longer than 2 s" in failed.failure
+    scorer.submit(0, problem(), said("abc"))
+    (slow,) = _all(scorer, 1)
+    assert isinstance(slow, Unscored)
+    assert "took longer than 2 s" in slow.failure
+    assert len(callers(4)) == 4
+
+
 def _all(scorer: Scorer, count: int) -> list[object]:
     found: dict[int, object] = {}
     deadline = time.monotonic() + WAIT_S

@@ -68,6 +68,11 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped by a signal, or by a debugger."""
+    return (status := _status(pid)) is not None and status.state in ("T", "t")
+
+
 def end_descendants() -> None:
     """Kill all descendants of this process, which adopts orphans, until none is left; give up after `_ENDED_S`."""
     deadline = time.monotonic() + _ENDED_S
@@ -220,6 +225,7 @@ def _reap() -> _Reaped:
 
 
 class _Status(NamedTuple):
+    state: str
     parent: int
     flags: int
     began: str
@@ -232,7 +238,7 @@ def _status(pid: int) -> _Status | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return _Status(parent=int(fields[1]), flags=int(fields[6]), began=fields[19].decode())
+    return _Status(state=fields[0].decode(), parent=int(fields[1]), flags=int(fields[6]), began=fields[19].decode())
 
 
 def _kill(pid: int) -> None:

@@ -45,6 +45,7 @@ class Ready(msgspec.Struct, frozen=True):
     """Calls that it scores at once; 0 if it scores each by itself."""
     error: str = ""
     """Why it has no environment."""
+    pid: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -116,7 +116,8 @@ def _work(calls: socket.socket, config: Config) -> None:
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return
-    calls.sendall(packed(Ready(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))))
+    ready = Ready(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment), pid=os.getpid())
+    calls.sendall(packed(ready))
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
         coroutines = importlib.import_module(
@@ -135,7 +136,7 @@ def _work_in_batches(calls: socket.socket, config: Config) -> None:
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return
-    calls.sendall(packed(Ready(batch_size=reward_model.batch_size)))
+    calls.sendall(packed(Ready(batch_size=reward_model.batch_size, pid=os.getpid())))
     answer_in_batches(calls, reward_model)
 
 

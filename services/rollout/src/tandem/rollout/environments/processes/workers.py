@@ -21,6 +21,7 @@ import msgspec
 
 from tandem.common.errors import RewardError
 from tandem.common.messages import EngineServer
+from tandem.common.process_lifetime import is_stopped
 from tandem.common.returned import line
 from tandem.config import Config
 from tandem.rollout.environments.outcomes import (
@@ -43,6 +44,7 @@ _SAY_SO_S = 1.0
 _BATCHES = 3
 """Batches at a worker that scores batches: one being scored, others to choose the next from."""
 _PATIENCE_S = 1.0
+"""Longest time between two looks at workers."""
 _CLOSE_S = 0.5
 _ready = msgspec.msgpack.Decoder(Ready)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -80,6 +82,8 @@ class Worker:
         """Whether it has a job that must run by itself."""
         self.is_full = False
         """Whether its socket takes no more for now."""
+        self.stopped_at = -math.inf
+        """When it was last seen to be stopped by a signal."""
 
     def room(self, share: int) -> int:
         """Return how many jobs to send to it now; none before half of its jobs are done."""
@@ -109,15 +113,27 @@ class Worker:
         self.is_alone = False
         return self.jobs.pop(answer.number, None)
 
+    @property
+    def begun_at(self) -> float:
+        """When the work began whose time limit comes next."""
+        if self.ready is None or not self.is_async or not self.jobs:
+            return self.since
+        first = next(iter(self.jobs.values()))
+        assert first.started is not None
+        return first.started
+
     def due(self, build_s: float, timeout_s: float) -> float:
         """Return the time from which it is too slow."""
         if self.ready is None:
             return self.since + build_s
         if not self.jobs:
             return float("inf")
-        first = next(iter(self.jobs.values()))
-        assert first.started is not None
-        return first.started + timeout_s + _SAY_SO_S if self.is_async else self.since + timeout_s
+        return self.begun_at + timeout_s + (_SAY_SO_S if self.is_async else 0.0)
+
+    def look(self, now: float) -> None:
+        """Note whether it is stopped: a call that takes long because of that is no slow code."""
+        if self.jobs and self.ready is not None and is_stopped(self.ready.pid):
+            self.stopped_at = now
 
     def close(self) -> None:
         """Have its guardian end it."""
@@ -301,10 +317,14 @@ class WorkerPool:
     def _end_the_slow(self) -> None:
         now = time.monotonic()
         for worker in [*self._workers]:
+            worker.look(now)
             if now >= worker.due(self._build_s, self._timeout_s):
                 if worker.ready is None:
                     why = f"env.{self._name}: the environment was not made within {self._build_s:g} s"
                     self._losses.miss(worker, why)
+                elif worker.stopped_at >= worker.begun_at:
+                    why = f"its worker process was stopped from outside, and took longer than {self._timeout_s:g} s"
+                    self._losses.lose(worker, Failure(why), was_killed=True)
                 else:
                     self._losses.lose(worker, timed_out(self._timeout_s))
 
