@@ -23,7 +23,7 @@ PICTURES = [encoded(picture(48, 40, seed)) for seed in range(12)]
 MARKERS = [marker(hashlib.sha256(data).hexdigest(), 48, 40) for data in PICTURES]
 
 
-def rows_of(path: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[list[str], ImageRows]:
+def rows_of(path: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[list[Any], ImageRows]:
     """Write rows, and return the questions that are read from them, in order, and the reader."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"dataset_name": "jsonl", "train_data_path": str(path), "num_validation": 2}
@@ -88,6 +88,22 @@ def test_images_of_the_hubs_data_sets_are_not_decoded(tmp_path: Path) -> None:
     found = {problem.answer: problem for problem in (*problems.train, *problems.validation)}
     assert [found[str(n)].question for n in range(12)] == [f"{MARKERS[n]}{n}?" for n in range(12)]
     assert all("images" not in problem.metadata for problem in found.values())
+
+
+def test_a_question_of_messages_has_images_as_parts_or_in_a_field(tmp_path: Path) -> None:
+    system, last = {"role": "system", "content": "look"}, {"role": "user", "content": "how many?"}
+    part = {"type": "image", "image": uri(PICTURES[0])}
+    rows: list[dict[str, Any]] = [
+        {"question": [system, {"role": "user", "content": [part, {"type": "text", "text": "how many?"}]}]},
+        {"question": [system, last], "image": uri(PICTURES[1])},
+        *({"question": f"{number}?"} for number in range(4)),
+    ]
+    questions, images = rows_of(tmp_path / "rows.jsonl", [{**row, "answer": "1"} for row in rows])
+    for number in (0, 1):
+        assert questions[number] == [system, {"role": "user", "content": f"{MARKERS[number]}how many?"}]
+    images.keep(tmp_path / "kept")
+    kept = ImageFolder(tmp_path / "kept")
+    assert [kept.get(found.digest) for found in marked_in("".join(MARKERS[:2]))] == PICTURES[:2]
 
 
 def test_conversations_have_images_as_parts(tmp_path: Path) -> None:

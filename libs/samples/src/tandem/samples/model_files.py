@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tandem.common.errors import ConfigError, ModelError, TandemError, nearest
 from tandem.common.regular_files import first_irregular, read_text
 from tandem.config import Config
@@ -164,6 +166,27 @@ def _configured_template(key: str, value: str | None) -> str | None:
         hint = "" if is_file else "; the name of a file with one ends in .jinja"
         raise ConfigError(f"{key}: {value!r} is no Jinja template: it writes no message{hint}")
     return template
+
+
+def with_templates(config: Config) -> Config:
+    """Return a configuration with the texts of chat templates in the place of their files.
+
+    Processes on other hosts need not see the files, and a resumed run notices that one has changed. Raises
+    `ConfigError` for a file that cannot be read.
+    """
+
+    def filled(key: str, tokenizer: Settings) -> Settings:
+        template = _configured_template(f"{key}.chat_template", tokenizer.chat_template)
+        return tokenizer if template is None else msgspec.structs.replace(tokenizer, chat_template=template)
+
+    policy = msgspec.structs.replace(config.policy, tokenizer=filled(KEY, config.policy.tokenizer))
+    env = {
+        name: entry
+        if entry.tokenizer is None
+        else msgspec.structs.replace(entry, tokenizer=filled(f"env.{name}.tokenizer", entry.tokenizer))
+        for name, entry in config.env.items()
+    }
+    return msgspec.structs.replace(config, policy=policy, env=env)
 
 
 def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:

@@ -31,8 +31,8 @@ class Tokenizer(Section, frozen=True, kw_only=True):
     """Folder or Hub name of the tokenizer."""
     chat_template: str | None = "default"
     """Jinja template that replaces the tokenizer's own, or a file with one, whose name ends in ``.jinja`` and is
-    relative to the working directory. ``default`` keeps the tokenizer's own; null writes contents alone, one after the
-    other, as in NeMo-RL."""
+    relative to the working directory; the run keeps its text. ``default`` keeps the tokenizer's own; null writes
+    contents alone, one after the other, as in NeMo-RL."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
     audio: dict[str, Any] | None = None

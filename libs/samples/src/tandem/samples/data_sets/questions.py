@@ -48,7 +48,7 @@ def _message(where: str, message: object, mark: Callable[[Any], str]) -> dict[st
 
 
 def _refuse_image(image: Any) -> NoReturn:
-    raise DataError("it has an image, but policy.model_name is a text model")
+    raise DataError("it has an image, which only vision models take, in a field of the row itself")
 
 
 def with_user_text(where: str, question: Question, write: Callable[[str], str]) -> Question:
