@@ -117,14 +117,14 @@ def sft_loss(model: Any, batch: Batch) -> torch.Tensor:
     return loss / int(batch.loss_mask_T.sum())
 
 
-def grpo_loss(model: Any, batch: Batch, kl: float) -> torch.Tensor:
-    """The mean of the counted tokens of a first step on samples, with a k3 penalty; the base is the reference."""
+def grpo_loss(model: Any, batch: Batch, reference: Any, kl: float) -> torch.Tensor:
+    """The mean of the counted tokens of a first step on samples, with a k3 penalty."""
     loss = torch.zeros(())
     for each in sequences_of(batch):
-        with torch.no_grad(), model.disable_adapter():
-            reference = logprobs_of(model, each["token_ids"])
+        with torch.no_grad():
+            before = logprobs_of(reference, each["token_ids"])
         logprobs = logprobs_of(model, each["token_ids"])
-        ratio, difference = (logprobs - logprobs.detach()).exp(), reference - logprobs
+        ratio, difference = (logprobs - logprobs.detach()).exp(), before - logprobs
         penalty = kl * ratio * (difference.exp() - 1 - difference)
         loss = loss + (penalty - ratio * each["advantage"])[each["mask"]].sum()
     return loss / int(batch.loss_mask_T.sum())

@@ -5,6 +5,7 @@ Its advantages are sums over all the tokens that follow, as the papers write the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,11 +70,11 @@ def plain_ppo(
 ) -> PlainPpo:
     """PPO clipped at 0.2, k1 divergences in the rewards; the policy sits the first `skipped` batches out.
 
-    `policy`: another than the model in the folder, which is the reference.
+    `policy`: another than the model in the folder. The reference is a copy of the policy before any training.
     """
     own, value = plain_models(folder)
     policy = own if policy is None else policy
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    reference = copy.deepcopy(policy)
     optimizers = {model: torch.optim.AdamW(model.parameters(), **OPTIMIZER) for model in (policy, value)}
     steps: dict[Any, list[tuple[float, float]]] = {policy: [], value: []}
 

@@ -76,7 +76,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 
 def config_of(plain: Plain, dtensor: dict[str, Any], policy: dict[str, Any], **keys: Any) -> Config:
-    lora = {**LORA, "restore_from": str(plain.start.adapters)}
+    lora = {**LORA, "restore_from": str(plain.start.adapters), **dtensor.get("lora_cfg", {})}
     return make_config(
         plain.folder, **{"algorithm": "sft", **keys}, dtensor_cfg={**dtensor, "lora_cfg": lora}, **policy
     )
@@ -138,7 +138,7 @@ def test_the_reference_is_the_base_and_no_second_copy(
 ) -> None:
     keys: dict[str, Any] = {"algorithm": algorithm, "trainers": num_ranks, "train_micro_batch_size": 2, **settings}
     dtensor = keys.pop("dtensor_cfg", {})
-    config = config_of(plain, dtensor, {}, **keys)
+    config = config_of(plain, dtensor | {"lora_cfg": {"restore_from": None}}, {}, **keys)
     other = make_config(plain.folder, **keys, dtensor_cfg=dtensor)
     for metrics, is_equal, moved in run_ranks(num_ranks, smoke_rank, config, other, BATCHES):
         assert all(np.isfinite(each["loss"]) and each["grad_norm"] > 0 for each in metrics)

@@ -5,11 +5,13 @@ The model is a Phi-3, whose checkpoint fuses what Megatron-Core fuses: both back
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import transformers
 
@@ -31,7 +33,7 @@ from tests.harness.trainers.reference_lora import (
     write_adapters,
 )
 from tests.harness.trainers.reference_preferences import BETA, SFT_WEIGHT, plain_dpo
-from tests.harness.trainers.trainer_harness import make_config, make_groups, run_ranks, train_on
+from tests.harness.trainers.trainer_harness import make_config, make_groups, run_ranks, said_by, train_on
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
@@ -79,10 +81,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "phi3")
     teacher = make_checkpoint(tmp_path_factory.mktemp("teacher"), "qwen2", seed=5)
     start = write_adapters(folder, tmp_path_factory.mktemp("adapters"))
-    reference, teaches = (transformers.AutoModelForCausalLM.from_pretrained(each) for each in (folder, teacher))
+    # As in TRL 1.16, whose reference is a copy of the adapters that training starts from (`DPOTrainer`, "ref").
+    reference, teaches = start.load(), transformers.AutoModelForCausalLM.from_pretrained(teacher)
     losses: dict[str, Loss] = {
         "dpo": lambda model, batch: plain_dpo(model, reference, batch)[0],
-        "grpo": partial(grpo_loss, kl=KL),
+        "grpo": partial(grpo_loss, reference=reference, kl=KL),
         "distillation": lambda model, batch: distillation_loss(
             model, [teaches], batch, DISTANCE, topk=TOPK, temperature=TEMPERATURE
         ),
@@ -109,6 +112,38 @@ def config_of(plain: Plain, algorithm: str, backend: str) -> Config:
     if algorithm == "ppo":
         settings = {**settings, "value": value}
     return make_config(plain.start.folder, algorithm=algorithm, trainers=2, **settings, **policy)
+
+
+LN_2 = math.log(2)
+
+
+def first_rank(rank: int, config: Config, folder: Path) -> Any:
+    """Take a step and save; ask for the reference at the start, after the step, and of a backend that resumes."""
+    backend = make(config)
+    before = said_by(backend, BATCHES[0], config, "policy")
+    metrics = train_on(backend, BATCHES[0], config).metrics
+    references = [said_by(backend, BATCHES[0], config, "reference")]
+    after = said_by(backend, BATCHES[0], config, "policy")
+    backend.save(folder).num_bytes.result()
+    backend.close()
+    resumed = make(config, folder)
+    references.append(said_by(resumed, BATCHES[0], config, "reference"))
+    policy = said_by(resumed, BATCHES[0], config, "policy")
+    resumed.close()
+    return metrics["preference_loss"], before, references, (after, policy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_loss_of_dpo_is_ln_2_also_with_restored_adapters(backend: str, plain: Plain, tmp_path: Path) -> None:
+    """The policy is its own reference at first: the sigmoid of nothing is one half (arXiv:2305.18290, equation 7)."""
+    for loss, before, references, (after, policy) in run_ranks(
+        2, first_rank, config_of(plain, "dpo", backend), tmp_path / "step_1"
+    ):
+        assert loss == pytest.approx(LN_2, abs=1e-5)
+        for reference in references:
+            np.testing.assert_array_equal(reference, before)
+        np.testing.assert_array_equal(policy, after)
+        assert np.abs(after - before).max() > 1e-3
 
 
 def rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[tuple[float, float]]:

@@ -170,7 +170,7 @@ def reference_rank(rank: int, config: Config, other: Config) -> Any:
 
 def test_the_reference_is_the_base_and_no_second_copy(plain: Plain) -> None:
     keys: dict[str, Any] = {"algorithm": "dpo", "train_global_batch_size": 4, "train_micro_batch_size": 2}
-    config = config_of(plain.folder, TP2, {"restore_from": str(plain.start.adapters)}, **keys, trainers=2)
+    config = config_of(plain.folder, TP2, {}, **keys, trainers=2)
     other = make_config(plain.folder, **keys, megatron_cfg={"enabled": True, "optimizer": OPTIMIZER, **TP2}, trainers=2)
     for mine, policy, held, metrics, theirs, _, held_there, _ in run_ranks(2, reference_rank, config, other):
         assert (held, held_there) == (["policy"], ["policy", "reference"])

@@ -28,7 +28,8 @@ class Adapters(Section, frozen=True, kw_only=True):
     exclude_modules: tuple[NonEmptyStr, ...] = ()
     """Layers without adapters, overriding all other keys; named as in `target_modules`."""
     restore_from: NonEmptyStr | None = None
-    """Folder of initial adapters, in PEFT's format, of the same rank, layers and scale."""
+    """Folder of initial adapters, in PEFT's format, of the same rank, layers and scale. The reference of a loss is the
+    model with them: the policy that training starts from."""
 
     @cached_property
     def scale(self) -> float:

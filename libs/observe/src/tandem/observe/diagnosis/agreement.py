@@ -122,10 +122,6 @@ def wrong_reference(evidence: Evidence) -> Finding | None:
         ]
     else:
         return None
-    adapters = evidence.config.policy.adapters
-    restored = adapters.restore_from if adapters is not None else None
-    if restored:
-        lines.append(f"the policy begins with the adapters in {shortened(restored)}, and its reference without them")
     return Finding(
         name="wrong reference",
         what="The reference of the KL penalty is not the model that the run began with, so that the penalty pulls the "

@@ -5,6 +5,7 @@ The model's section of the configuration has the settings, and the algorithm's d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +48,8 @@ class Built(NamedTuple):
     """Its adapters, which alone are trained; None without them."""
     place: Place | None
     """The present place in the run for dropout masks; None without dropout."""
+    start: Mapping[str, torch.Tensor] | None
+    """The whole adapters that training starts from, if a reference is read that has them; else None."""
 
 
 class Builder:
@@ -63,6 +66,7 @@ class Builder:
         self._adapters = self._settings.dtensor_cfg.lora_cfg if has_adapters else None
         self._pictures: Pictures | None = None
         self._place: Place | None = None
+        self._start: dict[str, torch.Tensor] | None = None
 
     def build(self, checkpoint: Path | None) -> Built:
         """Load the model, from a checkpoint if it is trained and there is one, and shard it.
@@ -93,7 +97,7 @@ class Builder:
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         scorer = self._make_scorer(model, group, linear_head=linear_head)
         scorer.compiles_attention = compiles_attention
-        return Built(model, scorer, shares_prompts, adapters, self._place)
+        return Built(model, scorer, shares_prompts, adapters, self._place, self._start)
 
     def load(self, source: str, dtype: torch.dtype) -> Any:
         """Return the whole model of a folder or name. Raises `ModelError`."""
@@ -152,11 +156,15 @@ class Builder:
                 self._config.algorithm_section.seed, ranks.sequences_rank, ranks.tensor.get_local_rank()
             )
             lora.add_dropout(model, adapters, self._place)
-        source = checkpoint / self.name if checkpoint is not None else adapters.restore_from
-        if source is not None:
-            found = {name: each for name, each in lora.parameters_of(model).items() if is_adapter(name)}
-            shapes = {name: parameter.shape for name, parameter in found.items()}
-            lora.fill(model, adapter_files.read(Path(source), adapters, shapes))
+        parameters = {name: each for name, each in lora.parameters_of(model).items() if is_adapter(name)}
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        keeps_start = self._config.needs_reference and adapter_files.change_start(adapters)
+        if adapters.restore_from is not None and (checkpoint is None or keeps_start):
+            lora.fill(model, adapter_files.read(Path(adapters.restore_from), adapters, shapes))
+        if keeps_start:
+            self._start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        if checkpoint is not None:
+            lora.fill(model, adapter_files.read(checkpoint / self.name, adapters, shapes))
         has_experts = lora.has_experts(model)
         return adapter_files.Described(self._settings.model_name, adapters, layers, linear, has_experts)
 

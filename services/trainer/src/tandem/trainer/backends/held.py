@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from tandem.trainer import exposed_weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state
 from tandem.trainer.backends.building import Builder
+from tandem.trainer.backends.holding import exchanged
 from tandem.trainer.backends.offload import Offloaded, state_of
 from tandem.trainer.backends.sharding import Ranks
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
@@ -61,10 +62,13 @@ class HeldModel:
         self.is_trained = name in config.declaration.trains
         self.device = ranks.device
         self._builder = Builder(name, config, ranks, number)
-        self.model, self._scorer, self.shares_prompts, self._adapters, self._place = self._builder.build(checkpoint)
+        built = self._builder.build(checkpoint)
+        self.model, self._scorer, self.shares_prompts, self._adapters, self._place, start = built
         self.parameters: dict[str, torch.nn.Parameter] = {
             tensor_name(name): parameter for name, parameter in self.model.named_parameters()
         }
+        self._start = None if start is None else self._shards_of(start)
+        """This rank's part of the adapters that training starts from; None if the reference has none."""
         self.buffers = policy_files.saved_buffers(self.model)
         """Buffers, whole on every rank and never trained."""
         # Gradients are reduced once an optimizer step, if host memory can hold them whole until then. On several GPUs
@@ -145,11 +149,11 @@ class HeldModel:
             micro_batches: micro-batches to score.
             as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
         """
-        with self._without_adapters() if as_reference else nullcontext():
-            found = [self._scorer(batch) for batch in micro_batches]
-        for module in _fsdp_modules(self.model):
-            module.reshard()  # by itself, only a backward pass would do it
-        return found
+        with self._as_at_the_start() if as_reference else nullcontext():
+            scores = [self._scorer(batch) for batch in micro_batches]
+            for module in _fsdp_modules(self.model):
+                module.reshard()  # by itself, only a backward pass would do it
+        return scores
 
     def offload(self) -> None:
         """Free the gradients and move the optimizer's state from the GPU to pinned host memory.
@@ -221,10 +225,21 @@ class HeldModel:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
         return tensors
 
-    def _without_adapters(self) -> AbstractContextManager[None]:
-        from tandem.trainer import lora
+    def _as_at_the_start(self) -> AbstractContextManager[None]:
+        """Let the model compute as the policy that training starts from, as long as the context lasts."""
+        if self._start is None:
+            from tandem.trainer import lora
 
-        return lora.switched_off(self.model)
+            return lora.switched_off(self.model)
+        return exchanged({exposed_weights.local_of(self.parameters[name]): each for name, each in self._start.items()})
+
+    def _shards_of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's part of whole tensors, where it has those of these names."""
+        parameters = {name: self.parameters[name] for name in whole}
+        return {
+            name: whole[name][exposed_weights.box_of(parameter).region].clone().to(parameter.device)
+            for name, parameter in parameters.items()
+        }
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that an optimizer changes."""

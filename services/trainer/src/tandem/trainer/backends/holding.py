@@ -5,7 +5,8 @@ Each model takes its own optimizer steps: `held.HeldModel` with DTensor, `megatr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -66,8 +67,8 @@ class HoldingBackend(Generic[AnyHeld]):
     """The part of a backend (`tandem.trainer.backend.Backend`) that passes calls on to the models.
 
     A trained model starts from the ``model_name`` of its section or, if given, from a checkpoint of Tandem. The
-    reference exists only if the loss reads it. It is always ``policy.model_name``: the policy before any training. If
-    adapters are trained, the reference is the policy with its adapters switched off, and needs no model of its own.
+    reference exists only if the loss reads it. It is always the policy before any training: ``policy.model_name`` or,
+    if adapters are trained, the policy with the adapters that training starts from, which needs no model of its own.
     """
 
     def __init__(self, config: Config, model_group: ModelGroup | None) -> None:
@@ -136,6 +137,22 @@ class HoldingBackend(Generic[AnyHeld]):
 
     def _states(self) -> dict[Model, checkpoints.State]:
         return {model.name: model.state() for model in self._trained()}
+
+
+@contextmanager
+def exchanged(tensors: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """Let tensors have the values of others, in their own memory, as long as the context lasts.
+
+    No engine may read them meanwhile: it is for a training step, in which they change anyway.
+    """
+    values = [tensor.clone() for tensor in tensors]
+    for tensor, other in tensors.items():
+        tensor.copy_(other)
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
 
 
 def sum_over(group: dist.ProcessGroup, device: torch.device, values: torch.Tensor) -> torch.Tensor:

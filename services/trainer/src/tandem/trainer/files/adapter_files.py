@@ -87,6 +87,11 @@ def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | Peft, se
     return tensor
 
 
+def change_start(adapters: LoraCfg | Peft) -> bool:
+    """Tell whether new or restored adapters make the policy that training starts from another than the bare model."""
+    return adapters.restore_from is not None or adapters.initial[1] != "zero"
+
+
 def settings_of(adapters: Adapters, layers: Sequence[str], **about: Any) -> LoraConfig:
     """Return PEFT's description of adapters of these layers; `about` has its other arguments."""
     from peft import LoraConfig  # takes seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backends.holding import exchanged
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
@@ -130,6 +131,9 @@ class HeldModel:
             elif pictures is not None:
                 pictures.freeze(chunk)
         self.weights = RankWeights(chunks, settings.sizes, described.shape, described.adapters)
+        self._start: dict[torch.Tensor, torch.Tensor] | None = None
+        """This rank's parameters of adapters, with the values that training starts from; None if the reference has
+        none."""
         if described.adapters is not None:
             self._load_adapters(described.adapters, checkpoint)
         elif self.is_trained and checkpoint is not None:
@@ -227,7 +231,9 @@ class HeldModel:
         if self._described.adapters is None:
             self._load_model(folder)
         else:
-            self.weights.load_adapters(TensorsInMemory(self._read_adapters(self._described.adapters, folder)))
+            self.weights.load_adapters(
+                TensorsInMemory(self._read_adapters(self._described.adapters, folder / self.name))
+            )
         self._load_optimizer(folder)
 
     def _load_optimizer(self, folder: Path) -> None:
@@ -261,7 +267,7 @@ class HeldModel:
             found.append(scores_BT)
             return scores_BT[0].sum()
 
-        with switched_off(self.chunks) if as_reference else nullcontext():
+        with self._as_at_the_start() if as_reference else nullcontext():
             self.pipeline.run(self.pipeline.rows(micro_batches), scored, forward_only=True)
         if self.settings.sizes.pp == 1:
             return found
@@ -313,16 +319,27 @@ class HeldModel:
 
     def _load_adapters(self, adapters: Peft, checkpoint: Path | None) -> None:
         """Fill it with the model in ``model_name``, and with adapters from a checkpoint, from a folder, or new."""
-        if checkpoint is not None or adapters.restore_from is not None:
-            values = self._read_adapters(adapters, checkpoint)
+        keeps_start = self._config.needs_reference and adapter_files.change_start(adapters)
+        if checkpoint is not None and not keeps_start:
+            values = self._read_adapters(adapters, checkpoint / self.name)
+        elif adapters.restore_from is not None:
+            values = self._read_adapters(adapters, Path(adapters.restore_from))
         else:
             shapes, parts = self.weights.adapter_shapes, self._described.layers
             values = new_values(shapes, parts, adapters, self._config.algorithm_section.seed)
         self.weights.load(Joined(values, self._tensors()))
+        if keeps_start:
+            parameters = (each for each in self.weights.parameters.values() if each.requires_grad)
+            self._start = {parameter: parameter.detach().clone() for parameter in parameters}
+            if checkpoint is not None:
+                self.weights.load_adapters(TensorsInMemory(self._read_adapters(adapters, checkpoint / self.name)))
 
-    def _read_adapters(self, adapters: Peft, checkpoint: Path | None) -> dict[str, torch.Tensor]:
-        """Return whole adapters from a checkpoint, or else from their folder. Raises `CheckpointError`."""
-        folder = Path(adapters.restore_from or "") if checkpoint is None else checkpoint / self.name
+    def _as_at_the_start(self) -> AbstractContextManager[None]:
+        """Let the chunks compute as the policy that training starts from, as long as the context lasts."""
+        return switched_off(self.chunks) if self._start is None else exchanged(self._start)
+
+    def _read_adapters(self, adapters: Peft, folder: Path) -> dict[str, torch.Tensor]:
+        """Return whole adapters from their folder. Raises `CheckpointError`."""
         shapes, parts = self.weights.adapter_shapes, self._described.layers
         return agree(lambda: as_fused(adapter_files.read(folder, adapters, shapes), parts))
 
