@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import LARGEST, Message, Problem, SampleScored
+from tandem.common.numeric.bounds import LEAST_LOGPROB
 from tandem.common.wire import Codec, encode
 from tandem.config import build_config
 from tandem.config.schema import LossFn

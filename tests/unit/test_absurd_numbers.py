@@ -16,10 +16,10 @@ from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, 
 from run_harness import Run, make_config, record, samples_of_step
 from samples_harness import scored
 
-from tandem.common.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bounded
 from tandem.common.curve import Admitted
 from tandem.common.errors import ConfigError, RewardError, WireError
 from tandem.common.messages import LARGEST, FromRewardServer, FromRollout, ResponsesScored, SamplesFinished
+from tandem.common.numeric.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bounded
 from tandem.common.wire import Codec, encode
 from tandem.config import build_config
 from tandem.config.schema import Replay

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from samples_harness import scored
 
-from tandem.common.spread import ROUNDING, differ
+from tandem.common.numeric.spread import ROUNDING, differ
 from tandem.config.schema import AdvEstimator, Grpo
 from tandem.coordinator.algorithms.advantages import advantages, group_advantages
 from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advantages

@@ -164,6 +164,7 @@ def make_config(
     dpo: Mapping[str, Any] | None = None,
     rm: Mapping[str, Any] | None = None,
     ppo: Mapping[str, Any] | None = None,
+    grpo: Mapping[str, Any] | None = None,
     value: Mapping[str, Any] | None = None,
     value_loss: Mapping[str, Any] | None = None,
     teacher: Mapping[str, Any] | None = None,
@@ -176,7 +177,8 @@ def make_config(
 ) -> Config:
     """Return a configuration whose ``policy``, ``loss_fn``, ``dpo``, ``rm`` and ``ppo`` sections have the given keys.
 
-    So have ``value``, ``teacher`` (of whose likeliest tokens `topk` count) and, from `value_loss`, ``value_loss_fn``.
+    So have ``grpo``, ``value``, ``teacher`` (of whose likeliest tokens `topk` count) and, from `value_loss`,
+    ``value_loss_fn``.
 
     `trainers` matters only where several share a copy of the model, or models have `processes_of` their own.
     """
@@ -186,6 +188,7 @@ def make_config(
             "num_prompts_per_step": 4,
             "num_generations_per_prompt": 2,
             "adv_estimator": {"name": estimator},
+            **(grpo or {}),
         },
         "loss_fn": {"reference_policy_kl_penalty": 0.0, **(loss or {})},
         "dpo": {"val_micro_batch_size": 1, **(dpo or {})},

@@ -97,7 +97,7 @@ def test_the_schedule_advances_once_a_step_and_goes_on_when_resumed(is_old: bool
     if is_old:
         forget_schedule(tmp_path / "step_2")
     assert rates_of(config, 2, tmp_path, first=3) == pytest.approx(linear(4)[2:])
-    assert checkpoints.read_counts(tmp_path / "step_4") == checkpoints.OptimizerCounts(16, 4)
+    assert checkpoints.read_counts(tmp_path / "step_4")[:2] == (16, 4)
 
 
 @pytest.mark.parametrize("is_old", [False, True])

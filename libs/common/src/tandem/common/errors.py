@@ -160,6 +160,10 @@ class NotFiniteError(TrainingError):
     """The loss or its gradient is not a finite number; the optimizer step was not taken."""
 
 
+class OutlierError(TrainingError):
+    """The loss or its gradient is out of all proportion to those before; the optimizer step was not taken."""
+
+
 class SamplesError(TandemError):
     """Samples are missing, or there is no room for them."""
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.bounds import bounded
 from tandem.common.errors import SamplesError, WireError
 from tandem.common.messages import Generated, MemoryUse, RestoreSamples, SamplesFinished
+from tandem.common.numeric.bounds import bounded
 from tandem.samples.recorded_shards import read_shard, samples_of
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD

@@ -75,11 +75,17 @@ class Backend(Protocol):
     """The width of padded rows, and the length of every segment of a packed one, must be a multiple of this."""
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossOfMicroBatch,
+        model: Model = "policy",
+        *,
+        refuses_outliers: bool = False,
     ) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer once.
 
-        Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient is not a finite number.
+        Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient is not a finite number; with
+        `refuses_outliers`, `OutlierError` if it is out of all proportion to those of the steps before.
         """
         ...
 

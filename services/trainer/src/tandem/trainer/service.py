@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common import gc_tuning
-from tandem.common.bounds import LEAST_LOGPROB
 from tandem.common.errors import DataError, WireError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import (
@@ -46,6 +45,7 @@ from tandem.common.messages import (
     TrainerCommand,
     WeightsCopied,
 )
+from tandem.common.numeric.bounds import LEAST_LOGPROB
 from tandem.common.wire import Arrays
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.bounds import LEAST_LOGPROB
+from tandem.common.numeric.bounds import LEAST_LOGPROB
+from tandem.common.numeric.outliers import outliers
 from tandem.common.returned import line
 from tandem.config.schema.columns import Model
 from tandem.samples.batch import Batch, Float32s
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tandem.trainer.step import Step
 
 BY_LOGPROBS, BY_LOSS = "groups_set_aside/logprobs", "groups_set_aside/loss"
+OUTLIERS = "groups_set_aside/outliers"
 """Metrics that count the groups."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
 """Adds a tensor over all trainers."""
@@ -124,21 +126,27 @@ def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
     A gradient counts as not finite if its square is not finite in float32. If only the loss is not, all sequences are
     returned.
     """
+    value, squares_B = gradient_squares(loss, batch, scores)
+    found = ~squares_B.isfinite()
+    if not (found.any() or value.isfinite()):
+        return [row for row in batch.rows if row != EMPTY_ROW]
+    return [row for row, is_wild in zip(batch.rows, found.tolist(), strict=True) if is_wild and row != EMPTY_ROW]
+
+
+def gradient_squares(loss: Loss, batch: MicroBatch, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a loss, and the squared norm of its gradient by the scores of each sequence's tokens, ``[B]``."""
     leaves = type(scores)(*(each.detach().requires_grad_(each.is_floating_point()) for each in scores))
     with torch.enable_grad():
         value = loss(batch, leaves)
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
-    rows = [row for row in batch.rows if row != EMPTY_ROW]
-    found = torch.zeros(len(batch.rows), dtype=torch.bool)
+    squares_B = torch.zeros(len(batch.rows))
     for each in leaves:
         if each.grad is not None:
             squares_BT = each.grad.flatten(2).square().sum(dim=2) if each.grad.ndim > 2 else each.grad.square()
             # Without valid tokens, the model gets no gradient.
-            found |= ~torch.where(batch.loss_mask_BT, squares_BT, 0.0).sum(dim=1).isfinite().cpu()
-    if not (found.any() or value.isfinite()):
-        return rows
-    return [row for row, is_wild in zip(batch.rows, found.tolist(), strict=True) if is_wild and row != EMPTY_ROW]
+            squares_B += torch.where(batch.loss_mask_BT, squares_BT, 0.0).sum(dim=1).cpu()
+    return value, squares_B
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -180,3 +188,47 @@ def set_aside_by_loss(step: Step, rows: Sequence[int], columns: Columns, model: 
     step.metrics[BY_LOSS] = step.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, step.whole)
     step.keep(kept_S)
     return True
+
+
+def name_outlier(step: Step, rows: Sequence[int], columns: Columns, model: Model, excess: str) -> None:
+    """Note the sample that makes a model's loss or gradient out of all proportion, as `excess` says.
+
+    With ``set_aside_outliers``, set aside the groups of samples that do so, if others remain. The sizes are those of
+    the loss's gradient by the scores of each sequence's tokens: by parameters, each would take a pass of its own.
+    Collective.
+    """
+    squares_S = _gradient_squares(step, columns, model)
+    squares_S[~np.isin(np.arange(len(squares_S)), list(rows))] = 0.0
+    first, total = int(squares_S.argmax()), squares_S.sum()
+    of_model = "" if model == "policy" else f" of the {model} model"
+    share = f"has {squares_S[first] / (total or 1.0):.0%} of it, by the loss's gradient in tokens"
+    if not step.config.declaration.rolls_out:
+        step.notes.append(f"{excess}{of_model}; sequence {first + 1} of the step's {len(squares_S)} {share}")
+        return
+    note = f"{excess}{of_model}; {sample_named(step.whole, first)} {share}"
+    if not step.config.rollout_section.set_aside_outliers:
+        step.notes.append(f"{note} ({step.config.algorithm}.set_aside_outliers sets such groups aside)")
+        return
+    wild_S = outliers(np.sqrt(squares_S))
+    wild_S[first] |= bool(squares_S[first] > total / 2)
+    kept_S = ~of_groups(wild_S, step.whole) if wild_S.any() else np.ones_like(wild_S)
+    if kept_S.all() or not (kept_S & (squares_S > 0)).any():
+        step.notes.append(f"{note}: no group stands out, so that none is set aside")
+        return
+    step.notes.append(f"{note}: {set_aside_note(kept_S, step.whole)}")
+    step.metrics[OUTLIERS] = step.metrics.get(OUTLIERS, 0.0) + num_groups(kept_S, step.whole)
+    step.keep(kept_S)
+
+
+def _gradient_squares(step: Step, columns: Columns, model: Model) -> NDArray[np.float64]:
+    """Return the squared norm of the loss's gradient in each sequence of the whole batch. Collective."""
+    squares_S = torch.zeros(len(step.whole), dtype=torch.float64)
+    shard = step.shards[model]
+    every = [row for rows in step.global_batches for row in rows]
+    loss = make_loss(step.config, step.counts(every), step.backend.device, model)
+    for micro_batch, scores in scored_by(step, model, columns=columns):
+        _, squares_B = gradient_squares(loss, micro_batch, scores)
+        for place, square in zip(micro_batch.rows, squares_B.tolist(), strict=True):
+            if place != EMPTY_ROW:
+                squares_S[shard.rows[place]] = square
+    return np.asarray(shard.replicas.sum(squares_S).cpu().numpy())

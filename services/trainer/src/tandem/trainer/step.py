@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.dotted import named
-from tandem.common.errors import NotFiniteError
+from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
 from tandem.samples.batch import Batch, Float32s
@@ -40,7 +40,7 @@ from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.rank_time import timed
 from tandem.trainer.scorers.columns import Filled, filled_by
 from tandem.trainer.scores import TokenScores
-from tandem.trainer.set_aside import set_aside_by_loss
+from tandem.trainer.set_aside import name_outlier, set_aside_by_loss
 
 LogprobsOfRows = tuple[tuple[int, ...], torch.Tensor]
 """The policy's log-probabilities of a micro-batch, padded and on their device, with its rows of the shard."""
@@ -242,10 +242,13 @@ class Step:
         is_custom = model == "policy" and self.config.loss_fn.class_path is not None
         with blamed(self.config) if is_custom else nullcontext():
             try:
-                loss, done = self._step(rows, columns, model, scored)
+                loss, done = self._step(rows, columns, model, scored, refuses_outliers=True)
             except NotFiniteError:
                 if not set_aside_by_loss(self, rows, columns, model):
                     raise
+                loss, done = self._step(rows, columns, model, scored)
+            except OutlierError as excess:
+                name_outlier(self, rows, columns, model, str(excess))
                 loss, done = self._step(rows, columns, model, scored)
         return self.reported(loss, model) | {
             "loss": done.loss,
@@ -254,11 +257,18 @@ class Step:
         }
 
     def _step(
-        self, rows: Sequence[int], columns: Columns, model: Model, scored: list[LogprobsOfRows] | None
+        self,
+        rows: Sequence[int],
+        columns: Columns,
+        model: Model,
+        scored: list[LogprobsOfRows] | None,
+        *,
+        refuses_outliers: bool = False,
     ) -> tuple[Loss, OptimizerStep]:
         loss = make_loss(self.config, self.counts(rows), self.backend.device, model)
         of_batch: LossOfMicroBatch = loss if scored is None else partial(_keeping, scored, loss)
-        return loss, self.backend.train_step(self.micro_batches(rows, columns, model), of_batch, model)
+        micro_batches = self.micro_batches(rows, columns, model)
+        return loss, self.backend.train_step(micro_batches, of_batch, model, refuses_outliers=refuses_outliers)
 
     def micro_batches(self, rows: Sequence[int], columns: Columns, model: Model = "policy") -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch for a model's training, with its loss inputs."""

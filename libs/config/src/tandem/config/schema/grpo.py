@@ -108,6 +108,10 @@ class Rollouts(Section, frozen=True, kw_only=True):
     overlong_filtering: bool = False
     """Exclude samples cut off at a token limit from the loss, but not from their group's baseline (DAPO,
     arXiv:2503.14476, section 3.4)."""
+    set_aside_outliers: bool = False
+    """New. Exclude groups whose advantage, loss or gradient is out of all proportion to its neighbours from the loss:
+    100 times the usual advantage of the step, or the usual loss or gradient norm of the last optimizer steps. The run
+    names such samples in any case."""
     reward_scaling: RewardScaling = RewardScaling()
     reward_shaping: RewardShaping = RewardShaping()
     use_dynamic_sampling: bool = False

@@ -19,8 +19,8 @@ from tandem.config.schema.base import (
 class MegatronScheduler(Section, frozen=True, kw_only=True):
     """Schedules of the learning rate and the weight decay, counted in training steps.
 
-    A step may have several optimizer steps, with one learning rate. PPO counts each of its `ppo_epochs`.
-    The highest learning rate is `lr` and the lowest `min_lr` of `policy.megatron_cfg.optimizer`.
+    A step may have several optimizer steps, with one learning rate. PPO counts each of its `ppo_epochs`, GRPO each of
+    its `num_iterations`. The highest learning rate is `lr` and the lowest `min_lr` of `policy.megatron_cfg.optimizer`.
     """
 
     lr_warmup_iters: NonNegativeInt = 0

@@ -34,6 +34,7 @@ CHECKS = (
     Check("a temperature that is too low", responses.low_temperature),
     Check("a clip range that is too narrow", optimisation.narrow_clip),
     Check("a KL penalty that is too large", optimisation.large_penalty),
+    Check("numbers out of all proportion", optimisation.outlying_steps),
     Check("a learning rate that is too large", optimisation.large_steps),
     Check("dropout that hides what was learned", optimisation.dropout),
     Check("a reference that is another model", agreement.wrong_reference),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tandem.common.numeric.outliers import PHRASE, RecentSteps
 from tandem.config.notice_rules import FAR_ABOVE, LOWEST_RATE
 from tandem.observe.diagnosis.evidence import SHORT_RUN, Change, Evidence, Streak, change, jump, shortened
 from tandem.observe.diagnosis.finding import Finding
@@ -39,6 +41,9 @@ HIGH_DROPOUT = 0.5
 """Dropout of adapters from which it may keep a run from learning, whether or not its record shows an effect."""
 RISE_OF_LOSS = 0.2
 """Rise of the loss over a data set above its first value, as a fraction."""
+_STEP, _MOST_NAMED = re.compile(r"\bstep (\d+): "), 3
+"""The step in a line about an outlier, and the number of lines to show."""
+_OF_AN_ADVANTAGE = ("learning rate too large", "low entropy", "no progress")
 _LEAST_ENTROPY = 0.1
 """First entropy, in nats per token, below which a collapse is not reported."""
 _LEAST_REWARD = 0.05
@@ -88,6 +93,45 @@ def small_rate(evidence: Evidence) -> Finding | None:
         since=evidence.first_step,
         explains=("unchanged weights", "no progress"),
     )
+
+
+def outlying_steps(evidence: Evidence) -> Finding | None:
+    """Find advantages, losses and gradients out of all proportion to their neighbours, which one bad sample makes."""
+    named = [line for line in evidence.events if PHRASE in line]
+    steps = [step for line in named if (step := _STEP.search(line))]
+    lines = [shortened(line, 300) for line in named[:_MOST_NAMED]]
+    since = min((int(step[1]) for step in steps), default=0)
+    if not named:  # an earlier release named none
+        excesses = dict(_excesses(evidence))
+        lines = [f"step {step}: {excess}" for step, excess in excesses.items()][:_MOST_NAMED]
+        since = min(excesses, default=0)
+    if not lines:
+        return None
+    if len(named) > _MOST_NAMED:
+        lines.append(f"and {len(named) - _MOST_NAMED} more")
+    section = evidence.config.algorithm
+    key = f"{section}.set_aside_outliers, " if evidence.config.declaration.rolls_out else ""
+    return Finding(
+        name="numbers out of proportion",
+        what="A few samples had an advantage, a loss or a gradient out of all proportion to the others, and alone "
+        "decided those steps.",
+        evidence=tuple(lines),
+        look_at=f"{key}rewards that hardly differ within a group, and coordinator samples for the ones named",
+        certainty="likely",
+        since=since or evidence.first_step,
+        explains=_OF_AN_ADVANTAGE if any("an advantage of" in line for line in named) else ("no progress",),
+    )
+
+
+def _excesses(evidence: Evidence) -> Iterator[tuple[int, str]]:
+    """Yield the steps with a loss or gradient out of all proportion to those before, unless the next is like them."""
+    recent = RecentSteps()
+    sizes = [(record.metrics.get("loss", 0.0), record.metrics.get("grad_norm", 0.0)) for record in evidence.steps]
+    for record, (loss, norm), following in zip(evidence.steps, sizes, [*sizes, (0.0, 0.0)][1:], strict=True):
+        excess = recent.excess(loss, norm)
+        if excess and not recent.excess(*following):
+            yield record.step, excess.replace("optimizer steps", "steps")
+        recent.add(loss, norm)
 
 
 def narrow_clip(evidence: Evidence) -> Finding | None:

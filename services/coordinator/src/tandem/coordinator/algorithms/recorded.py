@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tandem.common.bounds import bounded
 from tandem.common.curve import Admitted
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
+from tandem.common.numeric.bounds import bounded
 from tandem.config import Config
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import WithoutGeneration

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
-from tandem.common.spread import differ
+from tandem.common.numeric.spread import differ
 from tandem.config.schema import RewardScaling, RewardShaping, Rollouts
 
 Float64s = NDArray[np.float64]

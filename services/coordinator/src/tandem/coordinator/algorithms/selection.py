@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
+from tandem.common.numeric.outliers import PHRASE, usual_size
 from tandem.common.returned import beyond
+from tandem.config import Config
 from tandem.config.schema import Rollouts
 from tandem.coordinator.algorithms.advantages import within
 from tandem.coordinator.algorithms.places import NUM_BATCHES
@@ -51,4 +53,33 @@ def set_aside_note(
     return (
         f"group {sample.group}, sample {sample.sample}: its {what} is {beyond(float(value))}: "
         "groups with such a sample are set aside"
+    )
+
+
+def without_outliers(
+    section: Rollouts, kept_S: NDArray[np.bool_], outlying_S: NDArray[np.bool_]
+) -> tuple[NDArray[np.bool_], dict[str, float]]:
+    """Return which samples to train on, without groups that have an outlier if these are set aside, and the counts."""
+    counts = {"advantage_outliers": float(outlying_S.sum())}
+    if not section.set_aside_outliers:
+        return kept_S, counts
+    is_outlying_G = outlying_S.reshape(-1, section.num_generations_per_prompt).any(axis=1)
+    counts["groups_set_aside/advantages"] = float(is_outlying_G.sum())
+    return kept_S & np.repeat(~is_outlying_G, section.num_generations_per_prompt), counts
+
+
+def outlier_note(
+    config: Config, samples: Sequence[SampleScored], advantages_S: NDArray[np.float32], outlying_S: NDArray[np.bool_]
+) -> str:
+    """Name the sample with the largest advantage that is out of all proportion to the others of its step."""
+    place = int((np.abs(advantages_S) * outlying_S).argmax())
+    sample, value, usual = samples[place], abs(float(advantages_S[place])), usual_size(advantages_S)
+    aside = "groups with such a sample are set aside"
+    if not config.rollout_section.set_aside_outliers:
+        aside = f"{config.algorithm}.set_aside_outliers sets such groups aside"
+    rewards = [each.reward for each in samples if each.group == sample.group and not each.dropped]
+    return (
+        f"group {sample.group}, sample {sample.sample}: an advantage of {float(advantages_S[place]):.4g} is {PHRASE}: "
+        f"{value / usual:,.0f} times the usual {usual:.3g} of the step; its reward is {sample.reward:.6g}, and those "
+        f"of its group are {min(rewards):.6g} to {max(rewards):.6g} ({aside})"
     )

@@ -13,14 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
-from tandem.common.spread import ROUNDING
+from tandem.common.numeric.outliers import outliers
+from tandem.common.numeric.spread import ROUNDING
 from tandem.config import Config
 from tandem.coordinator.algorithms.advantages import advantages, within
 from tandem.coordinator.algorithms.components import environment_columns, gdpo_components
 from tandem.coordinator.algorithms.decoupled_advantages import clipped, decoupled_advantages
 from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, named_metrics, turn_metrics
 from tandem.coordinator.algorithms.rewards import scaled, shaped
-from tandem.coordinator.algorithms.selection import dynamic_sampling, rows_of_equal_rewards, set_aside_note
+from tandem.coordinator.algorithms.selection import (
+    dynamic_sampling,
+    outlier_note,
+    rows_of_equal_rewards,
+    set_aside_note,
+    without_outliers,
+)
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import Batch
 from tandem.samples.batch_sharding import NO_PROMPT
@@ -129,12 +136,17 @@ def training_batch(
     if not kept_S.all():
         metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
         notes = (set_aside_note(samples, rewards_S, advantages_GN.reshape(-1)),)
+    advantages_S = np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32)
+    if estimator is not None and (outlying_S := outliers(advantages_S)).any():
+        notes += (outlier_note(config, samples, advantages_S, outlying_S),)
+        kept_S, counts = without_outliers(grpo, kept_S, outlying_S)
+        metrics |= counts
     if config.max_trajectory_age_steps:
         metrics |= age_metrics(step, all_samples, config.max_trajectory_age_steps)
     batch = batch_of_samples(
         records,
         prompts,
-        advantages_S=np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32),
+        advantages_S=np.where(kept_S, advantages_S, np.float32(0)),
         rewards_S=np.where(kept_S, rewards_S, 0).astype(np.float32),
         filters_overlong=grpo.overlong_filtering,
         columns=environment_columns(config, samples) if config.loss_fn.environment_columns else {},

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tandem.common.errors import CheckpointError, ModelError, NotFiniteError
+from tandem.common.errors import CheckpointError, ModelError, NotFiniteError, OutlierError
+from tandem.common.numeric.outliers import RecentSteps
 from tandem.config import Config
 from tandem.config.models.lora import tensor_name
 from tandem.config.schema import columns
@@ -81,19 +82,28 @@ class HeldModel:
         """Optimizer steps taken."""
         self.num_schedule_steps = 0
         """Steps of the schedule of the learning rate."""
+        self.recent = RecentSteps()
         self._steps_per_pass = config.num_optimizer_steps_per_pass
         self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
         if checkpoint is None:
-            self._start_optimizer(num_steps=0, num_schedule_steps=0)
+            self._start_optimizer(checkpoints.OptimizerCounts())
         else:
             self._load_optimizer(checkpoint)
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
-        return self.take_step(self.add_gradient(micro_batches, loss), self._settings.max_grad_norm)
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, *, refuses_outliers: bool = False
+    ) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does.
+
+        Raises `NotFiniteError` or `OutlierError`.
+        """
+        compared = self.recent if refuses_outliers else None
+        step = self.take_step(self.add_gradient(micro_batches, loss), self._settings.max_grad_norm, compared=compared)
+        self.recent.add(step.loss, step.grad_norm)
+        return step
 
     def add_gradient(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> float:
         """Add the gradient of the loss of these micro-batches on all ranks to what there is. Return the loss."""
@@ -112,11 +122,17 @@ class HeldModel:
         return float(self._ranks.replicas.sum(total)[0])
 
     def take_step(
-        self, loss: float, max_grad_norm: float | None, *, largest: float = sys.float_info.max
+        self,
+        loss: float,
+        max_grad_norm: float | None,
+        *,
+        largest: float = sys.float_info.max,
+        compared: RecentSteps | None = None,
     ) -> OptimizerStep:
         """Clip the gradient, which is that of `loss`, step, and forget it.
 
-        Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient's norm is beyond `largest`.
+        Raises `NotFiniteError`, with the weights unchanged, if the loss or the gradient's norm is beyond `largest`, and
+        `OutlierError` if it is out of all proportion to the steps `compared`.
         """
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = norm_of(gradients)
@@ -130,6 +146,9 @@ class HeldModel:
                 f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {grad_norm}"
                 f"{'' if largest == sys.float_info.max else f', and {largest:g} is the most'}"
             )
+        if compared is not None and (excess := compared.excess(loss, grad_norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise OutlierError(excess)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -185,11 +204,11 @@ class HeldModel:
     def forget_steps(self) -> None:
         """Make a new optimizer, without state, as if no step had been taken; forget the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._start_optimizer(num_steps=0, num_schedule_steps=0)
+        self._start_optimizer(checkpoints.OptimizerCounts())
 
     def state(self) -> checkpoints.State:
         """Return the contents of a checkpoint. The schedule needs only the number of its steps."""
-        counts = checkpoints.OptimizerCounts(steps=self.num_steps, schedule_steps=self.num_schedule_steps)
+        counts = checkpoints.OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
         parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
         if self._adapters is not None:
             trained = self._trained()
@@ -252,19 +271,19 @@ class HeldModel:
         state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
         return {"state": {tensor_name(name): each for name, each in state.items()}}
 
-    def _start_optimizer(self, num_steps: int, num_schedule_steps: int) -> None:
-        """Make a new optimizer, without state, as after `num_steps`, with its schedule after `num_schedule_steps`."""
+    def _start_optimizer(self, counts: checkpoints.OptimizerCounts) -> None:
+        """Make a new optimizer, without state, as after these steps, and its schedule."""
         settings = self._settings.optimizer
         assert settings is not None, "the configuration's checks require an optimizer"
         self.optimizer = make_optimizer(settings, self._ranks.together(self._trained().values()), self.name)
         self.scheduler = make_scheduler(self._settings.scheduler, self.optimizer, self.name)
-        advance(self.scheduler, num_schedule_steps)
-        self.num_steps, self.num_schedule_steps = num_steps, num_schedule_steps
+        self.num_steps, self.num_schedule_steps = counts.steps, counts.schedule_steps_of(self._steps_per_pass)
+        self.recent = counts.recent_steps
+        advance(self.scheduler, self.num_schedule_steps)
         self._offloaded = None
 
     def _load_optimizer(self, folder: Path) -> None:
-        counts = checkpoints.agree(lambda: checkpoints.read_counts(folder, self.name))
-        self._start_optimizer(counts.steps, counts.schedule_steps_of(self._steps_per_pass))
+        self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_counts(folder, self.name)))
         if self.num_steps:
             tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
             read = partial(optimizer_state.read, tensors)

@@ -32,8 +32,13 @@ class Held(Protocol):
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
         ...
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, *, refuses_outliers: bool = False
+    ) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does.
+
+        Raises `NotFiniteError` or `OutlierError`.
+        """
         ...
 
     def advance_schedule(self) -> None:
@@ -89,13 +94,18 @@ class HoldingBackend(Generic[AnyHeld]):
                 yield from ((name, number) for number in range(self._config.num_of(name)))
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossOfMicroBatch,
+        model: Model = "policy",
+        *,
+        refuses_outliers: bool = False,
     ) -> OptimizerStep:
         """Forward and backward over this rank's micro-batches, clip, and step the model's optimizer once.
 
-        Raises `NotFiniteError`, before anything has changed, if the loss or the gradient is not finite.
+        Raises `NotFiniteError` or `OutlierError`, before anything has changed.
         """
-        return self._held[model, 0].train_step(micro_batches, loss)
+        return self._held[model, 0].train_step(micro_batches, loss, refuses_outliers=refuses_outliers)
 
     def advance_schedule(self, model: Model = "policy") -> None:
         """Advance the schedule of a model's learning rate."""

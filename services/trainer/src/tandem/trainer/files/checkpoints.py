@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tandem.common.errors import CheckpointError, DamagedCheckpoint
 from tandem.common.memory import available_bytes
+from tandem.common.numeric.outliers import RecentSteps
 from tandem.common.shortages import is_shortage
 from tandem.config import Config
 from tandem.config.schema.columns import Model
@@ -41,7 +42,7 @@ OPTIMIZER = "optimizer"
 MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file."""
 _COUNTS = "optimizer.json"
-_COUNTED = ("num_optimizer_steps", "num_schedule_steps")
+_COUNTED = ("num_optimizer_steps", "num_schedule_steps", "recent_grad_norms", "recent_losses")
 """Keys of the counts of `OptimizerCounts` in that file."""
 _SPARE = 2
 """How many times the copies of a host's ranks must fit in its memory, because training goes on beside them."""
@@ -55,12 +56,25 @@ Files = tuple[Path, Mapping[str, FileRecord]]
 
 
 class OptimizerCounts(NamedTuple):
-    """The number of steps that an optimizer has taken, and its schedule."""
+    """The number of steps that an optimizer has taken, and its schedule; and the last of them."""
 
-    steps: int
+    steps: int = 0
     """Optimizer steps."""
-    schedule_steps: int | None
+    schedule_steps: int | None = 0
     """Steps of the schedule: passes over a batch. None in a checkpoint of a release that counted optimizer steps."""
+    grad_norms: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    """Losses of the last optimizer steps, like the norms before them: the next steps are compared with these."""
+
+    @classmethod
+    def of(cls, steps: int, schedule_steps: int, recent: RecentSteps) -> Self:
+        """Return the counts, and the last steps."""
+        return cls(steps, schedule_steps, tuple(recent.grad_norms), tuple(recent.losses))
+
+    @property
+    def recent_steps(self) -> RecentSteps:
+        """The last steps."""
+        return RecentSteps(self.grad_norms, self.losses)
 
     def schedule_steps_of(self, steps_per_pass: int) -> int:
         """Return the steps of the schedule, where a pass over a batch is that many optimizer steps.
@@ -320,13 +334,14 @@ class Proof:
 
 
 def read_counts(folder: Path, model: Model = POLICY) -> OptimizerCounts:
-    """Return the number of steps that a model's optimizer, and its schedule, have taken. Raises `CheckpointError`."""
+    """Return the steps that a model's optimizer, and its schedule, have taken. Raises `CheckpointError`."""
     source = folder / optimizer_folder(model)
     with as_checkpoint_error(f"cannot read {source}"):
         if not (source / _COUNTS).exists():
             raise CheckpointError(f"it has no {_COUNTS}: an earlier version of Tandem wrote it, or it is not whole")
         counts = json.loads((source / _COUNTS).read_bytes())
-        return OptimizerCounts(steps=int(counts[_COUNTED[0]]), schedule_steps=counts.get(_COUNTED[1]))
+        steps, schedule_steps, *recent = map(counts.get, _COUNTED)
+        return OptimizerCounts(int(steps), schedule_steps, *(tuple(values or ()) for values in recent))
 
 
 def read_optimizer(folder: Path, read: Callable[[BoxFiles], None], model: Model = POLICY) -> None:

@@ -69,11 +69,16 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         return self._division_of(model).replicas
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: Model = "policy"
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossOfMicroBatch,
+        model: Model = "policy",
+        *,
+        refuses_outliers: bool = False,
     ) -> OptimizerStep:
         """Take an optimizer step of a model in its own groups."""
         with self._division_of(model).entered():
-            return super().train_step(micro_batches, loss, model)
+            return super().train_step(micro_batches, loss, model, refuses_outliers=refuses_outliers)
 
     def scores(self, micro_batches: Sequence[MicroBatch], model: Model, number: int = 0) -> Sequence[Scores]:
         """Return a model's scores, computed in its own groups."""

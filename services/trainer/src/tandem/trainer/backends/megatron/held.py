@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from tandem.common.errors import NotFiniteError
+from tandem.common.errors import NotFiniteError, OutlierError
+from tandem.common.numeric.outliers import RecentSteps
 from tandem.config import Config
 from tandem.config.models.vision_families import family_of
 from tandem.config.schema.adapters import Peft
@@ -163,6 +164,7 @@ class HeldModel:
         """Optimizer steps taken."""
         self.num_schedule_steps = 0
         """Steps of the schedules of learning rate and weight decay."""
+        self.recent = RecentSteps()
         self._offloaded: Offloaded | None = None
 
     def start(self, checkpoint: Path | None) -> None:
@@ -173,8 +175,13 @@ class HeldModel:
         section, num_steps = self._described.section, self.num_schedule_steps
         self._schedule = make_schedule(self._config, section, self.optimizer, num_steps)
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does. Raises `NotFiniteError`."""
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, *, refuses_outliers: bool = False
+    ) -> OptimizerStep:
+        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does.
+
+        Raises `NotFiniteError` or `OutlierError`.
+        """
         self.forget_gradient()
         biases = self.balancing_biases()
         rows = self.pipeline.rows(micro_batches)
@@ -182,7 +189,10 @@ class HeldModel:
         # Megatron-Core divides by the tokens of all rows, which is right for the losses that balance experts.
         self.pipeline.run(rows, adding(total, loss), scale=self.num_tokens(rows))
         total_loss = float(self.division.sum_over_replicas(total)[0])
-        return self.take_step(total_loss, biases, self.optimizer.config.clip_grad)
+        compared = self.recent if refuses_outliers else None
+        step = self.take_step(total_loss, biases, self.optimizer.config.clip_grad, compared=compared)
+        self.recent.add(step.loss, step.grad_norm)
+        return step
 
     def advance_schedule(self) -> None:
         """Advance the schedules of learning rate and weight decay by one step."""
@@ -196,6 +206,7 @@ class HeldModel:
         max_grad_norm: float,
         *,
         largest: float = sys.float_info.max,
+        compared: RecentSteps | None = None,
     ) -> OptimizerStep:
         """Clip the gradient, which is that of `loss` and has been reduced, and step.
 
@@ -204,15 +215,21 @@ class HeldModel:
             biases: `balancing_biases` before the gradient was reduced.
             max_grad_norm: norm that larger gradients are scaled down to; zero for none.
             largest: largest loss and norm of the gradient.
+            compared: the steps before, if the step is not to be out of all proportion to them.
 
         Raises:
             NotFiniteError: the loss or the gradient is not finite, or beyond `largest`. No weight has changed.
+            OutlierError: the loss or the gradient is out of all proportion. No weight has changed.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if not (abs(loss) <= largest and norm <= largest):
+        is_bounded = abs(loss) <= largest and norm <= largest
+        excess = "" if compared is None or not is_bounded else compared.excess(loss, norm)
+        if excess or not is_bounded:
             for buffer, before in biases:
                 buffer.copy_(before)
+            if excess:
+                raise OutlierError(excess)
             of_model = "" if self.name == "policy" else f" of the {self.name} model"
             raise NotFiniteError(
                 f"optimizer step {self.num_steps + 1}{of_model} was not taken: loss {loss}, gradient norm {norm}"
@@ -240,12 +257,14 @@ class HeldModel:
         counts = checkpoints.load_optimizer(folder, self.weights, self.optimizer, self.name)
         self.num_steps = counts.steps
         self.num_schedule_steps = counts.schedule_steps_of(self._config.num_optimizer_steps_per_pass)
+        self.recent = counts.recent_steps
 
     def forget_steps(self) -> None:
         """Leave the optimizer no state, as if no step had been taken; forget the gradient."""
         self.forget_gradient()
         optimizer_state.taken(self.optimizer)
         self.num_steps = self.num_schedule_steps = 0
+        self.recent = RecentSteps()
 
     def forget_gradient(self) -> None:
         """Make all gradients zero."""
@@ -285,7 +304,7 @@ class HeldModel:
         """Return a checkpoint's contents: weights in the precision of the parameters, and the optimizer's state."""
         parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
         gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
-        counts = OptimizerCounts(steps=self.num_steps, schedule_steps=self.num_schedule_steps)
+        counts = OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
         return State(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
 
     def offload(self) -> None:

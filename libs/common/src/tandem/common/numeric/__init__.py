@@ -1,0 +1,1 @@
+"""Judgements of numbers: bounds, spreads, and what is out of all proportion."""
