@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tandem.common.messages import ImageRef, PromptGroup, SampleScored, SamplingParameters
 from tandem.rollout.engine import Completion, Request
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.environment import whole_text
 from tandem.rollout.environments.faults import Unscored
 from tandem.samples.batch import Batch, Bools, Float32s, Int32s
 from tandem.samples.chat_templates import Messages
@@ -137,7 +136,7 @@ class Conversation:
             spent=dict(score.spent),
             correct=score.correct,
             extracted_answer=score.answer,
-            response="\n".join(map(whole_text, self.messages)),
+            response="\n".join(message.get("text", message["content"]) for message in self.messages),
             failure=unscored.failure if unscored else "",
             timed_out=unscored is not None and unscored.timed_out,
             dropped=unscored is not None and unscored.dropped,

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.common.messages import Problem
 from tandem.rollout.environments.answers import answer_in
 from tandem.rollout.environments.environment import Score
-from tandem.rollout.environments.task_scores import corrected_score
+from tandem.rollout.environments.task_scores import corrected_scorer
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
 
 _SOLVED = 1 - 1e-6
@@ -35,8 +35,8 @@ class ReasoningGym:
             partial_credit: whether a score below solved counts, or is zero.
 
         """
-        self._task = task
         self._scorer = task_dataset(task, parameters, size=1, seed=0).score_answer
+        self._corrected = corrected_scorer(task, self._scorer)
         self._answer_after = answer_after
         self._partial_credit = partial_credit
 
@@ -45,9 +45,8 @@ class ReasoningGym:
         too."""
         answer = answer_in(response, self._answer_after)
         entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
-        task = str(problem.metadata.get("source_dataset", self._task))  # a composite's problems have their own
         try:
-            score = corrected_score(task, self._scorer, answer, entry)
+            score = float(self._corrected(answer, entry))
         except Exception:
             # Some scorers parse without a guard. If this raises too, the scorer or the problem is at fault.
             self._scorer(problem.answer, entry)

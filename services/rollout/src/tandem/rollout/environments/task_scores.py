@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -26,10 +27,12 @@ _RELATIVE = 0.01
 """Largest error of a probability, as a part of it."""
 
 
-def corrected_score(task: str, scorer: Scorer, answer: str, entry: Entry) -> float:
-    """Return the score of an answer by `scorer`, the task's own, or by a correct one where that is wrong."""
+def corrected_scorer(task: str, scorer: Scorer) -> Scorer:
+    """Return `scorer`, a task's own, or a correct one where that is wrong. A composite's problems name their task."""
+    if task == "composite":
+        return lambda answer, entry: corrected_scorer(entry["metadata"]["source_dataset"], scorer)(answer, entry)
     correction = _CORRECTIONS.get(task)
-    return float(scorer(answer, entry)) if correction is None else correction(scorer, answer, entry)
+    return scorer if correction is None else functools.partial(correction, scorer)
 
 
 def _game_of_life_halting(scorer: Scorer, answer: str, entry: Entry) -> float:
