@@ -22,6 +22,7 @@ from tandem.config.models.vision_families import vision_family
 from tandem.config.schema import Environment, NewModel
 from tandem.config.schema import Tokenizer as Settings
 from tandem.samples.tokenizer import KEY, Tokenizer
+from tandem.samples.unchanged_files import save_tokenizer
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
 _CHAT_TEMPLATE = (
@@ -123,7 +124,7 @@ def _write_tokenizer(
         tokenizer_object=fast, pad_token=_PAD, bos_token=_BOS, eos_token=_EOS, extra_special_tokens=[*special]
     )
     wrapped.chat_template = chat_template
-    wrapped.save_pretrained(folder)
+    save_tokenizer(wrapped, folder)
 
 
 def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None = None) -> Tokenizer:

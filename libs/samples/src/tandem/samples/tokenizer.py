@@ -13,6 +13,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.common.messages import ImageRef
 from tandem.samples.chat_templates import ChatTemplate, Messages
 from tandem.samples.decoding import Decoder
+from tandem.samples.unchanged_files import save_tokenizer
 
 __all__ = ["Messages", "Tokenizer"]
 
@@ -187,8 +188,8 @@ class Tokenizer(Decoder):
         return text
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files beside a model's weights."""
-        self._hugging_face.save_pretrained(folder)
+        """Write the tokenizer's files beside a model's weights, as they are where it was read from."""
+        save_tokenizer(self._hugging_face, folder)
 
 
 def _alphabet(hugging_face: Any) -> frozenset[str] | None:

@@ -16,6 +16,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, ModelError
 from tandem.common.returned import shown
+from tandem.samples.unchanged_files import use_older_names
 
 FOLDER = "models"
 """Folder of the models within the run folder."""
@@ -69,6 +70,7 @@ def saved_objects(model: Any, tokenizer: Any, run_folder: Path) -> Iterator[Save
             try:
                 if value is not None:
                     value.save_pretrained(files)
+                    use_older_names(files)
             except Exception as error:
                 raise ModelError(f"{argument}: cannot be saved: {type(error).__name__}: {error}") from error
         folder = run_folder / FOLDER / f"policy-{_digest(files)}"

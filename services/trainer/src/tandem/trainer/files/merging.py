@@ -15,7 +15,9 @@ from tandem.config.models import hub
 from tandem.config.models.hf_config import load_config, model_class
 from tandem.config.models.lora import CONFIG
 from tandem.samples import manifest
+from tandem.samples.unchanged_files import copy_generation_config
 from tandem.trainer.files import adapter_files
+from tandem.trainer.files.model_folder import save_config
 
 _NOT_COPIED = {adapter_files.TENSORS, CONFIG, "README.md"}
 
@@ -55,6 +57,8 @@ def _write(adapters: Path, target: Path, base: str) -> None:
             model = kind.from_pretrained(source, dtype="auto", trust_remote_code=False, use_safetensors=True)
             merged = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
             merged.save_pretrained(temporary)
+            save_config(merged.config, temporary)
+            copy_generation_config(source, temporary)
         for path in sorted(adapters.iterdir()):
             if path.name not in _NOT_COPIED:
                 shutil.copy2(path, temporary)

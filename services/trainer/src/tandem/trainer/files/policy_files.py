@@ -13,7 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from tandem.samples.unchanged_files import copy_generation_config
 from tandem.trainer.exposed_weights import whole_of
+from tandem.trainer.files import model_folder
 from tandem.trainer.files.box_files import digests_of
 from tandem.trainer.models import decoder_layers
 
@@ -105,8 +107,8 @@ class Writer:
             where = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        self._config.save_pretrained(self._folder)
-        if self._generation_config is not None:
+        source = model_folder.save_config(self._config, self._folder)
+        if self._generation_config is not None and not (source and copy_generation_config(source, self._folder)):
             self._generation_config.save_pretrained(self._folder)
         return {self._folder / name: digests for name, digests in zip(names, self._files, strict=True)}
 

@@ -1,0 +1,65 @@
+"""The configuration of an exported model: its source's file, with what differs.
+
+Transformers 5 has other names for some settings than Transformers 4, which reads its files without error but wrongly:
+the base of rotary embeddings, `rope_theta`, would be the default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.config.models.hf_config import load_config
+
+_CONFIG = "config.json"
+
+
+def save_config(config: Any, folder: Path) -> Path | None:
+    """Write a configuration of Transformers so that Transformers 4 reads it too.
+
+    Return the folder that it was read from; None if there is none. Raises the errors of the library and of the system.
+    """
+    config.save_pretrained(folder)
+    written = json.loads((folder / _CONFIG).read_text())
+    source = Path(config.name_or_path or folder)
+    if not (source / _CONFIG).is_file() or source.resolve() == folder.resolve():
+        settings, source_folder = _with_older_names(written), None
+    else:
+        given = json.loads((source / _CONFIG).read_text())
+        same = json.loads(load_config(str(source), None).to_json_string())
+        settings, source_folder = _with_changes(given, same, written), source
+    (folder / _CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    return source_folder
+
+
+def _with_changes(given: Mapping[str, Any], source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return given settings with what differs between two forms that Transformers has written."""
+    settings = dict(given)
+    for key in source.keys() | written.keys():
+        forms = (given.get(key), source.get(key), written.get(key))
+        if key in source and key in written and source[key] == written[key]:
+            continue
+        if key not in written:
+            settings.pop(key, None)
+        elif all(isinstance(form, dict) for form in forms):
+            settings[key] = _with_changes(given[key], source[key], written[key])
+        elif key == "dtype" and "dtype" not in given:
+            settings["torch_dtype"] = written[key]
+        else:
+            settings[key] = written[key]
+    return settings
+
+
+def _with_older_names(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the names that Transformers 4 has for some of them, besides those of Transformers 5."""
+    settings = dict(written)
+    if "dtype" in written:
+        settings["torch_dtype"] = written["dtype"]
+    rope = written.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_theta" in rope:
+        settings["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            settings["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return settings
