@@ -219,13 +219,14 @@ def test_a_mapping_is_checked_as_a_file_is() -> None:
     }
     config = build_config(settings)
     assert (config.algorithm, config.sft.max_num_steps) == ("sft", 5)
-    assert (config.data.num_train, config.data.num_validation) == (None, 256)
+    assert (config.data.num_train, config.data.num_validation) == (None, None)
     assert settings["sft"] == {"max_num_steps": 5}
 
 
 def test_num_validation_follows_from_where_validation_problems_come_from(here: Path) -> None:
     overrides = ["data={dataset_name: jsonl, task: null, train_data_path: a.jsonl}", "env.math.num_workers=2"]
-    assert load_config("small.yaml", overrides).data.num_validation == 256
+    assert load_config("small.yaml").data.num_validation == 256
+    assert load_config("small.yaml", overrides).data.num_validation is None, "a share of what is read"
     assert load_config("small.yaml", [*overrides, "data.val_data_path=b.jsonl"]).data.num_validation is None
 
 

@@ -192,6 +192,13 @@ def content(problem: Problem) -> str:
     return json.dumps([problem.question, problem.answer, problem.metadata], sort_keys=True)
 
 
+@pytest.mark.parametrize(("num_rows", "num_held_out"), [(2, 1), (12, 1), (300, 30), (3000, 256)])
+def test_a_tenth_is_held_out_where_nothing_says_how_many(num_rows: int, num_held_out: int) -> None:
+    rows = [{**ROWS[0], "input": f"{number} + 1"} for number in range(num_rows)]
+    train, held_out = split(rows, num_validation=None, num_train=None)
+    assert (len(train), len(held_out)) == (num_rows - num_held_out, num_held_out)
+
+
 def test_the_split_of_a_file_is_that_of_the_first_release() -> None:
     train, held_out = split(ROWS, num_validation=3)
     assert [p.problem_id for p in held_out] == FILES_HELD_OUT

@@ -154,12 +154,13 @@ def test_null_means_that_nothing_is_validated() -> None:
     assert GrpoAlgorithm(config, character_tokenizer(config)).num_validation == 0
     again = build_config(to_plain(config))
     assert to_plain(again) == to_plain(config)
-    assert listed(train=train).data.num_validation == 256, "what is not said is not null"
+    problems = load_problems(listed(train=train))
+    assert (len(problems.train), len(problems.validation)) == (14, 1), "what is not said is a tenth of the first"
     split = [{**each, "split_validation_size": 0.2} for each in train]
     assert len(load_problems(listed(train=split, validation=None)).validation) == 3
     assert listed(train=train, validation=None, num_validation=4).data.num_validation == 4
     flat = data_config(dataset_name="jsonl", train_data_path="a.jsonl", input_key="question", output_key="reply")
-    assert flat.data.num_validation == 256
+    assert len(load_problems(flat).validation) == 1
     keys = {"input_key": "question", "output_key": "reply", "validation": None}
     flat = data_config(dataset_name="jsonl", train_data_path="a.jsonl", **keys)
     assert len(load_problems(flat).train) == 10

@@ -177,7 +177,7 @@ def test_copies_are_validated_on_where_they_have_what_to_validate_on() -> None:
     data = configured(dataset_name="geometry3k", train_data_path="copy").data
     assert [(each.data_path, each.split) for each in data.validation] == [("copy", "validation")]
     data = configured(dataset_name="clevr-cogent", train_data_path="copy").data
-    assert (data.train[0].data_path, data.validation, data.num_validation) == ("copy", (), 256)
+    assert (data.train[0].data_path, data.validation, data.num_validation) == ("copy", (), None)
     data = configured(dataset_name="clevr-cogent", train_data_path="copy", val_data_path="other").data
     assert [(each.data_path, each.split) for each in data.validation] == [("other", "valA")]
 

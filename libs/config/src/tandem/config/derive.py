@@ -304,10 +304,7 @@ def _task_params(look: Look) -> Any:
 
 
 def _num_validation(look: Look) -> Any:
-    keys = ("val_data_path", "val_data_paths", "val_split", "validation", "split_validation_size")
-    held_out = any(look(f"data.{key}") for key in keys)
-    sizes = [each.get("split_validation_size") for each in look("data.train") or () if isinstance(each, dict)]
-    return None if held_out or any(sizes) else 256
+    return 256 if look("data.dataset_name") in GENERATED else None
 
 
 def _gpus(look: Look) -> tuple[int, int] | None:
@@ -509,7 +506,7 @@ DERIVED = (
     Derived(key="data.num_train", text="10000 for problems that are made, else null", compute=_num_train),
     Derived(
         key="data.num_validation",
-        text="null if `data` holds out validation problems in another way, else 256",
+        text="256 for problems that are made, else null",
         compute=_num_validation,
     ),
     Derived(

@@ -148,8 +148,8 @@ class Data(Section, frozen=True, kw_only=True):
     """New. Training problems to generate or use; null means all of the file or split, and 10000 generated ones. At
     most a million are generated, validation included."""
     num_validation: NonNegativeInt | None = None
-    """New. Validation problems to generate, use or hold out; null means all of `val_data_path` or `val_split`, and
-    256 without either. 0 means no validation."""
+    """New. Validation problems to generate, use or hold out. Null means all of `val_data_path` or `val_split`, or of
+    `validation`; without any, a tenth of the training problems, and 256 at most. 0 means no validation."""
     seed: int | None = None
     """Accepted: NeMo-RL's seed for held-out problems. Here the prompts decide what is held out, and the algorithm's
     seed the order."""
@@ -272,7 +272,7 @@ class Data(Section, frozen=True, kw_only=True):
         if not self.train:
             return tuple(self.val_data_paths or ())
         own = set_names(self.train)
-        first_too = bool(self.num_validation) and not self.validation
+        first_too = self._holds_out_of_first
         held_out = [
             name
             for index, (name, each) in enumerate(zip(own, self.train, strict=True))
@@ -287,11 +287,18 @@ class Data(Section, frozen=True, kw_only=True):
         """A section for each training set, as if it were the only one; validation problems are held out of the first
         by default."""
         first, *others = (self.of_set(each) for each in self.train)
-        if not self.validation and not self.train[0].split_validation_size:
+        if self._holds_out_of_first:
             first = msgspec.structs.replace(first, num_validation=self.num_validation)
         if not others:
             first = msgspec.structs.replace(first, num_train=self.num_train)
         return (first, *others)
+
+    @cached_property
+    def _holds_out_of_first(self) -> bool:
+        """Whether validation problems are held out of the first listed set because nothing else says where from."""
+        if self.validation or self.num_validation == 0 or self.train[0].split_validation_size:
+            return False
+        return self.num_validation is not None or not any(each.split_validation_size for each in self.train)
 
     def of_set(self, each: DataSet) -> Data:
         """Return the section for one listed data set, as if it were the only one, and all of it for training."""
@@ -304,7 +311,7 @@ class Data(Section, frozen=True, kw_only=True):
             val_data_path=None,
             val_split=None,
             num_train=None,
-            num_validation=None,
+            num_validation=None if each.split_validation_size else 0,
             split_validation_size=each.split_validation_size,
             train=(),
             validation=(),

@@ -312,8 +312,11 @@ def share_held_out(num_rows: int) -> int:
 
 
 def _num_held_out(data: Data, num_items: int) -> int:
+    """Return how many items of one file to hold out: by a number, a size, or by themselves."""
     size = data.split_validation_size
-    return data.num_validation or int(size if size >= 1 else round(size * num_items))
+    if data.num_validation is not None:
+        return data.num_validation or int(size if size >= 1 else round(size * num_items))
+    return int(size if size >= 1 else round(size * num_items)) if size else share_held_out(num_items)
 
 
 def _groups(order: Sequence[int], contents: Sequence[str]) -> list[list[int]]:
