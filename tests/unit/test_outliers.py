@@ -31,7 +31,8 @@ def batch_of(rewards: list[list[float]], **grpo: Any) -> tuple[Batch, dict[str, 
         for group, row in enumerate(rewards)
         for place, reward in enumerate(row)
     ]
-    return training_batch(config, 1, records, {group: group for group in range(len(rewards))})
+    prompts = {group: group for group in range(len(rewards))}
+    return training_batch(config, 1, records, prompts, lambda group: f"sums/{group}")
 
 
 def config_with(num_groups: int, **grpo: Any) -> Config:
@@ -51,7 +52,7 @@ def test_an_advantage_out_of_proportion_is_named_with_its_sample_and_trained_on(
     assert metrics["advantage_outliers"] == 1
     assert batch.num_valid_S.tolist() == [3] * 12
     (note,) = batch.notes
-    assert note.startswith(f"group 1, sample 3: an advantage of {advantage:.4g} is {PHRASE}: ")
+    assert note.startswith(f"group 1 (problem sums/1), sample 3: an advantage of {advantage:.4g} is {PHRASE}: ")
     assert (
         "its reward is 1, and those of its group are 0.8 to 1 (grpo.set_aside_outliers sets such groups aside)" in note
     )

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import yaml
+
 from tests.harness.runs.running import coordinator, deterministic, steps_of, weights_of, write_config
 
 PIPELINE = {
     "policy": {
         "optimizer": None,
         "dtensor_cfg": {"enabled": False},
-        "megatron_cfg": {"enabled": True, "pipeline_model_parallel_size": 2, "optimizer": {"lr": 1.0e-3}},
+        "megatron_cfg": {
+            "enabled": True,
+            "pipeline_model_parallel_size": 2,
+            "optimizer": {"lr": 1.0e-3, "min_lr": 0.0},
+            # Stretched over the run as it is now: the first part of the second run is shorter than the whole.
+            "scheduler": {"lr_decay_style": "linear", "override_opt_param_scheduler": True},
+        },
     },
     "cluster": {"trainers": 2},
 }
@@ -24,3 +35,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit() -> None:
     resumed, uninterrupted = steps_of("run"), steps_of("whole")
     assert [step.step for step in resumed] == [1, 2]
     assert deterministic(resumed[1].metrics) == deterministic(uninterrupted[1].metrics)
+    assert [step.metrics["learning_rate"] for step in resumed] == pytest.approx([1.0e-3, 0.5e-3])
+    for folder in ("run", "whole"):
+        settings = yaml.safe_load(Path(folder, "config.yaml").read_text())["policy"]["megatron_cfg"]
+        assert settings["train_iters"] == 2

@@ -169,7 +169,9 @@ class GrpoAlgorithm:
         # Groups of this step may be asked for again, if samples have been lost.
         self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
         prompts = {group: (encoded.prompt_ids, encoded.images) for group, encoded in drawn.items()}
-        batch, metrics = training_batch(self._config, step, records, prompts)
+        batch, metrics = training_batch(
+            self._config, step, records, prompts, lambda group: drawn[group].problem.problem_id
+        )
         if self._config.num_of("teacher") > 1:
             batch = teachers.with_teachers(self._config, batch, drawn)
         if self._has_origins:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
 from tandem.common.numeric.outliers import PHRASE, usual_size
-from tandem.common.returned import beyond
+from tandem.common.returned import beyond, line
 from tandem.config import Config
 from tandem.config.schema import Rollouts
 from tandem.coordinator.algorithms.advantages import within
@@ -69,7 +69,11 @@ def without_outliers(
 
 
 def outlier_note(
-    config: Config, samples: Sequence[SampleScored], advantages_S: NDArray[np.float32], outlying_S: NDArray[np.bool_]
+    config: Config,
+    samples: Sequence[SampleScored],
+    advantages_S: NDArray[np.float32],
+    outlying_S: NDArray[np.bool_],
+    problem_of: Callable[[int], str] | None = None,
 ) -> str:
     """Name the sample with the largest advantage that is out of all proportion to the others of its step."""
     place = int((np.abs(advantages_S) * outlying_S).argmax())
@@ -78,8 +82,9 @@ def outlier_note(
     if not config.rollout_section.set_aside_outliers:
         aside = f"{config.algorithm}.set_aside_outliers sets such groups aside"
     rewards = [each.reward for each in samples if each.group == sample.group and not each.dropped]
+    problem = "" if problem_of is None else f" (problem {line(problem_of(sample.group))})"
     return (
-        f"group {sample.group}, sample {sample.sample}: an advantage of {float(advantages_S[place]):.4g} is {PHRASE}: "
-        f"{value / usual:,.0f} times the usual {usual:.3g} of the step; its reward is {sample.reward:.6g}, and those "
-        f"of its group are {min(rewards):.6g} to {max(rewards):.6g} ({aside})"
+        f"group {sample.group}{problem}, sample {sample.sample}: an advantage of {float(advantages_S[place]):.4g} is "
+        f"{PHRASE}: {value / usual:,.0f} times the usual {usual:.3g} of the step; its reward is "
+        f"{sample.reward:.6g}, and those of its group are {min(rewards):.6g} to {max(rewards):.6g} ({aside})"
     )

@@ -5,7 +5,7 @@ Shapes: ``S`` samples, in ``G`` groups of ``N``; in a batch ``S`` sequences, of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Self
 
@@ -90,12 +90,17 @@ _FIELDS = attrgetter(
 
 
 def training_batch(
-    config: Config, step: int, records: Sequence[SampleRecord], prompts: Mapping[int, Hashable]
+    config: Config,
+    step: int,
+    records: Sequence[SampleRecord],
+    prompts: Mapping[int, Hashable],
+    problem_of: Callable[[int], str] | None = None,
 ) -> tuple[Batch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
 
-    `prompts` has a key for each group, which is equal for equal prompts. Where trainers make the advantages themselves
-    (PPO), or learn without any (distillation), the batch has rewards in their place.
+    `prompts` has a key for each group, which is equal for equal prompts, and `problem_of` knows the id of its problem.
+    Where trainers make the advantages themselves (PPO), or learn without any (distillation), the batch has rewards in
+    their place.
     """
     grpo, estimator = config.rollout_section, config.rollout_section.group_estimator
     num_samples = grpo.num_generations_per_prompt
@@ -138,7 +143,7 @@ def training_batch(
         notes = (set_aside_note(samples, rewards_S, advantages_GN.reshape(-1)),)
     advantages_S = np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32)
     if estimator is not None and (outlying_S := outliers(advantages_S)).any():
-        notes += (outlier_note(config, samples, advantages_S, outlying_S),)
+        notes += (outlier_note(config, samples, advantages_S, outlying_S, problem_of),)
         kept_S, counts = without_outliers(grpo, kept_S, outlying_S)
         metrics |= counts
     if config.max_trajectory_age_steps:
