@@ -46,6 +46,7 @@ NEW_KEYS = [
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
     "policy.megatron_cfg.fp4_cfg",
     "policy.megatron_cfg.forwarded",
+    "policy.generation.min_p",
     "policy.generation.tool_call_parser",
     "policy.generation.adapter_sets",
     "policy.generation.transformers_cfg.adapter_sets",

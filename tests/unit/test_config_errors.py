@@ -522,6 +522,11 @@ NGRAM = "method: ngram, num_speculative_tokens: 3"
             f": cannot be combined with {VLLM_CFG}.pipeline_parallel_size",
         ),
         (
+            f"{{{NGRAM}}}",
+            ["policy.generation.min_p=0.1"],
+            ": cannot be combined with policy.generation.top_p, top_k or min_p",
+        ),
+        (
             f"{{{NGRAM}, draft_tensor_parallel_size: 2}}",
             [],
             ".draft_tensor_parallel_size: 2, but vLLM shares a draft as the policy: tensor_parallel_size is 1",

@@ -19,7 +19,7 @@ from serving_harness import EOS, MAX_LENGTH, NAME, SPECIAL, VOCABULARY, Driving,
 from transformers import PreTrainedTokenizerFast
 
 from tandem.common.errors import ModelError
-from tandem.rollout.engines.sampling import restrict
+from tandem.rollout.engines.masks import restrict
 from tandem.rollout.openai_api.bodies import MAX_BODY_BYTES
 from tandem.samples.tokenizer import Tokenizer
 
@@ -384,7 +384,7 @@ def complete(tiny: Tiny, **changes: Any) -> Any:
             "answers texts here, not images",
         ),
         (chat, {"logit_bias": {"5": 1}}, 400, "logit_bias", "does not support it"),
-        (chat, {"extra_body": {"min_p": 0.5}}, 400, "min_p", "does not support it"),
+        (chat, {"extra_body": {"min_p": 1.5}}, 400, "min_p", "<= 1.0"),
         (chat, {"response_format": {"type": "xml"}}, 400, "response_format.type", "Invalid enum value 'xml'"),
         (chat, {"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema: it is missing"),
         (chat, {"response_format": schema({"type": "thing"})}, 400, "response_format", "Invalid type: thing"),

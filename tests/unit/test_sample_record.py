@@ -22,7 +22,7 @@ from tandem.samples.images.columns import image_columns
 from tandem.samples.recorded_shards import read_shard, read_step, samples_of, steps
 from tandem.samples.routed_experts import COLUMN, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.samples.sample_record import SCHEMA, SEEING, RecordedSample
+from tandem.samples.sample_record import SCHEMA, RecordedSample, schema_with
 from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, table_of, write_shard
 
 
@@ -212,7 +212,7 @@ def test_images_of_a_model_that_sees_are_recorded(tmp_path: Path) -> None:
         for place, images in enumerate([refs, [], refs[1:]])
     ]
     path = unfinished_path(tmp_path, 12, "rollout-0")
-    file = UnfinishedFile(path, RUN_ID, SEEING)
+    file = UnfinishedFile(path, RUN_ID, schema_with({"images": True}))
     file.append(samples)
     file.close()
     write_shard(shard_path(tmp_path, 12, "rollout-0"), RUN_ID, read_unfinished(path, RUN_ID))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.rollout.engines.sampling import draw, restrict, uniforms
+from tandem.rollout.engines.masks import restrict
+from tandem.rollout.engines.sampling import draw, uniforms
 
 NUM_TOKENS = 12
 

@@ -15,6 +15,7 @@ from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.samples.routed_experts import RoutedExperts
+from tandem.samples.sampling_masks import MaskFormat
 
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "head_dim": 32},
@@ -48,12 +49,15 @@ def running(
     config_overrides: Mapping[str, Any] | None = None,
     *,
     experts: RoutedExperts | None = None,
+    mask_format: MaskFormat | None = None,
     **extra: Any,
 ) -> Iterator[VllmEngine]:
     """Start vLLM with a model's configuration, without weights; stop it at the end. `settings` are `VllmCfg`'s."""
     cfg = VllmCfg(**{"precision": "float32", "max_model_len": 128, **(settings or {})})
     extra = {"kv_cache_memory_bytes": 2**26, "max_num_seqs": 32, **extra}
-    engine = VllmEngine(folder, cfg, extra=extra, experts=experts, config_overrides=config_overrides)
+    engine = VllmEngine(
+        folder, cfg, extra=extra, experts=experts, mask_format=mask_format, config_overrides=config_overrides
+    )
     try:
         yield engine
     finally:

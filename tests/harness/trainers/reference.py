@@ -19,6 +19,7 @@ from tandem.config import Config
 from tandem.config.models.hf_config import model_class
 from tandem.samples.batch import Batch
 from tandem.trainer.backend import Backend
+from tests.harness.trainers.masks_harness import kept_in
 from tests.harness.trainers.trainer_harness import (
     ADAMW,
     run_ranks,
@@ -51,9 +52,13 @@ def sequences_of(batch: Batch) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def logprobs_of(model: Any, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of tokens 1 to the last of one unpadded sequence."""
+def logprobs_of(
+    model: Any, token_ids: torch.Tensor, temperature: float = 1.0, is_kept_TV: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Log-probabilities of tokens 1 to the last of one unpadded sequence, among the tokens kept for each."""
     logits_TV = model(input_ids=token_ids[None]).logits[0, :-1].float() / temperature
+    if is_kept_TV is not None:
+        logits_TV = logits_TV.masked_fill(~is_kept_TV[1:], -torch.inf)
     return logits_TV.log_softmax(dim=-1).gather(1, token_ids[1:, None])[:, 0]
 
 
@@ -84,9 +89,12 @@ def plain_grpo(
     optimizer = adamw(model, decays_vectors=decays_vectors)
     history = []
     for batch in batches:
-        samples = sequences_of(batch)
+        samples, kept = sequences_of(batch), kept_in(batch, model.config.vocab_size)
         with torch.no_grad():
-            previous = [logprobs_of(model, sample["token_ids"], temperature) for sample in samples]
+            previous = [
+                logprobs_of(model, sample["token_ids"], temperature, its_TV)
+                for sample, its_TV in zip(samples, kept, strict=True)
+            ]
             now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
             model.load_state_dict(reference, strict=False)
             references = [logprobs_of(model, sample["token_ids"], temperature) for sample in samples]
@@ -96,12 +104,13 @@ def plain_grpo(
             num_tokens = sum(int(samples[i]["mask"].sum()) for i in chosen)
             total = torch.zeros(())
             for i in chosen:
-                logprobs = logprobs_of(model, samples[i]["token_ids"], temperature)
+                logprobs = logprobs_of(model, samples[i]["token_ids"], temperature, kept[i])
                 ratio = (logprobs - previous[i]).exp()
                 advantage = samples[i]["advantage"]
                 loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                difference = references[i] - logprobs
-                weight = (logprobs - logprobs.detach()).exp()  # its gradient is that of where samples are drawn
+                whole = logprobs_of(model, samples[i]["token_ids"], temperature) if kept[i] is not None else logprobs
+                difference = references[i] - whole
+                weight = (whole - whole.detach()).exp()  # its gradient is that of where samples are drawn
                 loss = loss + kl * weight * (difference.exp() - 1 - difference)
                 total = total + loss[samples[i]["mask"]].sum() / num_tokens
             total.backward()
@@ -156,8 +165,9 @@ def plain_numbers(
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source) if isinstance(source, Path) else source
     values = []
     with torch.no_grad():
-        for sample in sequences_of(batches[0]):
-            logprobs = logprobs_of(model, sample["token_ids"], temperature).where(sample["mask"], 0.0)
+        kept = kept_in(batches[0], model.config.vocab_size)
+        for sample, its_TV in zip(sequences_of(batches[0]), kept, strict=True):
+            logprobs = logprobs_of(model, sample["token_ids"], temperature, its_TV).where(sample["mask"], 0.0)
             values += [np.zeros(1, dtype=np.float32), logprobs.numpy()]
     size = len(batches[0].lengths_S)
     steps = plain_grpo(model, batches, size=size, temperature=temperature, kl=kl, decays_vectors=decays_vectors)

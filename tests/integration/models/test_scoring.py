@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tandem.samples.batch import Batch
+from tandem.trainer.batching.masks import TokenMasks, masks_on
 from tandem.trainer.scoring import VocabularyShard, score_tokens
+from tests.harness.trainers.masks_harness import kept_in, masked
 from tests.harness.trainers.trainer_harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -26,6 +30,21 @@ def inputs(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, t
     return hidden_KH, weight_VH, target_K
 
 
+def masks_for(target_K: torch.Tensor, size: int) -> TokenMasks:
+    """Return a random mask for each token: none, a list or a bitmap."""
+    vocabulary, batch = -(-size // 32), masked(tokens(target_K), size)
+    return masks_on(torch.device("cpu"), batch, np.arange(len(target_K)), vocabulary)
+
+
+def tokens(target_K: torch.Tensor) -> Batch:
+    """Return a sequence of these tokens, all of them counted."""
+    return Batch(
+        lengths_S=np.array([len(target_K)], dtype=np.int32),
+        token_ids_T=target_K.numpy().astype(np.int32),
+        loss_mask_T=np.ones(len(target_K), dtype=np.bool_),
+    )
+
+
 def score(
     hidden_KH: torch.Tensor, weight_VH: torch.Tensor, target_K: torch.Tensor, **options: Any
 ) -> dict[str, torch.Tensor]:
@@ -40,7 +59,13 @@ def score(
 
 
 def score_rows_of_a_rank(
-    rank: int, size: int, padded: int, dtype: torch.dtype, chunk: int | None, undrawable: tuple[int, ...] = ()
+    rank: int,
+    size: int,
+    padded: int,
+    dtype: torch.dtype,
+    chunk: int | None,
+    undrawable: tuple[int, ...] = (),
+    has_masks: bool = False,
 ) -> Any:
     """Score with this rank's part of the rows, which are `padded` with rows of anything."""
     assert dist.group.WORLD is not None
@@ -50,7 +75,8 @@ def score_rows_of_a_rank(
     num_rows = padded // dist.get_world_size()
     own_VH = whole_VH[rank * num_rows : (rank + 1) * num_rows].clone().requires_grad_()
     shard = VocabularyShard(group=dist.group.WORLD, first_row=rank * num_rows, num_rows=size)
-    return score(hidden_KH, own_VH, target_K, vocabulary=shard, chunk=chunk, undrawable=undrawable)
+    masks = masks_for(target_K, size) if has_masks else None
+    return score(hidden_KH, own_VH, target_K, vocabulary=shard, chunk=chunk, undrawable=undrawable, masks=masks)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +98,32 @@ def test_scores_over_two_ranks_are_those_over_one(
     weight_VH = torch.cat([torch.from_numpy(found["weight"]) for found in ranks])
     torch.testing.assert_close(weight_VH[:size], torch.from_numpy(expected["weight"]), rtol=0, atol=1e-6)
     assert not weight_VH[size:].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "padded"), [(40, 40), (37, 80), (19, 40)], ids=["no padding", "much padding", "a rank of padding alone"]
+)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_masks_hold_over_two_ranks(size: int, padded: int, chunk: int | None) -> None:
+    hidden_KH, weight_VH, target_K = inputs(size, torch.float32)
+    (is_kept_KV,) = kept_in(masked(tokens(target_K), size), size)
+    assert is_kept_KV is not None
+    logits_KV = (hidden_KH @ weight_VH.T / 0.7).masked_fill(~is_kept_KV, -torch.inf)
+    logprobs_K = logits_KV.log_softmax(dim=-1).gather(1, target_K[:, None])[:, 0]
+    (logprobs_K * torch.linspace(-1, 1, NUM_TOKENS)).sum().backward()
+    expected = {
+        "logprobs": logprobs_K.detach(),
+        "entropy": torch.distributions.Categorical(logits=logits_KV.detach()).entropy(),
+        "likeliest": (logits_KV.argmax(dim=-1) == target_K).float(),
+        "hidden": hidden_KH.grad,
+    }
+    own = score(*inputs(size, torch.float32), chunk=chunk, masks=masks_for(target_K, size))
+    ranks = run_ranks(2, score_rows_of_a_rank, size, padded, torch.float32, chunk, (), True)
+    for found in (own, *ranks):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.from_numpy(found[name]), tensor, rtol=0, atol=1e-6)
+    for weights in (own["weight"], np.concatenate([found["weight"] for found in ranks])[:size]):
+        torch.testing.assert_close(torch.from_numpy(weights), weight_VH.grad, rtol=0, atol=1e-6)
 
 
 def test_bfloat16_over_two_ranks_stays_within_its_rounding() -> None:

@@ -61,7 +61,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "equal rewards": ({"env": {"mine": {"class": "judging.Constant"}}}, "env.mine"),
     "truncated responses": ({"policy": {"generation": {"max_new_tokens": 1}}}, "policy.generation.max_new_tokens"),
     "failing environment": ({"env": {"mine": {"class": "judging.Raises", "on_error": "zero"}}}, "env.mine"),
-    "engine and trainer disagree": ({"policy": {"generation": {"top_k": 2}}}, "policy.generation.top_k"),
+    "engine and trainer disagree": (
+        {"policy": {"generation": {"bad_words": ["0", "1", "2", "3", "4", "5"]}}},
+        "policy.generation.bad_words",
+    ),
     "stale samples": (
         {
             "grpo": {"max_num_steps": 8, "async_grpo": {"enabled": True, "max_trajectory_age_steps": AGE}},

@@ -99,6 +99,7 @@ class StandInEngine(transformers.TransformersEngine):
         *,
         extra: Mapping[str, Any] | None = None,
         experts: Any = None,
+        mask_format: Any = None,
         config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         self._mapped: list[Mapped] = []
@@ -113,6 +114,7 @@ class StandInEngine(transformers.TransformersEngine):
                     max_total_sequence_length=settings.max_model_len,
                     dtype=settings.precision,
                     experts=experts,
+                    mask_format=mask_format,
                     config_overrides=config_overrides,
                 )
         finally:

@@ -551,6 +551,8 @@ class SamplingParameters(Message, frozen=True, kw_only=True):
     top_p: Share
     top_k: Count
     """Zero means no limit."""
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Least share of the likeliest token's probability; it goes before top-k and top-p."""
     max_new_tokens: Positive
     stop_token_ids: tuple[TokenId, ...]
     stop_strings: tuple[str, ...]

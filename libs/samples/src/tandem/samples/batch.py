@@ -74,6 +74,12 @@ class Batch:
     """SHA-256 of each image's encoded bytes, in the order of the sequences and of the images in them: ``[I, 32]``."""
     image_grids_IX: Int32s
     """Patches of each image, as its family counts them (`tandem.common.messages.ImageRef.grid`): ``[I, 3]``."""
+    num_mask_words_S: Int32s
+    """Words of the sampling masks of each sequence; only where engines cut distributions off."""
+    mask_lengths_T: Int32s
+    """Words of the sampling mask that each token was drawn from (`tandem.samples.sampling_masks`)."""
+    mask_words_W: Int32s
+    """Words of all masks, in the order of the tokens."""
 
     sources: tuple[str, ...] = ()
     """Names of the processes that have the tokens, sorted; `source_S` is an index into them."""
@@ -263,8 +269,9 @@ class Batch:
             raise WireError(f"{name}: {self.columns[name][at]} for {where}, {must}")
 
 
-LENGTHS = {"T": "lengths_S", "I": "num_images_S"}
-"""The axes along which sequences lie end to end, tokens and images, each with the column of the sequences' lengths."""
+LENGTHS = {"T": "lengths_S", "I": "num_images_S", "W": "num_mask_words_S"}
+"""The axes along which sequences lie end to end: tokens, images, words of masks. Each has the column of the sequences'
+lengths."""
 DECLARED: dict[str, np.dtype[Any]] = {
     "lengths_S": np.dtype("int32"),
     "token_ids_T": np.dtype("int32"),
@@ -285,6 +292,9 @@ DECLARED: dict[str, np.dtype[Any]] = {
     "num_images_S": np.dtype("int32"),
     "image_digests_IX": np.dtype("uint8"),
     "image_grids_IX": np.dtype("int32"),
+    "num_mask_words_S": np.dtype("int32"),
+    "mask_lengths_T": np.dtype("int32"),
+    "mask_words_W": np.dtype("int32"),
 }
 """The dtypes of the declared arrays, by name."""
 TOKENS = ("lengths_S", "token_ids_T", "loss_mask_T")
@@ -293,6 +303,8 @@ SAMPLES = (*TOKENS, "generation_logprobs_T", "versions_T")
 """The tokens of finished samples, prompt and response, as the engine saw them."""
 IMAGES = ("num_images_S", "image_digests_IX", "image_grids_IX")
 """The images of sequences, beside `TOKENS` or `SAMPLES`, where the model sees."""
+MASKS = ("num_mask_words_S", "mask_lengths_T", "mask_words_W")
+"""The sampling masks of samples, beside `SAMPLES`, where engines cut distributions off."""
 TABLE = (
     "lengths_S",
     "num_valid_S",
@@ -317,7 +329,7 @@ of each rank. A table also has the columns of a custom loss: a frame ``NAME_S``,
 
 def is_of_table(name: str) -> bool:
     """Return whether an array has a number for each sequence that all ranks need; the rest goes to its rank alone."""
-    return name.endswith("_S") and name not in IMAGES
+    return name.endswith("_S") and name not in (*IMAGES, *MASKS)
 
 
 def _check_declared(frames: Mapping[str, NDArray[Any]], names: Sequence[str], columns: Mapping[str, str]) -> None:

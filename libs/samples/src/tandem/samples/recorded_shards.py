@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from tandem.samples.sample_record import (
     IMAGES,
     LOGPROBS_SCHEMA,
     NO_DIGEST,
+    SAMPLING_MASKS,
     SCHEMA,
-    SEEING,
     UNREADABLE,
     RecordedSample,
+    schema_with,
 )
 from tandem.samples.sample_writing import check_schema, unreadable
 
@@ -134,7 +135,7 @@ def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tu
 
 def samples_of(table: pa.Table) -> list[RecordedSample]:
     """Return the samples of a table, in its order; if the table lacks the columns of arrays, the arrays are empty."""
-    names = SEEING.names if IMAGES in table.column_names else SCHEMA.names
+    names = schema_with(dict.fromkeys(table.column_names, True)).names
     columns = {name: _values(table, name) for name in names}
     return [
         RecordedSample(
@@ -149,6 +150,7 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
                 **{field: row[column] for column, field in ARRAYS.items()},
                 **_columns(row[EXPERTS], len(row["token_ids"])),
                 **_images(row.get(IMAGES), row["branches"]),
+                **_masks(row.get(SAMPLING_MASKS), row["branches"], len(row["token_ids"])),
             ),
             advantage=row["advantage"],
             problem_id=row["problem_id"],
@@ -177,6 +179,19 @@ def _images(images: list[dict[str, Any]] | None, branches: Sequence[object]) -> 
         "num_images_S": np.bincount(branch_I, minlength=max(1, len(branches))).astype(np.int32),
         "image_digests_IX": digests.reshape(-1, DIGEST_BYTES),
         "image_grids_IX": np.array([image["grid"] for image in images], dtype=np.int32).reshape(-1, GRID_SIZES),
+    }
+
+
+def _masks(masks: bytes | None, branches: Sequence[Mapping[str, int]], num_tokens: int) -> dict[str, NDArray[Any]]:
+    """Return the columns of a row's sampling masks."""
+    if masks is None:
+        return {}
+    lengths_T, words_W = np.split(np.frombuffer(masks, dtype=np.int32), [num_tokens])
+    starts = np.cumsum([0, *(branch["num_tokens"] for branch in branches[:-1])])
+    return {
+        "num_mask_words_S": np.add.reduceat(lengths_T, starts, dtype=np.int32),
+        "mask_lengths_T": lengths_T,
+        "mask_words_W": words_W,
     }
 
 

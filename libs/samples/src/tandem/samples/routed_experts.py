@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ConfigError, SamplesError, WireError
 from tandem.config.models.model_sizes import ExpertSizes, expert_sizes, model_config
-from tandem.samples.batch import IMAGES, SAMPLES, Batch
+from tandem.samples.batch import IMAGES, MASKS, SAMPLES, Batch
 
 if TYPE_CHECKING:
     from tandem.config import Config
@@ -87,13 +87,17 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
             raise WireError(f"{COLUMN}: a token has an expert twice in a layer, or fewer than {self.top_k}")
 
 
-def as_trained_on(recorded: Batch, experts: RoutedExperts | None) -> Batch:
+def as_trained_on(recorded: Batch, experts: RoutedExperts | None, *, keeps_masks: bool = False) -> Batch:
     """Return samples of a record as a run trains on them, which may replay nothing. Raises `SamplesError`."""
-    if experts is None:
-        return recorded.only([*SAMPLES, *(name for name in IMAGES if name in recorded.columns)])
-    if COLUMN not in recorded.columns:
+    if experts is not None and COLUMN not in recorded.columns:
         raise SamplesError("the rollout log has no routed experts: policy.router_replay was off")
-    return recorded
+    if keeps_masks and MASKS[0] not in recorded.columns:
+        raise SamplesError(
+            "the rollout log has no sampling masks: policy.generation had neither top_p, top_k nor min_p, or the log "
+            "is of an earlier release"
+        )
+    optional = [*IMAGES, *(MASKS if keeps_masks else ()), *(() if experts is None else (COLUMN,))]
+    return recorded.only([*SAMPLES, *(name for name in optional if name in recorded.columns)])
 
 
 def experts_in(model: Mapping[str, Any]) -> RoutedExperts | None:

@@ -17,6 +17,8 @@ Torch is not imported here: the coordinator itself reads the rollout log.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import pyarrow as pa
 
@@ -75,8 +77,22 @@ SCHEMA = pa.schema(
 """Columns of every file of samples; ``docs/samples.md`` describes them."""
 IMAGES = "images"
 _IMAGE = pa.struct([("digest", pa.binary()), ("grid", pa.list_(pa.int32())), ("branch", pa.int32())])
-SEEING = SCHEMA.append(pa.field(IMAGES, pa.list_(_IMAGE)))
-"""Columns of samples of a model that sees: those, and each sample's images, the branches' end to end."""
+SAMPLING_MASKS = "sampling_masks"
+"""Column of bytes with each token's sampling mask (`tandem.samples.sampling_masks`): the lengths of all, then their
+words."""
+_OPTIONAL = {
+    IMAGES: pa.field(IMAGES, pa.list_(_IMAGE)),
+    SAMPLING_MASKS: pa.field(SAMPLING_MASKS, pa.large_binary()),
+}
+"""Columns of some runs' samples: each sample's images, the branches' end to end, where the model sees; masks where
+engines cut distributions off."""
+
+
+def schema_with(optional: Mapping[str, bool]) -> pa.Schema:
+    """Return the columns of samples that have some of the optional columns, or others."""
+    return pa.schema([*SCHEMA, *(field for name, field in _OPTIONAL.items() if optional.get(name))])
+
+
 LOGPROBS_SCHEMA = pa.schema(
     [
         *((name, pa.int64()) for name in ("step", "group", "sample", "branch")),

@@ -34,10 +34,11 @@ from tandem.samples.sample_record import (
     LOGPROBS_SCHEMA,
     NO_DIGEST,
     RUN_ID,
+    SAMPLING_MASKS,
     SCHEMA,
-    SEEING,
     UNREADABLE,
     RecordedSample,
+    schema_with,
 )
 
 _ROW_GROUP = 128
@@ -107,7 +108,7 @@ class UnfinishedFile:
     that."""
 
     def __init__(self, path: Path, run_id: str, schema: pa.Schema = SCHEMA) -> None:
-        """Create the file; `schema` is `SEEING` for a model that sees."""
+        """Create the file; `schema` is that of `schema_with` for samples with optional columns."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)  # unbuffered, so that a killed process loses nothing
@@ -149,7 +150,9 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
-    schema = SEEING if "num_images_S" in samples[0].arrays.columns else SCHEMA
+    arrays, schema = samples[0].arrays.columns, SCHEMA
+    if "num_images_S" in arrays or "mask_lengths_T" in arrays:
+        schema = schema_with({IMAGES: "num_images_S" in arrays, SAMPLING_MASKS: "mask_lengths_T" in arrays})
     offsets = pa.array([0, *accumulate(map(len, map(_READ["token_ids"], samples)))], pa.int32())
     columns = []
     for field in schema:
@@ -180,6 +183,10 @@ def _experts(sample: RecordedSample) -> bytes | None:
     return None if experts_TX is None else experts_TX.tobytes()
 
 
+def _masks(sample: RecordedSample) -> bytes:
+    return sample.arrays.mask_lengths_T.tobytes() + sample.arrays.mask_words_W.tobytes()
+
+
 def _images(sample: RecordedSample) -> list[dict[str, Any]]:
     digests = map(np.ndarray.tobytes, sample.arrays.image_digests_IX)
     grids = sample.arrays.image_grids_IX.tolist()
@@ -200,7 +207,7 @@ _READ: dict[str, Callable[[RecordedSample], Any]] = {
         else {"reference_answer": "answer"}.get(name, name)
     )
     for name in SCHEMA.names
-} | {"branches": _branches, EXPERTS: _experts, IMAGES: _images}
+} | {"branches": _branches, EXPERTS: _experts, IMAGES: _images, SAMPLING_MASKS: _masks}
 """Reads a column's value of a sample."""
 
 
@@ -213,7 +220,9 @@ def check_schema(path: Path, schema: pa.Schema, run_id: str | None, expected: pa
     metadata = schema.metadata or {}
     if RUN_ID not in metadata or FORMAT_KEY not in metadata:
         raise SamplesError(f"{path} is not part of a rollout log")
-    is_expected = schema.equals(expected) or (expected is SCHEMA and schema.equals(SEEING))
+    is_expected = schema.equals(expected)
+    if not is_expected and expected is SCHEMA:
+        is_expected = schema.equals(schema_with(dict.fromkeys(schema.names, True)))
     if metadata[FORMAT_KEY] != str(FORMAT).encode() or not is_expected:
         said = metadata[FORMAT_KEY].decode(errors="replace")
         raise SamplesError(

@@ -27,6 +27,7 @@ from tandem.samples.images.rows import image_folder
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import RoutedExperts, replayed_experts
 from tandem.samples.sample_store import SampleStore
+from tandem.samples.sampling_masks import masks_of_run
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages |
             generation.vllm_cfg,
             extra={**extra, **generation.vllm_kwargs},
             experts=replayed_experts(config),
+            mask_format=masks_of_run(config),
             config_overrides=policy.engine_config_overrides,
         )
     return kind(
@@ -205,5 +207,6 @@ def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages |
         max_total_sequence_length=policy.max_total_sequence_length,
         dtype=policy.precision,
         experts=replayed_experts(config),
+        mask_format=masks_of_run(config),
         config_overrides=policy.engine_config_overrides,
     )

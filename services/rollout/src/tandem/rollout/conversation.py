@@ -21,6 +21,7 @@ from tandem.samples.batch import Batch, Bools, Float32s, Int32s
 from tandem.samples.chat_templates import Messages
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
+from tandem.samples.sampling_masks import SamplingMasks, mask_columns
 
 FinishReason = Literal["stop", "length", "turns"]
 _Part = tuple[Int32s, Bools, Float32s, Int32s]
@@ -30,13 +31,20 @@ _Part = tuple[Int32s, Bools, Float32s, Int32s]
 class Conversation:
     """One sample of a prompt group."""
 
-    def __init__(self, group: PromptGroup, sample: int, experts: RoutedExperts | None = None) -> None:
-        """Begin with the prompt. `experts` describe the routing that the engine reports for each token, if it does."""
+    def __init__(
+        self, group: PromptGroup, sample: int, experts: RoutedExperts | None = None, *, keeps_masks: bool = False
+    ) -> None:
+        """Begin with the prompt. `experts` describe the routing that the engine reports for each token, if it does;
+        with `keeps_masks` the sample has sampling masks.
+        """
         self.group = group
         self.sample = sample
         self._experts = experts
         self._routed: list[NDArray[np.uint8]] = []
         """Expert routing of each response."""
+        self._keeps_masks = keeps_masks
+        self._masks: list[tuple[int, SamplingMasks | None]] = []
+        """Sampling masks of each response, with the place of its first token."""
         self.messages: list[Mapping[str, Any]] = []
         """Messages after the prompt."""
         self.num_turns = 0
@@ -83,6 +91,7 @@ class Conversation:
         num_tokens = len(completion.token_ids_T)
         self.messages.append(message)
         self.num_turns += 1
+        self._masks.append((len(self._token_ids), completion.masks))
         self._token_ids += completion.token_ids_T.tolist()
         self._num_made += num_tokens
         self._cut_off = completion.finish_reason == "length"
@@ -149,6 +158,7 @@ class Conversation:
             generation_logprobs_T=logprobs_T,
             versions_T=versions_T,
             **routed,
+            **(mask_columns(self.num_tokens, self._masks) if self._keeps_masks else {}),
             **({} if self._images is None else image_columns([self._images])),
         )
         return sample, arrays

@@ -18,6 +18,7 @@ from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
+from tandem.samples.sampling_masks import SamplingMasks
 
 
 class NotHeld(DataError):
@@ -52,7 +53,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     request_id: int
     token_ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
-    """Log-probability of each token under the distribution it was drawn from: temperature, top-k and top-p applied."""
+    """Log-probability of each token under the distribution it was drawn from: temperature, min-p, top-k and top-p
+    applied."""
     versions_T: NDArray[np.int32]
     """Weight version that made each token."""
     finish_reason: Literal["stop", "length", "abort"]
@@ -61,6 +63,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     last token. None unless the engine was asked for it, and for external requests."""
     alternatives: list[Alternatives] | None = None
     """Alternatives to each token; None unless the request asked for them."""
+    masks: SamplingMasks | None = None
+    """Sampling mask of each token; None where nothing was cut off, or the engine was not asked for masks."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_T: NDArray[np.float32]
     versions_T: NDArray[np.int32]
     alternatives: list[Alternatives] | None = None
+    masks: SamplingMasks | None = None
 
 
 class Engine(Protocol):

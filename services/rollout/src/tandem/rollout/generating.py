@@ -48,7 +48,9 @@ Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
 class Generation:
     """One `Generate` in progress."""
 
-    def __init__(self, command: Generate, first_number: int, experts: RoutedExperts | None) -> None:
+    def __init__(
+        self, command: Generate, first_number: int, experts: RoutedExperts | None, *, keeps_masks: bool
+    ) -> None:
         self.command = command
         self.started_at = time.time()
         self.conversations: dict[int, Conversation] = {}
@@ -56,7 +58,7 @@ class Generation:
         for group in command.groups:
             for sample in range(len(group.seeds)):
                 number = first_number + len(self.conversations)
-                self.conversations[number] = Conversation(group, sample, experts)
+                self.conversations[number] = Conversation(group, sample, experts, keeps_masks=keeps_masks)
         self.num_samples = len(self.conversations)
         self.num_tokens = 0
         self.seconds = {"generation": 0.0, "rewards": 0.0}
@@ -70,6 +72,7 @@ class Generating:
         self._config = context.config
         self._parts = parts
         self._experts = experts
+        self._keeps_masks = context.config.replays_sampling_masks
         self._vocabulary = vocabulary_size(context.config.policy)
         self._sees = parts.tokenizer.sees
         self._max_turns = context.config.rollout_section.max_rollout_turns
@@ -100,7 +103,7 @@ class Generating:
         if not self.generations:
             engine.meter.begin()
         engine.wake()
-        generation = Generation(command, self._num_samples, self._experts)
+        generation = Generation(command, self._num_samples, self._experts, keeps_masks=self._keeps_masks)
         self._num_samples += generation.num_samples
         self.generations[command.command_id] = generation
         for number, conversation in generation.conversations.items():

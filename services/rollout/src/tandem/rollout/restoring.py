@@ -18,7 +18,14 @@ from tandem.samples.sample_writing import keys_of, read_unfinished
 
 
 def restored(
-    command: RestoreSamples, folder: Path, run_id: str, rollout: str, vocabulary: int, experts: RoutedExperts | None
+    command: RestoreSamples,
+    folder: Path,
+    run_id: str,
+    rollout: str,
+    vocabulary: int,
+    experts: RoutedExperts | None,
+    *,
+    keeps_masks: bool = False,
 ) -> list[RecordedSample]:
     """Return the samples that a command names, as this rollout's. Raises `SamplesError`.
 
@@ -29,6 +36,7 @@ def restored(
         rollout: name of this rollout.
         vocabulary: number of tokens.
         experts: format of the experts that samples have for each token, if any.
+        keeps_masks: whether samples have sampling masks.
 
     """
     samples = [
@@ -39,7 +47,7 @@ def restored(
             command_id=command.command_id,
             advantage=None,
             scored=bounded(sample.scored),
-            arrays=as_trained_on(sample.arrays, experts),
+            arrays=as_trained_on(sample.arrays, experts, keeps_masks=keeps_masks),
         )
         for name, groups in command.files.items()
         for sample in _read(folder / name, groups, run_id, vocabulary)

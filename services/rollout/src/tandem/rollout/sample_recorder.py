@@ -39,7 +39,7 @@ from tandem.samples.batch import Batch
 from tandem.samples.recorded_shards import read_shard
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sample_files import STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.samples.sample_record import SCHEMA, SEEING, RecordedSample
+from tandem.samples.sample_record import IMAGES, SAMPLING_MASKS, RecordedSample, schema_with
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, write_shard
 from tandem.samples.tokenizer import Tokenizer
@@ -100,7 +100,8 @@ class SampleRecorder:
         self._store = store
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._schema = SEEING if tokenizer.sees else SCHEMA
+        has_masks = context.config.replays_sampling_masks
+        self._schema = schema_with({IMAGES: tokenizer.sees, SAMPLING_MASKS: has_masks})
         self._queue: queue.SimpleQueue[_Finished | _Anew | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
         self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
         """Files that this process writes to, by step and purpose."""
@@ -238,7 +239,16 @@ class SampleRecorder:
     def _restore(self, command: RestoreSamples) -> None:
         """Put samples into the store as if this command had generated them. Raises `SamplesError`."""
         context = self._context
-        samples = restored(command, self._folder, context.run_id, context.name, self._vocabulary, self._experts)
+        keeps_masks = context.config.replays_sampling_masks
+        samples = restored(
+            command,
+            self._folder,
+            context.run_id,
+            context.name,
+            self._vocabulary,
+            self._experts,
+            keeps_masks=keeps_masks,
+        )
         for sample in samples:
             self._store.put((command.command_id, sample.scored.group, sample.scored.sample), sample.arrays)
         self._append(command.step, "train", samples)
@@ -284,7 +294,7 @@ class SampleRecorder:
 def _chosen(tables: Sequence[pa.Table], advantages: dict[tuple[int, int, int], float | None]) -> pa.Table:
     """Return the rows of these samples, each once, with their advantages. Raises `SamplesError` if there are none."""
     rows: dict[tuple[int, int, int], int] = {}
-    table = pa.concat_tables(tables) if tables else None
+    table = pa.concat_tables(tables, promote_options="default") if tables else None
     for row, key in enumerate(keys_of(table) if table is not None else []):
         if key in advantages:
             rows.setdefault(key, row)

@@ -30,11 +30,12 @@ from tandem.common.messages import (
 from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.samples.batch import IMAGES, SAMPLES, Batch, Int32s, Int64s
+from tandem.samples.batch import IMAGES, MASKS, SAMPLES, Batch, Int32s, Int64s
 from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, replayed_experts
+from tandem.samples.sampling_masks import MaskFormat, masks_of_run
 from tandem.trainer.batching.images import check_image_tokens, image_settings
 
 _PATIENCE_S = 5.0
@@ -54,6 +55,8 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Number of tokens."""
     experts: RoutedExperts | None = None
     """Format of the experts that samples have for each token, if any."""
+    masks: MaskFormat | None = None
+    """Format of the sampling masks that samples have, if any."""
     images: ImageSettings | None = None
     """The model's settings for images; None if it does not see. If it does, every sample has images, none perhaps."""
 
@@ -63,6 +66,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return cls(
             vocabulary=vocabulary_size(config.policy),
             experts=replayed_experts(config),
+            masks=masks_of_run(config),
             images=image_settings(config),
         )
 
@@ -70,6 +74,8 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def most_tokens(self) -> int:
         """Most tokens of one request."""
         most = MAX_TOKENS_FETCHED
+        if self.masks is not None:
+            most = min(most, _MAX_REPLY_BYTES // (4 * self.masks.bitmap_words))
         return most if self.experts is None else min(most, _MAX_REPLY_BYTES // self.experts.num_bytes)
 
     def nothing(self) -> Batch:
@@ -82,15 +88,18 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             generation_logprobs_T=nothing.astype(np.float32),
             versions_T=nothing,
             **({} if self.images is None else image_columns([])),
+            **(dict.fromkeys(() if self.masks is None else MASKS, nothing)),
         )
 
     def read(self, frames: Arrays, table: Batch) -> Batch:
         """Return received samples. Raises `WireError` unless they are possible, and match these rows of a table."""
-        names = SAMPLES if self.images is None else (*SAMPLES, *IMAGES)
+        names = (*SAMPLES, *(() if self.images is None else IMAGES), *(() if self.masks is None else MASKS))
         arrays = Batch.from_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
         arrays.check_samples(self.vocabulary)
         if self.experts is not None:
             self.experts.check(arrays.columns[COLUMN])
+        if self.masks is not None:
+            self.masks.check(arrays)
         if self.images is not None:
             check_images(arrays)
             check_image_tokens(arrays, self.images)

@@ -37,6 +37,7 @@ from tandem.config.schema.columns import (
 
 if TYPE_CHECKING:
     from tandem.trainer.batching.images import RowImages
+    from tandem.trainer.batching.masks import TokenMasks
 
 Columns = Mapping[Column, NDArray[Any]]
 """Loss inputs for each token of a shard, ``[T]`` or ``[T, N]``."""
@@ -97,6 +98,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
     images: RowImages | None = None
     """None for a model that does not see."""
+    masks: TokenMasks | None = None
+    """Sampling masks of the valid tokens, in the order of the loss mask; None to score over the whole vocabulary."""
 
     @property
     def generation_logprobs_BT(self) -> torch.Tensor:

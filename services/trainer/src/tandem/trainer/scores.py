@@ -21,6 +21,19 @@ class TokenScores(NamedTuple):
     """One if no token had a larger logit, else zero."""
 
 
+class MaskedScores(NamedTuple):
+    """A policy's scores of tokens over their sampling masks, for a loss that holds it against a reference: float32."""
+
+    logprobs: torch.Tensor
+    """Log-probability of the token in its mask, with gradient."""
+    entropy: torch.Tensor
+    """Entropy of the distribution that it was drawn from, without gradient."""
+    is_likeliest: torch.Tensor
+    """One if no token had a larger logit, else zero."""
+    whole_logprobs: torch.Tensor
+    """Log-probability of the token in the whole vocabulary, with gradient."""
+
+
 class TokenValues(NamedTuple):
     """A value model's scores of tokens: float32, one number for each."""
 
@@ -50,5 +63,5 @@ class TopTokens(NamedTuple):
     """int32."""
 
 
-Scores = TokenScores | TokenValues | StudentScores | TopTokens
+Scores = TokenScores | MaskedScores | TokenValues | StudentScores | TopTokens
 """A model's scores of tokens. A column of scores has one of these (`tandem.config.schema.columns.Column.number`)."""

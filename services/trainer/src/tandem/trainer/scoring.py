@@ -11,6 +11,7 @@ Shapes: ``K`` scored tokens, ``R`` of them at a time; ``N`` tokens scored in the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from tandem.trainer.batching.masks import NEVER, TokenMasks
 from tandem.trainer.scores import StudentScores, TokenScores
 
 _LOGITS = 2**26
@@ -28,11 +30,6 @@ _CACHED = 2**17
 
 _ALIGNED = 64
 """Columns of logits at once, or a multiple of them."""
-
-NEVER = -1e30
-"""The logit of padding, and of tokens that cannot be drawn. Its probability is zero, and zero times this is not NaN,
-unlike with infinity.
-"""
 
 
 class VocabularyShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +53,7 @@ def score_tokens(
     others_KN: torch.Tensor | None = None,
     learns_entropy: bool = False,
     undrawable: Sequence[int] = (),
+    masks: TokenMasks | None = None,
 ) -> TokenScores | StudentScores:
     """Return the scores of the targets: `StudentScores` if others are scored in their places, too.
 
@@ -64,7 +62,8 @@ def score_tokens(
     them again. If they are, it uses up those of the forward pass, so that a second backward pass is an error. With
     `vocabulary`, every rank of its group passes the same ``hidden_KH`` and tokens and gets the same scores. The
     gradient of ``hidden_KH`` is already summed over the group. The gradient of the entropy (`learns_entropy`) costs
-    another pass over the probabilities. Tokens that are `undrawable` have probability zero.
+    another pass over the probabilities. Tokens that are `undrawable` have probability zero, and so
+    have those outside of a target's mask in `masks`.
     """
     chunk = rows_at_once(weight_VH) if chunk is None else chunk
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk
@@ -72,7 +71,7 @@ def score_tokens(
     if others_KN is not None:
         token_KN = torch.cat([token_KN, others_KN], dim=1)
     scores: tuple[torch.Tensor, ...] = _Scores.apply(  # type: ignore[no-untyped-call]
-        hidden_KH, weight_VH, token_KN, temperature, vocabulary, chunk, keeps, learns_entropy, tuple(undrawable)
+        hidden_KH, weight_VH, token_KN, temperature, vocabulary, chunk, keeps, learns_entropy, tuple(undrawable), masks
     )
     logprobs_KN, entropy_K, is_likeliest_K = scores
     if others_KN is None:
@@ -133,6 +132,7 @@ class _Scores(torch.autograd.Function):
         keeps: bool,
         learns_entropy: bool,
         undrawable: tuple[int, ...],
+        masks: TokenMasks | None,
     ) -> tuple[torch.Tensor, ...]:
         first, num_tokens = own_tokens(weight_VH, vocabulary)
         row_KN = token_KN - first
@@ -141,11 +141,15 @@ class _Scores(torch.autograd.Function):
 
         logits_RV = None
         parts = []
-        for hidden_RH, row_RN in zip(torch.split(hidden_KH, chunk), torch.split(row_KN, chunk), strict=True):
+        masks_of_chunks = itertools.repeat(None) if masks is None else masks.split(chunk)
+        chunks = zip(torch.split(hidden_KH, chunk), torch.split(row_KN, chunk), masks_of_chunks, strict=False)
+        for hidden_RH, row_RN, masks_R in chunks:
             logits_RV = None  # before the next are made
             logits_RV = logits_of(hidden_RH, weight_VH, temperature)
             if undrawable:
                 rule_out(logits_RV, undrawable, first)
+            if masks_R is not None:
+                masks_R.rule_out(logits_RV, first)
             parts.append(_sums(logits_RV, row_RN, num_tokens))
         max_K, sum_K, weighted_K, *logit_NK = torch.cat(parts, dim=1)
         logit_KN = torch.stack(logit_NK, dim=1).where(is_here_KN, 0.0)
@@ -175,7 +179,7 @@ class _Scores(torch.autograd.Function):
         )
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
         ctx.num_tokens, ctx.chunk, ctx.learns_entropy = num_tokens, chunk, learns_entropy
-        ctx.undrawable, ctx.first = undrawable, first
+        ctx.undrawable, ctx.first, ctx.masks = undrawable, first, masks
         is_likeliest_K = (logit_KN[:, 0] == 0.0).float()  # relative to the largest, so zero for that one
         ctx.mark_non_differentiable(is_likeliest_K, *(() if learns_entropy else (entropy_K,)))
         return logit_KN - log_sum_K[:, None], entropy_K, is_likeliest_K
@@ -201,6 +205,8 @@ class _Scores(torch.autograd.Function):
                 logits_KC = logits_of(hidden_KH, weight_CH, ctx.temperature)
                 if ctx.undrawable:
                     rule_out(logits_KC, ctx.undrawable, ctx.first + first)
+                if ctx.masks is not None:
+                    ctx.masks.rule_out(logits_KC, ctx.first + first)
                 exp_KC = logits_KC.sub_(max_K[:, None]).exp_()
             else:
                 exp_KC = exp_KV[:, columns]  # changed in place, so that the largest tensor of a step exists only once
@@ -220,7 +226,7 @@ class _Scores(torch.autograd.Function):
         grad_hidden_KH = grad_hidden_KH.to(hidden_KH.dtype)
         if ctx.vocabulary is not None:
             dist.all_reduce(grad_hidden_KH, group=ctx.vocabulary.group)
-        return grad_hidden_KH, grad_weight_VH, None, None, None, None, None, None, None
+        return grad_hidden_KH, grad_weight_VH, *[None] * 8
 
 
 def _with_entropy(

@@ -25,9 +25,10 @@ from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
-from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch import MASKS, Batch, Float32s
 from tandem.samples.batch_sharding import batches_of_samples
 from tandem.samples.routed_experts import replayed_experts
+from tandem.samples.sampling_masks import masks_of_run
 from tandem.trainer.advantages import AdvantageEstimator, ScoredShard
 from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
 from tandem.trainer.batching.images import image_settings
@@ -157,6 +158,7 @@ class Step:
                 unit=config.sequences_per_sample,
                 experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
                 image_settings=image_settings(config) if "num_images_S" in own.columns else None,
+                mask_format=masks_of_run(config, model) if MASKS[0] in sequences.columns else None,
             )
         self.own = next(iter(self.shards.values()))
         """The policy's shard on this rank, or without the policy, that of its only model."""

@@ -174,6 +174,9 @@ class Generation(Section, frozen=True, kw_only=True):
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: PositiveInt | None = None
     """Sample from this many likeliest tokens; null means all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """New. Sample from tokens with at least this share of the likeliest one's probability. It goes before `top_k` and
+    `top_p`, as in vLLM, and holds for validation as well."""
     val_temperature: NonNegativeFloat | None = None
     """Same as `grpo.val_temperature`, at NeMo-RL 0.8's place."""
     val_top_p: Fraction | None = None
@@ -234,7 +237,7 @@ class Generation(Section, frozen=True, kw_only=True):
     Needs `async_engine`."""
     max_stored_tokens: PositiveInt = 500_000_000
     """New. Most tokens of finished samples that one engine's process keeps until they are trained on: 13 bytes of
-    host memory each."""
+    host memory each, and with `top_p`, `top_k` or `min_p` those of their sampling masks."""
     colocated: Colocated = Colocated()
 
     @cached_property
@@ -246,6 +249,11 @@ class Generation(Section, frozen=True, kw_only=True):
     def validation_top_k(self) -> int | None:
         """Likeliest tokens that validation samples from; None means all."""
         return self.top_k if self.val_top_k is None else max(0, self.val_top_k) or None
+
+    @cached_property
+    def cuts_off(self) -> bool:
+        """Whether training samples are drawn from some of the tokens only."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
     @cached_property
     def is_async(self) -> bool:

@@ -396,6 +396,12 @@ class Config(Section, frozen=True, kw_only=True):
         return loss.zero_outside_topk and loss.kl_type in ("reverse", "mixed")
 
     @cached_property
+    def replays_sampling_masks(self) -> bool:
+        """Whether the policy's log-probabilities are of the tokens that engines drew from, and not of all tokens."""
+        reads = self.declaration.rolls_out and columns.GENERATION_LOGPROBS in self.declaration.columns
+        return reads and self.policy.generation.cuts_off
+
+    @cached_property
     def scoring_temperature(self) -> float:
         """Divisor of the logits for log-probabilities: the sampling temperature.
 

@@ -119,6 +119,7 @@ class GrpoAlgorithm:
             temperature=generation.temperature if own is None else own,
             top_p=generation.validation_top_p if validates else generation.top_p,
             top_k=(generation.validation_top_k if validates else generation.top_k) or 0,
+            min_p=generation.min_p,
             max_new_tokens=generation.max_new_tokens,
             stop_token_ids=self._stop_token_ids,
             stop_strings=generation.stop_strings or (),

@@ -106,7 +106,9 @@ class RecordedAlgorithm(WithoutGeneration):
         self._records, self._prompts = [], {}
         for sample in samples:
             scored = bounded(sample.scored)
-            arrays = as_trained_on(sample.arrays, replayed_experts(self._config))
+            arrays = as_trained_on(
+                sample.arrays, replayed_experts(self._config), keeps_masks=self._config.replays_sampling_masks
+            )
             self._store.put((step, scored.group, scored.sample), arrays)
             self._records.append(SampleRecord(scored, SOURCE, step))
             prompt = sample.arrays.token_ids_T[: scored.prompt_length]

@@ -29,6 +29,7 @@ from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatMessage, ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.samples.routed_experts import replayed_experts
+from tandem.samples.sampling_masks import SamplingMasks
 from tandem.samples.tokenizer import Tokenizer
 
 MODEL = "policy"
@@ -71,7 +72,9 @@ class Episode(ServedModel):
         )
         self.number = number
         self.command = command
-        self.session = Session(group, sample, tokenizer, replayed_experts(config))
+        self.session = Session(
+            group, sample, tokenizer, replayed_experts(config), keeps_masks=config.replays_sampling_masks
+        )
         self.secret = secrets.token_urlsafe(24)
         self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
         """The reward or the failure that the agent reports."""
@@ -154,7 +157,7 @@ class Episode(ServedModel):
     def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
         """Return sampling parameters as training assumes them. Raises `Refused` for any that would change that."""
         own = self.command.sampling
-        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
+        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             said, wanted = getattr(asked, name), getattr(own, name)
             if said not in (neutral, wanted):
                 what = f"{name}: {said:g}, but training samples are drawn with policy.generation.{name}, {wanted:g}"
@@ -185,6 +188,7 @@ class Episode(ServedModel):
             logprobs_T=np.array([logprob for chunk in made for logprob in chunk.logprobs], dtype=np.float32),
             versions_T=np.array([version for chunk in made for version in chunk.versions], dtype=np.int32),
             finish_reason=made[-1].finish_reason or "abort",
+            masks=_masks_of(made),
             routed_experts_TX=made[-1].routed_experts_TX,  # unknown for a response that was cut short by the agent
         )
         if asked is None:
@@ -250,3 +254,9 @@ def read_reward(body: bytes) -> Score:
 def over() -> Refused:
     """Return the refusal of a request after the end of its episode."""
     return Refused("this episode is over", status=410, code="session_over")
+
+
+def _masks_of(made: Sequence[Chunk]) -> SamplingMasks | None:
+    """Return the sampling masks of the tokens of these chunks; None if nothing was cut off."""
+    masks = [chunk.masks for chunk in made if chunk.masks is not None]
+    return SamplingMasks(*map(np.concatenate, zip(*masks, strict=True))) if masks else None

@@ -24,6 +24,7 @@ from tandem.rollout.openai_api.protocol import REASONING_FIELDS
 from tandem.samples.batch import Batch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
+from tandem.samples.sampling_masks import mask_columns
 from tandem.samples.tokenizer import Tokenizer
 
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -51,10 +52,19 @@ class Session:
     """The exchanges of one episode."""
 
     def __init__(
-        self, group: PromptGroup, sample: int, tokenizer: Tokenizer, experts: RoutedExperts | None = None
+        self,
+        group: PromptGroup,
+        sample: int,
+        tokenizer: Tokenizer,
+        experts: RoutedExperts | None = None,
+        *,
+        keeps_masks: bool = False,
     ) -> None:
-        """Begin an empty session. `experts` describe the routing that the engine reports for each token, if it does."""
+        """Begin an empty session. `experts` describe the routing that the engine reports for each token, if it does;
+        with `keeps_masks` sequences have sampling masks.
+        """
         self._experts = experts
+        self._keeps_masks = keeps_masks
         self.group = group
         self.sample = sample
         self.exchanges: list[Exchange] = []
@@ -181,6 +191,9 @@ class Session:
         arrays = _laid_out(token_ids, made)
         if self._tokenizer.sees:
             arrays = arrays.replace(**image_columns([images]))
+        if self._keeps_masks:
+            masks = [(first, completion.masks) for first, completion in made]
+            arrays = arrays.replace(**mask_columns(len(token_ids), masks))
         if self._experts is None:
             return arrays
         said = [self.exchanges[number].completion.routed_experts_TX for number in path]

@@ -6,9 +6,13 @@ Randomness is counter-based: the uniform number behind token ``i`` of a response
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from tandem.rollout.engines.masks import restrict
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -34,38 +38,21 @@ def uniforms(seed_B: NDArray[np.uint64], index_B: NDArray[np.int64]) -> NDArray[
     return (state_B >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
-def restrict(logits_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Return the logits with every token outside top-k and top-p at minus infinity.
-
-    Top-k comes first. Top-p then keeps the smallest set of the most probable tokens with at least ``top_p``
-    probability, renormalised over the top-k (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020).
-    `top_k_B` is int64 with 0 for no limit, `top_p_B` float32 above 0 and at most 1. Of equal logits the lower token id
-    ranks first, so that exactly ``top_k`` tokens remain.
-    """
-    num_tokens = logits_BV.shape[-1]
-    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(num_tokens, device=logits_BV.device)
-    limit_B = torch.where(top_k_B > 0, top_k_B, num_tokens)
-    sorted_BV = sorted_BV.masked_fill(rank_V >= limit_B[:, None], -torch.inf)
-    probability_BV = sorted_BV.softmax(dim=-1)
-    before_BV = probability_BV.cumsum(dim=-1) - probability_BV
-    beyond_BV = (before_BV >= top_p_B[:, None]) & (top_p_B[:, None] < 1)
-    sorted_BV = sorted_BV.masked_fill(beyond_BV, -torch.inf)
-    return torch.empty_like(logits_BV).scatter_(-1, order_BV, sorted_BV)
-
-
 def draw(
     logits_BV: torch.Tensor,
     uniform_B: NDArray[np.float64],
     temperature_B: NDArray[np.float32],
     top_k_B: NDArray[np.int64],
     top_p_B: NDArray[np.float32],
+    min_p_B: NDArray[np.float32] | None = None,
+    note: Callable[[NDArray[np.int64], torch.Tensor], None] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Draw a token per row by inverting the cumulative distribution at `uniform_B`.
 
     The distribution is ``softmax(restrict(logits / temperature))``. At temperature 0 it is the point mass on the
     largest logit, with log-probability 0. Returns token ids and log-probabilities. A row of logits that are not finite
-    gives a log-probability that is not finite.
+    gives a log-probability that is not finite. `note` is called with the rows whose distribution is restricted, and
+    with their tokens that are left, ``[R, V]``.
     """
     device = logits_BV.device
     greedy_B = temperature_B == 0
@@ -73,12 +60,18 @@ def draw(
     if (temperature_B != 1).any():
         divisor_B = np.where(greedy_B, np.float32(1), temperature_B)
         scaled_BV = scaled_BV / torch.from_numpy(divisor_B).to(device)[:, None]
-    is_restricted_B = ((top_k_B > 0) & (top_k_B < logits_BV.shape[-1])) | (top_p_B < 1)
+    min_p_B = np.zeros_like(top_p_B) if min_p_B is None else min_p_B
+    is_restricted_B = ((top_k_B > 0) & (top_k_B < logits_BV.shape[-1])) | (top_p_B < 1) | (min_p_B > 0)
     if is_restricted_B.any():
         row_R = np.flatnonzero(is_restricted_B)
-        top_k_R, top_p_R = (torch.from_numpy(array[row_R]).to(device) for array in (top_k_B, top_p_B))
+        top_k_R, top_p_R, min_p_R = (torch.from_numpy(array[row_R]).to(device) for array in (top_k_B, top_p_B, min_p_B))
         row_index_R = torch.from_numpy(row_R).to(device)
-        scaled_BV = scaled_BV.index_copy(0, row_index_R, restrict(scaled_BV[row_index_R], top_k_R, top_p_R))
+        restricted_RV = restrict(
+            scaled_BV[row_index_R], top_k_R, top_p_R, min_p_R if (min_p_B[row_R] > 0).any() else None
+        )
+        if note is not None:
+            note(row_R, restricted_RV > -torch.inf)
+        scaled_BV = scaled_BV.index_copy(0, row_index_R, restricted_RV)
     logprob_BV = scaled_BV.log_softmax(dim=-1)
     # float64, so that summing a large vocabulary does not shift the boundaries between tokens. `right` skips tokens of
     # probability zero: their cumulative sum equals their predecessor's.

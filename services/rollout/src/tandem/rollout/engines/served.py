@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
 from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
-from tandem.rollout.engines.sampling import restrict
+from tandem.rollout.engines.masks import restrict
 from tandem.rollout.engines.slots import Slots
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -96,9 +96,9 @@ def alternatives_in(logits_V: torch.Tensor, sampling: ServedSampling) -> Alterna
     if sampling.temperature == 0:  # the point mass on the largest logit
         return [(int(logits_V.argmax()), 0.0)]
     scaled_V = logits_V.float() / sampling.temperature
-    if sampling.top_k or sampling.top_p < 1:
-        top_k_1, top_p_1 = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p])
-        scaled_V = restrict(scaled_V[None], top_k_1.to(scaled_V.device), top_p_1.to(scaled_V.device))[0]
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        limits = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p]), torch.tensor([sampling.min_p])
+        scaled_V = restrict(scaled_V[None], *(limit_1.to(scaled_V.device) for limit_1 in limits))[0]
     logprob_N, token_N = scaled_V.log_softmax(dim=-1).topk(min(sampling.num_alternatives, len(scaled_V)))
     found = zip(token_N.tolist(), logprob_N.tolist(), strict=True)
     return [(token, logprob) for token, logprob in found if logprob > -np.inf]

@@ -18,6 +18,7 @@ from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import Prompt
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.samples.routed_experts import RoutedExperts
+from tandem.samples.sampling_masks import SamplingMasks, Words
 
 NO_TOKEN = -1
 
@@ -32,6 +33,8 @@ class Sequence:
     max_new_tokens: int
     """The request's own limit, or what the context leaves."""
     stop_strings: StopStrings | None
+    masks: list[Words] = dataclasses.field(default_factory=list)
+    """Sampling mask of each new token; empty where nothing is cut off, or the engine notes no masks."""
 
 
 class Slots:
@@ -56,6 +59,7 @@ class Slots:
         self.temperature_S = np.zeros(num_slots, np.float32)
         self.top_k_S = np.zeros(num_slots, np.int64)
         self.top_p_S = np.zeros(num_slots, np.float32)
+        self.min_p_S = np.zeros(num_slots, np.float32)
         self.watches_text_S = np.zeros(num_slots, np.bool_)
         """Whether the request has stop strings."""
         self.stop_id_SK = np.full((num_slots, 1), NO_TOKEN, np.int64)
@@ -82,6 +86,7 @@ class Slots:
         self.temperature_S[slot] = sampling.temperature
         self.top_k_S[slot] = sampling.top_k
         self.top_p_S[slot] = sampling.top_p
+        self.min_p_S[slot] = sampling.min_p
         self.watches_text_S[slot] = sequence.stop_strings is not None
         num_missing = len(sampling.stop_token_ids) - self.stop_id_SK.shape[1]
         if num_missing > 0:
@@ -131,11 +136,12 @@ class Slots:
 
     def made(self, slot: int, start: int) -> Tokens:
         """Copy out what the slot's sequence has made from token `start` on."""
-        num_new = int(self.num_new_S[slot])
+        num_new, masks = int(self.num_new_S[slot]), self.sequences[slot].masks
         return Tokens(
             token_ids_T=self.token_ST[slot, start:num_new].copy(),
             logprobs_T=self.logprob_ST[slot, start:num_new].copy(),
             versions_T=self.version_ST[slot, start:num_new].copy(),
+            masks=SamplingMasks.join(masks[start:]) if masks else None,
         )
 
     def newest(self, slot: int, count: int) -> list[int]:
@@ -156,6 +162,7 @@ class Slots:
             versions_T=tokens.versions_T,
             finish_reason=finish_reason,
             routed_experts_TX=None if routed_SLX is None else routed_SLX[slot, : self.length_S[slot]].copy(),
+            masks=tokens.masks,
         )
 
     def leave(self, slot_F: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from tandem.common.errors import ModelError
 from tandem.rollout.engine import Completion, Request, Tokens
 from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
 from tandem.rollout.engines.forbidding import Forbidding
+from tandem.rollout.engines.masks import note_masks
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
@@ -24,6 +26,7 @@ from tandem.rollout.engines.slots import Sequence, Slots
 from tandem.rollout.engines.trying import try_out
 from tandem.rollout.engines.weights import weights_of
 from tandem.samples.routed_experts import RoutedExperts
+from tandem.samples.sampling_masks import MaskFormat
 
 MAX_PROMPT_TOKENS_PER_STEP = 8192
 """Prompt tokens that join in one step, unless a single prompt is longer; bounds the memory of a step."""
@@ -49,13 +52,15 @@ class TransformersEngine(RefittedEngine):
         num_threads: int | None = None,
         with_weights: bool = False,
         experts: RoutedExperts | None = None,
+        mask_format: MaskFormat | None = None,
         config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Build the model of `model_folder` without weights, or with those in the folder as version 0.
 
         `num_slots` sequences run at once, each of at most `max_total_sequence_length` tokens, prompt included.
         `num_threads` sets the threads of this process (None leaves them). With `experts`, completions carry the routing
-        of their tokens. `config_overrides` replaces fields of its ``config.json``.
+        of their tokens, with `mask_format` their sampling masks. `config_overrides` replaces fields of its
+        ``config.json``.
 
         Raises `ModelError`.
         """
@@ -74,6 +79,7 @@ class TransformersEngine(RefittedEngine):
         self._cache = KeyValueCache(num_slots, max_total_sequence_length)
         self._slots = self._slots_kind(num_slots, max_total_sequence_length, experts)
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
+        self._mask_note = None if mask_format is None else partial(note_masks, self._slots, mask_format)
         self._queue: deque[Sequence] = deque()
         self._num_arrived = 0
         self._logits: Callable[[], torch.Tensor] = self._forward
@@ -132,6 +138,8 @@ class TransformersEngine(RefittedEngine):
             slots.temperature_S[:num],
             slots.top_k_S[:num],
             slots.top_p_S[:num],
+            slots.min_p_S[:num],
+            self._mask_note,
         )
         if not np.isfinite(logprob_R).all():
             raise ModelError(f"weight version {version} gives probabilities that are not numbers")

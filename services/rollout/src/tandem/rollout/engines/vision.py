@@ -30,6 +30,7 @@ from tandem.samples.images.families import ImageSettings, Int64s, positions, rea
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
 from tandem.samples.images.store import BoundedImages
 from tandem.samples.routed_experts import RoutedExperts
+from tandem.samples.sampling_masks import MaskFormat
 
 MAX_FEATURE_BYTES = 2**30
 """Most bytes of features that are kept for prompts to come."""
@@ -106,6 +107,7 @@ class VisionEngine(TransformersEngine):
         num_threads: int | None = None,
         with_weights: bool = False,
         experts: RoutedExperts | None = None,
+        mask_format: MaskFormat | None = None,
         config_overrides: Mapping[str, Any] | None = None,
         max_feature_bytes: int = MAX_FEATURE_BYTES,
     ) -> None:
@@ -126,6 +128,7 @@ class VisionEngine(TransformersEngine):
             num_threads=num_threads,
             with_weights=with_weights,
             experts=experts,
+            mask_format=mask_format,
             config_overrides=config_overrides,
         )
         towers.check_model(self._model)

@@ -124,6 +124,7 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=request.top_p or 1.0,
             top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
             max_new_tokens=min(most_tokens or room, room),
             stop_token_ids=tuple(dict.fromkeys([*ends, *(request.stop_token_ids or ())])),
             stop_strings=request.stop_strings,

@@ -298,6 +298,7 @@ def _chunk(tokens: Tokens | Completion, start: int = 0) -> Chunk:
         logprobs=tokens.logprobs_T[start:].tolist(),
         versions=tokens.versions_T[start:].tolist(),
         alternatives=None if tokens.alternatives is None else tokens.alternatives[start:],
+        masks=None if tokens.masks is None else tokens.masks.from_token(start),
     )
 
 
@@ -308,6 +309,7 @@ def _last_chunk(completion: Completion, start: int) -> Chunk:
         logprobs=completion.logprobs_T[start:].tolist(),
         versions=completion.versions_T[start:].tolist(),
         alternatives=None if completion.alternatives is None else completion.alternatives[start:],
+        masks=None if completion.masks is None else completion.masks.from_token(start),
         finish_reason=completion.finish_reason,
         routed_experts_TX=completion.routed_experts_TX,
     )

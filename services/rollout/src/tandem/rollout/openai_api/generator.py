@@ -20,6 +20,7 @@ from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatRequest
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.samples.responses import ResponseMarkers
+from tandem.samples.sampling_masks import SamplingMasks
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -35,6 +36,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """Alternatives to each token, if the request asked for them."""
     finish_reason: Literal["stop", "length"] | None = None
     """Reason in the last chunk, None in all others. A token that ends the response is one of its tokens."""
+    masks: SamplingMasks | None = None
+    """Sampling mask of each token, if the engine notes them."""
     routed_experts_TX: NDArray[np.uint8] | None = None
     """Expert routing of the whole sequence, as in `tandem.rollout.engine.Completion`; in the last chunk only."""
 

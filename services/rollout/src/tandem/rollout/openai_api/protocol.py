@@ -31,7 +31,6 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "length_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "audio": (),
@@ -116,6 +115,8 @@ class Generating(Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     """vLLM's field; 0 and -1 mean no limit."""
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    """vLLM's field."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Factor | None = None

@@ -25,6 +25,7 @@ from tandem.trainer import context
 from tandem.trainer.attention.preparing import prepare_to_pack, prepare_to_share, use_attention
 from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.dropout import Place
 from tandem.trainer.files import adapter_files
 from tandem.trainer.models import checkpoint_activations, has_linear_head, load_model, load_scalar_model
@@ -138,6 +139,7 @@ class Builder:
             linear_head=linear_head,
             context=group,
             learns_entropy=config.learns_entropy,
+            needs_whole=compares_whole(config),
             replay=self._replay(model),
             pictures=self._pictures,
             undrawable=() if self._pictures is None else self._pictures.undrawable,

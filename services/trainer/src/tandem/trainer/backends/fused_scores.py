@@ -16,6 +16,7 @@ import torch
 
 from tandem.trainer import scoring
 from tandem.trainer.backends.compiling import compiled
+from tandem.trainer.batching.masks import TokenMasks
 from tandem.trainer.scores import StudentScores, TokenScores
 from tandem.trainer.scoring import VocabularyShard, columns_at_once
 
@@ -33,12 +34,13 @@ def score_tokens(
     others_KN: torch.Tensor | None = None,
     learns_entropy: bool = False,
     undrawable: Sequence[int] = (),
+    masks: TokenMasks | None = None,
 ) -> TokenScores | StudentScores:
     """Return what `tandem.trainer.scoring.score_tokens` does, by fused kernels where these can.
 
     If not all logits fit into a chunk, the backward pass computes them again.
     """
-    if vocabulary is not None or others_KN is not None or learns_entropy or undrawable:
+    if vocabulary is not None or others_KN is not None or learns_entropy or undrawable or masks is not None:
         return scoring.score_tokens(
             hidden_KH,
             weight_VH,
@@ -48,6 +50,7 @@ def score_tokens(
             others_KN=others_KN,
             learns_entropy=learns_entropy,
             undrawable=undrawable,
+            masks=masks,
         )
     chunk = max(1, _LOGITS // weight_VH.shape[0])
     keeps = torch.is_grad_enabled() and len(hidden_KH) <= chunk

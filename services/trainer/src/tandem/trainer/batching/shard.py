@@ -23,8 +23,10 @@ from tandem.samples.batch import Batch
 from tandem.samples.batch_sharding import EMPTY_ROW, Ints, by_prompt
 from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
+from tandem.samples.sampling_masks import MaskFormat
 from tandem.trainer.backend import Replicas
 from tandem.trainer.batching.images import row_images
+from tandem.trainer.batching.masks import masks_on
 from tandem.trainer.batching.packing import pack_row, packed_groups, padded_groups
 from tandem.trainer.batching.shared_prompts import shared_row
 from tandem.trainer.micro_batches import Columns, Groups, MicroBatch, to_device
@@ -45,6 +47,7 @@ class Shard:
             batches must be whole numbers of units. Sizes of micro-batches that are not in tokens are in units.
         experts: description of the experts to replay for each token; None without replay.
         image_settings: the model's settings for images; None if it does not see.
+        mask_format: format of the sampling masks to replay; None to score over the whole vocabulary.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Shard:
         unit: int = 1,
         experts: RoutedExperts | None = None,
         image_settings: ImageSettings | None = None,
+        mask_format: MaskFormat | None = None,
     ) -> None:
         self.whole, self.own, self.replicas = whole, own, replicas
         self.rows = rows = whole.rows_of(replicas.rank)
@@ -67,6 +71,7 @@ class Shard:
         """Place of each sequence of the batch in the shard; the last stands for no sequence."""
         self._place_S[rows] = np.arange(len(rows))
         self._settings, self._experts, self._image_settings = settings, experts, image_settings
+        self._mask_format = mask_format
         self._unit = unit
         # Units are assigned and divided. Rows only come in and go out.
         self._lengths_UR = whole.lengths_S.astype(np.int64).reshape(-1, unit)
@@ -99,6 +104,7 @@ class Shard:
                 columns=columns,
                 experts=self._experts,
                 image_settings=self._image_settings,
+                mask_format=self._mask_format,
             )
             for group in groups
         ]
@@ -188,6 +194,7 @@ def pad(
     columns: Columns | None = None,
     experts: RoutedExperts | None = None,
     image_settings: ImageSettings | None = None,
+    mask_format: MaskFormat | None = None,
 ) -> MicroBatch:
     """Lay the given sequences out as a micro-batch, with a width that is a multiple of `divisible_by`.
 
@@ -201,6 +208,7 @@ def pad(
         columns: loss inputs for each of the batch's tokens; None for scoring only.
         experts: description of the experts that the batch's tokens went to; None without replay.
         image_settings: the model's settings for images; None if it does not see.
+        mask_format: format of the batch's sampling masks; None to score over the whole vocabulary.
 
     """
     rows_B = np.array(rows, dtype=np.int64)
@@ -242,6 +250,9 @@ def pad(
         images=None
         if image_settings is None
         else row_images(batch, rows, token_ids_BT, lengths_B, row, image_settings, device),
+        masks=None
+        if mask_format is None
+        else masks_on(device, batch, sources[valid_BT[filled_BT]], mask_format.bitmap_words),
     )
 
 

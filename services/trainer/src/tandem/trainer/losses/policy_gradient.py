@@ -12,7 +12,7 @@ from tandem.config.schema import LossFn
 from tandem.trainer.losses import Counts, Report, aggregate, finite_ratio
 from tandem.trainer.losses.kl import weighted_kl_penalty
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scores import TokenScores
+from tandem.trainer.scores import MaskedScores, TokenScores
 
 
 def probability_ratios(
@@ -134,8 +134,8 @@ class PolicyGradientLoss:
         names = self.NAMES if settings.positive_example_nll_weight == 0 else (*self.NAMES, "positive_example_nll")
         self.report = Report(names, counts.tokens, device)
 
-    def __call__(self, batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
-        """Return the micro-batch's part of the loss."""
+    def __call__(self, batch: MicroBatch, scores_BT: TokenScores | MaskedScores) -> torch.Tensor:
+        """Return the micro-batch's part of the loss. With sampling masks, only the penalty is without them."""
         settings, mask_BT, logprobs_BT = self._settings, batch.loss_mask_BT, scores_BT.logprobs
         current_BT = logprobs_BT.detach()
         # Before the first optimizer step on a rollout batch, the previous policy is the current one, to the bit.
@@ -149,7 +149,8 @@ class PolicyGradientLoss:
             loss_BT = weights_BT * loss_BT
         kl_BT = torch.zeros_like(logprobs_BT)
         if settings.reference_policy_kl_penalty > 0:
-            kl_BT = self._kl(batch, logprobs_BT)
+            whole_BT = scores_BT.whole_logprobs if isinstance(scores_BT, MaskedScores) else logprobs_BT
+            kl_BT = self._kl(batch, whole_BT)
             if not settings.use_kl_in_reward:
                 loss_BT = loss_BT + settings.reference_policy_kl_penalty * kl_BT
         # The divergence from the policy before the step, by estimator k3, finite however far the two are apart.

@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tandem.common.attention.on_gpu import boundaries
 from tandem.common.errors import ModelError
+from tandem.trainer.batching.masks import TokenMasks, masked_scores
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.micro_batches import MicroBatch, Row
 from tandem.trainer.routing import RoutingReplay, experts_of
@@ -33,11 +34,14 @@ class Task(NamedTuple):
     """The tokens that these predict."""
     others_KN: torch.Tensor | None
     """Other tokens that are scored in the place of each; None for none."""
+    masks: TokenMasks | None = None
+    """Their sampling masks; None for the whole vocabulary."""
 
     def take(self, is_taken_K: torch.Tensor) -> Task:
         """Return the arguments for some of the tokens."""
         others_KN = None if self.others_KN is None else self.others_KN[is_taken_K]
-        return Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN)
+        masks = None if self.masks is None else self.masks.take(is_taken_K)
+        return Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN, masks)
 
 
 class Scorer:
@@ -79,7 +83,7 @@ class Scorer:
         valid_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
         inputs, predictor_K = self._inputs(batch)
         others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
-        task = Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN)
+        task = Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN, batch.masks)
         if self._replay is not None:
             self._replay.give(experts_of(batch, self._context))
         if self._pictures is not None:
@@ -140,6 +144,7 @@ class TokenScorer(Scorer):
         linear_head: bool,
         context: dist.ProcessGroup | None = None,
         learns_entropy: bool = False,
+        needs_whole: bool = False,
         replay: RoutingReplay | None = None,
         pictures: Pictures | None = None,
         undrawable: Sequence[int] = (),
@@ -148,12 +153,13 @@ class TokenScorer(Scorer):
         """Begin, as any scorer. Raise `ModelError` if the model is divided so that it cannot be scored.
 
         `linear_head` is the result of `has_linear_head` before sharding, `learns_entropy` whether the entropy has a
-        gradient. Tokens that are `undrawable` have no probability, as in engines. `score` is
+        gradient, `needs_whole` whether the loss also reads log-probabilities without sampling masks where there are
+        any. Tokens that are `undrawable` have no probability, as in engines. `score` is
         `score_tokens`, or what does the same.
         """
         self._undrawable = tuple(undrawable)
         self._score_tokens = score
-        self._temperature, self._learns_entropy = temperature, learns_entropy
+        self._temperature, self._learns_entropy, self._needs_whole = temperature, learns_entropy, needs_whole
         self._gives_logits = not linear_head
         head = model.get_output_embeddings()
         super().__init__(model, head, context, replay, pictures)
@@ -187,7 +193,8 @@ class TokenScorer(Scorer):
     def _of_hidden(
         self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: Task
     ) -> Scores:
-        return self._score_tokens(
+        score = functools.partial(
+            self._score_tokens,
             hidden_KH,
             weight_VH,
             task.target_K,
@@ -197,6 +204,10 @@ class TokenScorer(Scorer):
             learns_entropy=self._learns_entropy,
             undrawable=self._undrawable,
         )
+        return score() if task.masks is None else masked_scores(score, task.masks, needs_whole=self._needs_whole)
 
     def _of_logits(self, logits_KV: torch.Tensor, task: Task) -> Scores:
-        return scores_of_logits(logits_KV, task.target_K, task.others_KN, learns_entropy=self._learns_entropy)
+        score = functools.partial(
+            scores_of_logits, logits_KV, task.target_K, task.others_KN, learns_entropy=self._learns_entropy
+        )
+        return score() if task.masks is None else masked_scores(score, task.masks, needs_whole=self._needs_whole)

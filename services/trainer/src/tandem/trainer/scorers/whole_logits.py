@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tandem.trainer.batching.masks import NEVER, TokenMasks
 from tandem.trainer.scores import StudentScores, TokenScores
-from tandem.trainer.scoring import NEVER
 
 _ENTROPY_ROWS = 1024
 """Positions for which entropy is computed at once, so that a large vocabulary needs little extra memory."""
@@ -21,9 +21,16 @@ def without_tokens(logits_KV: torch.Tensor, token_ids: Sequence[int]) -> torch.T
 
 
 def scores_of_logits(
-    logits_KV: torch.Tensor, target_K: torch.Tensor, others_KN: torch.Tensor | None, *, learns_entropy: bool
+    logits_KV: torch.Tensor,
+    target_K: torch.Tensor,
+    others_KN: torch.Tensor | None,
+    *,
+    learns_entropy: bool,
+    masks: TokenMasks | None = None,
 ) -> TokenScores | StudentScores:
     """Return the scores of the targets, as `tandem.trainer.scoring.score_tokens` does from hidden states."""
+    if masks is not None:
+        logits_KV = logits_KV.masked_fill(masks.is_outside(logits_KV.shape[1], 0), NEVER)
     logprobs_KV = logits_KV.log_softmax(dim=-1)
     logprobs_K = logprobs_KV.gather(1, target_K[:, None])[:, 0]
     detached_KV = logprobs_KV.detach()

@@ -19,10 +19,12 @@ from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.rollout.engines.vllm import float8, insides
+from tandem.rollout.engines.vllm.masks import KEPT
 from tandem.rollout.engines.vllm.routing import ASKED
 from tandem.rollout.engines.vllm.speculation import engine_argument
 from tandem.rollout.engines.vllm.workers import Workers, WorkersMeter
 from tandem.samples.routed_experts import Bytes, RoutedExperts
+from tandem.samples.sampling_masks import MaskFormat, SamplingMasks
 
 _CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU, unless ``vllm_kwargs.kv_cache_memory_bytes`` says otherwise."""
@@ -61,7 +63,9 @@ class RunningSequence(msgspec.Struct):
             alternatives=None if self.alternatives is None else self.alternatives[start:],
         )
 
-    def completion(self, finish_reason: FinishReason, routed_TX: Bytes | None = None) -> Completion:
+    def completion(
+        self, finish_reason: FinishReason, routed_TX: Bytes | None = None, masks: SamplingMasks | None = None
+    ) -> Completion:
         """Return it as finished."""
         tokens = self.made(0)
         return Completion(
@@ -72,6 +76,7 @@ class RunningSequence(msgspec.Struct):
             finish_reason=finish_reason,
             routed_experts_TX=routed_TX,
             alternatives=tokens.alternatives,
+            masks=masks,
         )
 
 
@@ -90,6 +95,7 @@ class VllmEngine(RefittedEngine):
         extra: Mapping[str, Any] | None = None,
         with_weights: bool = False,
         experts: RoutedExperts | None = None,
+        mask_format: MaskFormat | None = None,
         config_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Start vLLM with the model of `model_folder`; `insides.prepare_environment` must come first.
@@ -100,6 +106,7 @@ class VllmEngine(RefittedEngine):
             extra: further arguments of vLLM's, ``policy.generation.vllm_kwargs``.
             with_weights: have vLLM load the folder's weights, as version 0; there are no refits then.
             experts: of the model, if completions are to carry the routing of their tokens.
+            mask_format: of the model, if completions are to carry the sampling masks of their tokens.
             config_overrides: fields of ``config.json`` to replace.
 
         Raises:
@@ -117,9 +124,13 @@ class VllmEngine(RefittedEngine):
             if settings.precision == float8.PRECISION:
                 raise ModelError("weights in float8 are made by refits: vLLM cannot load them from a folder")
             arguments["load_format"] = "safetensors"
-        self._experts = experts
+        self._experts, self._mask_format = experts, mask_format
+        own: dict[str, Any] = {}
         if experts is not None:
-            own = {ASKED: [experts.num_layers, experts.top_k]}
+            own[ASKED] = [experts.num_layers, experts.top_k]
+        if mask_format is not None:
+            own[KEPT] = mask_format.vocabulary
+        if own:
             arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
         self._llm = insides.Llm(arguments)
         try:
@@ -183,23 +194,29 @@ class VllmEngine(RefittedEngine):
         finished.sort(key=lambda one: one[0].arrival)
         for sequence, _ in finished:
             del self._sequences[sequence.request.request_id]
-        routed = self._routed([sequence for sequence, _ in finished])
-        return [sequence.completion(reason, routed.get(sequence.request.request_id)) for sequence, reason in finished]
+        ended = [sequence for sequence, _ in finished]
+        routed, masks = self._routed(ended), self._masks_of(ended)
+        numbers = [sequence.request.request_id for sequence in ended]
+        return [
+            sequence.completion(reason, routed.get(number), masks.get(number))
+            for number, (sequence, reason) in zip(numbers, finished, strict=True)
+        ]
 
     def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
         """Return what running requests have made from these tokens on, by id."""
-        return {
-            number: sequence.made(starts[number]) for number, sequence in self._sequences.items() if number in starts
-        }
+        sequences = {number: sequence for number, sequence in self._sequences.items() if number in starts}
+        made = {number: sequence.made(starts[number]) for number, sequence in sequences.items()}
+        masks = {number: its.from_token(starts[number]) for number, its in self._masks_of(sequences.values()).items()}
+        return {number: msgspec.structs.replace(its, masks=masks.get(number)) for number, its in made.items()}
 
     def abort(self, request_id: int) -> Completion | None:
         """Stop a request and return what it has made; None if it is unknown."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
-        routed = self._routed([sequence])
+        routed, masks = self._routed([sequence]), self._masks_of([sequence])
         self._llm.engine.abort_request([str(request_id)])
-        return sequence.completion("abort", routed.get(request_id))
+        return sequence.completion("abort", routed.get(request_id), masks.get(request_id))
 
     def recompute_caches(self) -> None:
         """Have running sequences compute all their keys and values anew before their next token."""
@@ -245,6 +262,7 @@ class VllmEngine(RefittedEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             seed=(request.seed + request.num_made) % 2**64,
             max_tokens=min(sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
             stop_token_ids=list(sampling.stop_token_ids),
@@ -282,6 +300,21 @@ class VllmEngine(RefittedEngine):
             experts = [np.frombuffer(worker, np.int16).reshape(-1, layers, top_k) for worker in of_workers]
             # A pipeline stage knows its own layers; it reports -1 for all others.
             found[each.request.request_id] = self._experts.encode(np.maximum.reduce(experts))
+        return found
+
+    def _masks_of(self, sequences: Iterable[RunningSequence]) -> dict[int, SamplingMasks]:
+        """Return the sampling masks of requests' tokens, which workers know until the next step; not of external
+        requests."""
+        asked = [each for each in sequences if each.token_ids and not each.request.is_external]
+        if self._mask_format is None or not asked:
+            return {}
+        answers = self._llm.ask("masks", {str(each.request.request_id): len(each.token_ids) for each in asked})
+        found = {}
+        for each, of_workers in zip(asked, zip(*answers, strict=True), strict=True):
+            arrays = (np.frombuffer(part, np.int32) for part in max(of_workers, key=lambda parts: len(parts[0])))
+            masks = SamplingMasks(*arrays)
+            if len(masks.lengths_T):
+                found[each.request.request_id] = masks
         return found
 
     def _take_weights(self) -> None:

@@ -25,6 +25,7 @@ from tandem.refit.digests.task import DigestTask
 from tandem.refit.digests.version import VersionDigest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.insides import SEES
+from tandem.rollout.engines.vllm.masks import KEPT, MaskRecord
 from tandem.rollout.engines.vllm.routing import ASKED, Routes
 from tandem.rollout.engines.vllm.weights import weights_of
 
@@ -82,6 +83,8 @@ class Part:
         sizes = runner.vllm_config.additional_config.get(ASKED)
         self.routes = None if sizes is None else Routes(runner, *sizes)
         """Expert routing; None unless it was asked for."""
+        vocabulary = runner.vllm_config.additional_config.get(KEPT)
+        self._mask_record = None if vocabulary is None else MaskRecord(runner, vocabulary)
         undrawable = runner.vllm_config.additional_config.get(SEES)
         if undrawable is not None:
             from tandem.rollout.engines.vllm.pictures import forbid
@@ -188,6 +191,11 @@ class Part:
         """Return the routing of this many tokens of each request; see `Routes.of`."""
         assert self.routes is not None, "asked only where the engine was told to say so"
         return self.routes.of(num_tokens)
+
+    def masks(self, num_tokens: Mapping[str, int]) -> list[tuple[bytes, bytes]]:
+        """Return the sampling masks of this many tokens of each request."""
+        assert self._mask_record is not None, "it was asked for"
+        return self._mask_record.of(num_tokens)
 
     def close(self) -> None:
         """Release the program and leave all transfer groups."""

@@ -42,6 +42,7 @@ from tandem.trainer.backends.megatron.sources import Joined, TensorsInMemory
 from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
 from tandem.trainer.backends.offload import Offloaded
 from tandem.trainer.backends.scores import function_of_scores
+from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.files import adapter_files
 from tandem.trainer.files.checkpoints import OptimizerCounts, State, agree
 from tandem.trainer.micro_batches import MicroBatch
@@ -153,6 +154,7 @@ class HeldModel:
             config.scoring_temperature,
             num_likeliest=config.topk_logits_k if name == "teacher" else 0,
             learns_entropy=self.is_trained and config.learns_entropy,
+            needs_whole=compares_whole(config),
             pictures=pictures,
             undrawable=() if pictures is None else pictures.undrawable,
             score=function_of_scores(config.settings_of(name)),

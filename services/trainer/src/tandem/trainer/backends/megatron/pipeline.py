@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
+from tandem.trainer.batching.masks import masked_scores
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scorers.likeliest import top_tokens
 from tandem.trainer.scores import Scores, StudentScores, TokenScores, TokenValues, TopTokens
@@ -35,6 +36,7 @@ class Pipeline:
         *,
         num_likeliest: int = 0,
         learns_entropy: bool = False,
+        needs_whole: bool = False,
         pictures: Callable[[Row, torch.nn.Module], dict[str, Any]] | None = None,
         undrawable: Sequence[int] = (),
         score: Callable[..., TokenScores | StudentScores] = score_tokens,
@@ -50,6 +52,7 @@ class Pipeline:
             num_likeliest: number of likeliest tokens that are returned at each position; 0 to return scores of the
                 tokens themselves.
             learns_entropy: whether the entropy has a gradient.
+            needs_whole: whether the loss also reads log-probabilities without sampling masks where there are any.
             pictures: what gives a chunk of a model that sees its inputs beside a row's tokens.
             undrawable: tokens that have no probability, as in engines.
             score: `score_tokens`, or what does the same.
@@ -57,7 +60,7 @@ class Pipeline:
         """
         self.row_divisor = row_divisor
         self._pictures, self._undrawable, self._score_tokens = pictures, tuple(undrawable), score
-        self._num_likeliest, self._learns_entropy = num_likeliest, learns_entropy
+        self._num_likeliest, self._learns_entropy, self._needs_whole = num_likeliest, learns_entropy, needs_whole
         self._chunks = list(chunks)
         self._last: Chunk = unwrap_model(self._chunks[-1])
         self._sizes = sizes
@@ -141,7 +144,8 @@ class Pipeline:
                 undrawable=self._undrawable,
             )
         others_BTN = batch.others_BTN
-        return self._score_tokens(
+        score = functools.partial(
+            self._score_tokens,
             hidden_LE,
             weight_VE,
             batch.token_ids_BT[batch.loss_mask_BT][row.valid_L],
@@ -151,6 +155,9 @@ class Pipeline:
             learns_entropy=self._learns_entropy,
             undrawable=self._undrawable,
         )
+        if batch.masks is None:
+            return score()
+        return masked_scores(score, batch.masks.take(row.valid_L), needs_whole=self._needs_whole)
 
     def _output_layer(self) -> tuple[torch.Tensor, VocabularyShard | None]:
         """Return this rank's rows of the output layer and their range; None for the range if it has all rows."""

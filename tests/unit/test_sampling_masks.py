@@ -1,0 +1,181 @@
+"""Sampling masks as columns: what is kept, how it is written down, checked, recorded, and read on a device.
+
+Min-p, top-k and top-p are compared with Transformers' own logits processors (5.x).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from samples_harness import RUN_ID, recorded, scored
+
+from tandem.common.errors import SamplesError, WireError
+from tandem.rollout.engines.masks import masks_of, restrict
+from tandem.samples.batch import MASKS, SAMPLES, Batch
+from tandem.samples.recorded_shards import read_step
+from tandem.samples.routed_experts import as_trained_on
+from tandem.samples.sample_files import shard_path
+from tandem.samples.sample_writing import table_of, write_shard
+from tandem.samples.sampling_masks import MaskFormat, SamplingMasks, mask_columns
+from tandem.trainer.batching.masks import masks_on
+from tandem.trainer.batching.shard import pad
+from tandem.trainer.fetching import SampleFormat
+from tandem.trainer.scoring import score_tokens
+
+CPU = torch.device("cpu")
+
+
+def kept_sets(num: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+    """Return random sets of tokens: of one, of few, of most, of all."""
+    generator = torch.Generator().manual_seed(seed)
+    shares_R1 = torch.tensor([0.0, 1 / vocabulary, 0.5, 0.95, 1.0]).repeat(num)[:num, None]
+    is_kept_RV = torch.rand(num, vocabulary, generator=generator) < shares_R1
+    is_kept_RV[torch.arange(num), torch.randint(vocabulary, (num,), generator=generator)] = True
+    return is_kept_RV
+
+
+def batch_of(is_kept_RV: torch.Tensor, lengths: list[int]) -> Batch:
+    """Return sequences with a token out of each of these sets, all of which count but the first of each sequence."""
+    masks = SamplingMasks.join(masks_of(is_kept_RV, MaskFormat(vocabulary=is_kept_RV.shape[1])))
+    ends = np.cumsum(lengths)
+    parts = []
+    for end, length in zip(ends, lengths, strict=True):
+        own = masks.from_token(end - length)
+        words = SamplingMasks(own.lengths_T[:length], own.words_W[: own.lengths_T[:length].sum()])
+        parts.append(mask_columns(length, [(0, words)]))
+    num_tokens = int(ends[-1])
+    return Batch(
+        lengths_S=np.array(lengths, dtype=np.int32),
+        token_ids_T=is_kept_RV.int().argmax(dim=1).numpy().astype(np.int32),
+        loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
+        generation_logprobs_T=np.zeros(num_tokens, dtype=np.float32),
+        versions_T=np.zeros(num_tokens, dtype=np.int32),
+        **{name: np.concatenate([part[name] for part in parts]) for name in MASKS},
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [5, 32, 33, 61, 64, 257, 1000])
+def test_what_an_engine_keeps_is_what_a_trainer_reads(vocabulary: int) -> None:
+    is_kept_RV = kept_sets(25, vocabulary)
+    batch = batch_of(is_kept_RV, [7, 1, 17])
+    mask_format = MaskFormat(vocabulary=vocabulary)
+    mask_format.check(batch)
+    num_kept_R, most = is_kept_RV.sum(dim=1).numpy(), -(-vocabulary // 32)
+    expected = np.where(num_kept_R == vocabulary, 0, np.minimum(num_kept_R, most))
+    assert batch.mask_lengths_T.tolist() == expected.tolist(), "words a token, as the module says"
+    chosen = np.array([24, 3, 4, 5, 0, 10, 11, 12, 13, 14])
+    masks = masks_on(CPU, batch, chosen, mask_format.bitmap_words)
+    assert len(masks.words_W) == batch.mask_lengths_T[chosen].sum()
+    for first, last in ((0, vocabulary), (1, vocabulary // 2), (vocabulary // 3, vocabulary - 1), (33, 900)):
+        columns = slice(first, min(last, vocabulary))
+        is_outside = masks.is_outside(max(0, columns.stop - first), first)
+        assert torch.equal(is_outside, ~is_kept_RV[chosen][:, columns])
+    beyond = masks.is_outside(40, 32 * most + 64)
+    assert torch.equal(beyond, torch.from_numpy(batch.mask_lengths_T[chosen] > 0)[:, None].expand(-1, 40))
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 6])
+def test_scores_and_gradients_are_of_masked_logits(chunk: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    is_kept_RV = kept_sets(15, 101)
+    batch, mask_format = batch_of(is_kept_RV, [15]), MaskFormat(vocabulary=101)
+    target_K = torch.from_numpy(batch.token_ids_T.astype(np.int64))
+    tensors = [torch.randn(15, 8, generator=generator), torch.randn(101, 8, generator=generator)]
+    found, expected = ([each.clone().requires_grad_() for each in tensors] for _ in range(2))
+    masks = masks_on(CPU, batch, np.arange(15), mask_format.bitmap_words)
+    scores = score_tokens(*found, target_K, temperature=0.8, chunk=chunk, masks=masks, learns_entropy=True)
+    logits_KV = (expected[0] @ expected[1].T / 0.8).masked_fill(~is_kept_RV, -torch.inf)
+    logprobs_KV = logits_KV.log_softmax(dim=-1)
+    logprobs_K = logprobs_KV.gather(1, target_K[:, None])[:, 0]
+    entropy_K = -torch.where(is_kept_RV, logprobs_KV.exp() * logprobs_KV.masked_fill(~is_kept_RV, 0.0), 0.0).sum(dim=1)
+    torch.testing.assert_close(scores.logprobs, logprobs_K, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.entropy, entropy_K, rtol=0, atol=1e-5)
+    weights_K = torch.linspace(-1, 1, 15)
+    (scores.logprobs * weights_K + scores.entropy).sum().backward()
+    (logprobs_K * weights_K + entropy_K).sum().backward()
+    for tensor, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(tensor.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_micro_batches_have_the_masks_of_their_valid_tokens() -> None:
+    is_kept_RV = kept_sets(12, 70)
+    batch = batch_of(is_kept_RV, [5, 3, 4])
+    micro_batch = pad(batch, [2, -1, 0], divisible_by=1, device=CPU, mask_format=MaskFormat(vocabulary=70))
+    assert micro_batch.masks is not None
+    expected_KV = is_kept_RV[[9, 10, 11, 1, 2, 3, 4]]  # nothing predicts the first token of a sequence
+    assert torch.equal(micro_batch.masks.is_outside(70, 0), ~expected_KV)
+    assert pad(batch, [0], divisible_by=1, device=CPU).masks is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("mask_lengths_T", {0: 4}, "mask_lengths_T: must be from 0 to 3"),
+        ("mask_lengths_T", {0: 2, 1: 0}, "mask_lengths_T: must add up to num_mask_words_S"),
+        ("mask_words_W", {0: 50}, "mask_words_W: must have the token that was drawn"),
+        ("token_ids_T", {2: 69}, "mask_words_W: must have the token that was drawn"),
+    ],
+)
+def test_impossible_masks_are_refused(name: str, changes: dict[int, int], expected: str) -> None:
+    is_kept_RV = torch.zeros(3, 70, dtype=torch.bool)
+    is_kept_RV[0, 7] = is_kept_RV[1, 8] = True
+    is_kept_RV[2, :40] = True
+    batch, mask_format = batch_of(is_kept_RV, [1, 2]), MaskFormat(vocabulary=70)
+    mask_format.check(batch)
+    array = batch.columns[name].copy()
+    for place, value in changes.items():
+        array[place] = value
+    with pytest.raises(WireError, match=expected):
+        mask_format.check(batch.replace(**{name: array}))
+
+
+def test_samples_travel_with_masks() -> None:
+    batch = batch_of(kept_sets(9, 70), [4, 5])
+    sample_format = SampleFormat(vocabulary=70, masks=MaskFormat(vocabulary=70))
+    joined = Batch.concatenate([sample_format.nothing(), batch, batch]).take([3, 0])
+    received = Batch.from_frames(joined.columns, (*SAMPLES, *MASKS))
+    sample_format.masks.check(received)  # type: ignore[union-attr]
+    assert received.mask_words_W.tolist() == batch.take([1, 0]).mask_words_W.tolist()
+    assert SampleFormat(vocabulary=2**20, masks=MaskFormat(vocabulary=2**20)).most_tokens == 2**28 // 2**17
+
+
+def test_masks_are_recorded(tmp_path: Path) -> None:
+    samples = [
+        recorded(scored(0, place), batch_of(kept_sets(20, 70, seed), [20]), command_id=4)
+        for place, seed in enumerate((1, 2))
+    ]
+    write_shard(shard_path(tmp_path, 12, "rollout-0"), RUN_ID, table_of(samples))
+    for read, sample in zip(read_step(tmp_path, 12, RUN_ID), samples, strict=True):
+        for name in MASKS:
+            assert read.arrays.columns[name].tolist() == sample.arrays.columns[name].tolist()
+        assert MASKS[0] in as_trained_on(read.arrays, None, keeps_masks=True).columns
+        without = as_trained_on(read.arrays, None)
+        assert MASKS[0] not in without.columns
+        with pytest.raises(SamplesError, match="the rollout log has no sampling masks"):
+            as_trained_on(without, None, keeps_masks=True)
+
+
+@pytest.mark.parametrize("changes", [{"min_p": 0.2}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1, "top_k": 6}])
+def test_tokens_that_are_kept_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    logits_BV = torch.randn(50, 40, generator=torch.Generator().manual_seed(2)) * 2
+    expected_BV, no_ids = logits_BV.clone(), torch.zeros(50, 0)
+    if "min_p" in changes:
+        expected_BV = transformers.MinPLogitsWarper(changes["min_p"])(no_ids, expected_BV)
+    if "top_k" in changes:
+        expected_BV = transformers.TopKLogitsWarper(changes["top_k"])(no_ids, expected_BV)
+    if "top_p" in changes:
+        expected_BV = transformers.TopPLogitsWarper(changes["top_p"])(no_ids, expected_BV)
+    limits = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | changes
+    found_BV = restrict(logits_BV, *(torch.tensor([limit]).expand(50) for limit in limits.values()))
+    assert torch.equal(found_BV, expected_BV)
+
+
+def test_tokens_that_tie_with_the_likeliest_pass_any_min_p() -> None:
+    logits_BV = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
+    ones = torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0])
+    assert (restrict(logits_BV, *ones) > -torch.inf).tolist() == [[False, True, True, False]]
