@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -23,6 +24,7 @@ from own_environments import WAIT_S
 from rollout_harness import Rollout
 
 from tandem.common.messages import SampleScored
+from tandem.common.values.json_values import LargeInteger, WrittenFloat
 from tandem.rollout.environments import printing
 from tandem.samples.batch import Batch
 from tests.harness.descriptors import descriptors_left
@@ -64,6 +66,17 @@ def played(samples: Samples) -> Iterator[tuple[SampleScored, Batch, list[dict[st
     assert answers.keys() == samples.keys()
     for key, (scored, arrays) in samples.items():
         yield scored, arrays, answers[key]
+
+
+def test_an_agent_gets_the_values_of_its_row(tmp_path: Path) -> None:
+    with rollout_of(tmp_path, TREE) as rollout:
+        group = rollout.group(0, [7])
+        metadata = {**group.problem.metadata, "large": LargeInteger("1" * 30)}
+        problem = msgspec.structs.replace(group.problem, answer=[WrittenFloat("0.10"), None], metadata=metadata)
+        rollout.run(msgspec.structs.replace(group, problem=problem))
+    ((order, _),) = seen()
+    assert order["problem"]["answer"] == [0.1, None]
+    assert order["problem"]["metadata"]["large"] == int("1" * 30)
 
 
 def test_every_token_is_recorded_as_it_was_sent_in_all_branches(tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ def test_where_padding_is_what_ends_a_response_the_score_is_that_of_what_comes_b
     assert not any("<eos>" in text for text, _ in found)
 
 
+def test_numbers_in_conversations_are_those_of_json() -> None:
+    talk = [{"role": "user", "content": "1", "score": 0.5}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": talk}, {"messages": [{**talk[0], "content": "3"}, talk[1]]}]
+    data = jsonl(rows)
+    path = Path(data["train_data_path"])
+    path.write_text(path.read_text().replace("0.5", "0.50"))
+    sets = load_conversations(data_config("sft", **{**data, "num_validation": 1}, chat_key="messages"))
+    assert {each.prompt[0]["content"] for each in (*sets.train, *sets.validation)} == {"1", "3"}
+
+
 def test_margins_are_those_of_the_rows() -> None:
     rows = [{"prompt": f"{i}", "chosen": "1", "rejected": "2", "ahead": -i / 4} for i in range(1, 9)]
     data = jsonl([*rows, {"prompt": "0", "chosen": "1", "rejected": "2", "ahead": 9}])

@@ -55,7 +55,7 @@ def of_file(text: str, **data: Any) -> Problem:
     """Return the problem of a line of a file."""
     Path("line.jsonl").write_text(text + "\n")
     settings = build(path="line.jsonl", **data)
-    ((where, row),) = file_rows("line.jsonl")
+    ((where, row),) = file_rows("line.jsonl", keeps_digits=True)
     return problem_of(where, row, settings.data)
 
 
@@ -228,6 +228,14 @@ def test_csv_is_text_and_parquet_has_types_of_its_own() -> None:
     assert [problem_of(*row, settings.data).answer for row in file_rows(path)] == [[1, 2], None]
 
 
+def test_messages_and_other_data_have_numbers_as_json_has() -> None:
+    call = '{"role": "tool", "content": "x", "score": 0.10}'
+    (message,) = of_file(f'{{"input": [{call}], "output": 0.10}}').question
+    assert repr(message["score"]) == "0.1"  # type: ignore[index]
+    ((_, row),) = file_rows("line.jsonl")
+    assert type(row["output"]) is float
+
+
 # --- what rewards get ------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +274,7 @@ def test_functions_of_a_program_get_the_values_of_their_rows() -> None:
     path.write_bytes(rows_of(rows, build().data, "dataset").content)
     settings = build(input_key="_question", output_key="_answer")
     (function,) = reward_functions(lambda prompts, completions, answer: [0.0], None)
-    for (where, row), given in zip(file_rows(str(path)), rows, strict=True):
+    for (where, row), given in zip(file_rows(str(path), keeps_digits=True), rows, strict=True):
         response = ResponseToScore(number=0, problem=problem_of(where, row, settings.data), response="r")
         arguments = function.arguments([response], None)
         completions = [[{"role": "assistant", "content": "r"}]]
@@ -367,7 +375,7 @@ def test_other_environments_get_null() -> None:
 def solutions(answers: list[Any]) -> list[str]:
     rows = [{"input": f"{number}?", "output": answer} for number, answer in enumerate(answers)]
     settings = data_config("sft", dataset_name="jsonl", train_data_path=write_rows(rows), num_validation=1)
-    problems = [problem_of(*row, settings.data) for row in file_rows("rows.jsonl")]
+    problems = [problem_of(*row, settings.data) for row in file_rows("rows.jsonl", keeps_digits=True)]
     return [each.answers[0][0]["content"] for each in ConversationWriter(settings)(problems)]
 
 

@@ -10,7 +10,7 @@ import itertools
 import random
 import string
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -43,6 +43,7 @@ _MAX_DEPTH = 200
 _MAX_LISTED = 20
 """Most fields of a row that an error lists."""
 
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _ABSENT = object()
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPTIONS = "options"
@@ -104,18 +105,24 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
 
 
 def rows(
-    data: Data, images: ImageRows | None = None, *, asked: str | None = None, only_held_out: bool = False
+    data: Data,
+    images: ImageRows | None = None,
+    *,
+    asked: str | None = None,
+    only_held_out: bool = False,
+    keeps_digits: bool = False,
 ) -> tuple[Rows, dict[str, Rows]]:
     """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
 
     `images` reads the images of the rows, if the model sees; they are shown in the field `asked`, or in conversations.
 
-    With `only_held_out`, training rows are not read where held-out rows have a source of their own. Raise `DataError`
-    if reading fails.
+    With `only_held_out`, training rows are not read where held-out rows have a source of their own. With
+    `keeps_digits`, numbers of JSON files are `tandem.common.values.json_values.WrittenFloat` where needed. Raise
+    `DataError` if reading fails.
     """
     if images is None and data.dataset_name in NAMED and NAMED[data.dataset_name].has_images:
         raise DataError(f"data.dataset_name: {data.dataset_name} has images, but policy.model_name is a text model")
-    train, apart = _read_rows(data, only_held_out=only_held_out)
+    train, apart = _read_rows(data, only_held_out=only_held_out, keeps_digits=keeps_digits)
     if images is None:
         for where, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
             _refuse_images(where, row, data)
@@ -144,15 +151,17 @@ def _refuse_images(where: str, row: Row, data: Data) -> None:
             raise DataError(f"{where} has an image in {key!r}, but policy.model_name is a text model")
 
 
-def _read_rows(data: Data, *, only_held_out: bool) -> tuple[Rows, dict[str, Rows]]:
+def _read_rows(data: Data, *, only_held_out: bool, keeps_digits: bool) -> tuple[Rows, dict[str, Rows]]:
     """Read the rows of a dataset as they are."""
     name = data.dataset_name
     if is_local(name):
-        apart = {name: file_rows(path) for name, path in validation_paths(data).items()}
-        return [] if only_held_out and apart else file_rows(str(data.train_data_path)), apart
+        apart = {name: file_rows(path, keeps_digits=keeps_digits) for name, path in validation_paths(data).items()}
+        if only_held_out and apart:
+            return [], apart
+        return file_rows(str(data.train_data_path), keeps_digits=keeps_digits), apart
     path, split = place_of(name, data.split, data.train_data_path)
     if path.endswith(FILES):
-        return file_rows(path), {}
+        return file_rows(path, keeps_digits=keeps_digits), {}
     held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset, data.commit)}
     return [] if only_held_out and held_out else hub(path, split, data.subset, data.commit), held_out
 
@@ -162,11 +171,11 @@ def validation_paths(data: Data) -> dict[str, str]:
     return data.val_data_paths or ({} if data.val_data_path is None else {"": data.val_data_path})
 
 
-def file_rows(path: str) -> Rows:
+def file_rows(path: str, *, keeps_digits: bool = False) -> Rows:
     """Read a file of problems: JSONL, unless its name ends in ``.csv`` or ``.parquet``. Raise `DataError`."""
     if path.endswith(".parquet"):
         return parquet(path)
-    return csv_rows(path) if path.endswith(".csv") else jsonl(path)
+    return csv_rows(path) if path.endswith(".csv") else jsonl(path, keeps_digits=keeps_digits)
 
 
 def parquet(path: str) -> Rows:
@@ -210,15 +219,17 @@ def csv_rows(path: str) -> Rows:
     return found
 
 
-def jsonl(path: str) -> Rows:
+def jsonl(path: str, *, keeps_digits: bool = False) -> Rows:
     """Read a file of one JSON object a line, which may be compressed (``.gz``). Raise `DataError` naming the line."""
     kept = path_of(path)
     kind = irregular(kept)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a file of one JSON object a line")
+    decode = decode_object if keeps_digits else _decode_object
     try:
         with gzip.open(kept) if path.endswith(".gz") else open(kept, "rb") as file:
-            found: Rows = [(where, _json_object(where, line)) for where, line in _lines(path, file) if line.strip()]
+            lines = ((where, line) for where, line in _lines(path, file) if line.strip())
+            found: Rows = [(where, _json_object(where, line, decode)) for where, line in lines]
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
     if not found:
@@ -317,8 +328,9 @@ def problem(where: str, row: Row, data: Data) -> Problem:
     if named is not None and named.answer_after and isinstance(answer, str):
         answer = answer.rpartition(named.answer_after)[2].strip()
     others = {name: value for name, value in row.items() if name not in (data.input_key, data.output_key)}
-    plain = _plain({"question": question, "answer": answer, "metadata": others})
-    return Problem(problem_id=where, **plain)
+    if not isinstance(question, str):  # templates write numbers as Transformers' do
+        question = msgspec.json.decode(encode_json(question, str))
+    return Problem(problem_id=where, question=question, **_plain({"answer": answer, "metadata": others}))
 
 
 def _options(where: str, row: Row) -> str:
@@ -369,10 +381,10 @@ def _lines(path: str, file: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[str, by
             yield f"{path}:{number}", line
 
 
-def _json_object(where: str, line: bytes) -> dict[str, Any]:
+def _json_object(where: str, line: bytes, decode: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     try:
         text = line.decode()
-        row = decode_object(text)
+        row = decode(text)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"

@@ -115,7 +115,9 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
                 raise DataError("data.dataset_name: shapes are pictures, but policy.model_name is a text model")
             return _generated(data, shapes(data, seed, images))
         case _:
-            train_rows, held_out_rows = sources.rows(data, images, asked=data.input_key, only_held_out=config.evaluates)
+            train_rows, held_out_rows = sources.rows(
+                data, images, asked=data.input_key, only_held_out=config.evaluates, keeps_digits=True
+            )
 
     def problems(rows: sources.Rows) -> list[Problem]:
         return [sources.problem(where, row, data) for where, row in rows]

@@ -72,7 +72,7 @@ def rows_of(dataset: object, data: Data, argument: str) -> Rows:
 
 def _rows(dataset: object, argument: str) -> Sequence[Row]:
     if isinstance(dataset, str | Path):
-        return [row for _, row in sources.jsonl(str(dataset))]
+        return [row for _, row in sources.jsonl(str(dataset), keeps_digits=True)]
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, dataset))
         raise DataError(f"{argument}: expected rows, got a mapping of {names}: choose one, such as {argument}['train']")

@@ -15,7 +15,6 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +22,7 @@ from starlette.routing import Route
 
 from tandem.common.errors import HelperLost
 from tandem.common.messages import Generate, PromptGroup
+from tandem.common.values.json_values import encode_json
 from tandem.config import Config
 from tandem.rollout.agents.episodes import Episode, over
 from tandem.rollout.agents.players import make_player
@@ -251,4 +251,4 @@ class Agents:
 
 
 def _json(answer: object) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return Response(encode_json(answer), media_type="application/json")

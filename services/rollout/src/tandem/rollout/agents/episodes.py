@@ -14,6 +14,7 @@ import numpy as np
 from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, ImageRef, PromptGroup, SamplingParameters
 from tandem.common.returned import line
+from tandem.common.values.json_values import LargeInteger, WrittenFloat
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.rollout.agents.session import ChatMessages, Session
@@ -99,7 +100,7 @@ class Episode(ServedModel):
             "step": self.command.step,
             "sample": self.session.sample,
             "seed": group.seeds[self.session.sample],
-            "problem": msgspec.to_builtins(group.problem),
+            "problem": msgspec.to_builtins(group.problem, builtin_types=(WrittenFloat, LargeInteger)),
         }
 
     # --- what the agent asks of the policy ---------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import msgspec
 from tandem.common.errors import RewardError
 from tandem.common.programs import search_path
 from tandem.common.returned import line
+from tandem.common.values.json_values import encode_json
 from tandem.config.schema import Environment
 from tandem.rollout.agents.episodes import MODEL, Episode, read_reward
 from tandem.rollout.agents.programs import Ended, Launcher, memory_file, run
@@ -61,7 +62,7 @@ class ByPrograms:
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
         """Start the program and wait for its end."""
-        with memory_file(msgspec.json.encode(described) + b"\n") as stdin:
+        with memory_file(encode_json(described) + b"\n") as stdin:
             ended = await run(self._launcher, self._command, _variables(described), stdin)
         if ended.code != 0:
             return _failure(episode, ended)
@@ -95,7 +96,7 @@ class ByStayingPrograms:
         began = time.monotonic()
         program.num_episodes += 1
         try:
-            program.send(msgspec.json.encode(described) + b"\n")
+            program.send(encode_json(described) + b"\n")
             ended = await asyncio.shield(program.running)
             return _failure(episode, ended)
         finally:
@@ -167,7 +168,7 @@ class ByServer:
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
         """Ask the server; if its answer has no reward, it goes on playing."""
         try:
-            status, body = await _post(self._url, msgspec.json.encode(described))
+            status, body = await _post(self._url, encode_json(described))
         except (OSError, h11.ProtocolError, EOFError) as error:
             return Failure(line(f"cannot ask {self._url}: {error or type(error).__name__}"))
         if not 200 <= status < 300:
