@@ -35,10 +35,9 @@ from tandem.samples.data_sets import (
     epoch_stream,
     sample_seed,
 )
-from tandem.samples.data_sets.chat import EncodedSolution
 from tandem.samples.data_sets.prompts import PromptWriter
 from tandem.samples.model_files import load_tokenizer
-from tandem.samples.tokenizer import Tokenizer
+from tandem.samples.tokenizer import EncodedConversation, Tokenizer
 
 MARKED = (
     "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] }}"
@@ -59,10 +58,16 @@ def marked(config: Config) -> tuple[Config, Tokenizer]:
     return config, load_tokenizer(config)
 
 
-def given(config: Config, tokenizer: Tokenizer) -> tuple[tuple[int, ...], EncodedSolution]:
+def given(config: Config, tokenizer: Tokenizer) -> EncodedConversation:
     """Prompt and solution of `SUM`, as SFT has them."""
     (written,), chat = ConversationWriter(config)([SUM]), ChatEncoder(config, tokenizer)
-    return chat.prompt(written.name, written.prompt), chat.solution(written.name, written.prompt, *written.answers)
+    return chat.conversation(written.name, written.prompt, *written.answers)
+
+
+def texts(tokenizer: Tokenizer, encoded: EncodedConversation) -> tuple[str, str]:
+    """The texts of prompt and solution."""
+    length = encoded.prompt_length
+    return text(tokenizer, encoded.token_ids[:length]), text(tokenizer, encoded.token_ids[length:])
 
 
 def text(tokenizer: Tokenizer, tokens: Any) -> str:
@@ -170,16 +175,15 @@ def test_a_prompt_file_that_cannot_be_filled_says_how_to_write_braces(text: str,
     ("settings", "prompt", "solution"),
     [
         # As in NeMo-RL, the marker is learned as part of the solution unless it is part of the prompt.
+        ({"add_generation_prompt": True}, "u: 4 + 5\na: ", " = 9<eos>"),
+        ({}, "u: 4 + 5\n", "a:  = 9<eos>"),
+        # A template begins sequences itself: nothing is put in front of it, as in a rollout.
         ({"add_bos": False}, "u: 4 + 5\n", "a:  = 9<eos>"),
-        ({"add_generation_prompt": True}, "<bos>u: 4 + 5\na: ", " = 9<eos>"),
-        ({}, "<bos>u: 4 + 5\n", "a:  = 9<eos>"),
     ],
 )
 def test_a_solution_is_the_assistants_turn(settings: dict[str, bool], prompt: str, solution: str) -> None:
     config, tokenizer = marked(data_config("sft", **settings))
-    found = given(config, tokenizer)
-    assert text(tokenizer, found[0]) == prompt
-    assert text(tokenizer, found[1].token_ids) == solution
+    assert texts(tokenizer, given(config, tokenizer)) == (prompt, solution)
 
 
 def talk(problem: Problem) -> Any:
@@ -199,19 +203,20 @@ def told_first(problem: Problem) -> Any:
     return [{"role": "user", "content": "5"}, {"role": "assistant", "content": "4"}]
 
 
-@pytest.mark.parametrize(("add_generation_prompt", "first"), [(True, "4<eos>"), (False, "a: 4<eos>")])
-def test_of_a_conversation_the_assistants_turns_are_learned(add_generation_prompt: bool, first: str) -> None:
+@pytest.mark.parametrize(("add_generation_prompt", "header"), [(True, ""), (False, "a: ")])
+def test_of_a_conversation_the_assistants_turns_are_learned(add_generation_prompt: bool, header: str) -> None:
     settings = {"solution_template": f"{__name__}:talk", "add_generation_prompt": add_generation_prompt}
     config, tokenizer = marked(data_config("sft", **settings))
-    _, solution = given(config, tokenizer)
+    solution = given(config, tokenizer)
     parts = [
         text(tokenizer, [token for token, _ in run])
         for _, run in itertools.groupby(
             zip(solution.token_ids, solution.loss_mask, strict=True), key=lambda pair: pair[1]
         )
     ]
-    assert parts == [first, "\nu: u: 5\ns: 6\na: ", "9<eos>"]
-    assert solution.loss_mask[0]
+    between = "\nu: u: 5\ns: 6\n" + ("" if header else "a: ")
+    assert parts[1:] == [f"{header}4<eos>", between, f"{header}9<eos>"]
+    assert not solution.loss_mask[0]
 
 
 @pytest.mark.parametrize(("name", "place"), [("silence", "end"), ("told_first", "begin")])
@@ -227,9 +232,9 @@ def test_without_a_template_a_solution_follows_the_question(add_eos: bool, endin
     character_tokenizer(config)
     Path("model/chat_template.jinja").unlink()
     tokenizer = load_tokenizer(config)
-    prompt, solution = given(config, tokenizer)
-    assert text(tokenizer, prompt) == "<bos>4 + 5"
-    assert text(tokenizer, solution.token_ids) == " = 9" + ending
+    assert texts(tokenizer, given(config, tokenizer)) == ("<bos>4 + 5", " = 9" + ending)
+    rollout = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
+    assert text(tokenizer, rollout.prompt_ids) == "<bos>4 + 5"
 
 
 def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> None:
@@ -239,9 +244,7 @@ def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> Non
         tokenizer = load_tokenizer(config)
         encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
         assert text(tokenizer, encoded.prompt_ids) == "<bos>4 + 5", algorithm
-        prompt, solution = given(config, tokenizer)
-        assert text(tokenizer, prompt) == "<bos>4 + 5", algorithm
-        assert text(tokenizer, solution.token_ids) == " = 9<eos>", algorithm
+        assert texts(tokenizer, given(config, tokenizer)) == ("<bos>4 + 5", " = 9<eos>"), algorithm
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_a_template_that_writes_turns_apart_is_refused() -> None:
     template = MARKED.replace("'a: '", "'s: '").replace("%}a: {%", "%}s: {%")
     Path("model/chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(data_config("sft"))
-    with pytest.raises(DataError, match=r"does not write the assistant's turn after the prompt .*problem 'p'"):
+    with pytest.raises(DataError, match=r"problem 'p': the chat template does not write the assistant's turn"):
         given(config, tokenizer)
 
 

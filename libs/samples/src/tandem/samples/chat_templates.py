@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import re
 import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.common.errors import ConfigError
 
-Messages = Sequence[Mapping[str, str]]
-"""A conversation: messages with a ``role`` and ``content``."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: messages with a ``role``, and with ``content``, ``tool_calls``, ``reasoning_content`` and whatever
+else they came with."""
 
 DEADLINE_S = 10.0
 """Time limit of one conversation, in seconds. Most take less than a millisecond, the first takes 0.1 s."""
@@ -25,6 +27,8 @@ _MAX_MEMORY = 1 << 30
 """Memory limit of one conversation, in bytes beyond what the process has."""
 _MAX_TEXT = 1 << 26
 """Text limit of one rendered conversation, in characters."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Result = TypeVar("Result")
 _MAX_ROLES = 8
 """Most messages of which an error lists the roles."""
 
@@ -63,13 +67,55 @@ class ChatTemplate:
 
         Raises `ConfigError` if the template is broken or refuses the conversation.
         """
+
+        def apply(form: list[dict[str, Any]]) -> str:
+            return str(
+                self._hugging_face.apply_chat_template(
+                    form, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
+                )
+            )
+
+        rendered = self._limited(apply, messages)
+        if len(rendered) > _MAX_TEXT:
+            raise ConfigError(f"{self._name} makes {len(rendered):,} characters of one conversation")
+        return rendered
+
+    @property
+    def marks_generated(self) -> bool:
+        """Whether it marks what the assistant generates, by ``{% generation %}``."""
+        template = self._hugging_face.chat_template
+        return isinstance(template, str) and _GENERATION.search(template) is not None
+
+    def generated(
+        self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None
+    ) -> list[tuple[int, int]]:
+        """Return the parts of a rendered conversation that the template marks as generated, in characters.
+
+        Raises `ConfigError` as `render` does.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._hugging_face.chat_template
+        given = {**self._hugging_face.special_tokens_map, **(variables or {})}
+
+        def apply(form: list[dict[str, Any]]) -> list[tuple[int, int]]:
+            present = [{name: value for name, value in message.items() if value is not None} for message in form]
+            _, (parts,) = render_jinja_template(
+                conversations=[present], chat_template=template, return_assistant_tokens_mask=True, **given
+            )
+            return [(int(begin), int(end)) for begin, end in parts]
+
+        return self._limited(apply, messages)
+
+    def _limited(
+        self, apply: Callable[[list[dict[str, Any]]], Result], messages: Sequence[Mapping[str, Any]]
+    ) -> Result:
+        """Return what a template makes of messages, within limits of time and memory."""
         import jinja2  # noqa: F401  # the library's slow import should not count towards the time limit
 
         try:
             with _deadline(DEADLINE_S):
-                rendered = self._hugging_face.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
-                )
+                return _first_accepted(apply, messages)
         except _TooSlow:
             raise ConfigError(f"{self._name} takes longer than {DEADLINE_S:g} s for one conversation") from None
         except MemoryError:
@@ -79,9 +125,64 @@ class ChatTemplate:
         except Exception as error:  # a template may do most of what Python can, and raise as much
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"{self._name} refuses messages of {_roles(messages)}: {reason}") from error
-        if len(rendered) > _MAX_TEXT:
-            raise ConfigError(f"{self._name} makes {len(rendered):,} characters of one conversation")
-        return str(rendered)
+
+
+def _first_accepted(apply: Callable[[list[dict[str, Any]]], Result], messages: Sequence[Mapping[str, Any]]) -> Result:
+    """Return what a template makes of the first form of messages that it accepts; raise its first error if of none."""
+    refusal: Exception | None = None
+    for form in forms(messages):
+        try:
+            return apply(form)
+        except (_TooSlow, MemoryError, RecursionError):
+            raise
+        except Exception as error:  # a template may raise anything
+            refusal = refusal or error
+    assert refusal is not None, "there is at least one form"
+    raise refusal
+
+
+def forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the forms in which templates read messages, best first; plain messages have one.
+
+    The arguments of a call are JSON text in OpenAI's messages; most templates write them as an object, some as text
+    (DeepSeek's). A message of calls alone has no content, or an empty one.
+    """
+    as_objects = [_with_arguments(message, as_text=False) for message in messages]
+    yield as_objects
+    has_calls = any(message.get("tool_calls") for message in messages)
+    has_null = any("content" in message and message["content"] is None for message in messages)
+    if has_calls:
+        yield [_with_arguments(message, as_text=True) for message in messages]
+    if has_null:
+        yield [_with_content(message) for message in as_objects]
+    if has_null and has_calls:
+        yield [_with_content(_with_arguments(message, as_text=True)) for message in messages]
+
+
+def _with_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": ""} if message.get("content") is None else dict(message)
+
+
+def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as JSON text, or as objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return dict(message)
+    return {**message, "tool_calls": [_call_with_arguments(call, as_text) for call in calls]}
+
+
+def _call_with_arguments(call: Any, as_text: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call_with_arguments(call["function"], as_text)}
+    arguments = call.get("arguments")
+    if as_text and isinstance(arguments, Mapping | list):
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    if not as_text and isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # what is not JSON is text
+            return {**call, "arguments": json.loads(arguments)}
+    return dict(call)
 
 
 def _roles(messages: Sequence[Mapping[str, Any]]) -> str:

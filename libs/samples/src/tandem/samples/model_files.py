@@ -41,6 +41,8 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     """
     tokenizer = load_configured_tokenizer(KEY, config.policy.tokenizer, folder)
     where = config.policy.tokenizer.name
+    model = local_folder(config.policy.model_name) or Path(config.policy.model_name)
+    tokenizer.model_folders = tuple(dict.fromkeys((*tokenizer.model_folders, model)))
     return with_images(tokenizer, folder or local_folder(where) or Path(where))
 
 
@@ -143,6 +145,7 @@ def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None 
         hugging_face.chat_template = template
     variables = settings.chat_template_kwargs or {}
     tokenizer = Tokenizer(hugging_face, where, variables, key)
+    tokenizer.model_folders = (folder or local_folder(where) or Path(where),)
     for name in variables:
         known = tokenizer.template_variables
         if name not in known:

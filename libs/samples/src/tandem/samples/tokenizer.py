@@ -5,21 +5,37 @@ Transformers is imported only where it is needed: that takes half a second, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tandem.common.errors import ConfigError, DataError, ModelError
+from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.messages import ImageRef
 from tandem.samples.chat_templates import ChatTemplate, Messages
 from tandem.samples.decoding import Decoder
+from tandem.samples.rendering import Render, Rendering, TurnSpan, common_length, first_end, locate_turns, marked
+from tandem.samples.turn_ends import TurnEnds, read_turn_ends
 from tandem.samples.unchanged_files import save_tokenizer
 
 __all__ = ["Messages", "Tokenizer"]
 
 KEY = "policy.tokenizer"
-_TURN = "what the assistant said"
+_TURN = "q7zq0x"
 """Placeholder for an assistant's turn, which has known tokens and an irrelevant text."""
+_REPLY = "q7zq1x"
+
+
+class EncodedConversation(NamedTuple):
+    """The tokens of a conversation, and which of them are learned."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    """True for the assistant's tokens, up to and with the one that ends a turn."""
+    prompt_length: int
+    """Tokens before the first turn that is learned."""
+    rendering: Rendering
+    """The text, and where the assistant's turns are in it."""
 
 
 class Tokenizer(Decoder):
@@ -35,6 +51,8 @@ class Tokenizer(Decoder):
         """Folder that it comes from."""
         self._template = ChatTemplate(hugging_face, where, key)
         self._alphabet = _alphabet(hugging_face)
+        self.model_folders: tuple[Path, ...] = (Path(where),)
+        """Folders whose `generation_config.json` and `config.json` say what ends a response."""
 
     @property
     def hugging_face(self) -> Any:
@@ -115,9 +133,15 @@ class Tokenizer(Decoder):
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
+        add_bos: bool = True,
     ) -> list[int]:
-        """Return the tokens of a conversation. Raises the errors of `render_chat` and `encode`."""
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables))
+        """Return the tokens of a conversation.
+
+        A text without a template begins with what the tokenizer puts in front of texts, if `add_bos`. Raises the errors
+        of `render_chat` and `encode`.
+        """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return [*(self.prefix_ids if add_bos and not self.has_chat_template else ()), *self.encode(text)]
 
     @property
     def sees(self) -> bool:
@@ -128,35 +152,217 @@ class Tokenizer(Decoder):
         """Return the images of messages, in order; None, as here, if the model does not see."""
         return None
 
+    @cached_property
+    def turn_ends(self) -> TurnEnds:
+        """Tokens that end a turn, by template, tokenizer and the model's files; `ModelError` if there is none."""
+        render = self._plain_render({}) if self.has_chat_template else None
+        return read_turn_ends(render, self._undivided, self.eos_id, self.model_folders)
+
+    def stops(
+        self, token_ids: Sequence[int] = (), texts: Sequence[str] = ()
+    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return all tokens that end a response, with `token_ids`, and the texts that are left to look for.
+
+        A text that is a token of its own, such as ``<end_of_turn>``, is looked for as that token.
+        """
+        rest = tuple(text for text in texts if text not in self._undivided)
+        ends = (*self.turn_ends.stop_ids, *token_ids, *self.undivided_ids(texts))
+        return tuple(dict.fromkeys(ends)), rest
+
+    def undivided_ids(self, texts: Sequence[str]) -> list[int]:
+        """Return the tokens of those texts that are a token of their own."""
+        return [self._undivided[text] for text in texts if text in self._undivided]
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The tokens that the tokenizer itself puts in front of a text, such as BOS.
+
+        A chat template writes its own, so they are for texts without one.
+        """
+        plain = self._hugging_face("1", add_special_tokens=False)["input_ids"]
+        whole = self._hugging_face("1", add_special_tokens=True)["input_ids"]
+        place = next((n for n in range(len(whole)) if plain and whole[n : n + len(plain)] == plain), 0)
+        return tuple(int(token) for token in whole[:place])
+
+    @cached_property
+    def _undivided(self) -> dict[str, int]:
+        """Tokens that no text is divided within, by their texts: the special ones, and others that were added."""
+        return {token.content: token_id for token_id, token in self._hugging_face.added_tokens_decoder.items()}
+
+    def _plain_render(self, variables: Mapping[str, Any]) -> Render:
+        def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+            return self.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+
+        return render
+
+    def render_conversation(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> Rendering:
+        """Return a conversation as text, rendered once and whole, and where the assistant's turns are in it.
+
+        Raises the errors of `render_chat`, and `ConfigError` if the turns cannot be found in what the template writes.
+        """
+        if not self.has_chat_template:
+            return _joined(messages)
+        given = self._variables | dict(variables or {})
+        generated = self._template.generated(messages, variables=given) if self._template.marks_generated else ()
+        return locate_turns(self._plain_render(dict(variables or {})), messages, self._end_texts, generated)
+
+    @cached_property
+    def _end_texts(self) -> tuple[str, ...]:
+        """The texts of the tokens that end a turn."""
+        texts = {token_id: text for text, token_id in self._undivided.items()}
+        return tuple(texts[token] for token in self.turn_ends.all_ids if token in texts)
+
+    def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        num_given: int = 0,
+        learns_header: bool = False,
+        add_bos: bool = True,
+        add_eos: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> EncodedConversation:
+        """Return the tokens of a conversation up to the end of the assistant's last turn, and which are learned.
+
+        Args:
+            messages: the conversation; a turn with ``weight: 0`` is not learned.
+            num_given: messages whose turns are given, not learned.
+            learns_header: learn what the template writes before each turn, too.
+            add_bos: begin a text without a template with what the tokenizer puts in front of texts.
+            add_eos: end a turn that the template does not close with the token that ends turns.
+            variables: further ones for the template, such as ``tools``.
+
+        Raises the errors of `render_conversation` and `encode`.
+        """
+        rendering = self.render_conversation(messages, variables)
+        learned = [turn for turn in rendering.turns if turn.message >= num_given]
+        if not learns_header and not all(turn.is_as_prompted for turn in learned):
+            raise DataError(
+                "the chat template does not write the assistant's turn after the prompt as it is generated from; "
+                "change data.add_generation_prompt or policy.tokenizer.chat_template"
+            )
+        places = [place for turn in learned for place in (turn.header if learns_header else turn.begin, turn.end)]
+        text = rendering.text[: places[-1]] if places else self._without_tail(rendering)
+        before, *parts = self.encode_parts(text, places[:-1] if places else ())
+        token_ids = [*(() if self.has_chat_template or not add_bos else self.prefix_ids), *before]
+        mask = [False] * len(token_ids)
+        prompt_length = len(token_ids)
+        for number, part in enumerate(parts):  # the turns, and what is between two of them
+            turn = learned[number // 2]
+            is_turn = number % 2 == 0
+            is_whole = is_turn and turn.end not in [other.begin for other in learned]
+            if is_whole and not turn.is_closed and add_eos:
+                part = [*part, self.turn_ends.missing_id]
+            token_ids += part
+            mask += [is_turn and messages[turn.message].get("weight") != 0] * len(part)
+        return EncodedConversation(tuple(token_ids), tuple(mask), prompt_length, rendering)
+
+    def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of a text, divided at these characters.
+
+        The text is tokenised as a whole, unless a token would reach across one of the places: a response is generated
+        after the tokens of its prompt, so that there the text is divided first. Raises the errors of `encode`.
+        """
+        bounds = [0, *places, len(text)]
+        self._check_characters(text)
+        encoded = self._hugging_face(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = encoded["offset_mapping"]
+        crossed = [place for place in bounds[1:-1] if any(begin < place < end for begin, end in offsets)]
+        if crossed:
+            cut = crossed[0]
+            left = self.encode_parts(text[:cut], [place for place in places if place < cut])
+            right = self.encode_parts(text[cut:], [place - cut for place in places if place > cut])
+            return [*left, *right]
+        parts: list[list[int]] = [[] for _ in bounds[1:]]
+        number = 0
+        for token, (begin, _) in zip(encoded["input_ids"], offsets, strict=True):
+            while number + 1 < len(parts) and begin >= bounds[number + 1]:
+                number += 1
+            parts[number].append(int(token))
+        return parts
+
+    def _without_tail(self, rendering: Rendering) -> str:
+        """Return a rendered text without the space after the token that ends its last turn."""
+        text = rendering.text.rstrip()
+        return text if text.endswith(self._end_texts) else rendering.text
+
     def encode_continuation(
-        self, messages: Sequence[Mapping[str, Any]], last_id: int, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        last_id: int,
+        variables: Mapping[str, Any] | None = None,
+        turn: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the tokens between the end of an assistant's turn, `last_id`, and the beginning of its next one.
 
-        `messages` are those in between. The chat template renders them after a turn of the assistant. Only what the
-        template writes after that turn's content is tokenised, so that all earlier tokens stay unchanged. If the
-        turn already ended with the template's end token, that is not repeated. Raises the errors of `render_chat`
-        and `encode`.
+        `messages` are those in between, and `turn` is the one before, if its calls are known. The chat template renders
+        them after a turn of the assistant, with a call where a tool answers one. Only what the template writes after
+        that turn's content is tokenised, so that all earlier tokens stay unchanged. What ended the turn is not
+        repeated. Raises the errors of `render_chat` and `encode`, and `ConfigError` if the template drops the messages.
         """
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        rendered = self.render_chat([*before, *messages], add_generation_prompt=True, variables=variables)
-        _, turn, rest = rendered.partition(_TURN)
-        if not turn:
-            raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self.where} drops earlier turns")
-        if last_id in self._special_ids:  # an ordinary token only looks like the end token by chance
-            rest = rest.removeprefix(self.decode([last_id], skip_special_tokens=False))
-        return self.encode(rest)
+        if not self.has_chat_template:
+            return self._encode_after(last_id, "".join(message["content"] for message in messages))
+        rest, tail = self._after_turn(messages, dict(variables or {}), turn)
+        place = first_end(rest, self._end_texts)
+        if place is None:
+            return self._encode_after(last_id, rest[common_length(rest, tail) :])
+        end = rest[slice(*place)]
+        # A marker that only the next message brings, such as GLM's `<|user|>`, is dropped if it was generated.
+        is_own = end in tail or self._undivided[end] in self.turn_ends.closing_ids
+        was_ended = last_id == self._undivided[end] or (is_own and last_id in self.turn_ends.all_ids)
+        return self._encode_after(last_id, rest[place[1 if was_ended else 0] :])
+
+    def _encode_after(self, last_id: int, text: str) -> list[int]:
+        """Return the tokens of a text that follows a token: some tokenizers begin a text with a space of their own."""
+        before = self.decode([last_id], skip_special_tokens=False)
+        return self.encode_parts(before + text, [len(before)])[1] if last_id in self._special_ids else self.encode(text)
+
+    def _after_turn(
+        self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], before: Mapping[str, Any] | None
+    ) -> tuple[str, str]:
+        """Return what the template writes after a turn, and which part of it belongs to a call in that turn."""
+        render = self._plain_render(variables)
+        question = {"role": "user", "content": "?"}
+        refusal: TandemError | None = None
+        is_dropped = True
+        for turn in _stand_ins(messages, before):
+            try:
+                whole = render([question, turn, *messages], True)
+                _, found, rest = whole.partition(_TURN)
+                if not found or not self._shows_last(render, [question, turn, *messages]):
+                    is_dropped = is_dropped and not found
+                    continue
+                tail = render([question, turn], False).partition(_TURN)[2] if turn.get("tool_calls") else ""
+            except TandemError as error:
+                refusal = refusal or error
+                continue
+            return rest, tail
+        if refusal is not None:
+            raise refusal
+        what = "earlier turns" if is_dropped else f"messages of the role {messages[-1]['role']}"
+        raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self.where} drops {what}")
+
+    @staticmethod
+    def _shows_last(render: Render, messages: list[Mapping[str, Any]]) -> bool:
+        """Tell whether the template writes the last message."""
+        last = marked(messages[-1], _REPLY)
+        return last is None or _REPLY in render([*messages[:-1], last], True)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, with the tokenizer's own special tokens only if requested.
 
         Raises `DataError` for characters the tokenizer does not know.
         """
+        self._check_characters(text)
+        return [int(token) for token in self._hugging_face(text, add_special_tokens=add_special_tokens)["input_ids"]]
+
+    def _check_characters(self, text: str) -> None:
         unknown = self.unknown_characters(text)
         if unknown:
             what = "character" if len(unknown) == 1 else "characters"
             raise DataError(f"the tokenizer in {self.where} does not know the {what} {unknown!r}")
-        return [int(token) for token in self._hugging_face(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Return the tokens of a word at the beginning of a text and, if one other token begins them, after a space.
@@ -190,6 +396,44 @@ class Tokenizer(Decoder):
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files beside a model's weights, as they are where it was read from."""
         save_tokenizer(self._hugging_face, folder)
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> Rendering:
+    """Return a conversation without a template: the plain text of its messages."""
+    text, turns = "", []
+    for number, message in enumerate(messages):
+        begin = len(text)
+        text += message["content"]
+        if message["role"] == "assistant":
+            turns.append(TurnSpan(number, begin, begin, len(text), is_closed=False))
+    return Rendering(text, tuple(turns))
+
+
+def _stand_ins(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield turns of the assistant that `messages` may follow: with a call where a tool answers, else plain ones."""
+    results = [message for message in messages if message["role"] == "tool"]
+    known = (turn or {}).get("tool_calls") or ()
+    if results:
+        calls = [
+            {
+                "id": str(message.get("tool_call_id") or f"call_{number}"),
+                "type": "function",
+                "function": {"name": _called(message, known, number), "arguments": {"x": "1"}},
+            }
+            for number, message in enumerate(results)
+        ]
+        calls[-1] = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"x": _TURN}}}  # type: ignore[dict-item]
+        yield {"role": "assistant", "content": "", "tool_calls": calls}
+        yield {"role": "assistant", "content": None, "tool_calls": calls}
+    yield {"role": "assistant", "content": _TURN}
+
+
+def _called(result: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], number: int) -> str:
+    """Return the name of the tool that a message answers for: its own, or that of the call that it names."""
+    if result.get("name"):
+        return str(result["name"])
+    named = [call for call in calls if call.get("id") == result.get("tool_call_id")] or calls[number : number + 1]
+    return str(named[0].get("function", named[0]).get("name", "tool")) if named else "tool"
 
 
 def _alphabet(hugging_face: Any) -> frozenset[str] | None:

@@ -28,8 +28,6 @@ class Serving(Section, frozen=True, kw_only=True):
     """Longest sequence, prompt included."""
     vocabulary: PositiveInt
     """Number of tokens that the model can read."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, in addition to the tokenizer's end of sequence."""
     max_batch_size: PositiveInt
     """Most responses generated at the same time."""
     precision: Literal["float32", "bfloat16"]

@@ -298,7 +298,9 @@ class Generating:
         if conversation.num_turns >= self._max_turns:
             return "turns"
         try:
-            token_ids = self._parts.tokenizer.encode_continuation(turn.messages, conversation.last_id)
+            token_ids = self._parts.tokenizer.encode_continuation(
+                turn.messages, conversation.last_id, turn=conversation.messages[-1]
+            )
         except DataError as error:
             return self._refuse(conversation, str(error))
         if conversation.num_tokens + len(token_ids) >= self._config.policy.max_total_sequence_length:

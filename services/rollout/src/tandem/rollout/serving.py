@@ -72,7 +72,6 @@ def serve(serving: Serving) -> None:
             driver,
             max_length=serving.max_length,
             vocabulary=serving.vocabulary,
-            stop_token_ids=serving.stop_token_ids,
             aliases=serving.aliases,
             tool_call_parser=serving.tool_call_parser,
             images=images if tokenizer.sees else None,

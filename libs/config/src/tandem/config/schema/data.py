@@ -71,6 +71,8 @@ class DataSet(Section, frozen=True, kw_only=True):
     """Same as `data.chat_key`."""
     system_key: NonEmptyStr | None = None
     """Same as `data.system_key`."""
+    tool_key: NonEmptyStr | None = None
+    """Same as `data.tool_key`."""
     prompt_key: NonEmptyStr | None = None
     """Same as `data.prompt_key`."""
     chosen_key: NonEmptyStr | None = None
@@ -119,6 +121,7 @@ OF_EACH_SET = (
     "output_key",
     "chat_key",
     "system_key",
+    "tool_key",
     "prompt_key",
     "chosen_key",
     "rejected_key",
@@ -172,6 +175,9 @@ class Data(Section, frozen=True, kw_only=True):
     are learned; null for a question and an answer."""
     system_key: NonEmptyStr | None = None
     """SFT: field with the system message of a conversation, if it is not among its messages."""
+    tool_key: NonEmptyStr | None = None
+    """SFT, DPO and RM: field with the tools of a conversation, a list of JSON schemas or its JSON text; with null, a
+    field `tools` is read if it holds one."""
     image_key: NonEmptyStr | None = None
     """New. Field with a row's image, or list of images, for a model that sees: encoded bytes, a path, or a data URI.
     Null means ``image`` or ``images``. They stand where the text has ``<image>``, or else in front of it."""
@@ -252,11 +258,13 @@ class Data(Section, frozen=True, kw_only=True):
     environment: NonEmptyStr | None
     """New. Entry of `env` that scores the samples of data sets without an `env_name`."""
     add_bos: bool = True
-    """SFT, DPO and RM: begin each sequence with the tokenizer's beginning-of-sequence token, if it has one."""
+    """Begin texts without a chat template with what the tokenizer puts in front of a text, such as a
+    beginning-of-sequence token; in SFT, DPO, RM and rollouts alike. A chat template writes its own."""
     add_eos: bool = True
-    """SFT, DPO and RM: end each solution with the tokenizer's end-of-sequence token."""
+    """SFT, DPO and RM: end each turn that the chat template does not close with the token that ends turns."""
     add_generation_prompt: bool = False
-    """SFT, DPO and RM: put the chat template's generation prompt before the solution."""
+    """SFT, DPO and RM: what the chat template writes before each of the assistant's turns belongs to the prompt; with
+    false it is learned."""
     add_system_prompt: bool = False
     """SFT, DPO and RM: let the chat template add its default system message."""
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import msgspec
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
 from tandem.config import Config
 from tandem.config.derive import GENERATED
 from tandem.samples.chat_templates import memory_limit
-from tandem.samples.tokenizer import Messages, Tokenizer
+from tandem.samples.tokenizer import EncodedConversation, Messages, Tokenizer
 
-
-class EncodedSolution(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens after a prompt."""
-
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    """True for tokens of the assistant."""
-
-    def extended(self, token_ids: Sequence[int], *, counts: bool) -> EncodedSolution:
-        """Return the solution with more tokens at its end."""
-        return EncodedSolution(
-            token_ids=(*self.token_ids, *token_ids), loss_mask=self.loss_mask + (counts,) * len(token_ids)
-        )
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which messages have the assistant's reasoning; templates read one, Transformers gives them all."""
 
 
 class ChatEncoder:
@@ -37,11 +26,10 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._max_total = config.policy.max_total_sequence_length
         is_given = not config.declaration.rolls_out
-        # A policy generates after the generation prompt. Where solutions are given, that marker may be part of them.
-        self._add_generation_prompt = config.data.add_generation_prompt if is_given else True
-        self._first_ids = (
-            [tokenizer.bos_id] if is_given and config.data.add_bos and tokenizer.bos_id is not None else []
-        )
+        # A policy generates after the generation prompt. Where solutions are given, that marker may be learned.
+        self._learns_header = is_given and not config.data.add_generation_prompt
+        self._dropped: dict[str, str] = {}
+        """Parts of messages that the template does not write, each with the place of the first."""
 
     def check_characters(self, items: Iterable[tuple[str, Sequence[Messages]]], literals: Mapping[str, str]) -> None:
         """Raise one `DataError` for all characters of all items that a character-level tokenizer does not know.
@@ -53,11 +41,11 @@ class ChatEncoder:
             return
         places: dict[str, str] = {}
         for number, (name, (prompt, *answers)) in enumerate(items):
-            texts = [message["content"] for messages in (prompt, *answers) for message in messages]
+            texts = [str(message.get("content") or "") for messages in (prompt, *answers) for message in messages]
+            said = "".join(texts)
             if number == 0:  # the chat template adds the same to all
-                texts.append(self._render(name, prompt, self._add_generation_prompt))
+                texts.append(self._render(name, prompt, not self._learns_header))
                 texts += [self._render(name, [*prompt, *answer], False) for answer in answers]
-            said = "".join(texts[: sum(map(len, (prompt, *answers)))])
             for character in self._tokenizer.unknown_characters("".join(texts)):
                 if character not in places:
                     by_template = next((key for key, text in literals.items() if character in text), None)
@@ -77,11 +65,44 @@ class ChatEncoder:
         return f"the tokenizer in {self._tokenizer.where} does not know {what}: {found}{hint}"
 
     def prompt(self, name: str, messages: Messages) -> tuple[int, ...]:
-        """Tokenise a prompt of any length. Raise `DataError` if that fails."""
-        tokens = self._encode(name, self._render(name, messages, self._add_generation_prompt))
-        if tokens[:1] != self._first_ids:
-            tokens = self._first_ids + tokens
-        return tuple(tokens)
+        """Tokenise a prompt of any length, up to where a response begins. Raise `DataError` if that fails."""
+        with self._named(name):
+            return tuple(self._tokenizer.encode_chat(messages, add_generation_prompt=True, add_bos=self._data.add_bos))
+
+    def conversation(
+        self, name: str, prompt: Messages, answer: Messages, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> EncodedConversation:
+        """Tokenise a prompt and its answer, rendered once and whole; the assistant's turns of the answer are learned.
+
+        Raise `DataError` if that fails, or if the answer does not begin and end with a turn of the assistant.
+        """
+        if not answer or answer[-1]["role"] != "assistant":
+            raise DataError(f"problem {name!r}: its solution does not end with a turn of the assistant")
+        if answer[0]["role"] != "assistant":
+            raise DataError(f"problem {name!r}: its solution does not begin with a turn of the assistant")
+        with self._named(name):
+            encoded = self._tokenizer.encode_conversation(
+                [*prompt, *answer],
+                num_given=len(prompt),
+                learns_header=self._learns_header,
+                add_bos=self._data.add_bos,
+                add_eos=self._data.add_eos,
+                variables={"tools": [*tools]} if tools else None,
+            )
+        for part in _left_out([*prompt, *answer], tools, encoded):
+            self._dropped.setdefault(part, name)
+        if encoded.prompt_length == len(encoded.token_ids):
+            raise DataError(f"problem {name!r}: the chat template writes no turn of its solution")
+        return encoded
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notices of the parts of conversations so far that the chat template does not write."""
+        return tuple(
+            f"data: the chat template of {self._tokenizer.where} does not write {part} (first in {name!r}), so nothing "
+            "is learned of it; policy.tokenizer.chat_template can name a file whose template does"
+            for part, name in self._dropped.items()
+        )
 
     def images(self, messages: Messages) -> tuple[ImageRef, ...] | None:
         """Return the images of messages; None if the model does not see."""
@@ -107,68 +128,41 @@ class ChatEncoder:
             raise DataError(f"problem {name!r}: {complaint}")
         return complaint is not None
 
-    def solution(self, name: str, prompt: Messages, messages: Messages) -> EncodedSolution:
-        """Tokenise the solution of a prompt: turns of the assistant, as the chat template writes them.
-
-        It ends with the end-of-sequence token if the template or ``data.add_eos`` puts it there. Each of several turns
-        is tokenised by itself, as in a rollout. Raise `DataError` if that fails.
-        """
-        solution = EncodedSolution(token_ids=(), loss_mask=())
-        said: list[Mapping[str, str]] = []
-        for message in messages:
-            if message["role"] != "assistant":
-                said.append(message)
-                continue
-            if said:
-                solution = solution.extended(self._continuation(name, said, solution.token_ids), counts=False)
-            turn = self._turn(name, prompt, message["content"], is_first=not solution.token_ids)
-            solution = solution.extended(turn, counts=True)
-            said = []
-        if not solution.token_ids or said:
-            raise DataError(f"problem {name!r}: its solution does not end with a turn of the assistant")
-        return solution
-
-    def _turn(self, name: str, prompt: Messages, content: str, *, is_first: bool) -> list[int]:
-        """Tokenise one turn of the assistant; the first may include the generation prompt."""
-        add_generation_prompt = self._add_generation_prompt if is_first else True
-        before = self._render(name, prompt, add_generation_prompt)
-        answered = [*prompt, {"role": "assistant", "content": content}]
-        whole = self._render(name, answered, False)
-        if not whole.startswith(before):
-            raise DataError(
-                "the chat template does not write the assistant's turn after the prompt as it is generated from; "
-                f"change data.add_generation_prompt or policy.tokenizer.chat_template (problem {name!r})"
-            )
-        return self._ended(self._encode(name, whole[len(before) :]))
-
-    def _continuation(self, name: str, messages: Messages, token_ids: tuple[int, ...]) -> list[int]:
-        if not token_ids:
-            raise DataError(f"problem {name!r}: its solution does not begin with a turn of the assistant")
-        try:
-            with memory_limit():
-                return self._tokenizer.encode_continuation(messages, token_ids[-1])
-        except DataError as error:
-            raise DataError(f"problem {name!r}: {error}") from error
-        except ConfigError as error:
-            raise ConfigError(f"{error} (problem {name!r})") from error
-
-    def _ended(self, tokens: list[int]) -> list[int]:
-        """End a solution where a response ends: drop a template's line break after the end-of-sequence token."""
-        eos_id = self._tokenizer.eos_id
-        if eos_id in tokens:
-            end = len(tokens) - tokens[::-1].index(eos_id)
-            return tokens[:end] if not self._tokenizer.decode(tokens[end:]).strip() else tokens
-        return [*tokens, eos_id] if self._data.add_eos else tokens
-
     def _render(self, name: str, messages: Messages, add_generation_prompt: bool) -> str:
+        with self._named(name):
+            return self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _named(name: str) -> Iterator[None]:
+        """Name the problem in errors, and limit the memory of the template."""
         try:
             with memory_limit():
-                return self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+                yield
         except ConfigError as error:
             raise ConfigError(f"{error} (problem {name!r})") from error
-
-    def _encode(self, name: str, text: str) -> list[int]:
-        try:
-            return self._tokenizer.encode(text)
         except DataError as error:
             raise DataError(f"problem {name!r}: {error}") from error
+
+
+def _left_out(messages: Messages, tools: Sequence[Mapping[str, Any]], encoded: EncodedConversation) -> Iterator[str]:
+    """Yield what a rendered conversation lacks of the assistant's messages, and of the tools."""
+    if any(str(tool.get("function", tool).get("name", "")) not in encoded.rendering.text for tool in tools):
+        yield "'tools'"
+    turns = {turn.message: turn for turn in encoded.rendering.turns}
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        turn = turns.get(number)
+        text = "" if turn is None else encoded.rendering.text[turn.header : turn.end]
+        for field in ("content", *REASONING):
+            if isinstance(message.get(field), str) and not _shows(text, message[field]):
+                yield f"{field!r} of the assistant's messages"
+        for call in message.get("tool_calls") or ():
+            if call.get("function", call).get("name", "") not in text:
+                yield "'tool_calls' of the assistant's messages"
+
+
+def _shows(text: str, written: str) -> bool:
+    """Tell whether a text has all lines of another, apart from the space around them."""
+    return all(line.strip() in text for line in written.splitlines())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
 from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
+from tandem.samples.data_sets.questions import read_message
 from tandem.samples.data_sets.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.samples.data_sets.trees import threads
 from tandem.samples.images.rows import ImageRows
@@ -35,6 +37,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """The solution; or, for preferences, the chosen response, then the rejected one."""
     margin: float = 0.0
     """Margin by which the chosen response's score should be ahead."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The tools that the template shows, as JSON schemas."""
 
 
 class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +180,11 @@ def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversati
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken or spoken[0] == 0:
         raise DataError(f"{where}: {chat_key!r} has no turn of the assistant that follows another message")
-    return Conversation(name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],))
+    if messages[-1]["role"] != "assistant":
+        messages = messages[: spoken[-1] + 1]  # nothing that is learned comes after the last turn
+    return Conversation(
+        name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],), tools=_tools(where, row, data)
+    )
 
 
 class _Answers(msgspec.Struct, frozen=True):
@@ -227,22 +235,39 @@ def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
         _messages(where, key, sources.field(where, row, setting, key), role="assistant")
         for setting, key in (("chosen_key", data.chosen_key), ("rejected_key", data.rejected_key))
     ]
-    if all(len(messages) == 1 for messages in pair):
+    tools = _tools(where, row, data)
+    if data.prompt_key in row or all(len(messages) == 1 for messages in pair):
         prompt = _messages(
             where, data.prompt_key, sources.field(where, row, "prompt_key", data.prompt_key), role="user"
         )
-        return Conversation(name=where, prompt=prompt, answers=tuple(pair))
+        # Some data sets repeat the prompt in front of each response.
+        answers = tuple(_without_prompt(messages, prompt) for messages in pair)
+        if all(messages[0]["role"] == "assistant" for messages in answers):
+            return Conversation(name=where, prompt=prompt, answers=answers, tools=tools)
     chosen, rejected = pair
-    if chosen[:-1] != rejected[:-1]:
+    shared = common_messages(chosen, rejected)
+    if shared == 0:
         raise DataError(f"{where}: {data.chosen_key!r} and {data.rejected_key!r} do not begin with the same prompt")
-    return Conversation(name=where, prompt=chosen[:-1], answers=(chosen[-1:], rejected[-1:]))
+    return Conversation(name=where, prompt=chosen[:shared], answers=(chosen[shared:], rejected[shared:]), tools=tools)
+
+
+def _without_prompt(messages: Messages, prompt: Messages) -> Messages:
+    return (
+        messages[len(prompt) :] if len(messages) > len(prompt) and [*messages[: len(prompt)]] == [*prompt] else messages
+    )
+
+
+def common_messages(one: Messages, other: Messages) -> int:
+    """Return how many messages two conversations begin with alike; each keeps at least one for itself."""
+    most = min(len(one), len(other)) - 1
+    return next((place for place in range(most) if one[place] != other[place]), most)
 
 
 class _Completion(msgspec.Struct, frozen=True):
     """A completion in NeMo-RL's format: the lower rank is better."""
 
     rank: int
-    completion: list[dict[str, str]]
+    completion: list[dict[str, Any]]
 
 
 def _ranked(where: str, row: sources.Row) -> Conversation:
@@ -295,25 +320,49 @@ def _converted(where: str, row: sources.Row, kind: type[Parsed], what: str) -> P
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-class _Message(msgspec.Struct, frozen=True):
-    """One message; other fields are ignored."""
-
-    role: str
-    content: str
-
-
 def _messages(where: str, key: str, value: object, *, role: str | None = None) -> Messages:
-    """Check a list of messages; with `role`, a text is one message of it. Raise `DataError` for anything else."""
+    """Read a list of messages with all of their fields; with `role`, a text is one message of it.
+
+    Raise `DataError` for anything else.
+    """
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
-    try:
-        messages = msgspec.convert(value, list[_Message])
-    except msgspec.ValidationError as error:
+    if not isinstance(value, list | tuple):
         text = "neither a text nor" if role is not None else "not"
-        raise DataError(f"{where}: {key!r} is {text} a list of messages: {error}") from error
-    if not messages:
+        raise DataError(f"{where}: {key!r} is {text} a list of messages")
+    if not value:
         raise DataError(f"{where}: {key!r} holds no message")
-    return [{"role": message.role, "content": message.content} for message in messages]
+    messages = [read_message(f"{where}: {key}[{number}]", message) for number, message in enumerate(value)]
+    for number, message in enumerate(messages):
+        if message.get("weight", 1) not in (0, 1):
+            raise DataError(f"{where}: {key}[{number}].weight is {message['weight']!r}, must be 0 or 1")
+    return messages
+
+
+def _tools(where: str, row: sources.Row, data: Data) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a row, as JSON schemas, which may stand in it as JSON text.
+
+    Without ``data.tool_key``, a field ``tools`` that holds something else is no field of tools. Raise `DataError`.
+    """
+    key = data.tool_key or "tools"
+    value = row.get(key)
+    if isinstance(value, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            value = msgspec.json.decode(value)
+    if not value:
+        return ()
+    if isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value):
+        return tuple(_without_nulls(tool) for tool in value)
+    if data.tool_key is None:
+        return ()
+    raise DataError(f"{where}: {key!r} is not a list of tools as JSON schemas (data.tool_key)")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without fields that are null: Parquet gives each object the fields of all others."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _answer(text: str) -> Messages:

@@ -7,7 +7,7 @@ import re
 import string
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import Data
 from tandem.samples.data_sets.chat import ChatEncoder
-from tandem.samples.data_sets.questions import as_messages, with_user_text
+from tandem.samples.data_sets.questions import as_messages, read_message, with_user_text
 from tandem.samples.images.markers import OPENING, in_front
 from tandem.samples.tokenizer import Messages, Tokenizer
 
@@ -175,7 +175,7 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], list[Message
             raise DataError(f"{where} raised {type(error).__name__}: {reason}") from error
         try:
             return _solutions(solution)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, DataError) as error:
             raise DataError(f"{where} returned neither a text nor a list of texts or messages: {error}") from error
 
     return write
@@ -191,24 +191,18 @@ def _write_from_template(key: str, template: str, problem: Problem) -> list[Mess
     return [_said(fill_template(key, template, msgspec.structs.replace(problem, answer=answer)))]
 
 
-class _Message(msgspec.Struct, frozen=True):
-    """One message in the result of a user's function."""
-
-    role: str
-    content: str
-
-
 def _solutions(written: object) -> list[Messages]:
     """Return the solutions that a function wrote. Raise `msgspec.ValidationError` for a result of the wrong type."""
     if isinstance(written, list) and written and isinstance(written[0], str):
         return [_said(text) for text in msgspec.convert(written, list[str])]
-    return [_said(msgspec.convert(written, str | list[_Message]))]
+    if isinstance(written, str):
+        return [_said(written)]
+    messages = msgspec.convert(written, list[dict[str, Any]])
+    return [[read_message(f"message {number + 1}", message) for number, message in enumerate(messages)]]
 
 
-def _said(solution: str | list[_Message]) -> Messages:
-    if isinstance(solution, str):
-        return [{"role": "assistant", "content": solution}]
-    return [{"role": message.role, "content": message.content} for message in solution]
+def _said(solution: str) -> Messages:
+    return [{"role": "assistant", "content": solution}]
 
 
 def _prompt_format(data: Data) -> str | None:

@@ -25,14 +25,18 @@ def read_question(where: str, value: object, mark: Callable[[Any], str] | None =
         return text_of(value)
     if not isinstance(value, list | tuple) or not value:
         raise DataError(f"{where}: expected a text or a list of messages, got {shown(value)[:_MAX_SHOWN]}")
-    mark = _refuse_image if mark is None else mark
-    messages = [_message(f"{where}[{number}]", message, mark) for number, message in enumerate(value)]
+    messages = [read_message(f"{where}[{number}]", message, mark) for number, message in enumerate(value)]
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: the last of its messages is the assistant's, so that nothing is left to answer")
     return messages
 
 
-def _message(where: str, message: object, mark: Callable[[Any], str]) -> dict[str, Any]:
+def read_message(where: str, message: object, mark: Callable[[Any], str] | None = None) -> dict[str, Any]:
+    """Return a message with all of its fields; a content that is a list of parts becomes text.
+
+    Raise `DataError` for what is no message, and for an image without `mark`.
+    """
+    mark = _refuse_image if mark is None else mark
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f"{where}: expected a message with role and content, got {shown(message)[:_MAX_SHOWN]}")
     # Rows of Parquet have every field of every message: those of other messages are null.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ class VisionTokenizer(Tokenizer):
         """
         super().__init__(tokenizer.hugging_face, tokenizer.where, tokenizer._variables)
         self._template = tokenizer._template  # it knows the key that errors name
+        self.model_folders = tokenizer.model_folders
         self._folder = folder
         self.settings = read_settings(folder, tokenizer.where)
         check_tokenizer(tokenizer, self.settings)
@@ -107,6 +109,11 @@ class VisionTokenizer(Tokenizer):
             grids = [grid_of(self.settings, image.width, image.height) for image in images]
             text = expanded(self.settings, "".join(parts), grids)
         return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of a text, divided at these characters, with those of each image for its marker."""
+        bounds = [0, *places, len(text)]
+        return [self.encode(text[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
     def unknown_characters(self, text: str) -> str:
         """Return the characters of a text, without its markers, that the tokenizer does not know, each once."""

@@ -24,12 +24,11 @@ from tandem.samples.data_sets import (
     set_aside,
     steps_capped,
 )
-from tandem.samples.data_sets.chat import EncodedSolution
 from tandem.samples.data_sets.step_size import check_step_size
 from tandem.samples.given_table import given_table
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.rows import image_rows
-from tandem.samples.tokenizer import Tokenizer
+from tandem.samples.tokenizer import EncodedConversation, Tokenizer
 
 
 class EncodedSequence(NamedTuple):
@@ -81,7 +80,7 @@ class DataSetAlgorithm(WithoutGeneration):
         num_rows = len(sets.train) + len(sets.validation) + sets.num_set_aside
         aside = set_aside(sets.num_set_aside, num_rows)
         capped = steps_capped(config, self.num_steps, len(self._train), config.policy.train_global_batch_size)
-        self.notices = tuple(filter(None, (too_long, ties, aside, capped)))
+        self.notices = (*filter(None, (too_long, ties, aside, capped)), *self._chat.notices)
 
     @property
     def validation_parts(self) -> dict[str, int]:
@@ -109,12 +108,12 @@ class DataSetAlgorithm(WithoutGeneration):
     def _encode(self, conversation: Conversation) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""
         name, prompt = conversation.name, conversation.prompt
-        prompt_ids = self._chat.prompt(name, prompt)
-        complaint = self._chat.complaint(prompt_ids)
+        complaint: str | None = None
         sequences = []
         for place, answer in enumerate(conversation.answers):
-            solution = self._chat.solution(name, prompt, answer)
-            sequence = self._sequence(prompt_ids, solution, conversation.margin if place == 0 else 0.0)
+            encoded = self._chat.conversation(name, prompt, answer, conversation.tools)
+            complaint = complaint or self._chat.complaint(encoded.token_ids[: encoded.prompt_length])
+            sequence = self._sequence(encoded, conversation.margin if place == 0 else 0.0)
             sequence = sequence._replace(images=self._chat.images([*prompt, *answer]))
             limit, length = self._config.policy.max_total_sequence_length, len(sequence.token_ids)
             if complaint is None and length > limit:
@@ -122,10 +121,10 @@ class DataSetAlgorithm(WithoutGeneration):
             sequences.append(sequence)
         return None if self._chat.leaves_out(name, complaint) else tuple(sequences)
 
-    def _sequence(self, prompt_ids: tuple[int, ...], solution: EncodedSolution, margin: float) -> EncodedSequence:
+    def _sequence(self, encoded: EncodedConversation, margin: float) -> EncodedSequence:
         """Return a prompt with one solution. The assistant's tokens count."""
-        mask = last_turn(solution.loss_mask) if self._only_last else solution.loss_mask
-        return EncodedSequence(prompt_ids + solution.token_ids, (False,) * len(prompt_ids) + mask)
+        mask = last_turn(encoded.loss_mask) if self._only_last else encoded.loss_mask
+        return EncodedSequence(encoded.token_ids, mask)
 
 
 class RewardModelAlgorithm(DataSetAlgorithm):
@@ -140,8 +139,8 @@ class RewardModelAlgorithm(DataSetAlgorithm):
         self._pad_id = tokenizer.pad_id
         super().__init__(config, tokenizer)
 
-    def _sequence(self, prompt_ids: tuple[int, ...], solution: EncodedSolution, margin: float) -> EncodedSequence:
-        token_ids = prompt_ids + solution.token_ids
+    def _sequence(self, encoded: EncodedConversation, margin: float) -> EncodedSequence:
+        token_ids = encoded.token_ids
         while token_ids[-1:] == (self._pad_id,):  # the token that ends a sequence is the padding of some models
             token_ids = token_ids[:-1]
         return EncodedSequence((*token_ids, self._pad_id), (False,) * len(token_ids) + (True,), margin)

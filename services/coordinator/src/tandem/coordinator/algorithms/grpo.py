@@ -89,7 +89,10 @@ class GrpoAlgorithm:
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that only validates."""
         self._bad_token_ids = bad_token_ids(config, tokenizer)
-        self._stop_token_ids = (tokenizer.eos_id, *(config.policy.generation.stop_token_ids or ()))
+        generation = config.policy.generation
+        self._stop_token_ids, self._stop_strings = tokenizer.stops(
+            generation.stop_token_ids or (), generation.stop_strings or ()
+        )
 
     @property
     def num_validation(self) -> int:
@@ -122,7 +125,7 @@ class GrpoAlgorithm:
             min_p=generation.min_p,
             max_new_tokens=generation.max_new_tokens,
             stop_token_ids=self._stop_token_ids,
-            stop_strings=generation.stop_strings or (),
+            stop_strings=self._stop_strings,
             bad_token_ids=self._bad_token_ids,
         )
 

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -56,7 +55,7 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
     vocabulary = vocabulary_in(config)
     if vocabulary is None:
         raise ModelError(f"{found.folder / 'config.json'}: it has no vocab_size")
-    _ = load_model_tokenizer(found.folder).eos_id
+    _ = load_model_tokenizer(found.folder).eos_id  # a response must end somewhere
     length = _length(arguments.max_length, max_positions_in(config))
     precision = arguments.precision or _precision(config)
     given = _given(arguments.overrides, length, precision)
@@ -73,7 +72,6 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
         engine=arguments.engine,
         max_length=given.vllm_cfg.max_model_len,
         vocabulary=vocabulary,
-        stop_token_ids=_end_tokens(found.folder),
         max_batch_size=arguments.max_batch_size,
         precision=precision,
         num_threads=len(os.sched_getaffinity(0)),
@@ -129,13 +127,3 @@ def _length(asked: int | None, positions: int | None) -> int:
 def _precision(config: Mapping[str, Any]) -> Literal["float32", "bfloat16"]:
     dtype = config.get("dtype", config.get("torch_dtype"))
     return "float32" if dtype in ("float32", None) else "bfloat16"
-
-
-def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response according to the model's own files."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            ends = read_json(folder / name).get("eos_token_id")
-            found += [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
-    return tuple(dict.fromkeys(found))

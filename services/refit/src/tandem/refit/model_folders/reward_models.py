@@ -66,7 +66,7 @@ def _check(key: str, entry: Environment, folder: Path) -> None:
     said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
     try:
         with memory_limit():
-            tokenizer.encode_chat(said, add_generation_prompt=False)
+            tokenizer.encode_conversation(said)
     except DataError:
         pass  # a vocabulary without a 1
 

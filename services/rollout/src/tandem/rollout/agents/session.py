@@ -77,7 +77,8 @@ class Session:
         if known is None:
             return self._tokenizer.encode_chat(messages, add_generation_prompt=True, variables=variables)
         rest = messages[len(known.messages) :]
-        return [*known.token_ids, *self._tokenizer.encode_continuation(rest, known.token_ids[-1], variables)]
+        last_id, turn = known.token_ids[-1], known.messages[-1]
+        return [*known.token_ids, *self._tokenizer.encode_continuation(rest, last_id, variables, turn)]
 
     def add(
         self,

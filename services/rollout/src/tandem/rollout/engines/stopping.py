@@ -20,13 +20,15 @@ def load_detokenizer(model_folder: Path) -> tokenizers.Tokenizer:
 
 class StopStrings:
     """A watcher of one response. The decoder holds back text until it is whole: a split UTF-8 character cannot
-    match."""
+    match. Special tokens have no text, unless a stop string has one of them in it."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop_strings: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop_strings = stop_strings
         self._num_kept = max(len(stop_string) for stop_string in stop_strings) - 1
-        self._stream = DecodeStream(skip_special_tokens=True)
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        names_special = any(token in stop_string for token in special for stop_string in stop_strings)
+        self._stream = DecodeStream(skip_special_tokens=not names_special)
         self._tail = ""
 
     def push(self, token_id: int) -> bool:

@@ -57,7 +57,8 @@ class RewardModel:
     def encode(self, problem: Problem, conversation: Messages) -> list[int]:
         """Return the tokens of prompt and conversation. Raises `DataError` if they cannot be scored."""
         answers = [{"role": message["role"], "content": message["content"]} for message in conversation]
-        token_ids = self._tokenizer.encode_chat([*problem.prompt, *answers], add_generation_prompt=False)
+        # As in the training of a reward model: it reads its number at the token that ends the last turn.
+        token_ids = [*self._tokenizer.encode_conversation([*problem.prompt, *answers]).token_ids]
         if not token_ids:
             raise DataError("the conversation has no tokens")
         if self._longest is not None and len(token_ids) > self._longest:

@@ -115,6 +115,7 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
         raise Refused(what, param="n")
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids
+    as_tokens = model.tokenizer.undivided_ids(request.stop_strings)
     schema = request.wanted_schema
     grammar = None if schema is None else model.grammar_of(schema)
     wanted: list[Wanted] = []
@@ -126,7 +127,7 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
             top_k=max(request.top_k or 0, 0),
             min_p=request.min_p or 0.0,
             max_new_tokens=min(most_tokens or room, room),
-            stop_token_ids=tuple(dict.fromkeys([*ends, *(request.stop_token_ids or ())])),
+            stop_token_ids=tuple(dict.fromkeys([*ends, *(request.stop_token_ids or ()), *as_tokens])),
             stop_strings=request.stop_strings,
         )
         sampling = request.served(sampling, grammar)

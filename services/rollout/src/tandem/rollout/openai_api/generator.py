@@ -86,7 +86,7 @@ class ServedModel:
             generator: makes its responses.
             max_length: of a sequence in tokens, prompt included.
             vocabulary: number of tokens that the model can read.
-            stop_token_ids: those that end a response, beside the tokenizer's end of a sequence.
+            stop_token_ids: those that end a response, besides the model's own (`Tokenizer.turn_ends`).
             aliases: other names for it.
             tool_call_parser: how it writes tool calls; None where they stay text.
             shows_versions: whether answers name the weight versions that made them.
@@ -100,7 +100,7 @@ class ServedModel:
         self.generator = generator
         self.max_length = max_length
         self.vocabulary = vocabulary
-        self.stop_token_ids = tuple(dict.fromkeys([tokenizer.eos_id, *stop_token_ids]))
+        self.stop_token_ids, _ = tokenizer.stops(stop_token_ids)
         self.tool_call_parser = tool_call_parser
         self.response_markers = ResponseMarkers.of_tokenizer(tokenizer)
         """How its chat template marks reasoning and calls."""

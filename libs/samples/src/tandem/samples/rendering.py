@@ -1,0 +1,209 @@
+"""Where the assistant's turns lie in a conversation that a chat template has rendered as a whole.
+
+A template is a program: it may drop, move, trim or quote what it is given, so no turn can be rendered by itself. It
+renders the whole conversation once more with a mark at the end of each message, and the marks say where each message
+ends. What the template writes before a turn is what it writes as a generation prompt; a turn ends with the first token
+that ends one. Where the template itself marks what is generated (``{% generation %}``, as in TRL's training templates),
+its marks count.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tandem.common.errors import ConfigError, TandemError
+
+Message = Mapping[str, Any]
+"""A message: ``role``, ``content``, and whatever else it came with."""
+Render = Callable[[Sequence[Message], bool], str]
+"""A function from messages, and whether a generation prompt follows, to text."""
+_MARK = "q7zq{}x"
+"""Pattern of a mark: letters and digits, which no template changes."""
+_ANY_MARK = re.compile(r"q7zq(\d+)x")
+_BOUNDARY = re.compile(r"[>\]\n:]\s?")
+"""Pattern of where a header may end, if only its beginning is written."""
+
+
+class TurnSpan(NamedTuple):
+    """A turn of the assistant in a rendered conversation, as positions of characters."""
+
+    message: int
+    """Number of the message."""
+    header: int
+    """Where the template begins the turn: its generation prompt, for example ``<|im_start|>assistant``."""
+    begin: int
+    """Where the assistant begins to write."""
+    end: int
+    """Where the turn ends, after the token that ends it, if there is one."""
+    is_closed: bool
+    """Whether it ends with a token that ends a turn."""
+    is_as_prompted: bool = True
+    """Whether it begins as the generation prompt does, at least: a response would follow what stands before it."""
+
+
+class Rendering(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    turns: tuple[TurnSpan, ...]
+    """The assistant's turns that it shows, in order."""
+
+
+def locate_turns(
+    render: Render,
+    messages: Sequence[Message],
+    ends: Sequence[str],
+    generated: Sequence[tuple[int, int]] = (),
+) -> Rendering:
+    """Return a conversation as text, and where the assistant's turns are.
+
+    Args:
+        render: the chat template.
+        messages: the conversation.
+        ends: texts of the tokens that end a turn.
+        generated: the parts of the text that the template marks as generated, if it does.
+
+    Raises:
+        ConfigError: the template refuses the conversation, or shows a turn in a way that cannot be followed.
+
+    """
+    text = render(messages, False)
+    last_characters = _message_ends(render, messages, text)
+    turns = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or number not in last_characters:
+            continue
+        before = max((end for other, end in last_characters.items() if other < number), default=0)
+        after = min((end for other, end in last_characters.items() if other > number), default=len(text))
+        content_end = last_characters[number]
+        if content_end < before:
+            raise ConfigError(f"the chat template writes message {number + 1} before the one that it answers")
+        shown = max((other for other in last_characters if other < number), default=None)
+        (begin, is_prompt), (header, _) = (
+            _header_end(render, messages[:number], shown, text[before:], add_generation_prompt=prompts)
+            for prompts in (True, False)
+        )
+        is_as_prompted = is_prompt or begin > header or messages[number - 1]["role"] == "assistant"
+        begin, header = before + begin, before + header
+        end, is_closed = _turn_end(render, messages[: number + 1], text, content_end, after, ends)
+        begin = min(begin, content_end)
+        is_last_of_several = number + 1 == len(messages) or messages[number + 1]["role"] != "assistant"
+        until = max(after, content_end + 1) if is_last_of_several else content_end + 1
+        own = [(first, last) for first, last in generated if before <= first < until]
+        if own:
+            first, end, is_closed = _by_marks(own, text, ends)
+            begin = max(begin, first)  # a generation prompt's part of a turn is never generated
+        turns.append(TurnSpan(number, min(header, begin), begin, end, is_closed, is_as_prompted))
+    return Rendering(text, tuple(turns))
+
+
+def _by_marks(own: Sequence[tuple[int, int]], text: str, ends: Sequence[str]) -> tuple[int, int, bool]:
+    """Return where a turn begins and ends by the template's own marks, without what follows the token that ends it."""
+    begin, end = own[0][0], max(last for _, last in own)
+    closing = [text.rfind(close, begin, end) + len(close) for close in ends if close in text[begin:end]]
+    closed = [place for place in closing if not text[place:end].strip() or _starts_with_end(text[place:end], ends)]
+    return (begin, min(closed), True) if closed else (begin, end, False)
+
+
+def _starts_with_end(text: str, ends: Sequence[str]) -> bool:
+    return text.strip().startswith(tuple(ends))
+
+
+def marked(message: Message, mark: str) -> Message | None:
+    """Return a message with a mark at the end of what a template writes of it; None if it has nothing to mark."""
+    calls = message.get("tool_calls")
+    if calls:
+        changed = copy.deepcopy(dict(message))
+        call = changed["tool_calls"][-1]
+        function = call.get("function", call)
+        function["name"] = f"{function.get('name', '')}{mark}"
+        return changed
+    content = message.get("content")
+    if isinstance(content, str):
+        written = content.rstrip()
+        return {**message, "content": written + mark + content[len(written) :]}
+    if isinstance(content, list) and content and isinstance(content[-1], Mapping) and "text" in content[-1]:
+        return {**message, "content": [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{mark}"}]}
+    return None
+
+
+def _message_ends(render: Render, messages: Sequence[Message], text: str) -> dict[int, int]:
+    """Return where the content of each message ends in the rendered text, of those that it shows."""
+    with_marks = [marked(message, _MARK.format(number)) for number, message in enumerate(messages)]
+    together = render([new or old for new, old in zip(with_marks, messages, strict=True)], False)
+    if _ANY_MARK.sub("", together) == text:
+        return _positions(together)
+    ends: dict[int, int] = {}
+    for number, new in enumerate(with_marks):  # a message with a mark may be written otherwise than without one
+        if new is None:
+            continue
+        alone = render([*messages[:number], new, *messages[number + 1 :]], False)
+        positions = _positions(alone)
+        if number in positions:
+            ends[number] = common_length(text, alone[: positions[number]])
+    return ends
+
+
+def _positions(text: str) -> dict[int, int]:
+    """Return where each mark first stands in a text, counted without the marks.
+
+    The name of a tool that was called may stand before its answer again.
+    """
+    positions: dict[int, int] = {}
+    removed = 0
+    for match in _ANY_MARK.finditer(text):
+        positions.setdefault(int(match[1]), match.start() - removed)
+        removed += len(match[0])
+    return positions
+
+
+def _header_end(
+    render: Render, before: Sequence[Message], shown: int | None, text: str, *, add_generation_prompt: bool
+) -> tuple[int, bool]:
+    """Return how much of the text after the last message that is shown precedes the next turn, and if all is there."""
+    if shown is None:
+        return 0, True
+    mark = _MARK.format(len(before))
+    last = marked(before[shown], mark)
+    try:
+        rendered = render([*before[:shown], last or before[shown], *before[shown + 1 :]], add_generation_prompt)
+    except TandemError:
+        return 0, True
+    _, found, header = rendered.partition(mark)
+    if not found:
+        return 0, True
+    if text.startswith(header):
+        return len(header), True
+    shared = common_length(text, header)
+    boundaries = [match.end() for match in _BOUNDARY.finditer(header[:shared])]
+    return boundaries[-1] if boundaries else 0, False
+
+
+def _turn_end(
+    render: Render, messages: Sequence[Message], text: str, content_end: int, limit: int, ends: Sequence[str]
+) -> tuple[int, bool]:
+    """Return where the turn of the last message ends, and whether a token ends it."""
+    place = first_end(text, ends, content_end, limit)
+    if place is not None:
+        return place[1], True
+    if not messages[-1].get("tool_calls"):
+        return content_end, False
+    mark = _MARK.format(len(messages))  # it stands within the call
+    last = marked(messages[-1], mark)
+    tail = "" if last is None else render([*messages[:-1], last], False).rpartition(mark)[2]
+    return content_end + common_length(text[content_end:], tail), False
+
+
+def first_end(text: str, ends: Iterable[str], begin: int = 0, limit: int | None = None) -> tuple[int, int] | None:
+    """Return where the first token that ends a turn begins and ends; None if there is none before `limit`."""
+    places = [(place, place + len(end)) for end in ends if (place := text.find(end, begin, limit)) >= 0]
+    return min(places, key=lambda place: (place[0], -place[1]), default=None)
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the length of what two texts begin with alike."""
+    length = min(len(one), len(other))
+    return next((place for place in range(length) if one[place] != other[place]), length)

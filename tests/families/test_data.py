@@ -1,0 +1,180 @@
+"""Rows of users' files in every family: what is learned of them, and with which tokens, beside Transformers 5.24."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config import Config, build_config
+from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence
+from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.samples.tokenizer import Tokenizer
+from tests.harness import families
+from tests.harness.families import Family
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "calc", "arguments": '{"x": "12*3"}'}}
+"""As OpenAI writes it: the arguments are JSON text."""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calc",
+            "description": "Work out a product.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "It"}}},
+        },
+    }
+]
+AGENT = [
+    {"role": "user", "content": "12*3?"},
+    {"role": "assistant", "content": None, "reasoning_content": "The tool knows.", "tool_calls": [CALL]},
+    {"role": "tool", "name": "calc", "content": "36", "tool_call_id": "call_1"},
+    {"role": "assistant", "content": "It is 36."},
+]
+WRITES_CALLS = (
+    *("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano"),
+    *("lfm2_v2", "gemma4_v5", "gptoss", "glm4moe", "llama3_1", "llama3_2", "deepseekv3"),
+)
+"""Families whose templates write calls and their results."""
+
+
+def configuration(family: Family, algorithm: str, folder: Path, rows: list[dict[str, Any]], **data: Any) -> Config:
+    """Return the configuration of a run on these rows, with the family's tokenizer."""
+    greeting = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]
+    other = {"messages": greeting} if "messages" in rows[0] else {"input": "1+1?", "output": "Two."}
+    for name, part in (("train", rows), ("held_out", [other])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    section = {
+        "dataset_name": "jsonl",
+        "train_data_path": str(folder / "train.jsonl"),
+        "val_data_path": str(folder / "held_out.jsonl"),
+        "max_input_seq_length": 2000,
+        **data,
+    }
+    settings: dict[str, Any] = {
+        "algorithm": algorithm,
+        "policy": {
+            "model_name": str(families.folder(family)),
+            "train_global_batch_size": len(rows) * (2 if algorithm == "grpo" else 1),
+            "train_micro_batch_size": 1,
+            "max_total_sequence_length": 2048,
+        },
+        "data": section,
+    }
+    if algorithm == "grpo":
+        settings["grpo"] = {"num_prompts_per_step": len(rows), "num_generations_per_prompt": 2}
+        settings["env"] = {"exact_match": {}}
+    return build_config(settings)
+
+
+def loaded(family: Family) -> Tokenizer:
+    return Tokenizer(families.hugging_face(family), str(families.folder(family)))
+
+
+def sft(family: Family, folder: Path, row: dict[str, Any], **data: Any) -> tuple[EncodedSequence, tuple[str, ...]]:
+    """Return the sequence that SFT makes of a row, and its notices."""
+    data = {"chat_key": "messages", "add_generation_prompt": True, **data}
+    algorithm = DataSetAlgorithm(configuration(family, "sft", folder, [row], **data), loaded(family))
+    ((sequence,),) = algorithm._train.draw(0, 1)
+    return sequence, algorithm.notices
+
+
+def learned_text(tokenizer: Tokenizer, sequence: EncodedSequence) -> str:
+    tokens = [token for token, counts in zip(sequence.token_ids, sequence.loss_mask, strict=True) if counts]
+    return tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_a_call_its_reasoning_and_its_tools_are_learned_as_the_template_writes_them(
+    family: Family, tmp_path: Path
+) -> None:
+    if family.name not in WRITES_CALLS:
+        pytest.skip("its template writes no calls")
+    tokenizer = loaded(family)
+    sequence, notices = sft(family, tmp_path, {"messages": AGENT, "tools": TOOLS})
+    arguments: Any = CALL["function"]["arguments"] if family.name == "deepseekv3" else {"x": "12*3"}
+    call = {**CALL, "function": {"name": "calc", "arguments": arguments}}
+    whole = [AGENT[0], {**AGENT[1], "content": "", "tool_calls": [call]}, *AGENT[2:]]
+    expected = tokenizer.hugging_face.apply_chat_template(whole, tools=TOOLS, tokenize=False)
+    text = tokenizer.decode(sequence.token_ids, skip_special_tokens=False)
+    assert expected.startswith(text.removesuffix("<|user|>") if family.name == "glm4moe" else text)
+    learned = learned_text(tokenizer, sequence)
+    assert "calc" in learned
+    assert "12*3" in learned
+    assert "It is 36." in learned
+    assert "36" not in learned.replace("It is 36.", ""), "the tool's answer is not learned"
+    says_so = any("'reasoning_content'" in notice for notice in notices)
+    assert ("The tool knows." in learned) is not says_so, "what the template drops is said"
+
+
+def test_what_a_template_drops_is_said(family: Family, tmp_path: Path) -> None:
+    row = {"messages": [AGENT[0], {"role": "assistant", "reasoning_content": "A product.", "content": "36"}]}
+    sequence, notices = sft(family, tmp_path, row)
+    is_there = "A product." in learned_text(loaded(family), sequence)
+    named = [notice for notice in notices if "does not write 'reasoning_content'" in notice]
+    assert len(named) == (0 if is_there else 1)
+    assert all("train.jsonl:1" in notice or "held_out.jsonl:1" in notice for notice in named)
+
+
+def test_a_turn_of_weight_0_is_not_learned(family: Family, tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Grumble.", "weight": 0},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "Four."},
+    ]
+    tokenizer = loaded(family)
+    sequence, _ = sft(family, tmp_path, {"messages": messages})
+    learned = learned_text(tokenizer, sequence)
+    assert "Four." in learned
+    assert "Grumble" not in learned
+    assert "Grumble." in tokenizer.decode(sequence.token_ids, skip_special_tokens=False)
+
+
+def test_the_prompt_of_sft_is_the_prompt_of_rollouts(family: Family, tmp_path: Path) -> None:
+    rows = [{"input": "2+2?", "output": "Four."}]
+    data = {"input_key": "input", "output_key": "output", "add_generation_prompt": True}
+    tokenizer = loaded(family)
+    rollouts = GrpoAlgorithm(configuration(family, "grpo", tmp_path, rows, **data), tokenizer)
+    (group,) = rollouts.prompt_groups(1, "train", [0])
+    algorithm = DataSetAlgorithm(configuration(family, "sft", tmp_path, rows, **data), tokenizer)
+    ((sequence,),) = algorithm._train.draw(0, 1)
+    prompt = sequence.token_ids[: sequence.loss_mask.index(True)]
+    if family.name in ("deepseekv3", "deepseek_r1_distill", "nemotron_3_nano"):
+        # Their generation prompts open a thought, and their templates drop it from what is given.
+        prompt = prompt[: len(prompt) - (family.name == "nemotron_3_nano")]
+        assert group.prompt_ids[: len(prompt)] == prompt
+    else:
+        assert group.prompt_ids == prompt
+    sampling = rollouts.sampling("train")
+    ends = {tokenizer.hugging_face.convert_tokens_to_ids(end) for end in (family.eos, *family.ends)}
+    assert ends <= {*sampling.stop_token_ids}
+    assert sequence.token_ids[-1] in sampling.stop_token_ids
+
+
+def test_without_a_template_both_begin_with_what_the_tokenizer_begins_with(family: Family, tmp_path: Path) -> None:
+    rows = [{"input": "2+2=", "output": "4"}]
+    data = {"input_key": "input", "output_key": "output"}
+    hugging_face = families.hugging_face(family)
+    template, hugging_face.chat_template = hugging_face.chat_template, None
+    try:
+        tokenizer = loaded(family)
+        rollouts = GrpoAlgorithm(configuration(family, "grpo", tmp_path, rows, **data), tokenizer)
+        (group,) = rollouts.prompt_groups(1, "train", [0])
+        algorithm = DataSetAlgorithm(configuration(family, "sft", tmp_path, rows, **data), tokenizer)
+        ((sequence,),) = algorithm._train.draw(0, 1)
+    finally:
+        hugging_face.chat_template = template
+    expected = hugging_face("2+2=")["input_ids"]
+    assert [*group.prompt_ids] == expected
+    assert [*sequence.token_ids[: sequence.loss_mask.index(True)]] == expected
+    assert sequence.token_ids[-1] == tokenizer.eos_id
+
+
+def test_a_stop_string_that_is_a_token_stops_as_that_token(family: Family, tmp_path: Path) -> None:
+    tokenizer = loaded(family)
+    marker = next(text for text, _ in tokenizer._undivided.items() if text not in family.ends)
+    token_ids, texts = tokenizer.stops((), (marker, "\nUser:"))
+    assert texts == ("\nUser:",)
+    assert tokenizer.hugging_face.convert_tokens_to_ids(marker) in token_ids
