@@ -294,6 +294,53 @@ def test_nothing_outlives_a_rollout_process_that_is_killed(name: str) -> None:
     assert gone([*below, *pids])
 
 
+DAEMONIC = """
+import subprocess
+from pathlib import Path
+from tandem.rollout.environments import Score
+
+def start_one():
+    # A program of its own session, as daemons are; its parent ends at once.
+    words = ["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]
+    started = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True, check=True)
+    with Path("pids").open("a") as file:
+        file.write(started.stdout.decode())
+
+start_one()  # by the process that imports this
+
+class Daemonic:
+    def score(self, problem, response):
+        start_one()
+        return Score(reward=1.0, correct=True)
+"""
+
+
+def test_nothing_outlives_a_rollout_process_that_is_killed_with_what_guards_its_environment() -> None:
+    """Also killed at once are the process that forks workers, and its guardian."""
+    Path("daemonic.py").write_text(DAEMONIC)
+    settings = config("mine", {"class": "daemonic.Daemonic", "num_workers": 2})
+    Path("config.json").write_bytes(config_to_json(settings))
+    Path("rollout.py").write_text(ROLLOUT)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())]))
+    process = subprocess.Popen(
+        [sys.executable, "rollout.py", "config.json", "a", "b"], env=os.environ | {"PYTHONPATH": path}
+    )
+    victims: list[psutil.Process] = []
+    try:
+        pids = written(3)
+        (guardian,) = psutil.Process(process.pid).children()
+        below = [child.pid for child in guardian.children(recursive=True)]
+        (server,) = [child for child in guardian.children() if "forks" in " ".join(child.cmdline())]
+        victims = [psutil.Process(process.pid), guardian, server]
+        for victim in victims:
+            victim.suspend()  # so that none sees the end of another before its own
+    finally:
+        for victim in victims or [psutil.Process(process.pid)]:
+            victim.kill()
+        process.wait()
+    assert gone([*below, *pids])
+
+
 # --- what becomes of a failure ---------------------------------------------------------------------------------------
 
 

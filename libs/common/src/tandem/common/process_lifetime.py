@@ -27,6 +27,7 @@ _ENDED_S = 5.0
 """How long the kernel may take to end killed processes."""
 _EXITING = 0x4
 """Flag of a thread that has begun to exit: ``PF_EXITING`` in the kernel's ``include/linux/sched.h``."""
+_SOON_S = 0.05
 _LOOK_S = 1.0
 """How often a guardian lists its owner's descendants."""
 
@@ -89,7 +90,8 @@ def fork_guarded(lifeline: int, owner: int) -> None:
     way. It then kills all of its descendants: children, their children, and daemons among them. If the child ended
     by itself, it writes the exit code to `lifeline`. After receiving `WATCH` there, it also kills what its owner has
     started, once the owner is dead: what it saw below the owner, and what names the owner in its environment
-    (`be_named_by_descendants`).
+    (`be_named_by_descendants`). It does the same for a dead process that it names in its own environment, if its owner
+    was killed as well.
 
     Args:
         lifeline: descriptor of one end of a stream socket; the owner holds the other.
@@ -147,6 +149,25 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
     if watches and _is_orphaned_by(owner):
         _end_former(of_owner)
         _end_started_by(name)
+    elif os.getppid() != owner:
+        _end_of_dead_starter()
+
+
+def _end_of_dead_starter() -> None:
+    """Kill what the process has started that this one names, if that is dead, too, or dies within `_ENDED_S`.
+
+    Guardians between the two may have been killed with it, which would have ended what they started themselves.
+    """
+    name = os.environ.get(_STARTED_BY, "")
+    pid = name.partition("-")[0]
+    if not pid.isdecimal():
+        return
+    deadline = time.monotonic() + _ENDED_S
+    while _name_of(int(pid)) == name and not _is_exiting(int(pid)):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_SOON_S)
+    _end_started_by(name)
 
 
 def _end_former(children: dict[int, str]) -> None:

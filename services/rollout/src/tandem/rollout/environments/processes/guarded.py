@@ -32,6 +32,7 @@ class GuardedProcess:
     """
 
     def __init__(self, module: str) -> None:
+        be_named_by_descendants()
         self.commands, theirs = socket.socketpair()
         self.lifeline, far = socket.socketpair()
         with theirs, far:
