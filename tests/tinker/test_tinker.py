@@ -18,14 +18,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from tandem.observe.run_folder.calls import calls_of
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness import leaks
 from tests.harness.processes import large_server
 from tests.harness.runs.pages_harness import quoted
-from tests.harness.runs.running import TIMEOUT_S, all_gone, coordinator, process_of, wait_until
-from tests.harness.tinker.server import ROOT, Served, served, serving, write_certificates
+from tests.harness.runs.running import TIMEOUT_S, Command, all_gone, coordinator, process_of, wait_until
+from tests.harness.tinker.server import CONFIG, ROOT, Served, served, serving, write_certificates, write_model
 
 _CLOSE = 1e-5
 _ADAPTERS = {"policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}}}
@@ -241,6 +242,21 @@ def test_an_engine_a_trainer_and_the_refit_service_are_killed() -> None:
     assert "a trainer was" in found["lost"]
     assert "a trainer was" in found["stale"]
     assert found["went_on"] == pytest.approx(found["losses"][1:], abs=_CLOSE), "from the saved state"
+
+
+def test_an_engine_that_is_killed_as_soon_as_the_server_serves_is_replaced() -> None:
+    write_model()
+    Path("tinker.yaml").write_text(yaml.safe_dump(CONFIG))
+    keys = {"me": coordinator("tinker", "keys", "me").stdout.strip()}
+    with Command("coordinator", "tinker", "tinker.yaml", "--port", "0") as command:
+        url = command.wait_for(r"serving the Tinker API at (https?://\S+?):? ")[1].rstrip(":")
+        process_of(command, "rollout", 0).kill()
+        command.wait_for("rollout-0 is lost(.|\n)*another is launched in its place")
+        assert len(Served(command, url, keys).client("once")) == 4
+    again = coordinator("tinker", "tinker.yaml", "--port", "0")
+    assert again.returncode == 1
+    assert "run already holds a run: set it aside with --restart" in again.stderr
+    assert "--resume" not in again.stderr
 
 
 def test_a_key_reaches_nothing_of_another() -> None:

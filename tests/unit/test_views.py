@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +375,29 @@ def curves_in(folder: str) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(folder).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_display_of_a_long_run_takes_no_memory_for_each_step(is_terminal: bool) -> None:
+    out = io.StringIO()
+    progress, _ = progress_on(Console(file=out, width=150, force_terminal=is_terminal, _environ={}))
+    names = [f"metric_{number}" for number in range(40)]
+
+    def commit(first: int, last: int) -> int:
+        """Commit steps; return the bytes that are held after them."""
+        for step in range(first, last):
+            metrics = {"".join(name): step + 0.5 for name in (*names, "reward", "loss", "entropy")}  # as if decoded
+            progress.committed(StepRecord(step=step, version=step, metrics=metrics, seconds={"total": 1.0}))
+            out.seek(0)
+            out.truncate()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = commit(1, 200)
+        per_step = (commit(200, 1200) - before) / 1000
+    finally:
+        tracemalloc.stop()
+        progress.close()
+    assert per_step < 200, "a record has some 6,000 bytes"

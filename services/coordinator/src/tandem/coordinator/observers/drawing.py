@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -67,30 +67,29 @@ def ahead_line(scheduler: Scheduler) -> str:
 def picture(
     title: str,
     times: str,
-    records: Sequence[StepRecord],
+    curves: Mapping[str, Sequence[float]],
+    newest: StepRecord | None,
     spec: RunSpec,
     scheduler: Scheduler,
     registry: Registry,
     now: float,
 ) -> RenderableType:
-    """Draw the current state of a run, of which `records` are the finished steps."""
+    """Draw the current state of a run: `curves` have the metrics of all steps by name, and `newest` is the last one."""
     tables = scheduler.tables
     return Group(
         Text(title, style="bold"),
         Text(f"{f'step {tables.step}/{spec.last_step}':>18} {tables.phase.value}  {times}"),
         *([] if spec.is_synchronous else [Text(f"{'ahead':>18} {ahead_line(scheduler)}")]),
-        *_curves(records),
-        *(_last_step(records[-1]) if records else []),
+        *_curves(curves, newest),
+        *([] if newest is None else _last_step(newest)),
         _health(registry, now),
     )
 
 
-def _curves(records: Sequence[StepRecord]) -> list[RenderableType]:
+def _curves(curves: Mapping[str, Sequence[float]], newest: StepRecord | None) -> list[RenderableType]:
     lines: list[RenderableType] = []
-    newest = records[-1].metrics if records else {}
-    for name, label in curves_of(newest):
-        values = [record.metrics[name] for record in records if name in record.metrics]
-        if values:
+    for name, label in curves_of({} if newest is None else newest.metrics):
+        if values := curves.get(name):
             lines.append(Text(f"{label:>18} {values[-1]:7.3f}  {sparkline(values)}"))
     return lines
 

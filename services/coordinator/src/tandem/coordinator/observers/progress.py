@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, RenderableType
@@ -20,7 +22,7 @@ from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.observe.display import Display
-from tandem.observe.lines import clock, seconds_left, step_line
+from tandem.observe.lines import NUM_RECENT, clock, curves_of, seconds_left, step_line
 from tandem.observe.run_folder.journal import StepRecord
 
 _REFRESH_S = 0.25
@@ -48,7 +50,9 @@ class Progress(Observer):
         self._again = again
         self._title = f"{config.algorithm} · {hub.shown(config.policy.model_name)} · {config.logger.log_dir}"
         self._spec = spec
-        self._records = list(history)
+        self._recent = deque(history, NUM_RECENT)
+        self._curves: dict[str, array[float]] = {}
+        """Values of the metrics that a terminal shows, of all steps: of the rest, a long run has too many."""
         self._console = console or Console()
         self._now = now
         self._line_every_s = line_every_s
@@ -58,6 +62,8 @@ class Progress(Observer):
         self._display: Display | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._display = Display(self._console)
+            for record in history:
+                self._keep(record)
 
     def noted(self, text: str) -> None:
         """Print a line above the display."""
@@ -65,7 +71,9 @@ class Progress(Observer):
 
     def committed(self, record: StepRecord) -> None:
         """Show a step that is done."""
-        self._records.append(record)
+        self._recent.append(record)
+        if self._display is not None:
+            self._keep(record)
         self._committed_at = self._now()
         self._print(step_line(record, self._spec.last_step, self._times()))
 
@@ -87,14 +95,29 @@ class Progress(Observer):
 
     def render(self, scheduler: Scheduler, registry: Registry, now: float) -> RenderableType:
         """Draw the current state of the run."""
-        return picture(self._title, self._times(), self._records, self._spec, scheduler, registry, now)
+        return picture(
+            self._title,
+            self._times(),
+            self._curves,
+            self._recent[-1] if self._recent else None,
+            self._spec,
+            scheduler,
+            registry,
+            now,
+        )
 
     def _times(self) -> str:
         """Return the time since the run was started or resumed, and the time left."""
         now = self._now()
-        left = seconds_left(self._records, self._spec.last_step, now - self._committed_at, self._again)
+        left = seconds_left([*self._recent], self._spec.last_step, now - self._committed_at, self._again)
         elapsed = f"{clock(now - self._began_at)} elapsed"
         return elapsed if left is None else f"{elapsed}, {clock(left)} left"
+
+    def _keep(self, record: StepRecord) -> None:
+        """Add a step to the curves."""
+        for name, _ in curves_of(record.metrics):
+            if name in record.metrics:
+                self._curves.setdefault(name, array("d")).append(record.metrics[name])
 
     def _print(self, text: str) -> None:
         self._printed_at = self._now()

@@ -245,7 +245,7 @@ class _ReplayLoop(CallLoop):
     """The loop of a replay of calls."""
 
     def __init__(self, doing: Doing, config: Config, *parts: Any) -> None:
-        super().__init__(doing.desk, config, *parts)
+        super().__init__(doing.desk, config, lambda: None, *parts)
         self._doing = doing
 
     def _events(self) -> Iterator[Event]:

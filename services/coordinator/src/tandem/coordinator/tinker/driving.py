@@ -171,8 +171,14 @@ class Lines(Observer):
 class TinkerFrontEnd:
     """The front end, as a run sees it."""
 
-    def __init__(self, desk: Desk, config: Config, begin: Callable[[], None]) -> None:
-        """`begin` is called once, when the model is there and the first attempt begins."""
+    def __init__(
+        self, desk: Desk, config: Config, begin: Callable[[], None], opened: Callable[[], None] = lambda: None
+    ) -> None:
+        """`begin` is called once, when the model is there and the first attempt begins.
+
+        `opened` is called once, when calls are carried out: from then on lost processes are replaced.
+        """
+        self._opened = opened
         self._desk = desk
         self._config = config
         self._begin: Callable[[], None] | None = begin
@@ -189,7 +195,12 @@ class TinkerFrontEnd:
     def loop(self, *parts: Any) -> Loop:
         """Return a loop that takes calls from the desk."""
         self.begin()
-        return (CallLoop if self._desk.held is None else ApartLoop)(self._desk, self._config, *parts)
+        return (CallLoop if self._desk.held is None else ApartLoop)(self._desk, self._config, self.open, *parts)
+
+    def open(self) -> None:
+        """Note that calls are carried out, once."""
+        opened, self._opened = self._opened, lambda: None
+        opened()
 
     def begin(self) -> None:
         """Let clients come, once."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -92,9 +92,10 @@ class _Running:
 class CallLoop(Loop):
     """One attempt of a run that clients drive."""
 
-    def __init__(self, desk: Desk, config: Config, *parts: Any) -> None:
-        """Take what `Loop` takes, as `parts`."""
+    def __init__(self, desk: Desk, config: Config, opened: Callable[[], None], *parts: Any) -> None:
+        """Take what `Loop` takes, as `parts`; `opened` is called when calls are carried out."""
         super().__init__(*parts)
+        self._opened = opened
         self._desk = desk
         self._ranks = data_parallel_ranks(config)
         self._deadline_s = config.cluster.deadlines.train_s
@@ -140,6 +141,7 @@ class CallLoop(Loop):
         if not self._desk.is_open:
             self._changed.clear()
             self._desk.open(self.scheduler.tables.weights.version)
+            self._opened()
 
     def _events(self) -> Iterator[Event]:
         running = self._running

@@ -12,13 +12,13 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.common import signals
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import Config, notices
 from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ForkServer
 from tandem.launch.launch import preload
-from tandem.launch.preparing.beginning import Mode
+from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.serving.tinker.api_keys import ApiKeys
 from tandem.serving.tinker.tls import Tls
 
@@ -52,7 +52,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, terms: Terms) -> int:
-    """Serve until Ctrl-C; return the exit code."""
+    """Serve until Ctrl-C; return the exit code. Raises `RunFolderError` if the run folder has a run already."""
+    if mode == "new" and has_begun(config):  # clients go on from what they saved, and no run is resumed
+        raise RunFolderError(
+            f"{config.logger.log_dir} already holds a run: set it aside with --restart, or choose another "
+            "logger.log_dir; clients go on from what save_weights has saved"
+        )
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
     signals.interrupt_when_asked()
@@ -73,6 +78,8 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
                 app = partial(_app, desk, ready.config, keys, states, terms)
                 server = TinkerServer(app, terms.listening, terms.tls)
                 stack.callback(server.close)
+
+            def say_where() -> None:
                 url = terms.url
                 print(f'serving the Tinker API at {url}: tinker.ServiceClient(base_url="{url}")', flush=True)
 
@@ -81,7 +88,7 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
                 mode=mode,
                 say=partial(print, flush=True),
                 fork_server=fork_server,
-                front_end=TinkerFrontEnd(desk, ready.config, begin),
+                front_end=TinkerFrontEnd(desk, ready.config, begin, say_where),
             )
             try:
                 finish = run(invocation)
