@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from torch.optim.lr_scheduler import SequentialLR
 
+from tandem.common import dotted
 from tandem.config import Config, build_config, notices
-from tandem.samples.data_sets import steps_capped
+from tandem.samples.data_sets import repeated_in_a_step, steps_capped
 
 ADAM = {"name": "torch.optim.AdamW"}
 
@@ -61,3 +65,81 @@ def test_steps_that_passes_over_the_data_cap_are_announced() -> None:
     assert steps_capped(asked, 240, 7680, 32) is None
     default = build_config({"algorithm": "sft", "policy": policy, "data": data})
     assert steps_capped(default, 30, 960, 32) is None, "the number of steps was not asked for"
+
+
+def scheduled(scheduler: list[dict[str, Any]], num_steps: int = 24, **grpo: Any) -> list[str]:
+    base = configure(1e-4, scheduler=scheduler)
+    config = msgspec.structs.replace(base, grpo=msgspec.structs.replace(base.grpo, max_num_steps=num_steps, **grpo))
+    return [line for line in notices(config) if "learning rate is 0" in line]
+
+
+LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 1.0, "end_factor": 0.0}}
+WARM_UP = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}}
+POLYNOMIAL = {"name": "torch.optim.lr_scheduler.PolynomialLR", "kwargs": {"total_iters": 9}}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "last"),
+    [
+        ([LINEAR], 5),
+        ([POLYNOMIAL], 9),
+        ([WARM_UP, LINEAR, {"milestones": [3]}], 8),
+        ([WARM_UP], None),
+        ([{"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 5}}], None),
+    ],
+)
+def test_a_schedule_that_the_run_outlasts_is_said_as_torch_has_it(
+    scheduler: list[dict[str, Any]], last: int | None
+) -> None:
+    """The rates are those of torch 2.13's own schedulers."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    parts = [dotted.named(each["name"])(optimizer, **each["kwargs"]) for each in scheduler if "name" in each]
+    milestones = [step for each in scheduler for step in each.get("milestones", [])]
+    whole = SequentialLR(optimizer, parts, milestones) if milestones else parts[0]
+    rates = []
+    for _ in range(24):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        whole.step()
+    zero = [step for step, rate in enumerate(rates, 1) if rate < 1e-12]
+    told = scheduled(scheduler)
+    if last is None:
+        assert told == []
+        assert not zero or zero[-1] < 24
+        return
+    assert zero == [*range(last + 1, 25)]
+    what = f"the learning rate is 0 after step {last}, and grpo.max_num_steps is 24: later steps change nothing"
+    assert told == [f"policy.scheduler: {what}"]
+    assert scheduled(scheduler, num_steps=last) == []
+
+
+def test_a_schedule_counts_passes_over_a_batch() -> None:
+    assert "after step 3," in scheduled([LINEAR], num_iterations=2)[0]
+
+
+def test_a_decay_of_megatron_core_that_ends_is_said_too() -> None:
+    megatron = {"enabled": True, "optimizer": {"min_lr": 0.0}, "scheduler": {"lr_decay_style": "linear"}}
+    base = configure(1e-4, dtensor_cfg={"enabled": False}, megatron_cfg=megatron)
+    for scheduler, optimizer, is_told in (
+        ({"lr_decay_iters": 5}, {}, True),
+        ({"lr_decay_iters": 5, "lr_decay_style": "constant"}, {}, False),
+        ({"lr_decay_iters": 5}, {"min_lr": 1e-7}, False),
+        ({}, {}, False),
+    ):
+        section = base.policy.megatron_cfg
+        section = msgspec.structs.replace(
+            section,
+            optimizer=section.optimizer | optimizer,
+            scheduler=msgspec.structs.replace(section.scheduler, **scheduler),
+        )
+        config = msgspec.structs.replace(base, policy=msgspec.structs.replace(base.policy, megatron_cfg=section))
+        lines = [line for line in notices(config) if "learning rate is 0 after step 5" in line]
+        assert len(lines) == is_told
+
+
+def test_fewer_rows_than_prompts_are_announced() -> None:
+    config = configure(1e-4)
+    assert repeated_in_a_step(config, 32) is None
+    assert repeated_in_a_step(config, 11) == (
+        "data: 11 to train on, but grpo.num_prompts_per_step is 32: each step takes some of them several times"
+    )

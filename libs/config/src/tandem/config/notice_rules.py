@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from tandem.config.checks.numbers import MAY_VANISH, SMALLEST, all_numbers
 from tandem.config.checks.run import why_never_validated
 from tandem.config.derive import DERIVED
 from tandem.config.installed.sources import package_folder
@@ -21,6 +20,7 @@ from tandem.config.schema.declarations import SECTIONS
 from tandem.config.schema.distillation import DistillationLoss
 from tandem.config.schema.loss import OF_ANY_LOSS, LossFn
 from tandem.config.unsupported import value_at, without_effect_yet
+from tandem.config.vanishing_rates import ended_schedules, too_small_rates
 
 _MEGATRON = "policy.megatron_cfg"
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
@@ -341,13 +341,6 @@ def _lengths(config: Config) -> Iterator[str]:
         yield _vain("data.max_input_seq_length", length, f"{why}, and a longer prompt is left out")
 
 
-def _vanishing(config: Config) -> Iterator[str]:
-    """Yield the learning rates that are so small that they are zero."""
-    for key, number in all_numbers("", config):
-        if number and abs(number) < SMALLEST and key.rpartition(".")[2] in MAY_VANISH:
-            yield f"{key} ({number:g}) counts as 0: the run computes in float32"
-
-
 def _unranked(config: Config) -> Iterator[str]:
     """Yield a metric that would rank checkpoints if the run measured it, ever or in each step that saves one."""
     settings, why, period = config.checkpointing, why_never_validated(config), config.algorithm_section.val_period
@@ -403,7 +396,8 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sees,
     _validation,
     _lengths,
-    _vanishing,
+    too_small_rates,
+    ended_schedules,
     _unranked,
     _puzzle,
     _nodes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.samples.data_sets.chat import ChatEncoder
 from tandem.samples.data_sets.conversations import Conversation, ConversationWriter, load_conversations
-from tandem.samples.data_sets.notices import left_out, set_aside, steps_capped
+from tandem.samples.data_sets.notices import left_out, repeated_in_a_step, set_aside, steps_capped
 from tandem.samples.data_sets.order import LazyDataset, encode_now, epoch_stream, sample_seed
 from tandem.samples.data_sets.prompts import Asked, EncodedProblem, PromptEncoder
 from tandem.samples.data_sets.reference_answers import check_answers
@@ -25,6 +25,7 @@ __all__ = [
     "left_out",
     "load_conversations",
     "load_problems",
+    "repeated_in_a_step",
     "sample_seed",
     "set_aside",
     "steps_capped",

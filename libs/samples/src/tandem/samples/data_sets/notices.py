@@ -23,6 +23,14 @@ def set_aside(num_set_aside: int, num_items: int) -> str | None:
     return f"data: {num_set_aside} of {num_items} left out: {why}"
 
 
+def repeated_in_a_step(config: Config, num_items: int) -> str | None:
+    """Return a notice if a step takes more prompts than there are, and so some of them several times; else None."""
+    size, key = config.rollout_section.num_prompts_per_step, f"{config.algorithm}.num_prompts_per_step"
+    if config.evaluates or num_items >= size:
+        return None
+    return f"data: {num_items} to train on, but {key} is {size}: each step takes some of them several times"
+
+
 def steps_capped(config: Config, num_steps: int, num_items: int, size: int) -> str | None:
     """Return a notice if the passes over the data end before the run's steps; None if they do not."""
     section = config.algorithm_section

@@ -27,6 +27,7 @@ from tandem.samples.data_sets import (
     encode_now,
     left_out,
     load_problems,
+    repeated_in_a_step,
     sample_seed,
     set_aside,
     steps_capped,
@@ -85,7 +86,8 @@ class GrpoAlgorithm:
         num_rows = len(self._train) + len(problems.validation) + num_aside
         size = config.rollout_section.num_prompts_per_batch
         capped = steps_capped(config, self.num_steps, len(self._train), size)
-        self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows), capped)))
+        repeated = repeated_in_a_step(config, len(self._train))
+        self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows), repeated, capped)))
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that only validates."""
         self._bad_token_ids = bad_token_ids(config, tokenizer)

@@ -1,0 +1,62 @@
+"""Learning rates that are zero: too small for float32, or at the end of a schedule that the run outlasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tandem.config.checks.numbers import MAY_VANISH, SMALLEST, all_numbers
+from tandem.config.schema import Config, MegatronCfg, Model
+
+_DECAYS_TO_MIN_LR = ("linear", "cosine", "WSD")
+"""Decays of Megatron-Core that end at ``min_lr``."""
+_TORCH, _USUAL_ITERS = "torch.optim.lr_scheduler", 5
+"""The steps of torch's `LinearLR` and `PolynomialLR` by default."""
+
+
+def too_small_rates(config: Config) -> Iterator[str]:
+    """Yield the learning rates that are so small that they are zero."""
+    for key, number in all_numbers("", config):
+        if number and abs(number) < SMALLEST and key.rpartition(".")[2] in MAY_VANISH:
+            yield f"{key} ({number:g}) counts as 0: the run computes in float32"
+
+
+def ended_schedules(config: Config) -> Iterator[str]:
+    """Yield the schedules whose rate is zero long before the run ends."""
+    num_steps = config.algorithm_section.max_num_steps
+    for name in config.declaration.trains:
+        section = config.settings_of(name)
+        key, end = _end_of(name, section)
+        if end is None or config.evaluates:
+            continue
+        last = -(-end // config.num_passes)
+        if num_steps < 0 or num_steps > last:
+            run = "" if num_steps < 0 else f", and {config.algorithm}.max_num_steps is {num_steps}"
+            yield f"{key}: the learning rate is 0 after step {last}{run}: later steps change nothing"
+
+
+def _end_of(name: str, section: Model) -> tuple[str, int | None]:
+    """Return the key of a model's schedule, and the steps after which its rate is zero for good, if it ever is."""
+    if section.megatron_cfg.enabled:
+        return f"{name}.megatron_cfg.scheduler", _end_of_megatron(section.megatron_cfg)
+    return f"{name}.scheduler", _end_of_torch(section)
+
+
+def _end_of_megatron(megatron: MegatronCfg) -> int | None:
+    scheduler, lowest = megatron.scheduler, megatron.optimizer.get("min_lr") or 0.0
+    is_zero = scheduler.lr_decay_style in _DECAYS_TO_MIN_LR and abs(lowest) < SMALLEST
+    return scheduler.lr_decay_iters if is_zero else None
+
+
+def _end_of_torch(section: Model) -> int | None:
+    """Return the end of the last of torch's schedules, which each count from their milestone on."""
+    schedules = [entry for entry in section.scheduler if entry.name is not None]
+    milestones = [0, *(each for entry in section.scheduler for each in entry.milestones or ())]
+    if not schedules or len(milestones) != len(schedules):
+        return None
+    last, given = schedules[-1], schedules[-1].kwargs
+    iters: Any = given.get("total_iters", _USUAL_ITERS)
+    is_zero = (last.name == f"{_TORCH}.LinearLR" and given.get("end_factor") == 0) or (
+        last.name == f"{_TORCH}.PolynomialLR"
+    )
+    return milestones[-1] + iters if is_zero and isinstance(iters, int) else None
