@@ -17,7 +17,14 @@ from environment_harness import config, problem, results
 
 from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Problem, ResponseToScore, ScoreResponses, ToRewardServer
-from tandem.common.values.json_values import LargeInteger, WrittenFloat, answer_texts, encode_json, text_of
+from tandem.common.values.json_values import (
+    LargeInteger,
+    WrittenFloat,
+    answer_texts,
+    encode_json,
+    plain_object,
+    text_of,
+)
 from tandem.common.wire import Codec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
@@ -226,6 +233,16 @@ def test_csv_is_text_and_parquet_has_types_of_its_own() -> None:
     assert [problem_of(*row, settings.data).answer for row in file_rows("rows.csv")] == ["0.00001", "[1, 2]"]
     path = write_rows([{"input": "x", "output": [1, 2]}, {"input": "y", "output": None}], "rows.parquet")
     assert [problem_of(*row, settings.data).answer for row in file_rows(path)] == [[1, 2], None]
+
+
+def test_numbers_of_other_sources_are_those_of_python() -> None:
+    path = write_rows([{"input": "x", "output": 1e-05, "other": [1e22, 0.1]}], "rows.parquet")
+    ((where, row),) = file_rows(path)
+    read = problem_of(where, row, build().data)
+    assert (type(read.answer), str(read.answer)) == (float, "1e-05")
+    assert [type(number) for number in read.metadata["other"]] == [float, float]
+    mixed = plain_object({"written": WrittenFloat("0.50"), "native": 1e-05})
+    assert (str(mixed["written"]), str(mixed["native"])) == ("0.50", "1e-05")
 
 
 def test_messages_and_other_data_have_numbers_as_json_has() -> None:

@@ -59,6 +59,7 @@ def written_number(digits: str) -> float:
     return number if str(number) == digits else WrittenFloat(digits)
 
 
+_plain_decoder = msgspec.json.Decoder(dict[str, Any])
 _decoder = msgspec.json.Decoder(dict[str, Any], float_hook=written_number)
 
 
@@ -82,6 +83,34 @@ def encode_json(
         return plain(other)
 
     return msgspec.json.encode(value, enc_hook=convert, order=order)
+
+
+def plain_object(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as plain JSON ones, of which written numbers keep their digits; what JSON lacks becomes text.
+
+    The result can travel (`encode_number`).
+    """
+    written: set[str] = set()
+
+    def convert(other: Any) -> Any:
+        if isinstance(other, WrittenFloat):
+            written.add(other.digits)
+            return msgspec.Raw(other.digits.encode())
+        return int(other) if isinstance(other, LargeInteger) else str(other)
+
+    encoded = msgspec.json.encode(dict(values), enc_hook=convert)
+    plain: dict[str, Any] = _plain_decoder.decode(encoded)
+    if written:  # numbers of other sources have the digits of Python
+
+        def number(digits: str) -> float:
+            return WrittenFloat(digits) if digits in written else float(digits)
+
+        plain = msgspec.json.Decoder(dict[str, Any], float_hook=number).decode(encoded)
+    try:
+        msgspec.msgpack.encode(plain, enc_hook=encode_number)
+    except OverflowError:
+        plain = with_large_integers(plain)
+    return plain
 
 
 # --- on the wire -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.kept_inputs import path_of
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
-from tandem.common.values.json_values import decode_object, encode_json, encode_number, with_large_integers
+from tandem.common.values.json_values import decode_object, encode_json, plain_object
 from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
 from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_of
 from tandem.config.problem import MAX_SHOWN
@@ -68,8 +68,8 @@ def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
                 problem_id=f"{task}-{first + index}",
                 question=str(entry["question"]),
                 # A problem with many right answers may show none; the scorer reads the metadata.
-                answer=_plain({"answer": entry["answer"]})["answer"],
-                metadata=_plain(entry["metadata"]),
+                answer=plain_object({"answer": entry["answer"]})["answer"],
+                metadata=plain_object(entry["metadata"]),
             )
 
 
@@ -330,7 +330,7 @@ def problem(where: str, row: Row, data: Data) -> Problem:
     others = {name: value for name, value in row.items() if name not in (data.input_key, data.output_key)}
     if not isinstance(question, str):  # templates write numbers as Transformers' do
         question = msgspec.json.decode(encode_json(question, str))
-    return Problem(problem_id=where, question=question, **_plain({"answer": answer, "metadata": others}))
+    return Problem(problem_id=where, question=question, **plain_object({"answer": answer, "metadata": others}))
 
 
 def _options(where: str, row: Row) -> str:
@@ -407,16 +407,6 @@ def _depth(value: object) -> int:
         depth += 1
         level = [part for inner in level for part in (inner.values() if isinstance(inner, dict) else inner)]
     return depth
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as plain JSON ones, which travel to the environments; what JSON lacks becomes text."""
-    plain = decode_object(encode_json(dict(values), str))
-    try:
-        msgspec.msgpack.encode(plain, enc_hook=encode_number)
-    except OverflowError:
-        plain = with_large_integers(plain)
-    return plain
 
 
 def _first_line(error: BaseException) -> str:
