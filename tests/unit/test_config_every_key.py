@@ -68,7 +68,7 @@ OTHERWISE = {
         f"{_CONFIG}/derive.py",
         '_same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size")',
     ),
-    "policy.generation.val_temperature": (f"{_CONFIG}/newer_names.py", '"val_temperature", "val_temperature"'),
+    "policy.generation.val_temperature": (f"{_CONFIG}/names/newer_names.py", '"val_temperature", "val_temperature"'),
     "data.solution_template": (
         "libs/samples/src/tandem/samples/data_sets/conversations.py",
         'keys = ["solution_template",',
@@ -91,7 +91,10 @@ OTHERWISE = {
         for wire in ("memory", "same_gpu", "peer_gpu")
     },
     **{
-        f"{name}.val_num_generations_per_prompt": (f"{_CONFIG}/newer_names.py", '"val_num_generations_per_prompt"')
+        f"{name}.val_num_generations_per_prompt": (
+            f"{_CONFIG}/names/newer_names.py",
+            '"val_num_generations_per_prompt"',
+        )
         for name in ("grpo", "ppo", "distillation")
     },
 }

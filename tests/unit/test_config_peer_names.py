@@ -11,7 +11,7 @@ from tandem.config import build_config
 from tandem.config.conform import all_keys, config_type
 from tandem.config.foreign import HOW_TO_IGNORE
 from tandem.config.layers import merge
-from tandem.config.peer_names import TRL, VERL, peer_keys
+from tandem.config.names.peer_names import TRL, VERL, peer_keys
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from tandem.config.conform import all_keys, choices_of_keys, config_type
-from tandem.config.peer_names import TRL as NAMES_OF_TRL
-from tandem.config.peer_names import VERL as NAMES_OF_VERL
+from tandem.config.names.peer_names import TRL as NAMES_OF_TRL
+from tandem.config.names.peer_names import VERL as NAMES_OF_VERL
 from tests.harness.migrating import TRL, VERL, rows_of
 
 KEYS = set(all_keys(config_type()))

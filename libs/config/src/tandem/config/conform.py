@@ -32,7 +32,7 @@ from msgspec.inspect import (
 )
 
 from tandem.common.errors import nearest
-from tandem.config.peer_names import PeerKey, peer_keys
+from tandem.config.names.peer_names import PeerKey, peer_keys
 from tandem.config.problem import Invalid, Problems, Unknown, shown
 from tandem.config.schema import MODELS, Config
 from tandem.config.schema.distillation import DistillationLoss

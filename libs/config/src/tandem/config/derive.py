@@ -12,7 +12,7 @@ from msgspec import NODEFAULT
 from tandem.config.conform import config_type, field_of, struct_types
 from tandem.config.data_sets import place_data_sets
 from tandem.config.named import NAMED
-from tandem.config.newer_names import name_as_here
+from tandem.config.names.newer_names import name_as_here
 from tandem.config.problem import Invalid
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
