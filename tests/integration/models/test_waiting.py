@@ -44,12 +44,12 @@ def times_of(rank: int, config: Config) -> tuple[float, float]:
     backend = make_backend(config, checkpoint=None)
     real = backend.train_step
 
-    def late(micro_batches: list[MicroBatch], loss: LossOfMicroBatch, model: Model) -> Any:
+    def late(micro_batches: list[MicroBatch], loss: LossOfMicroBatch, model: Model, **how: bool) -> Any:
         def of_micro_batch(batch: MicroBatch, scores_BT: TokenScores) -> torch.Tensor:
             time.sleep(SLOW_S / len(micro_batches))
             return loss(batch, scores_BT)
 
-        return real(micro_batches, of_micro_batch if rank == SLOW else loss, model)
+        return real(micro_batches, of_micro_batch if rank == SLOW else loss, model, **how)
 
     backend.train_step = late  # type: ignore[method-assign]
     dist.barrier()

@@ -66,7 +66,7 @@ def make_called(config: Config, checkpoint: Path | None = None) -> Backend:
     }
     command = StepOptimizer(command_id=1, deadline_s=60.0, **numbers)
 
-    def take(micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: str) -> OptimizerStep:
+    def take(micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, model: str, **_: bool) -> OptimizerStep:
         parts = micro_batches[:1], micro_batches[1:]
         assert all(parts)
         first = called.add_gradient(parts[0], loss)
