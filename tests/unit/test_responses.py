@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -260,3 +261,51 @@ def test_a_response_template_of_transformers_is_read_where_markers_are_unknown()
     }
     parser = ResponseParser(ResponseMarkers(), response_template=template, special_tokens=("<eos>",))
     assert parser.parse("<<2+2>> 4<eos>") == ParsedResponse(reasoning="2+2", content="4", answer="4")
+
+
+PIECES = (
+    '"',
+    "\\",
+    "\n",
+    "{",
+    "}",
+    "[",
+    "]",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "1e999",
+    "'",
+    "<|",
+    "é",
+)
+
+
+def damaged(text: str, draw: random.Random) -> str:
+    """Return a text with pieces put in and left out."""
+    for _ in range(draw.randrange(6)):
+        place = draw.randrange(len(text) + 1)
+        if draw.random() < 0.5:
+            text = text[:place] + draw.choice(PIECES) + text[place:]
+        else:
+            text = text[:place] + text[place + draw.randrange(1, 20) :]
+    return text
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), CALLS.values(), ids=CALLS)
+def test_a_damaged_response_is_read_the_same_however_it_comes(
+    name: str, text: str, arguments: list[dict[str, Any]]
+) -> None:
+    draw = random.Random(name)
+    markers = ResponseMarkers(reasoning=(("<think>", "</think>"),), tool_format=TOOL_FORMATS[name])
+    for _ in range(10):
+        response = damaged(f"<think>So.</think>{text}\n{text}", draw)
+        outcomes = []
+        for size in (len(response) + 1, 1, draw.randrange(2, 9)):
+            stream = ResponseStream(markers.reader(tools=TOOLS))
+            deltas = [stream.push(response[start : start + size]) for start in range(0, len(response), size)]
+            deltas.append(stream.finish())
+            texts = ("".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas))
+            outcomes.append((texts, [call for delta in deltas for call in delta.tool_calls]))
+        assert outcomes[1:] == outcomes[:1] * 2

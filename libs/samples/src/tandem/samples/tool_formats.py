@@ -17,8 +17,21 @@ Tools = Sequence[Mapping[str, Any]]
 """Descriptions of tools as OpenAI's API and chat templates have them."""
 
 _DECODER = json.JSONDecoder()
-_INVALID = (msgspec.MsgspecError, ValueError, LookupError, RecursionError, SyntaxError, MemoryError, TypeError)
+_JSON_STRING = r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)'
+"""Pattern of a string, which may not have ended yet."""
+_INVALID = (
+    msgspec.MsgspecError,
+    ValueError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    MemoryError,
+    TypeError,
+    OverflowError,
+)
 """Errors of a text that is not a call."""
+_NAME = re.compile(r"[^\s<>{}\"]+")
+"""Pattern of a function's name."""
 _MAX_PYTHON = 1 << 16
 """Most characters of calls that are read as Python."""
 
@@ -67,20 +80,24 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 # --- JSON between markers --------------------------------------------------------------------------------------------
 
 
-def _end_outside_strings(text: str, start: int, close: str) -> int:
-    """Return where a marker comes outside the strings of JSON; -1 if it does not."""
+def _end_outside_strings(text: str, start: int, close: str, strings: str) -> int:
+    """Return where a marker comes outside strings, which match a pattern; -1 if it does not."""
     if text.find(close, start) < 0:
         return -1
-    marker = re.escape(close)
-    pattern = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|(?P<close>{marker})', re.DOTALL)
-    return next((match.start() for match in pattern.finditer(text, start) if match["close"]), -1)
+    pattern = re.compile(rf"{strings}|(?P<close>{re.escape(close)})", re.DOTALL)
+    return next((match.start("close") for match in pattern.finditer(text, start) if match["close"]), -1)
 
 
 def _delimited(
-    text: str, start: int, close: str, is_last: bool, read: Callable[[str], tuple[FunctionCall, ...]]
+    text: str,
+    start: int,
+    close: str,
+    is_last: bool,
+    read: Callable[[str], tuple[FunctionCall, ...]],
+    strings: str = _JSON_STRING,
 ) -> CallSpan | None:
     """Return the calls from `start` to the marker `close`, which may be missing at the end of a response."""
-    end = _end_outside_strings(text, start, close)
+    end = _end_outside_strings(text, start, close, strings)
     if end < 0 and not is_last:
         return None
     if end >= 0:
@@ -105,8 +122,10 @@ def _call_of(fields: Mapping[str, Any], *names: str) -> FunctionCall:
 
 
 def _named(name: str, arguments: str, call_id: str = "") -> tuple[FunctionCall, ...]:
+    if _NAME.fullmatch(name) is None:
+        return ()
     try:
-        return (FunctionCall(name=name, arguments=_object(arguments), id=call_id),) if name else ()
+        return (FunctionCall(name=name, arguments=_object(arguments), id=call_id),)
     except _INVALID:
         return ()
 
@@ -147,7 +166,7 @@ def _read_mistral(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     if named is None and not is_last and not body.lstrip().startswith("["):
         return None
     try:
-        value, size = _DECODER.raw_decode(body.lstrip())
+        size = _DECODER.raw_decode(body.lstrip())[1]
     except (ValueError, RecursionError):
         return CallSpan(len(text)) if is_last else None
     source = body.lstrip()[:size]
@@ -155,6 +174,7 @@ def _read_mistral(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     if named is not None:
         return CallSpan(end, _named(named["name"], source, named["id"] or ""))
     try:
+        value = msgspec.json.decode(source)
         calls = value if isinstance(value, list) else [value]
         return CallSpan(end, tuple(_call_of(call, "arguments") for call in calls))
     except _INVALID:
@@ -246,7 +266,7 @@ def _arguments(pairs: Sequence[tuple[str, str]], name: str, tools: Tools) -> dic
 
 
 _XML_CALL = re.compile(
-    r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>(?:\s*</tool_call>|\Z)", re.DOTALL
+    r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>(?:\s*</tool_call>)?", re.DOTALL
 )
 _XML_PARAMETER = re.compile(
     r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>\s*(?=<parameter=|\Z)|(?=<parameter=)|\Z)",
@@ -255,27 +275,45 @@ _XML_PARAMETER = re.compile(
 
 
 def _read_qwen3_coder(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
-    has_tag = text.startswith("<tool_call>")
-    close = "</tool_call>" if has_tag else "</function>"
-    end = text.find(close)
-    if end < 0 and not is_last:
+    close = "</tool_call>" if text.startswith("<tool_call>") else "</function>"
+    ends = [match.end() for match in re.finditer(re.escape(close), text)]
+    for end in ends:
+        if calls := _xml_call(text[:end], tools):
+            return CallSpan(end, calls)
+        if "</function>" in text[:end] or "<function=" not in text[:end]:
+            return CallSpan(end)
+    if not is_last:
         return None
-    match = _XML_CALL.match(text) if has_tag or is_last else _XML_CALL.match(text[: end + len(close)])
+    body, closing, _ = text.partition("</function>")  # the outer tag may be missing at the end of a response
+    if calls := _xml_call(body + closing, tools):
+        return CallSpan(len(body + closing), calls)
+    return CallSpan(ends[0] if ends else len(text))
+
+
+def _xml_call(text: str, tools: Tools) -> tuple[FunctionCall, ...]:
+    match = _XML_CALL.fullmatch(text)
     if match is None:
-        is_open = "</function>" not in text and "<function=" in text
-        if is_open and not is_last:
-            return None
-        return CallSpan(len(text) if end < 0 else end + len(close))
+        return ()
     name = match["name"].strip()
     pairs = [(each["key"].strip(), each["value"]) for each in _XML_PARAMETER.finditer(match["body"].strip())]
-    return CallSpan(match.end(), (FunctionCall(name=name, arguments=_arguments(pairs, name, tools)),))
+    return (FunctionCall(name=name, arguments=_arguments(pairs, name, tools)),)
 
 
 _GLM_PAIR = re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL)
-_GLM_CALL = re.compile(
-    rf"\s*(?P<name>[^\s<]+)\s*(?P<pairs>(?:{_GLM_PAIR.pattern.replace('?P<key>', '?:').replace('?P<value>', '?:')})*)",
-    re.DOTALL,
-)
+_GLM_NAME = re.compile(r"\s*(?P<name>[^\s<]+)\s*")
+
+
+def _glm_call(body: str, tools: Tools) -> tuple[FunctionCall, ...]:
+    name = _GLM_NAME.match(body)
+    if name is None:
+        return ()
+    pairs, place = list[tuple[str, str]](), name.end()
+    while (pair := _GLM_PAIR.match(body, place)) is not None:
+        pairs.append((pair["key"].strip(), pair["value"]))
+        place = pair.end()
+    if place < len(body):
+        return ()
+    return (FunctionCall(name=name["name"], arguments=_arguments(pairs, name["name"], tools)),)
 
 
 def _read_glm(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
@@ -287,39 +325,30 @@ def _read_glm(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
         body = text[start:end]
         if body.count("<arg_value>") != body.count("</arg_value>"):
             continue  # this end is within a value
-        match = _GLM_CALL.fullmatch(body)
-        size = min(end + len(close), len(text))
-        if match is None:
-            return CallSpan(size)
-        name = match["name"]
-        pairs = [(each["key"].strip(), each["value"]) for each in _GLM_PAIR.finditer(match["pairs"])]
-        return CallSpan(size, (FunctionCall(name=name, arguments=_arguments(pairs, name, tools)),))
+        return CallSpan(min(end + len(close), len(text)), _glm_call(body, tools))
     return CallSpan(ends[0] + len(close) if ends else len(text)) if is_last else None
 
 
 # --- others ----------------------------------------------------------------------------------------------------------
 
 _GEMMA_TEXT = '<|"|>'
-_GEMMA_TOKEN = re.compile(
-    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<before>[{,]\s*)(?P<key>[^\s"<>{}\[\],:]+)\s*:|(?P<close><tool_call\|>)', re.DOTALL
-)
+_GEMMA_STRING = r'<\|"\|>.*?(?:<\|"\|>|\Z)'
+_GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<before>[{,]\s*)(?P<key>[^\s"<>{}\[\],:]+)\s*:', re.DOTALL)
 
 
 def _gemma_json(match: re.Match[str]) -> str:
     if match["text"] is not None:
         return json.dumps(match["text"])
-    return match[0] if match["key"] is None else f"{match['before']}{json.dumps(match['key'])}:"
+    return f"{match['before']}{json.dumps(match['key'])}:"
+
+
+def _gemma_call(body: str) -> tuple[FunctionCall, ...]:
+    name, brace, arguments = body.partition("{")
+    return _named(name.strip(), _GEMMA_TOKEN.sub(_gemma_json, brace + arguments))
 
 
 def _read_gemma4(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
-    start, close = len("<|tool_call>call:"), "<tool_call|>"
-    end = next((match.start() for match in _GEMMA_TOKEN.finditer(text, start) if match["close"]), -1)
-    if end < 0 and not is_last:
-        return None
-    body = text[start:] if end < 0 else text[start:end]
-    name, brace, arguments = body.partition("{")
-    calls = _named(name.strip(), _GEMMA_TOKEN.sub(_gemma_json, brace + arguments))
-    return CallSpan(len(text) if end < 0 else end + len(close), calls)
+    return _delimited(text, len("<|tool_call>call:"), "<tool_call|>", is_last, _gemma_call, _GEMMA_STRING)
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -348,18 +377,12 @@ def _python_call(node: ast.expr) -> FunctionCall:
     return FunctionCall(name=node.func.id, arguments=msgspec.json.decode(msgspec.json.encode(values)))
 
 
-_LFM_STRING = re.compile(
-    r"'(?:[^'\\]|\\.)*(?:'|\Z)|\"(?:[^\"\\]|\\.)*(?:\"|\Z)|(?P<close><\|tool_call_end\|>)", re.DOTALL
-)
+_PYTHON_STRING = rf"'[^'\\]*(?:\\.[^'\\]*)*(?:'|\\?\Z)|{_JSON_STRING}"
 
 
 def _read_lfm2(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     start, close = len("<|tool_call_start|>"), "<|tool_call_end|>"
-    end = next((match.start() for match in _LFM_STRING.finditer(text, start) if match["close"]), -1)
-    if end < 0 and not is_last:
-        return None
-    calls = _python_calls(text[start:] if end < 0 else text[start:end])
-    return CallSpan(len(text) if end < 0 else end + len(close), calls)
+    return _delimited(text, start, close, is_last, _python_calls, _PYTHON_STRING)
 
 
 _DEEPSEEK_V3_FORMAT = ToolFormat(
