@@ -155,6 +155,18 @@ def test_messages_keep_their_fields_and_texts_in_parts_become_one() -> None:
     assert question == [{"role": "user", "content": "1+1"}, *messages[1:]]
 
 
+# NeMo-RL v0.7, nemo_rl/data/processors.py, math_hf_data_processor: the first of a row's messages is the question, the
+# second the answer.
+def test_a_conversation_is_a_question_and_its_answer() -> None:
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    read = of_file(json.dumps({"messages": talk, "level": 3}))
+    assert (read.question, read.answer, read.metadata) == (talk[:1], "2", {"level": 3})
+    longer = of_file(json.dumps({"messages": [*CONVERSATION, {"role": "assistant", "content": "4"}]}))
+    assert (longer.question, longer.answer) == (CONVERSATION, "4")
+    with pytest.raises(DataError, match=r"line.jsonl:1 has no field 'input'"):
+        of_file(json.dumps({"messages": talk[:1]}))
+
+
 @pytest.mark.parametrize(
     ("question", "message"),
     [

@@ -166,7 +166,8 @@ class Data(Section, frozen=True, kw_only=True):
     (`val_NAME/loss`), and `num_validation` and `val_batches` apply to each."""
     input_key: NonEmptyStr
     """Field with the question: a text, or a list of messages that the response answers. Templates are filled with the
-    last of the user's messages."""
+    last of the user's messages. Rollouts also read rows with a conversation in ``messages``, of which the assistant's
+    last message is the answer."""
     output_key: NonEmptyStr
     """Field with the reference answer, which keeps its type and its digits. Any of a list is right, null means none;
     SFT learns the first of a list."""

@@ -47,6 +47,7 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _ABSENT = object()
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPTIONS = "options"
+_MESSAGES = "messages"
 _CHUNK = 1000
 _SEED_STRIDE = 1_000_000_007
 """reasoning-gym generates problem i of seed s from s + i: neighbouring seeds would share nearly all problems."""
@@ -316,6 +317,7 @@ def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
 
 def problem(where: str, row: Row, data: Data) -> Problem:
     """Read a row that holds a question and its answer, which keeps its type. Raise `DataError` if it lacks one."""
+    row = _of_conversation(row, data)
     value = field(where, row, "input_key", data.input_key)
     if value is None:
         raise DataError(f"{where} has null in the field {data.input_key!r} (data.input_key)")
@@ -331,6 +333,21 @@ def problem(where: str, row: Row, data: Data) -> Problem:
     if not isinstance(question, str):  # templates write numbers as Transformers' do
         question = msgspec.json.decode(encode_json(question, str))
     return Problem(problem_id=where, question=question, **plain_object({"answer": answer, "metadata": others}))
+
+
+def _of_conversation(row: Row, data: Data) -> Row:
+    """Return a row of NeMo-RL's ``messages`` as a question and its answer, which is what the assistant says last.
+
+    So do rollouts in NeMo-RL read a file of conversations. Any other row is returned as it is.
+    """
+    messages = row.get(_MESSAGES)
+    if data.environment is None or not isinstance(messages, list) or {data.input_key, data.output_key} & row.keys():
+        return row
+    last = messages[-1] if len(messages) > 1 else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return row
+    others = {name: value for name, value in row.items() if name != _MESSAGES}
+    return {**others, data.input_key: messages[:-1], data.output_key: last.get("content")}
 
 
 def _options(where: str, row: Row) -> str:
