@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tandem.trainer.batching.masks import NEVER, TokenMasks
+from tandem.trainer.batching.masks import NEVER, TokenMasks, rule_out
 from tandem.trainer.scores import StudentScores, TokenScores
 
 _LOGITS = 2**26
@@ -98,13 +98,6 @@ def columns_at_once(num_logits: int, num_tokens: int) -> int:
     """
     num_columns = max(1, num_logits // max(1, num_tokens))
     return num_columns if num_columns < _ALIGNED else num_columns // _ALIGNED * _ALIGNED
-
-
-def rule_out(logits_RC: torch.Tensor, token_ids: Sequence[int], first: int) -> None:
-    """Give these tokens probability zero; the first of the columns is that of token `first`."""
-    columns = [token - first for token in token_ids if 0 <= token - first < logits_RC.shape[1]]
-    if columns:
-        logits_RC.index_fill_(1, torch.tensor(columns, device=logits_RC.device), NEVER)
 
 
 def own_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:

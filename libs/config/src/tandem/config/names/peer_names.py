@@ -36,7 +36,7 @@ TRL: dict[str, str] = {
     "temperature": "policy.generation.temperature",
     "top_p": "policy.generation.top_p",
     "top_k": "policy.generation.top_k",
-    "min_p": "",
+    "min_p": "policy.generation.min_p",
     "repetition_penalty": "",
     "generation_kwargs": "policy.generation",
     "chat_template_kwargs": "policy.tokenizer.chat_template_kwargs",

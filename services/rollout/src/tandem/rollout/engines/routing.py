@@ -5,9 +5,15 @@ Shapes: ``N`` tokens of a pass, ``L`` layers, ``K`` experts a token, ``X`` bytes
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tandem.common.routers import intercept
+from tandem.rollout.engines.attention import Prompt
+from tandem.rollout.engines.slots import Slots
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 
 
@@ -30,6 +36,15 @@ class RoutingRecord:
             experts_NLK[:, layer] = chosen_NK
         self._chosen.clear()
         return self._experts.encode(experts_NLK.cpu().numpy())
+
+    def note(self, slots: Slots, position_R: NDArray[np.int64], prompts: Iterable[Prompt]) -> None:
+        """Note the routing of the last pass's tokens: one of each running slot, and the prompts behind them."""
+        num, routed_experts_NX = len(position_R), self.take()
+        slots.routed_experts_SLX[np.arange(num), position_R] = routed_experts_NX[:num]
+        for prompt in prompts:
+            its_slots = slice(prompt.first_slot, prompt.first_slot + prompt.num_slots)
+            its_LX = routed_experts_NX[prompt.start : prompt.start + prompt.length]
+            slots.routed_experts_SLX[its_slots, : prompt.length] = its_LX
 
     def _note(self, layer: int, chosen_NK: torch.Tensor) -> torch.Tensor:
         self._chosen[layer] = chosen_NK

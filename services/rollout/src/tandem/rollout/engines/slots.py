@@ -8,14 +8,12 @@ ends.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.rollout.engine import Completion, Request, Tokens
-from tandem.rollout.engines.attention import Prompt
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import SamplingMasks, Words
@@ -115,17 +113,6 @@ class Slots:
             if stop_strings.push(int(token_R[slot])):
                 stopped_R[slot] = True
         return stopped_R
-
-    def route(
-        self, position_R: NDArray[np.int64], prompts: Iterable[Prompt], routed_experts_NX: NDArray[np.uint8]
-    ) -> None:
-        """Note the expert routing of a step's tokens: one of each running slot, and the prompts behind them."""
-        num = len(position_R)
-        self.routed_experts_SLX[np.arange(num), position_R] = routed_experts_NX[:num]
-        for prompt in prompts:
-            slots = slice(prompt.first_slot, prompt.first_slot + prompt.num_slots)
-            its_LX = routed_experts_NX[prompt.start : prompt.start + prompt.length]
-            self.routed_experts_SLX[slots, : prompt.length] = its_LX
 
     def cached_tokens(self, slot: int) -> NDArray[np.int64]:
         """Return the slot's cached tokens, those that have keys and values: all but the newest."""

@@ -285,7 +285,7 @@ class TransformersEngine(RefittedEngine):
             logits_KV: torch.Tensor = output.logits[0]
         if self._routing is not None:
             position_R = np.concatenate(position_parts)[: step.num_running]
-            self._slots.route(position_R, step.prompts, self._routing.take())
+            self._routing.note(self._slots, position_R, step.prompts)
         return logits_KV
 
     def _plan(self, length_R: NDArray[np.int64], prompts: tuple[Prompt, ...]) -> Step:

@@ -6,7 +6,7 @@ tokens of masks that are lists; ``B`` masks that are bitmaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +75,13 @@ class TokenMasks(NamedTuple):
         bits_BC = ((words_BX[:, :, None] >> bits) & 1).flatten(1).bool()
         bits_BC = bits_BC[:, first - first_word * BITS :][:, :num_columns]
         return torch.nn.functional.pad(bits_BC, (0, num_columns - bits_BC.shape[1]))
+
+
+def rule_out(logits_RC: torch.Tensor, token_ids: Sequence[int], first: int) -> None:
+    """Give these tokens probability zero; the first of the columns is that of token `first`."""
+    columns = [token - first for token in token_ids if 0 <= token - first < logits_RC.shape[1]]
+    if columns:
+        logits_RC.index_fill_(1, torch.tensor(columns, device=logits_RC.device), NEVER)
 
 
 def masks_on(device: torch.device, batch: Batch, tokens_K: NDArray[np.int64], bitmap_words: int) -> TokenMasks:

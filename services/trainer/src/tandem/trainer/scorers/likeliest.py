@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tandem.trainer.batching.masks import NEVER
+from tandem.trainer.batching.masks import NEVER, rule_out
 from tandem.trainer.scorers.scorer import Pictures, Task, TokenScorer
 from tandem.trainer.scores import Scores, TopTokens
-from tandem.trainer.scoring import VocabularyShard, logits_of, own_tokens, rows_at_once, rule_out
+from tandem.trainer.scoring import VocabularyShard, logits_of, own_tokens, rows_at_once
 
 
 class TopScorer(TokenScorer):
