@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_in, sample, write_run
 
 from tandem.config import Config
@@ -101,6 +102,11 @@ def test_a_start_near_zero_asks_for_more_sft_and_accuracy_that_does_not_move_is_
     assert flat is not None
     assert flat.endswith("it hardly moved")
     assert no_progress([(0, 0.4), (100, 0.43)]) is None
+    fallen = no_progress([(0, 0.59), (12, 0.6), (24, 0.0)])
+    assert fallen == "held-out accuracy was 59.0% in step 0, and 0.0% in step 24, 60.0% at best: it fell"
+    risen = no_progress([(0, 0.59), (12, 0.9), (24, 0.0)])
+    assert risen == "held-out accuracy was 59.0% in step 0, and 0.0% in step 24, 90.0% at best: it fell"
+    assert (no_progress([(0, 0.99), (24, 0.1)]) or "").endswith("it fell"), "also where nothing was left to gain"
     assert no_progress([(0, 0.04), (100, 0.16)]) is None
     assert no_progress([(0, 0.02), (19, 0.02)]) is None, "too few steps to tell"
     assert no_progress([(0, 0.98), (100, 0.98)]) is None, "there was nothing to gain"
@@ -125,6 +131,21 @@ def test_a_start_near_zero_is_said_while_the_run_goes_on_once_and_not_before_it_
 
 def of_validations(*values: float) -> list[Metrics]:
     return [{"val_accuracy": values[number // 15]} if number % 15 == 0 else {} for number in range(15 * len(values))]
+
+
+def test_a_fall_is_called_one_and_the_loss_that_stands_out_is_named() -> None:
+    steps = of_validations(0.59, 0.3, 0.0)
+    steps = [{**step, "loss": -8304.0 if number == 20 else 0.01} for number, step in enumerate(steps, 1)]
+    found = found_in(evidence_of(*steps))["no progress"]
+    assert found.what == "The run got worse: held-out accuracy fell."
+    assert found.evidence[0].endswith("it fell")
+    assert found.evidence[1] == "the loss was -8,304 in step 20, and 0.01 in the median"
+
+
+def test_a_streak_without_a_metric_that_its_evidence_names_is_none() -> None:
+    steps = evidence_of(*[{"grad_norm": 0.0}] * 8).steps
+    bare = tuple(msgspec.structs.replace(step, metrics={"grad_norm": 0.0}) for step in steps)
+    assert evidence_of({}, steps=bare).streak("grad_norm") is None
 
 
 def test_no_progress_is_said_by_diagnose_and_by_the_report_that_up_ends_with() -> None:

@@ -12,6 +12,10 @@ AS_LOW = 0.1
 """Held-out accuracy of a live run up to which a start near zero has done harm so far."""
 LEAST_GAIN = 0.02
 """Least rise of held-out accuracy that counts as movement."""
+LEAST_FALL = 0.1
+"""Least fall of held-out accuracy, from its beginning, that counts as a collapse."""
+FELL = ": it fell"
+"""End of the description of a collapse."""
 SOLVED = 0.95
 """Held-out accuracy from which nothing is left to gain."""
 MANY_STEPS = 20
@@ -22,7 +26,9 @@ def no_progress(accuracy: Sequence[tuple[int, float]]) -> str | None:
     """Describe what is wrong with the course of held-out accuracy; None if nothing is, or too little is known."""
     if (said := low_start(accuracy, STILL_LOW)) is not None or not _tells(accuracy):
         return said
-    start, best = accuracy[0][1], max(value for _, value in accuracy)
+    start, end, best = accuracy[0][1], accuracy[-1][1], max(value for _, value in accuracy)
+    if start - end >= LEAST_FALL:
+        return f"{_course(accuracy)}, {best:.1%} at best{FELL}"
     if best - start < LEAST_GAIN and start < SOLVED:
         return f"{_course(accuracy)}, {best:.1%} at best: it hardly moved"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import string
 from collections import Counter
 
@@ -24,6 +25,8 @@ _LEAD, _SHOWN = 24, 160
 """Characters examined before an answer, and shown of a prompt."""
 RISE_OF_LOSS = 0.1
 """Rise of the held-out loss above its minimum, as a fraction, from which data count as memorised."""
+OUTLYING = 100.0
+"""Multiple of the usual loss from which a step's loss is named."""
 
 
 def another_tokenizer(evidence: Evidence) -> Finding | None:
@@ -156,12 +159,35 @@ def overfitting(evidence: Evidence) -> Finding | None:
     )
 
 
+def _largest_loss(evidence: Evidence) -> tuple[str, ...]:
+    """Name the loss that is out of all proportion to those of the other steps, if there is one."""
+    losses = [(record.step, record.metrics["loss"]) for record in evidence.steps if "loss" in record.metrics]
+    if len(losses) < SHORT_RUN:
+        return ()
+    step, largest = max(losses, key=lambda pair: abs(pair[1]))
+    usual = statistics.median(abs(value) for _, value in losses)
+    return (
+        (f"the loss was {largest:,.4g} in step {step}, and {usual:.3g} in the median",)
+        if (abs(largest) > OUTLYING * max(usual, 1e-3))
+        else ()
+    )
+
+
 def no_progress(evidence: Evidence) -> Finding | None:
     """Find held-out accuracy that stays near zero, or does not rise, after many steps."""
     accuracy = held_out(evidence, "val_accuracy")
     said = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
     if said is None:
         return None
+    if said.endswith(held_out_accuracy.FELL):
+        return Finding(
+            name="no progress",
+            what="The run got worse: held-out accuracy fell.",
+            evidence=(said, *_largest_loss(evidence)),
+            look_at=f"{learning_rate_keys(evidence.config)}, loss_fn, policy.max_grad_norm, and the steps before it",
+            certainty="likely",
+            since=accuracy[-1][0],
+        )
     return Finding(
         name="no progress",
         what="The run learned next to nothing.",

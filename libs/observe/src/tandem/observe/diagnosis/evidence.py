@@ -154,7 +154,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         condition = self.condition(metric)
         if condition is None:
             return None
-        steps = [record for record in self.steps if metric in record.metrics]
+        steps = [record for record in self.steps if condition.needed <= record.metrics.keys()]
         grouped = itertools.groupby(steps, lambda record: condition.holds(record.metrics))
         runs = [tuple(records) for held, records in grouped if held]
         longest = max(runs, key=len, default=())
