@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tandem.common.messages import Problem
 from tandem.config import Config, build_config
-from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence
+from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence, RewardModelAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.rollout.environments.reward_model import RewardModel
 from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
 from tests.harness.families import Family
@@ -43,7 +45,9 @@ WRITES_CALLS = (
 def configuration(family: Family, algorithm: str, folder: Path, rows: list[dict[str, Any]], **data: Any) -> Config:
     """Return the configuration of a run on these rows, with the family's tokenizer."""
     greeting = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]
-    other = {"messages": greeting} if "messages" in rows[0] else {"input": "1+1?", "output": "Two."}
+    other: dict[str, Any] = {"messages": greeting} if "messages" in rows[0] else {"input": "1+1?", "output": "Two."}
+    if "chosen" in rows[0]:
+        other = {"prompt": "Hello", "chosen": "Hello.", "rejected": "No."}
     for name, part in (("train", rows), ("held_out", [other])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     section = {
@@ -178,3 +182,21 @@ def test_a_stop_string_that_is_a_token_stops_as_that_token(family: Family, tmp_p
     token_ids, texts = tokenizer.stops((), (marker, "\nUser:"))
     assert texts == ("\nUser:",)
     assert tokenizer.hugging_face.convert_tokens_to_ids(marker) in token_ids
+
+
+def test_a_reward_model_scores_where_it_was_trained(family: Family, tmp_path: Path) -> None:
+    """The last token before the padding that a reward model's training puts behind each sequence."""
+    row = {"prompt": "2+2?", "chosen": "Four.", "rejected": "Five."}
+    config = configuration(family, "rm", tmp_path, [row])
+    tokenizer = loaded(family)
+    algorithm = RewardModelAlgorithm(config, tokenizer)
+    ((chosen, _),) = algorithm._train.draw(0, 1)
+    environment = RewardModel.__new__(RewardModel)  # its model is not asked
+    environment._tokenizer, environment._longest, environment._pad_id = tokenizer, None, tokenizer.pad_id
+    problem = Problem(
+        problem_id="p", question="2+2?", answer="4", metadata={}, prompt=({"role": "user", "content": "2+2?"},)
+    )
+    scored = environment.encode(problem, [{"role": "assistant", "content": "Four."}])
+    last = environment._last(scored)
+    assert chosen.token_ids[: last + 1] == tuple(scored[: last + 1])
+    assert chosen.loss_mask.index(True) == last + 1

@@ -72,6 +72,65 @@ def error_of(config: Config, kind: type[TandemError] = DataError) -> str:
     return str(caught.value)
 
 
+# --- what messages came with ---------------------------------------------------------------------------------------
+
+CALL = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": '{"x": "1"}'}}
+
+
+def test_messages_keep_all_of_their_fields_and_rows_their_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "strict": None}}}]
+    talk = [
+        {"role": "user", "content": "1", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "2", "refusal": None},
+        {"role": "tool", "content": [{"type": "text", "text": "3"}], "tool_call_id": "c"},
+        {"role": "assistant", "content": "4", "weight": 0},
+        {"role": "user", "content": "Thanks."},
+    ]
+    rows = [{"messages": talk, "tools": json.dumps(tools) if as_text else tools} for as_text in (True, False)]
+    rows[1]["messages"] = [{**talk[0], "content": "5"}, *talk[1:]]
+    sets = load_conversations(data_config("sft", **jsonl(rows), chat_key="messages"))
+    without_nulls = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+    for conversation in (*sets.train, *sets.validation):
+        assert conversation.tools == tuple(without_nulls)
+        assert conversation.prompt[0]["name"] == "ann"
+        (answer,) = conversation.answers
+        assert answer == [
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "2"},
+            {"role": "tool", "content": "3", "tool_call_id": "c"},
+            {"role": "assistant", "content": "4", "weight": 0},
+        ], "nothing that is learned follows the assistant's last turn"
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "problem"),
+    [
+        ({"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "weight": 2}]}, {},
+         "rows.jsonl:1: messages[1].weight is 2, must be 0 or 1"),
+        ({"messages": [{"role": "user", "content": "1"}, {"role": "assistant"}]}, {},
+         "rows.jsonl:1: messages[1]: a message of the role 'assistant' has no content"),
+        ({"messages": chat("u1", "a2"), "functions": ["calc"]}, {"tool_key": "functions"},
+         "rows.jsonl:1: 'functions' is not a list of tools as JSON schemas (data.tool_key)"),
+    ],
+)  # fmt: skip
+def test_what_messages_cannot_mean_is_named(row: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
+    config = data_config("sft", **jsonl([row]), chat_key="messages", **settings)
+    assert error_of(config) == problem
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1", "chosen": chat("a2", "u3", "a4"), "rejected": chat("a5")},
+        {"prompt": "1", "chosen": chat("u1", "a2", "u3", "a4"), "rejected": chat("u1", "a5")},
+        {"chosen": chat("u1", "a2", "u3", "a4"), "rejected": chat("u1", "a5")},
+    ],
+)
+def test_a_pair_of_several_messages_has_its_prompt(row: dict[str, Any]) -> None:
+    """In each form of TRL's (`docs/source/dataset_formats.md` of TRL 1.16): explicit and implicit prompts."""
+    other = {"prompt": "9", "chosen": chat("u9", "a8"), "rejected": chat("u9", "a7")}
+    assert pairs(data_config("dpo", **jsonl([row, other]))) == {("u1", "2|3|4", "5"), ("u9", "8", "7")}
+
+
 # --- reward models ---------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +364,7 @@ def test_conversations_that_all_begin_alike_are_split_by_what_follows() -> None:
         ({"prompt": "1", "chosen": [], "rejected": "3"}, ": 'chosen' holds no message"),
         (
             {"prompt": "1", "chosen": [{"role": "assistant"}], "rejected": "3"},
-            ": 'chosen' is neither a text nor a list of messages: Object missing required field `content` - at `$[0]`",
+            ": chosen[0]: a message of the role 'assistant' has no content",
         ),
         (
             {"chosen": chat("u1", "a2"), "rejected": chat("u3", "a4")},
@@ -445,7 +504,10 @@ def no_content(problem: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("nothing", "Expected `str | array`, got `null`"), ("no_content", "Object missing required field `content`")],
+    [
+        ("nothing", "Expected `str | array`, got `null`"),
+        ("no_content", "message 1: a message of the role 'assistant' has no content"),
+    ],
 )
 def test_a_solution_that_is_none_is_named_with_its_line(function: str, message: str) -> None:
     settings = jsonl([{"input": "1", "output": "2"}, {"input": "2", "output": "3"}])

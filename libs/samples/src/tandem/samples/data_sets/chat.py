@@ -20,14 +20,15 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 class ChatEncoder:
     """A renderer of conversations by the tokenizer's chat template. Errors name the problem, by `name`."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, *, learns_turns: bool = True) -> None:
+        """Render as `config` says; without `learns_turns`, sequences are judged as a whole, as a reward model does."""
         self._data = config.data
         self._is_new = config.policy.new_model is not None
         self._tokenizer = tokenizer
         self._max_total = config.policy.max_total_sequence_length
         is_given = not config.declaration.rolls_out
         # A policy generates after the generation prompt. Where solutions are given, that marker may be learned.
-        self._learns_header = is_given and not config.data.add_generation_prompt
+        self._learns_header = is_given and learns_turns and not config.data.add_generation_prompt
         self._dropped: dict[str, str] = {}
         """Parts of messages that the template does not write, each with the place of the first."""
 

@@ -240,10 +240,7 @@ def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
         prompt = _messages(
             where, data.prompt_key, sources.field(where, row, "prompt_key", data.prompt_key), role="user"
         )
-        # Some data sets repeat the prompt in front of each response.
-        answers = tuple(_without_prompt(messages, prompt) for messages in pair)
-        if all(messages[0]["role"] == "assistant" for messages in answers):
-            return Conversation(name=where, prompt=prompt, answers=answers, tools=tools)
+        pair = [_with_prompt(messages, prompt) for messages in pair]
     chosen, rejected = pair
     shared = common_messages(chosen, rejected)
     if shared == 0:
@@ -251,10 +248,10 @@ def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
     return Conversation(name=where, prompt=chosen[:shared], answers=(chosen[shared:], rejected[shared:]), tools=tools)
 
 
-def _without_prompt(messages: Messages, prompt: Messages) -> Messages:
-    return (
-        messages[len(prompt) :] if len(messages) > len(prompt) and [*messages[: len(prompt)]] == [*prompt] else messages
-    )
+def _with_prompt(messages: Messages, prompt: Messages) -> Messages:
+    """Return a response with its prompt in front; some data sets repeat the prompt in each response."""
+    is_whole = len(messages) > 1 and messages[0]["role"] != "assistant"
+    return messages if is_whole else [*prompt, *messages]
 
 
 def common_messages(one: Messages, other: Messages) -> int:
@@ -327,9 +324,11 @@ def _messages(where: str, key: str, value: object, *, role: str | None = None) -
     """
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
-    if not isinstance(value, list | tuple):
+    try:
+        value = msgspec.convert(value, list[Any])
+    except msgspec.ValidationError as error:
         text = "neither a text nor" if role is not None else "not"
-        raise DataError(f"{where}: {key!r} is {text} a list of messages")
+        raise DataError(f"{where}: {key!r} is {text} a list of messages: {error}") from error
     if not value:
         raise DataError(f"{where}: {key!r} holds no message")
     messages = [read_message(f"{where}: {key}[{number}]", message) for number, message in enumerate(value)]

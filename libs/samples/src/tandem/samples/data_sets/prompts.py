@@ -195,9 +195,9 @@ def _solutions(written: object) -> list[Messages]:
     """Return the solutions that a function wrote. Raise `msgspec.ValidationError` for a result of the wrong type."""
     if isinstance(written, list) and written and isinstance(written[0], str):
         return [_said(text) for text in msgspec.convert(written, list[str])]
-    if isinstance(written, str):
-        return [_said(written)]
-    messages = msgspec.convert(written, list[dict[str, Any]])
+    messages = msgspec.convert(written, str | list[dict[str, Any]])
+    if isinstance(messages, str):
+        return [_said(messages)]
     return [[read_message(f"message {number + 1}", message) for number, message in enumerate(messages)]]
 
 

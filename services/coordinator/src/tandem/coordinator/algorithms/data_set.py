@@ -55,10 +55,13 @@ class DataSetAlgorithm(WithoutGeneration):
     are drawn.
     """
 
+    _learns_turns = True
+    """Whether the assistant's turns are what is learned."""
+
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         self._section = section = config.data_set_section
-        self._chat = ChatEncoder(config, tokenizer)
+        self._chat = ChatEncoder(config, tokenizer, learns_turns=self._learns_turns)
         self._only_last = bool(getattr(section, "only_unmask_final", False))
         self.images = image_rows(config, tokenizer)
         sets = load_conversations(config, self.images)
@@ -134,6 +137,8 @@ class RewardModelAlgorithm(DataSetAlgorithm):
     output one place before the token that counts. So one token of padding follows each sequence, and only that token
     counts.
     """
+
+    _learns_turns = False
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._pad_id = tokenizer.pad_id
