@@ -21,12 +21,12 @@ from tandem.config.schema.base import Section
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "libs/config/src/tandem/config"
-_NO_EFFECT = ("checks", "installed")
-"""Folders of the configuration that only check."""
+_NO_EFFECT = ("checks", "installed", "names")
+"""Folders of the configuration that only check, or name."""
 _FRONT_END = frozenset(
     {
         *("completed_settings", "conform", "data_sets", "derive", "describe", "dump", "foreign", "hidden", "layers"),
-        *("load", "megatron", "moot_keys", "nemo_eval", "newer_names", "notice_rules", "problem", "shapes"),
+        *("load", "megatron", "moot_keys", "nemo_eval", "notice_rules", "problem", "shapes"),
         "unsupported",
     }
 )
