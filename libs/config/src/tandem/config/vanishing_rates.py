@@ -1,4 +1,4 @@
-"""Learning rates that are zero: too small for float32, or at the end of a schedule that the run outlasts."""
+"""Learning rates that are zero: too small for float32, or after a schedule that the run outlasts."""
 
 from __future__ import annotations
 
