@@ -1,4 +1,4 @@
-"""The ends of turns: one fact of a model, read once from its template, its tokenizer and `generation_config.json`.
+"""The ends of turns: one fact of a model, read once from template, tokenizer and generation config.
 
 Training, rollouts, evaluation and serving all ask this object, so no two of them can disagree.
 """

@@ -1,4 +1,4 @@
-"""Files of a model that training does not change: copied as they are, so that what read the model reads its exports.
+"""Files of a model that training does not change: copied as they are, for readers of its exports.
 
 Transformers 5 would write them anew, and in a form that Transformers 4 cannot read.
 """

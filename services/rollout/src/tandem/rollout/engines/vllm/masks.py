@@ -1,4 +1,4 @@
-"""Sampling masks in a vLLM worker: the tokens that min-p, top-k and top-p had left when each token was drawn.
+"""Sampling masks in a vLLM worker: the tokens that min-p, top-k and top-p left of each draw.
 
 vLLM's own way (``return_sampling_mask``) needs its second model runner, which CPUs have not. Workers of tensor
 parallelism all draw the same tokens; of pipeline stages, the last one draws.
