@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engine_harness import make_model, refit, request
 from samples_harness import RUN_ID, recorded, scored
 
 from tandem.common.errors import SamplesError, WireError
+from tandem.common.messages import Problem, PromptGroup
+from tandem.rollout.agents.episodes import _masks_of
+from tandem.rollout.agents.session import Session
+from tandem.rollout.conversation import Conversation
+from tandem.rollout.engine import Completion
 from tandem.rollout.engines.masks import masks_of, restrict
+from tandem.rollout.engines.transformers import TransformersEngine
+from tandem.rollout.environments import Score
+from tandem.rollout.openai_api.generator import Chunk
 from tandem.samples.batch import MASKS, SAMPLES, Batch
 from tandem.samples.recorded_shards import read_step
 from tandem.samples.routed_experts import as_trained_on
@@ -179,3 +188,100 @@ def test_tokens_that_tie_with_the_likeliest_pass_any_min_p() -> None:
     logits_BV = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     ones = torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0])
     assert (restrict(logits_BV, *ones) > -torch.inf).tolist() == [[False, True, True, False]]
+
+
+GROUP = PromptGroup(
+    group=0,
+    problem=Problem(problem_id="p", question="", answer="", metadata={}),
+    prompt_ids=(5, 6),
+    seeds=(1,),
+)
+
+
+class Texts:
+    """As much of a tokenizer as a session needs to show what was said."""
+
+    sees = False
+
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def completion_of(*token_ids: int, is_cut: bool = True) -> Completion:
+    """Return a response whose tokens were each drawn from two: itself and the next."""
+    words = [np.array([token, token + 1], dtype=np.int32) for token in token_ids]
+    return Completion(
+        request_id=0,
+        token_ids_T=np.array(token_ids, dtype=np.int32),
+        logprobs_T=np.full(len(token_ids), -0.5, dtype=np.float32),
+        versions_T=np.zeros(len(token_ids), dtype=np.int32),
+        finish_reason="stop",
+        masks=SamplingMasks.join(words) if is_cut else None,
+    )
+
+
+def test_conversations_have_masks_where_the_policy_drew() -> None:
+    conversation = Conversation(GROUP, 0, keeps_masks=True)
+    conversation.add_response(completion_of(7, 8), {"role": "assistant", "content": ""})
+    conversation.add_answer([{"role": "user", "content": "no"}], [9, 10])
+    conversation.take_back_answer()
+    conversation.add_answer([{"role": "user", "content": "go on"}], [9])
+    conversation.add_response(completion_of(20), {"role": "assistant", "content": ""})
+    _, arrays = conversation.finish(Score(1.0, correct=True), "score")
+    assert arrays.token_ids_T.tolist() == [5, 6, 7, 8, 9, 20]
+    assert arrays.mask_lengths_T.tolist() == [0, 0, 2, 2, 0, 2]
+    assert arrays.mask_words_W.tolist() == [7, 8, 8, 9, 20, 21]
+    MaskFormat(vocabulary=128).check(arrays)
+    _, arrays = Conversation(GROUP, 0, keeps_masks=True).finish(Score(0.0, correct=False), "score")
+    assert (arrays.mask_lengths_T.tolist(), arrays.num_mask_words_S.tolist()) == ([0, 0], [0])
+
+
+def test_an_agents_branches_have_masks_where_they_count() -> None:
+    session = Session(GROUP, 0, Texts(), keeps_masks=True)  # type: ignore[arg-type]
+    session.add([5, 6], completion_of(7, 8))
+    session.add([5, 6, 7, 8, 9], completion_of(10))
+    session.add([5, 6, 7, 8, 3], completion_of(4, is_cut=False))
+    _, arrays = session.finish(Score(1.0, correct=True), 0)
+    assert arrays.lengths_S.tolist() == [6, 6]
+    assert arrays.num_mask_words_S.tolist() == [6, 0], "what both begin with counts in the first"
+    assert arrays.mask_lengths_T.tolist() == [0, 0, 2, 2, 0, 2, *[0] * 6]
+    MaskFormat(vocabulary=128).check(arrays)
+
+
+def test_an_agents_response_has_the_masks_of_its_pieces() -> None:
+    whole = completion_of(7, 8, 9).masks
+    assert whole is not None
+    first = SamplingMasks(whole.lengths_T[:1], whole.words_W[:2])
+    pieces = [([7], first), ([], None), ([4, 4], None), ([8, 9], whole.from_token(1))]
+    chunks = [
+        Chunk(token_ids=ids, logprobs=[-0.5] * len(ids), versions=[0] * len(ids), masks=masks) for ids, masks in pieces
+    ]
+    joined = _masks_of(chunks)
+    assert joined is not None
+    assert joined.lengths_T.tolist() == [2, 0, 0, 2, 2]
+    assert joined.words_W.tolist() == whole.words_W.tolist()
+    assert _masks_of(chunks[1:3]) is None
+
+
+def test_an_engine_tells_the_masks_of_what_it_has_made_so_far(tmp_path: Path) -> None:
+    model = make_model("qwen3", tmp_path)
+    sizes: dict[str, Any] = {"num_slots": 2, "max_total_sequence_length": 64, "dtype": "float32"}
+    engine = TransformersEngine(tmp_path, **sizes, mask_format=MaskFormat(vocabulary=model.config.vocab_size))
+    refit(engine, model, 0)
+    engine.add_request(request(0, (1, 2), top_k=1, max_new_tokens=3))
+    engine.add_request(request(1, (1, 2), top_p=0.5, min_p=0.01))
+    engine.add_request(request(2, (3,), max_new_tokens=4))
+    for _ in range(3):
+        engine.step()
+    masks = engine.made({1: 1})[1].masks
+    assert masks is not None
+    assert len(masks.lengths_T) == 2
+    engine.step()  # the first has left its slot to the second, and the third has joined
+    left = engine.abort(1)
+    assert left is not None
+    assert left.masks is not None
+    assert left.masks.from_token(1).words_W[: len(masks.words_W)].tolist() == masks.words_W.tolist()
+    assert len(left.masks.lengths_T) == len(left.token_ids_T) == 4
+    plain = [completion for _ in range(5) for completion in engine.step()]
+    assert [completion.masks for completion in plain] == [None], "nothing was cut off"
+    engine.close()

@@ -49,6 +49,11 @@ class SamplingMasks(NamedTuple):
         lengths_T = np.array([*map(len, parts)], dtype=np.int32)
         return cls(lengths_T, np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32))
 
+    @classmethod
+    def none_of(cls, num_tokens: int) -> SamplingMasks:
+        """Return the masks of tokens of which nothing was cut off."""
+        return cls(np.zeros(num_tokens, dtype=np.int32), np.zeros(0, dtype=np.int32))
+
     def from_token(self, start: int) -> SamplingMasks:
         """Return the masks from that of token `start` on."""
         return SamplingMasks(self.lengths_T[start:], self.words_W[int(self.lengths_T[:start].sum()) :])

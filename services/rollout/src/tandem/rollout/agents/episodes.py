@@ -259,5 +259,7 @@ def over() -> Refused:
 
 def _masks_of(made: Sequence[Chunk]) -> SamplingMasks | None:
     """Return the sampling masks of the tokens of these chunks; None if nothing was cut off."""
-    masks = [chunk.masks for chunk in made if chunk.masks is not None]
-    return SamplingMasks(*map(np.concatenate, zip(*masks, strict=True))) if masks else None
+    if all(chunk.masks is None for chunk in made):
+        return None
+    masks = [chunk.masks or SamplingMasks.none_of(len(chunk.token_ids)) for chunk in made]
+    return SamplingMasks(*map(np.concatenate, zip(*masks, strict=True)))
