@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_harness import make_model
 from environment_harness import WAIT_S, config
+from rollout_harness import CHARACTERS, TEMPLATE, Rollout
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem, ResponseToScore
@@ -167,6 +169,32 @@ def test_steps_get_messages_with_all_that_they_have(tmp_path: Path) -> None:
     score = outcome("TakesSteps", given)
     assert (score.reward, score.answer) == (1.0, "content reasoning_content role text tool_calls")
     assert whole_text(given).startswith("<think>")
+
+
+class ThinkingRollout(Rollout):
+    """A rollout whose chat template opens reasoning, which a random model never ends."""
+
+    template = TEMPLATE.replace("a: {% endif %}", "a: <think>\n{% endif %}{# </think> #}")
+
+    def _make_model(self, folder: Path, **changes: Any) -> Any:
+        characters = CHARACTERS + "<think>"
+        write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=characters))
+        return make_model("qwen3", folder / "model", vocab_size=len({*characters}) + 3, **changes)
+
+
+def test_a_rollout_gives_its_environment_the_answer_and_keeps_the_text(tmp_path: Path) -> None:
+    rollout = ThinkingRollout(tmp_path, "own_environments.Length")
+    try:
+        group = rollout.group(1, [1, 2])
+        samples = rollout.run(group)
+        texts = rollout.texts(group)
+    finally:
+        rollout.service.close()
+    for (_, place), (sample, _) in samples.items():
+        assert sample.response_length > 0
+        assert sample.reward == 0, "the answer is empty, as the reasoning never ends"
+        assert texts[1, place].startswith("<think>\n")
+        assert len(texts[1, place]) >= len("<think>\n") + sample.response_length - 1
 
 
 def test_functions_get_the_answer_and_completions_are_whole_as_in_trl() -> None:
