@@ -19,9 +19,9 @@ def noted(plain: Callable[..., Any]) -> Callable[..., Any]:
     """
     file = os.open(os.environ[WATCHED], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def timed(*arguments: Any) -> Any:
+    def timed(*arguments: Any, **options: Any) -> Any:
         began = time.perf_counter()
-        done = plain(*arguments)
+        done = plain(*arguments, **options)
         os.write(file, f"{began} {time.perf_counter()}\n".encode())
         return done
 
