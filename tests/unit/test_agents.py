@@ -20,12 +20,16 @@ import psutil
 import pytest
 import torch
 from agents_harness import PRELUDE, assert_probable, assert_recorded_as_seen, seen, sequences, write_agent
+from environment_harness import config, problem
 from own_environments import WAIT_S
 from rollout_harness import Rollout
 
+from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
 from tandem.common.values.json_values import LargeInteger, WrittenFloat
 from tandem.rollout.environments import printing
+from tandem.rollout.environments.faults import FaultPolicy
+from tandem.rollout.environments.outcomes import Failure
 from tandem.samples.batch import Batch
 from tests.harness.descriptors import descriptors_left
 
@@ -282,6 +286,23 @@ def test_by_itself_the_first_failure_ends_the_run(tmp_path: Path, capfd: pytest.
         assert "environment 'mine', problem 'p0': its program ended" in error
         assert "LookupError: no such room" in error
     assert "Traceback (most recent call last)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("has_succeeded", [False, True])
+def test_episodes_that_all_fail_end_the_run_though_failures_are_borne(has_succeeded: bool) -> None:
+    faults = FaultPolicy(config("mine", {"command": ["python", "agent.py"], "on_error": "zero"}))
+    failure = Failure("its program ended (it exited with code 1: ModuleNotFoundError: No module named 'openai.types')")
+    if has_succeeded:
+        faults.succeeded()
+    for _ in range(31):
+        assert not faults.judged(problem(), [], failure).dropped
+    if has_succeeded:
+        assert not faults.judged(problem(), [], failure).dropped
+        return
+    with pytest.raises(RewardError) as raised:
+        faults.judged(problem(), [], failure)
+    assert "No module named 'openai.types') (pip install openai, where the agent's program runs)" in str(raised.value)
+    assert "all of the first 32 episodes have failed" in str(raised.value)
 
 
 KILLED = """

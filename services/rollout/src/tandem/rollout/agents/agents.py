@@ -134,6 +134,7 @@ class Agents:
                     judged: Score | Unscored = self._faults.judged(session.group.problem, said, outcome)
                 else:
                     judged = outcome
+                    self._faults.succeeded()
                 played.append(Played(episode.number, session, judged))
         return played
 

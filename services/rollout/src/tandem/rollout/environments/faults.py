@@ -6,6 +6,7 @@ The rollout's log gets the whole story, the coordinator one line.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,10 @@ from tandem.config.checks.data import on_error
 from tandem.rollout.environments.environment import whole_text
 from tandem.rollout.environments.outcomes import Failure
 from tandem.samples.chat_templates import Messages
+
+_IN_VAIN = 32
+"""Episodes of an agent in one rollout process that end the run if all have failed, whatever ``on_error`` says."""
+_MISSING = re.compile(r"No module named '(\w+)")
 
 
 class Unscored(msgspec.Struct, frozen=True):
@@ -40,6 +45,12 @@ class FaultPolicy:
         self._settings = config.env[self._name]
         self._on_error = on_error(self._name, self._settings)
         self._num_failures = 0
+        self._has_succeeded = False
+        """Whether any sample has a score."""
+
+    def succeeded(self) -> None:
+        """Note a sample with a score."""
+        self._has_succeeded = True
 
     def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
         """Return what becomes of a sample, and log the details. Raises `RewardError` if the failure ends the run."""
@@ -51,6 +62,11 @@ class FaultPolicy:
             raise RewardError(said)
         if most is not None and self._num_failures > most:
             raise RewardError(f"{said}; this is failure {self._num_failures} (env.{self._name}.max_failures: {most})")
+        if self._settings.is_agent and not self._has_succeeded and self._num_failures >= _IN_VAIN:
+            raise RewardError(
+                f"{said}{_to_install(failure)}; all of the first {self._num_failures} episodes have failed, so that "
+                "there is nothing to learn from"
+            )
         return Unscored(said, failure.timed_out, dropped=self._on_error == "drop")
 
     def _said(self, problem: Problem, failure: Failure) -> str:
@@ -63,6 +79,12 @@ class FaultPolicy:
         if failure.on_purpose:
             return f"environment {self._name!r}: {failure.what}"
         return f"environment {self._name!r}, problem {problem.problem_id!r}: {failure.what}"
+
+
+def _to_install(failure: Failure) -> str:
+    """Return what to install, if a failure says what is missing."""
+    found = _MISSING.search(failure.what) or _MISSING.search(failure.trace)
+    return "" if found is None else f" (pip install {found[1]}, where the agent's program runs)"
 
 
 def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
