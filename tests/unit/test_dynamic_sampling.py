@@ -163,6 +163,7 @@ def test_a_step_draws_problems_of_its_own(tmp_path: object, monkeypatch: pytest.
     running = GrpoAlgorithm(config, character_tokenizer(config))
     assert config.grpo.num_prompts_per_batch == 6
     first = running.prompt_groups(1, "train", range(18))
+    assert running.places is not None
     running.places.finish(1, 18)
     second = running.prompt_groups(2, "train", range(18))
     assert len({group.problem.problem_id for group in (*first, *second)}) == 36, "an epoch has 60"

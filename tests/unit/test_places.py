@@ -7,8 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from data_harness import character_tokenizer, data_config
+from data_harness import character_tokenizer
 
 from tandem.common.messages import PromptGroup
 from tandem.config import Config, build_config
@@ -107,10 +108,13 @@ def test_an_earlier_attempt_is_forgotten_where_a_run_goes_back() -> None:
 
 
 def test_without_dynamic_sampling_a_step_has_the_places_after_those_before_it() -> None:
-    config = data_config()
-    places = StreamPlaces(config)
-    size = config.rollout_section.num_prompts_per_step
-    assert [places.of(10**12, group) for group in range(size)] == [*range((10**12 - 1) * size, 10**12 * size)]
+    config = settings(val_data_path=write_rows("held.jsonl", 1000, 1))
+    write_rows("rows.jsonl", 0, 200)
+    grpo = msgspec.structs.replace(config.grpo, use_dynamic_sampling=False)
+    config = msgspec.structs.replace(config, grpo=grpo)
+    running = GrpoAlgorithm(config, character_tokenizer(config))
+    groups = [*running.prompt_groups(2, "train", range(SIZE)), *running.prompt_groups(51, "train", range(SIZE))]
+    assert [group.problem.question for group in groups] == ["4", "5", "6", "7", "0", "1", "2", "3"]
 
 
 # --- problems --------------------------------------------------------------------------------------------------------
@@ -128,6 +132,7 @@ def drawn(algorithm: GrpoAlgorithm, num_batches: list[int]) -> list[str]:
     for step, count in enumerate(num_batches, 1):
         for batch in range(count):
             asked += algorithm.prompt_groups(step, "train", range(batch * SIZE, (batch + 1) * SIZE))
+        assert algorithm.places is not None
         algorithm.places.finish(step, count * SIZE)
     return [str(group.problem.question) for group in asked]
 

@@ -32,7 +32,7 @@ from tandem.common.messages import (
     SampleScored,
     SamplesRecorded,
 )
-from tandem.common.values.json_values import question_text, text_of
+from tandem.common.values.texts import question_text, text_of
 from tandem.launch.service import ServiceContext
 from tandem.rollout.restoring import as_generated, restored
 from tandem.samples.batch import Batch

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
-from tandem.common.values.json_values import question_text, shown_answer
+from tandem.common.values.texts import question_text, shown_answer
 
 
 def fill_template(key: str, template: str, problem: Problem, **more: str) -> str:

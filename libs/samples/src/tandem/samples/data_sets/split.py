@@ -22,8 +22,9 @@ import msgspec
 
 from tandem.common.errors import DataError
 from tandem.common.messages import Problem
-from tandem.common.values.json_values import encode_json, text_of
+from tandem.common.values.json_values import encode_json
 from tandem.common.values.templates import fill_template
+from tandem.common.values.texts import text_of
 from tandem.config import Config
 from tandem.config.schema import Data
 from tandem.samples.data_sets import sources

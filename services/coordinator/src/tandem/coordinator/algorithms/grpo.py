@@ -72,7 +72,8 @@ class GrpoAlgorithm:
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
         self._train = LazyDataset(config, train, encoder.encode, sizes)
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
-        self.places = StreamPlaces(config)
+        self.places = StreamPlaces(config) if config.rollout_section.use_dynamic_sampling else None
+        """Places that dynamic sampling draws from; None where each step has those after the step before it."""
         self._groups: dict[tuple[int, Purpose, int], _Drawn] = {}
         """Groups drawn so far, by step, purpose and number, without those of steps before the last batch."""
         self._has_several = len(config.environments) > 1
@@ -142,7 +143,10 @@ class GrpoAlgorithm:
         """Return the problem of a group of `step` and its prompt group. They are kept until the step has its batch."""
         # Every validation draws the same, so that two of them differ only by the weights.
         key = (step if purpose == "train" else 0), purpose, group
-        place = self.places.of(step, group) if purpose == "train" else group
+        place = group
+        if purpose == "train":
+            size = self._config.rollout_section.num_prompts_per_step
+            place = (step - 1) * size + group if self.places is None else self.places.of(step, group)
         known = self._groups.get(key)
         if known is not None and known.place == place:  # after a restart, earlier steps may draw more than before
             return known
@@ -171,7 +175,8 @@ class GrpoAlgorithm:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "it validates by generating"
         drawn = {r.scored.group: self._drawn(step, "train", r.scored.group).problem for r in records}
-        self.places.finish(step, len(drawn))
+        if self.places is not None:
+            self.places.finish(step, len(drawn))
         # Groups of this step may be asked for again, if samples have been lost.
         self._groups = {key: each for key, each in self._groups.items() if key[1] == "validate" or key[0] >= step}
         prompts = {group: (encoded.prompt_ids, encoded.images) for group, encoded in drawn.items()}

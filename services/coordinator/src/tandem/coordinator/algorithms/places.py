@@ -22,13 +22,12 @@ class PlaceUnknown(LookupError):
 
 
 class StreamPlaces:
-    """The places of all groups of a run."""
+    """The places of all groups of a run with dynamic sampling."""
 
     def __init__(self, config: Config) -> None:
         section = config.rollout_section
         self._size = section.num_prompts_per_batch
         self._age = config.max_trajectory_age_steps
-        self._is_dynamic = section.use_dynamic_sampling
         self._num_further = [0]
         """For each step that has all its batches, those after the first that it and all earlier steps drew; the first
         entry is before step 1."""
@@ -44,9 +43,8 @@ class StreamPlaces:
 
     def finish(self, step: int, num_groups: int) -> None:
         """Note that a step has all its groups."""
-        if self._is_dynamic:
-            del self._num_further[step:]
-            self._num_further.append(self._num_further[step - 1] + num_groups // self._size - 1)
+        del self._num_further[step:]
+        self._num_further.append(self._num_further[step - 1] + num_groups // self._size - 1)
 
     def resume(self, steps: Iterable[StepRecord]) -> None:
         """Go on after the steps of a journal, in order."""
@@ -56,7 +54,7 @@ class StreamPlaces:
                 self.finish(record.step, round(record.metrics.get(NUM_BATCHES, 1.0)) * self._size)
 
     def _further_until(self, step: int) -> int:
-        if step <= 0 or not self._is_dynamic:
+        if step <= 0:
             return 0
         if step >= len(self._num_further):
             raise PlaceUnknown(f"step {step} has yet to draw")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.common.messages import SampleScored
-from tandem.common.values.json_values import question_text
+from tandem.common.values.texts import question_text
 from tandem.config import Config
 from tandem.coordinator.algorithms.extra_metrics import failure_metrics, metrics_by_origin, turn_metrics
 from tandem.samples.data_sets import EncodedProblem

@@ -124,7 +124,7 @@ def assemble(
     spec = msgspec.structs.replace(spec, replaced_at=snapshot.replaced_at, departed=snapshot.departed)
     front_end = invocation.front_end
     spec = spec if front_end is None else front_end.spec(spec)
-    if isinstance(algorithm, GrpoAlgorithm) and config.rollout_section.use_dynamic_sampling:
+    if isinstance(algorithm, GrpoAlgorithm) and algorithm.places is not None:
         algorithm.places.resume(opened.journal.steps())
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
