@@ -12,6 +12,7 @@ from tandem.common.messages import Problem
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence, RewardModelAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.coordinator.preparing.shown_rows import rows_in_text
 from tandem.rollout.environments.reward_model import RewardModel
 from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
@@ -200,3 +201,33 @@ def test_a_reward_model_scores_where_it_was_trained(family: Family, tmp_path: Pa
     last = environment._last(scored)
     assert chosen.token_ids[: last + 1] == tuple(scored[: last + 1])
     assert chosen.loss_mask.index(True) == last + 1
+
+
+def test_a_shown_row_is_the_text_of_the_template_with_what_is_learned_marked(family: Family, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "Four, I think."}]
+    tokenizer = loaded(family)
+    config = configuration(
+        family, "sft", tmp_path, [{"messages": messages}], chat_key="messages", add_generation_prompt=True
+    )
+    algorithm = DataSetAlgorithm(config, tokenizer)
+    head, row, *rest = (line.plain for line in rows_in_text(config, algorithm, tokenizer, 1, is_coloured=False))
+    text = "\n".join(line.removeprefix("  ") for line in row.split("\n"))
+    ((sequence,),) = algorithm.conversations(1, 1)
+    assert f"{len(sequence.token_ids)} tokens" in head
+    expected = tokenizer.hugging_face.apply_chat_template(messages, tokenize=False)
+    if family.name not in ("deepseek_r1_distill", "deepseekv3", "nemotron_3_nano"):  # divided where a thought opens
+        plain = text.replace("⟦", "").replace("⟧", "")
+        if family.tokenizer == "llama2":  # it has a space of its own after each special token
+            plain, expected = (each.replace(" ", "") for each in (plain, expected))
+        assert expected.startswith(plain.removesuffix("<|user|>") if family.name == "glm4moe" else plain)
+    before, _, learned = text.partition("⟦")
+    assert "Four, I think." in learned
+    assert "What is 2+2?" in before
+    bos = tokenizer.hugging_face.bos_token
+    if bos is not None and sequence.token_ids[0] == tokenizer.bos_id:
+        assert f"with BOS, {bos!r}" in rest[0]
+    end = sequence.token_ids[-1]
+    assert f"({end})" in rest[1]
+    assert repr(tokenizer.hugging_face.convert_ids_to_tokens(end)) in rest[1]
+    assert end in tokenizer.turn_ends.all_ids
+    assert rest[2:] == [""], "every turn ends with a token that ends turns"

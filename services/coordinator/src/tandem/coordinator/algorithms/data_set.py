@@ -41,6 +41,8 @@ class EncodedSequence(NamedTuple):
     """The margin or reward that the data set gives it."""
     images: tuple[ImageRef, ...] | None = None
     """Its images; None if the model does not see."""
+    name: str = ""
+    """Place in the source."""
 
 
 Sequences = tuple[EncodedSequence, ...]
@@ -105,8 +107,17 @@ class DataSetAlgorithm(WithoutGeneration):
             batch = batch_of_conversations([sequences for part in self._validation.values() for sequences in part])
         else:
             size = self._config.policy.train_global_batch_size
-            batch = batch_of_conversations(self._train.draw((step - 1) * size, size))
+            batch = batch_of_conversations(self.conversations(step, size))
         return batch.replace(**given_table(batch).columns), {}
+
+    @property
+    def num_conversations(self) -> int:
+        """Conversations to train on, with those that do not fit."""
+        return len(self._train)
+
+    def conversations(self, step: int, count: int) -> list[Sequences]:
+        """Return this many conversations in the order of training, from the first one of `step` on."""
+        return self._train.draw((step - 1) * self._config.policy.train_global_batch_size, count)
 
     def _encode(self, conversation: Conversation) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""
@@ -117,7 +128,7 @@ class DataSetAlgorithm(WithoutGeneration):
             encoded = self._chat.conversation(name, prompt, answer, conversation.tools)
             complaint = complaint or self._chat.complaint(encoded.token_ids[: encoded.prompt_length])
             sequence = self._sequence(encoded, conversation.margin if place == 0 else 0.0)
-            sequence = sequence._replace(images=self._chat.images([*prompt, *answer]))
+            sequence = sequence._replace(images=self._chat.images([*prompt, *answer]), name=name)
             limit, length = self._config.policy.max_total_sequence_length, len(sequence.token_ids)
             if complaint is None and length > limit:
                 complaint = f"prompt and solution have {length} tokens, policy.max_total_sequence_length is {limit}"

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config import Config, dump_yaml, load_evaluation, notices, valid_part
 from tandem.config.models import hub
-from tandem.coordinator.commands.arguments import Commands, add_config, loaded
+from tandem.coordinator.commands.arguments import Commands, add_config, count, loaded
 from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
+    from tandem.coordinator.algorithms.running import RunningAlgorithm
+    from tandem.coordinator.preparing.preflight import MakeAlgorithm
     from tandem.coordinator.preparing.prerequisite import Ready
+    from tandem.samples.tokenizer import Tokenizer
+
+_NUM_SHOWN = 3
+"""Rows that ``--show`` shows unless it says how many."""
 
 
 def add(commands: Commands) -> None:
@@ -22,6 +30,14 @@ def add(commands: Commands) -> None:
     check = commands.add_parser("check", help="find what is wrong with a run before it starts; starts nothing")
     add_config(check)
     check.add_argument("--resolved", action="store_true", help="print the whole configuration, every default filled in")
+    check.add_argument(
+        "--show",
+        type=count,
+        nargs="?",
+        const=_NUM_SHOWN,
+        metavar="N",
+        help="show the first N rows (default: 3) token by token as the model will have them, and what is learned",
+    )
     check.set_defaults(carry_out=_check)
 
 
@@ -37,18 +53,44 @@ def _check(arguments: argparse.Namespace) -> int:
     for notice in notices(config):
         if notice not in config.ignored:
             print(f"note: {notice}", file=sys.stderr)
+    from tandem.coordinator.algorithms import make_algorithm
     from tandem.coordinator.preparing.preflight import preflight
 
+    make: MakeAlgorithm = make_algorithm
+    show: Callable[[], None] | None = None
+    if arguments.show is not None:
+        make, show = _shown(arguments.show)
     try:
-        ready = preflight(arguments.config, config, "new")
+        ready = preflight(arguments.config, config, "new", make=make)
     except TandemError:
         _list_ignored(config)
         raise
     for note in [*ready.notices, *_earlier(ready)]:
         print(f"note: {note.removeprefix('note: ')}", file=sys.stderr)
+    if show is not None:
+        show()
     print(_summary(ready))
     _list_ignored(config)
     return OK
+
+
+def _shown(num_rows: int) -> tuple[MakeAlgorithm, Callable[[], None]]:
+    """Return how to make an algorithm whose first rows are to be shown, and the function that prints them."""
+    from rich.console import Console
+
+    from tandem.coordinator.algorithms import make_algorithm
+    from tandem.coordinator.preparing.shown_rows import print_lines, rows_in_text
+
+    console = Console(highlight=False)
+    lines: list[Text] = []
+
+    def make(config: Config, tokenizer: Tokenizer) -> RunningAlgorithm:
+        algorithm = make_algorithm(config, tokenizer)
+        # The folder of a tokenizer that is yet to be made exists only now.
+        lines.extend(rows_in_text(config, algorithm, tokenizer, num_rows, is_coloured=console.is_terminal))
+        return algorithm
+
+    return make, lambda: print_lines(lines, console)
 
 
 def _list_ignored(config: Config) -> None:
