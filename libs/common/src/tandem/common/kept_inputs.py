@@ -7,16 +7,11 @@ folder, so that processes started here inherit it; without it nothing is kept.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import shutil
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 
@@ -108,47 +103,8 @@ def changed_line(folder: Path) -> str:
 def install() -> None:
     """Import kept modules from their copies, in this process, if there are any."""
     folder = os.environ.get(VARIABLE)
-    if folder is None or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if folder is None or not (manifest := read_manifest(Path(folder))).modules:
         return
-    manifest = read_manifest(Path(folder))
-    if manifest.modules:
-        sys.meta_path.insert(0, _Finder(Path(folder), manifest))
+    from tandem.common.kept_modules import install_finder
 
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """A finder of kept modules, and of those beside them where the usual one finds them there."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
-        self._manifest = manifest
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module whose source is kept."""
-        origin = self._manifest.modules.get(fullname)
-        if origin is None:
-            usual = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-            origin = None if usual is None else usual.origin
-        copy = self._manifest.files.get(origin or "")
-        if origin is None or copy is None:
-            return None
-        inner = [str(Path(origin).parent)] if Path(origin).name == "__init__.py" else None
-        loader = _Loader(origin, self._folder / copy)
-        return importlib.util.spec_from_file_location(fullname, origin, loader=loader, submodule_search_locations=inner)
-
-
-class _Loader(importlib.abc.SourceLoader):
-    """A loader of the copy of a source; the module has the name of the file that was copied."""
-
-    def __init__(self, origin: str, copy: Path) -> None:
-        self._origin = origin
-        self._copy = copy
-
-    def get_filename(self, fullname: str) -> str:
-        """Return the path of the file that was copied."""
-        return self._origin
-
-    def get_data(self, path: str | bytes | os.PathLike[str]) -> bytes:
-        """Return the source; of other files, what is there."""
-        return (self._copy if path == self._origin else Path(os.fsdecode(path))).read_bytes()
+    install_finder(Path(folder), manifest.modules, manifest.files)

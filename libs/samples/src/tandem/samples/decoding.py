@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-"""Pattern of a byte in the vocabulary of a tokenizer that has texts as its other tokens."""
+if TYPE_CHECKING:
+    from tandem.samples.token_bytes import Spellings
 
 
 class Decoder:
@@ -17,12 +15,10 @@ class Decoder:
     def __init__(self, hugging_face: Any) -> None:
         """Wrap a tokenizer."""
         self._hugging_face = hugging_face
-        steps = [*_steps(_decoder(hugging_face))]
-        self._spells_bytes = any(step["type"] == "ByteLevel" for step in steps)
-        self._spaces = _spaces(steps)
         added = hugging_face.added_tokens_decoder
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._spellings: Spellings | None = None
         self._marker_ids: dict[tuple[str, ...], frozenset[int]] = {}
 
     def decode(
@@ -56,60 +52,15 @@ class Decoder:
         The bytes of a text's tokens, joined, are the text. SentencePiece tokenizers that put a space in front of every
         text, as Llama 2's does, have it there too: it is of the first token, and `decode` leaves it out.
         """
-        if (content := self._added.get(token_id)) is not None:
-            return (content if token_id in self._special_ids else self._with_spaces(content)).encode()
-        piece = self._hugging_face.convert_ids_to_tokens(token_id)
-        if piece is None:
-            return b""
-        if (byte := _BYTE_PIECE.fullmatch(piece)) is not None:
-            return bytes([int(byte[1], 16)])
-        if self._spells_bytes and _BYTE_OF.keys() >= set(piece):
-            return bytes(_BYTE_OF[character] for character in piece)
-        if self._spaces:
-            return self._with_spaces(piece).encode()
-        return self.decode([token_id], skip_special_tokens=False).encode()
+        if self._spellings is None:
+            from tandem.samples.token_bytes import Spellings
 
-    def _with_spaces(self, piece: str) -> str:
-        for mark in self._spaces:
-            piece = piece.replace(mark, " ")
-        return piece
+            self._spellings = Spellings(self._hugging_face)
+        if (content := self._added.get(token_id)) is not None:
+            return (content if token_id in self._special_ids else self._spellings.with_spaces(content)).encode()
+        spelt = self._spellings.of(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode() if spelt is None else spelt
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token within a text; a part of a character is shown as such."""
         return self.token_bytes(token_id).decode(errors="replace")
-
-
-def _decoder(hugging_face: Any) -> Any:
-    """Return the description of a tokenizer's decoder from its file; null if it only joins tokens."""
-    decoder = hugging_face.backend_tokenizer.decoder
-    return None if decoder is None else json.loads(decoder.__getstate__())
-
-
-def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a tokenizer's decoder."""
-    if decoder is not None and decoder["type"] == "Sequence":
-        for inner in decoder["decoders"]:
-            yield from _steps(inner)
-    elif decoder is not None:
-        yield decoder
-
-
-def _spaces(steps: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the characters that stand for a space in the vocabulary of a SentencePiece tokenizer."""
-    metaspaces = [step["replacement"] for step in steps if step["type"] == "Metaspace"]
-    replaced = [
-        step["pattern"]["String"]
-        for step in steps
-        if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]
-    ]
-    return (*metaspaces, *replaced)
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return the characters that stand for bytes in the vocabularies of byte-level tokenizers (GPT-2's table)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()

@@ -39,6 +39,8 @@ _COROUTINES = 256
 """Calls of an asynchronous environment that one worker has at once."""
 _AHEAD_S, _MOST_AHEAD = 0.02, 64
 """Seconds of work, and number of calls, sent ahead to a worker; otherwise cheap calls would wait for messages."""
+_LOOK_AFTER_S = 1.0
+"""Seconds of a call after which its process may have been stopped from outside."""
 _SAY_SO_S = 1.0
 """Seconds beyond a call's deadline that an asynchronous worker has to report that it was exceeded."""
 _BATCHES = 3
@@ -130,9 +132,14 @@ class Worker:
             return float("inf")
         return self.begun_at + timeout_s + (_SAY_SO_S if self.is_async else 0.0)
 
-    def look(self, now: float) -> None:
-        """Note whether it is stopped: a call that takes long because of that is no slow code."""
-        if self.jobs and self.ready is not None and is_stopped(self.ready.pid):
+    def look(self, now: float, timeout_s: float) -> None:
+        """Note whether it is stopped: a call that takes long because of that is no slow code.
+
+        A call that has taken a small share of its time needs no such look.
+        """
+        if not self.jobs or self.ready is None or now - self.begun_at < min(_LOOK_AFTER_S, timeout_s / 4):
+            return
+        if is_stopped(self.ready.pid):
             self.stopped_at = now
 
     def close(self) -> None:
@@ -317,7 +324,7 @@ class WorkerPool:
     def _end_the_slow(self) -> None:
         now = time.monotonic()
         for worker in [*self._workers]:
-            worker.look(now)
+            worker.look(now, self._timeout_s)
             if now >= worker.due(self._build_s, self._timeout_s):
                 if worker.ready is None:
                     why = f"env.{self._name}: the environment was not made within {self._build_s:g} s"
