@@ -17,8 +17,9 @@ from environment_harness import config, problem, results
 
 from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Problem, ResponseToScore, ScoreResponses, ToRewardServer
+from tandem.common.values.answer_texts import answer_texts
 from tandem.common.values.json_values import LargeInteger, WrittenFloat, encode_json, plain_object
-from tandem.common.values.texts import answer_texts, text_of
+from tandem.common.values.texts import text_of
 from tandem.common.wire import Codec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm

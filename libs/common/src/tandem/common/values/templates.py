@@ -7,7 +7,8 @@ from typing import Any
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
-from tandem.common.values.texts import question_text, shown_answer
+from tandem.common.values.answer_texts import shown_answer
+from tandem.common.values.texts import question_text
 
 
 def fill_template(key: str, template: str, problem: Problem, **more: str) -> str:

@@ -9,13 +9,11 @@ stop the run: if it fails, the observer gives it up and says so in a line of new
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.common.messages import AnyCommand, Failed, Reply
+from tandem.coordinator.observers.failures import Failures
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
@@ -100,10 +98,7 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
-        self.num_failures: Counter[str] = Counter()
-        """Exceptions, by observer and method."""
-        self._failures: list[str] = []
-        """Lines about exceptions that were not taken yet."""
+        self.failures = Failures()
         self.sent: Callable[[str, AnyCommand, float], None] = self._together("sent")
         self.answered: Callable[[str, Reply | Failed, float], None] = self._together("answered")
         self.handled: Callable[[Event, Scheduler], None] = self._together("handled")
@@ -124,10 +119,10 @@ class Observers:
             try:
                 news += take()
             except Exception as error:
-                self._note_failure(take, error)
-        if self._failures:
-            news += self._failures
-            self._failures = []
+                self.failures.note(take, error)
+        if self.failures.lines:
+            news += self.failures.lines
+            self.failures.lines = []
         return news
 
     def close(self) -> None:
@@ -136,7 +131,7 @@ class Observers:
             try:
                 each.close()
             except Exception as error:
-                self._note_failure(each.close, error)
+                self.failures.note(each.close, error)
 
     def _together(self, name: str) -> Callable[..., None]:
         """Return a function that calls a method of all observers that have one of their own."""
@@ -147,24 +142,9 @@ class Observers:
                 try:
                     method(*given)
                 except Exception as error:
-                    self._note_failure(method, error)
+                    self.failures.note(method, error)
 
         return call_each
-
-    def _note_failure(self, method: Callable[..., Any], error: Exception) -> None:
-        """Count an exception, and keep a line about it: of the first, the tenth, the hundredth, ... of a method."""
-        name = method.__qualname__
-        self.num_failures[name] += 1
-        count = self.num_failures[name]
-        if str(count).strip("0") == "1":
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(frame.filename).name}:{frame.lineno}"
-            what = " ".join(f"{type(error).__name__}: {error}".split())
-            times = "" if count == 1 else f", {count} times so far"
-            self._failures.append(
-                f"warning: the observer {name} has failed ({what}, at {place}){times}: the run goes on without what it "
-                "would have shown; please report this"
-            )
 
     def _own(self, name: str) -> list[Callable[..., Any]]:
         return [

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from tandem.trainer import exposed_weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state
 from tandem.trainer.backends.building import Builder
-from tandem.trainer.backends.holding import exchanged
 from tandem.trainer.backends.offload import Offloaded, state_of
 from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.backends.starting_adapters import as_at_the_start, shards_of
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.optimizers import make_optimizer, make_scheduler
@@ -68,7 +68,7 @@ class HeldModel:
         self.parameters: dict[str, torch.nn.Parameter] = {
             tensor_name(name): parameter for name, parameter in self.model.named_parameters()
         }
-        self._start = None if start is None else self._shards_of(start)
+        self._start = None if start is None else shards_of(self.parameters, start)
         """This rank's part of the adapters that training starts from; None if the reference has none."""
         self.buffers = policy_files.saved_buffers(self.model)
         """Buffers, whole on every rank and never trained."""
@@ -168,7 +168,7 @@ class HeldModel:
             micro_batches: micro-batches to score.
             as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
         """
-        with self._as_at_the_start() if as_reference else nullcontext():
+        with as_at_the_start(self.model, self.parameters, self._start) if as_reference else nullcontext():
             scores = [self._scorer(batch) for batch in micro_batches]
             for module in _fsdp_modules(self.model):
                 module.reshard()  # by itself, only a backward pass would do it
@@ -243,22 +243,6 @@ class HeldModel:
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
         return tensors
-
-    def _as_at_the_start(self) -> AbstractContextManager[None]:
-        """Let the model compute as the policy that training starts from, as long as the context lasts."""
-        if self._start is None:
-            from tandem.trainer import lora
-
-            return lora.switched_off(self.model)
-        return exchanged({exposed_weights.local_of(self.parameters[name]): each for name, each in self._start.items()})
-
-    def _shards_of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of whole tensors, where it has those of these names."""
-        parameters = {name: self.parameters[name] for name in whole}
-        return {
-            name: whole[name][exposed_weights.box_of(parameter).region].clone().to(parameter.device)
-            for name, parameter in parameters.items()
-        }
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that an optimizer changes."""

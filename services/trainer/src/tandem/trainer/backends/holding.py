@@ -5,8 +5,7 @@ Each model takes its own optimizer steps: `held.HeldModel` with DTensor, `megatr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -147,22 +146,6 @@ class HoldingBackend(Generic[AnyHeld]):
 
     def _states(self) -> dict[Model, checkpoints.State]:
         return {model.name: model.state() for model in self._trained()}
-
-
-@contextmanager
-def exchanged(tensors: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Let tensors have the values of others, in their own memory, as long as the context lasts.
-
-    No engine may read them meanwhile: it is for a training step, in which they change anyway.
-    """
-    values = [tensor.clone() for tensor in tensors]
-    for tensor, other in tensors.items():
-        tensor.copy_(other)
-    try:
-        yield
-    finally:
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
 
 
 def sum_over(group: dist.ProcessGroup, device: torch.device, values: torch.Tensor) -> torch.Tensor:
