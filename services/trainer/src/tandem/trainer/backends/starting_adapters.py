@@ -1,4 +1,4 @@
-"""The policy that training starts from, where adapters are trained: the model with those adapters for a while."""
+"""The policy that training starts from, where adapters are trained: the model with those for a while."""
 
 from __future__ import annotations
 
