@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.common.texts import visible
-from tandem.common.values.texts import shown_answer
+from tandem.common.values.answer_texts import shown_answer
 from tandem.config import Config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence, RewardModelAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
