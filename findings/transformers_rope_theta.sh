@@ -4,8 +4,8 @@
 #
 # Behaviour: 5.24.0 saves the base as config.json's `rope_parameters.rope_theta` alone. 4.57.6 looks for a top-level
 # `rope_theta`, finds none, and takes its default of 10,000; `rope_parameters` stays on the object as an unused extra.
-# Surprise: the file loads, the weights fit (no shape depends on the base), and nothing is said. A checkpoint trained with
-# Transformers 5 and served by a stack that is still on 4 has other positions than the ones it was trained with.
+# Surprise: the file loads, the weights fit (no shape depends on the base), and nothing is said. A checkpoint trained
+# with Transformers 5 and run by a stack that is still on 4 has other positions than the ones it was trained with.
 # Seen:
 #   5.24.0 saved {'rope_parameters': {'rope_theta': 1000000.0, 'rope_type': 'default'}}
 #   4.57.6 read rope_theta 10000.0, said of rope: nothing
