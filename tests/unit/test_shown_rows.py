@@ -80,7 +80,7 @@ def test_a_prompt_is_shown_as_rollouts_have_it_with_what_ends_a_response() -> No
     lines = [line.plain for line in lines_of("grpo", 2, **files(*SUMS))]
     assert [line for line in lines if line.startswith("  ")] == ["  <bos>1 + 1", "  <bos>2 + 5"]
     assert [line for line in lines if line.startswith("reference")] == ["reference   = 2", "reference   = 7"]
-    assert lines[-1].startswith("stops      a response ends at '<eos>' (2), or after ")
+    assert lines[-2].startswith("stops      a response ends at '<eos>' (2), or after ")
 
 
 def test_many_equal_tokens_in_a_row_are_one_and_their_number() -> None:

@@ -69,6 +69,8 @@ def _check(arguments: argparse.Namespace) -> int:
         print(f"note: {note.removeprefix('note: ')}", file=sys.stderr)
     if show is not None:
         show()
+        for notice in _print_rewards(ready, arguments.show):
+            print(f"note: {notice}", file=sys.stderr)
     print(_summary(ready))
     _list_ignored(config)
     return OK
@@ -91,6 +93,20 @@ def _shown(num_rows: int) -> tuple[MakeAlgorithm, Callable[[], None]]:
         return algorithm
 
     return make, lambda: print_lines(lines, console)
+
+
+def _print_rewards(ready: Ready, num_rows: int) -> tuple[str, ...]:
+    """Print the rewards of the first reference answers, if the run has any; return what is wrong with them."""
+    from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+    from tandem.coordinator.preparing.reference_rewards import reference_rewards
+    from tandem.coordinator.preparing.shown_rows import first_prompts
+
+    if not isinstance(ready.algorithm, GrpoAlgorithm):
+        return ()
+    rewards = reference_rewards(ready.config, first_prompts(ready.config, ready.algorithm, num_rows))
+    if rewards.lines:
+        print("\n".join(["rewards of the reference answers:", *(f"  {line}" for line in rewards.lines)]), end="\n\n")
+    return rewards.notices
 
 
 def _list_ignored(config: Config) -> None:

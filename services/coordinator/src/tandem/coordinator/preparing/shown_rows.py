@@ -126,6 +126,7 @@ def _prompts_in_text(config: Config, algorithm: GrpoAlgorithm, tokenizer: Tokeni
     sampling = algorithm.sampling("validate" if config.evaluates else "train")
     stops = [*(_named(token, tokenizer) for token in sampling.stop_token_ids), *map(repr, sampling.stop_strings)]
     yield _field("stops", f"a response ends at {', '.join(stops)}, or after {sampling.max_new_tokens} tokens")
+    yield Text()
 
 
 # --- parts of lines --------------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""The rewards of reference answers: a right answer that is worth less than the best is said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.common.messages import PromptGroup
+from tandem.common.texts import last_lines, shortened
+from tandem.config import Config, config_to_json
+from tandem.config.checks.data import PYTHON_REWARDS
+from tandem.samples.reference_scores import MODULE, Order, ReferenceAnswer, ReferenceScore, encode_order
+
+_BEST = 1.0
+_GONE_S = 5.0
+"""Longest wait for a killed process."""
+
+
+class Rewards(NamedTuple):
+    """The rewards of reference answers, as lines."""
+
+    lines: tuple[str, ...]
+    """A line for each answer that has a reward, and one for each environment that gives none."""
+    notices: tuple[str, ...]
+    """A line for each answer that is worth less than the best."""
+
+
+def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Rewards:
+    """Score the reference answers of prompts, in another process; empty where nothing scores responses."""
+    lines, notices = [], []
+    answers = [
+        ReferenceAnswer(problem=group.problem, environment=group.environment or config.environments[0])
+        for group in groups
+        if config.environments
+    ]
+    names = dict.fromkeys(answer.environment for answer in answers)
+    unscored = {name: why for name in names if (why := _unscored(config, name))}
+    lines += [f"env.{name}: {why}" for name, why in unscored.items()]
+    answers = [answer for answer in answers if answer.environment not in unscored]
+    for answer, score in zip(answers, _scores(config, answers) if answers else (), strict=True):
+        row, where = answer.problem.problem_id, f"env.{answer.environment}"
+        if score.failure:
+            lines.append(f"{row}: no reward in {where}: {score.failure}")
+            continue
+        verdict = "correct" if score.correct else "not correct"
+        text = repr(shortened(score.response))
+        written = f"written as {text}" if score.correct else f"written as {text}, in a box and after 'Answer:'"
+        lines.append(f"{row}: {score.reward:g} ({verdict}) in {where}, {written}")
+        if score.reward < _BEST or not score.correct:
+            but = "" if score.correct else ", not correct"
+            notices.append(f"the reference answer of {row} scores {score.reward:g}{but} in {where}, {written}")
+    return Rewards(tuple(dict.fromkeys(lines)), tuple(notices))
+
+
+def _unscored(config: Config, name: str) -> str:
+    """Return why an environment scores nothing before the run; empty if it does."""
+    settings = config.env.get(name)
+    if settings is None:
+        return ""  # a built-in one without settings
+    if settings.is_agent:
+        return "its agent scores the samples of a run"
+    if settings.judge is not None:
+        return "a judge needs its model, so it scores nothing here"
+    if settings.is_reward_model:
+        return "a reward model compares responses, so it scores no reference answer"
+    return "functions of a Python program score there" if name == PYTHON_REWARDS else ""
+
+
+def _scores(config: Config, answers: Sequence[ReferenceAnswer]) -> list[ReferenceScore]:
+    """Return the scores of another process; of what it does not get to, the reason."""
+    deadline_s = config.cluster.deadlines.join_s
+    with tempfile.TemporaryDirectory() as folder:
+        order, answer, output = (Path(folder, name) for name in ("order", "answer", "output.txt"))
+        order.write_bytes(encode_order(Order(config=config_to_json(config), answers=tuple(answers))))
+        # -B: a check leaves no compiled files beside the user's.
+        command = [sys.executable, "-B", "-m", MODULE, str(order), str(answer)]
+        with output.open("wb") as out:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            process.wait(deadline_s)
+            last = (last_lines(output, 1) or ["nothing"])[-1]
+            why = f"it ended the process (exit code {process.returncode}); its last line: {last}"
+        except subprocess.TimeoutExpired:
+            why = f"that takes over {deadline_s:g} s (cluster.deadlines.join_s)"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GONE_S)
+        written = answer.read_bytes() if answer.exists() else b""
+        whole = written[: written.rfind(b"\n") + 1].splitlines()
+        scores = [msgspec.json.decode(line, type=ReferenceScore) for line in whole]
+    return [*scores, *[ReferenceScore(failure=why)] * (len(answers) - len(scores))]
