@@ -16,6 +16,7 @@ from tandem.config.names.newer_names import name_as_here
 from tandem.config.problem import Invalid
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
+from tandem.config.schema.loss import MEAN_OF_SEQUENCES
 from tandem.config.shapes import choose_environment, reshape, reshape_model
 
 GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game", "shapes": "exact_match"}
@@ -473,7 +474,7 @@ DERIVED = (
     Derived(
         key="loss_fn.token_level_loss",
         text="false if `loss_fn.loss_type` is grpo, else true",
-        compute=lambda look: look("loss_fn.loss_type") != "grpo",
+        compute=lambda look: look("loss_fn.loss_type") != MEAN_OF_SEQUENCES,
     ),
     Derived(
         key="loss_fn.loss_scale_factor",

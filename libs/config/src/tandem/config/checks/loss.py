@@ -11,6 +11,7 @@ from tandem.config.checks.rule import Rule, check_dotted_path
 from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config, LossColumn
 from tandem.config.schema.columns import BUILT_IN, TAKEN, Column
+from tandem.config.schema.loss import MEAN_OF_SEQUENCES
 
 
 class Conflict(msgspec.Struct, frozen=True):
@@ -97,7 +98,7 @@ def options_agree(config: Config) -> None:
 def the_mean_is_one(config: Config) -> None:
     """Check that the two keys of the loss's mean agree, and that a constant length has a use."""
     loss = config.loss_fn
-    if loss.loss_type is not None and loss.token_level_loss == (loss.loss_type == "grpo"):
+    if loss.loss_type is not None and loss.token_level_loss == (loss.loss_type == MEAN_OF_SEQUENCES):
         needed = shown(not loss.token_level_loss)
         raise Invalid("loss_fn.token_level_loss", f"loss_fn.loss_type {loss.loss_type} needs {needed}, or no such key")
     if loss.loss_scale_factor is not None and loss.loss_type != "dr_grpo":

@@ -17,6 +17,8 @@ KlType = Literal["k1", "k2", "k3"]
 
 LossType = Literal["dapo", "grpo", "bnpo", "dr_grpo"]
 """Means of a loss over tokens, by TRL's names."""
+MEAN_OF_SEQUENCES: LossType = "grpo"
+"""The `loss_type` whose loss is a mean of the sequences' means; that of all others is a mean over tokens."""
 
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 """Treatment of importance weights that are out of bounds."""

@@ -180,8 +180,6 @@ def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversati
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken or spoken[0] == 0:
         raise DataError(f"{where}: {chat_key!r} has no turn of the assistant that follows another message")
-    if messages[-1]["role"] != "assistant":
-        messages = messages[: spoken[-1] + 1]  # nothing that is learned comes after the last turn
     return Conversation(
         name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],), tools=_tools(where, row, data)
     )
