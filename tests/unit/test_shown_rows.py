@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import yaml
 from data_harness import character_tokenizer, data_config
 from rich.text import Text
 
+from tandem.config import build_config, config_to_json
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.cli import main
 from tandem.coordinator.preparing.shown_rows import rows_in_text, text_of_tokens
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.model_files import load_tokenizer
 
 
@@ -89,11 +93,8 @@ def test_many_equal_tokens_in_a_row_are_one_and_their_number() -> None:
     assert text.plain == "<bos>1(×300)22"
 
 
-@pytest.mark.parametrize(("words", "num"), [((), 3), (("1",), 1)])
-def test_the_command_shows_rows_and_prints_nothing_of_them_without_the_option(
-    words: tuple[str, ...], num: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings: dict[str, Any] = {
+def sft_settings() -> dict[str, Any]:
+    return {
         "algorithm": "sft",
         "policy": {
             "model_name": "model",
@@ -105,9 +106,75 @@ def test_the_command_shows_rows_and_prints_nothing_of_them_without_the_option(
         "sft": {"max_num_steps": 1},
         "logger": {"log_dir": "run"},
     }
+
+
+@pytest.mark.parametrize(("words", "num"), [((), 3), (("1",), 1)])
+def test_the_command_shows_rows_and_prints_nothing_of_them_without_the_option(
+    words: tuple[str, ...], num: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = sft_settings()
     Path("run.yaml").write_text(yaml.safe_dump(settings))
     assert main(["check", "run.yaml", "--show", *words]) == 0
     shown = capsys.readouterr().out
     assert shown.count("⟦") == num
     assert main(["check", "run.yaml"]) == 0
     assert shown.endswith(capsys.readouterr().out), "the rest is the same"
+
+
+# --- ``coordinator samples`` of a run that generates none -----------------------------------------------------------
+
+
+def trained_run(num_steps: int = 2) -> list[str]:
+    """Write the folder of a run of SFT as it ends; return the rows of its second step."""
+    config = build_config(sft_settings() | {"sft": {"max_num_steps": num_steps, "max_num_epochs": 2}})
+    tokenizer = character_tokenizer(config)
+    with Journal.create(Path("run"), config_to_json(config), "sft") as journal:
+        for step in range(1, num_steps + 1):
+            journal.commit_step(StepRecord(step=step, version=step, metrics={}, seconds={}))
+    running = make_algorithm(config, tokenizer)
+    batch, _ = running.batch(2, "train")
+    ends = batch.lengths_S.cumsum()
+    starts = ends - batch.lengths_S
+    rows = [batch.token_ids_T[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+    return [tokenizer.decode(row, skip_special_tokens=False) for row in rows]
+
+
+def test_samples_of_a_run_of_sft_are_the_rows_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = trained_run()
+    assert main(["samples", "run"]) == 0
+    newest, errors = capsys.readouterr()
+    assert errors == ""
+    shown = [line.strip() for line in newest.splitlines() if line.startswith("  ")]
+    assert [line.replace("⟦", "").replace("⟧", "") for line in shown] == rows
+    assert newest.endswith("4 of the 4 rows of step 2\n")
+    assert main(["samples", "run", "--step", "1", "--limit", "1"]) == 0
+    assert capsys.readouterr().out.count("⟦") == 1
+
+
+def test_samples_of_a_run_of_sft_say_what_has_changed_and_what_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    trained_run()
+    os.utime("train.jsonl", (2e9, 2e9))
+    assert main(["samples", "run"]) == 0
+    assert "note: train.jsonl has changed since the run began" in capsys.readouterr().err
+    Path("train.jsonl").unlink()
+    assert main(["samples", "run"]) == 1
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors.startswith("error: the rows of run are read from its data again, which cannot be read: ")
+    assert "train.jsonl" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--step", "3"], "run has trained no step 3, only those up to 2"),
+        (
+            ["--worst"],
+            "run is a run of sft, which generates no samples: its rows are chosen by --step and --limit, not --worst",
+        ),
+    ],
+)
+def test_what_a_run_of_sft_has_not_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trained_run()
+    assert main(["samples", "run", *words]) == 1
+    assert capsys.readouterr().err == f"error: {line}\n"

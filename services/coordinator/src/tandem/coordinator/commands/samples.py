@@ -1,4 +1,4 @@
-"""``coordinator samples``: show the samples that a run was trained on or validated on."""
+"""``coordinator samples``: show the samples or the rows that a run was trained on or validated on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from tandem.samples.tokenizer import Tokenizer
 
 _LIMIT = 10
+_OF_SAMPLES = {"worst": False, "best": False, "group": None, "contains": "", "validation": False, "tokens": False}
+"""Options that choose among samples, and mean nothing of rows, with their defaults."""
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    samples = commands.add_parser("samples", help="show samples that a run recorded: prompts, responses, rewards")
+    samples = commands.add_parser(
+        "samples", help="show samples that a run recorded: prompts, responses, rewards; of SFT, DPO and rm, its rows"
+    )
     add_run(samples)
     samples.add_argument("--step", type=int, metavar="N", help="samples of this step (default: the newest recorded)")
     which = samples.add_mutually_exclusive_group()
@@ -56,7 +60,7 @@ def _samples(arguments: argparse.Namespace) -> int:
     if config.replay is not None:
         raise RunFolderError(f"{run} is a replay, of samples of {config.replay.run}: look at those")
     if not config.declaration.rolls_out:
-        raise RunFolderError(f"{run} is a run of {config.algorithm}, which generates no samples")
+        return _rows(arguments, config)
     query = SampleQuery(
         purpose="validate" if arguments.validation else "train",
         step=arguments.step,
@@ -85,6 +89,60 @@ def _samples(arguments: argparse.Namespace) -> int:
         pictures = marked_texts(tokenizer, ImageFolder(run / "images"))
     print_samples(selection, Console(), query.purpose, tokenizer, logprobs, pictures)
     return OK
+
+
+def _rows(arguments: argparse.Namespace, config: Config) -> int:
+    """Show the rows of a run that generates no samples: those that a step trained on, read from its data again."""
+    from rich.console import Console
+
+    from tandem.common.errors import RunFolderError, TandemError
+    from tandem.coordinator.algorithms import make_algorithm
+    from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
+    from tandem.coordinator.preparing.shown_rows import print_lines, sequences_in_text
+    from tandem.observe.run_folder.journal import read_journal
+
+    run: Path = arguments.run
+    given = [name for name in _OF_SAMPLES if getattr(arguments, name) != _OF_SAMPLES[name]]
+    if given:
+        raise RunFolderError(
+            f"{run} is a run of {config.algorithm}, which generates no samples: its rows are chosen by --step and "
+            f"--limit, not --{given[0]}"
+        )
+    with read_journal(run) as journal:
+        last = journal.last_step() or 0
+        began = journal.run.created_at
+    step = max(1, last) if arguments.step is None else arguments.step
+    if not 1 <= step <= max(1, last):
+        raise RunFolderError(f"{run} has trained no step {step}, only those up to {last}")
+    if (tokenizer := _tokenizer_of(run, config)) is None:
+        raise RunFolderError(f"the tokenizer is neither in {config.policy.tokenizer.name} nor in a checkpoint of {run}")
+    try:
+        algorithm = make_algorithm(config, tokenizer)
+    except TandemError as error:
+        raise RunFolderError(
+            f"the rows of {run} are read from its data again, which cannot be read: {error}"
+        ) from error
+    assert isinstance(algorithm, DataSetAlgorithm), "nothing is generated, and it is no replay"
+    changed = [path for path in _data_files(config) if path.stat().st_mtime > began]
+    notes = [
+        f"{path} has changed since the run began: its rows may not be those that it trained on" for path in changed
+    ]
+    for note in (*notes, *algorithm.notices):
+        print(f"note: {note}", file=sys.stderr)
+    console = Console(highlight=False)
+    size = config.policy.train_global_batch_size
+    num_rows = min(arguments.limit, size)
+    lines = sequences_in_text(algorithm, tokenizer, step, num_rows, is_coloured=console.is_terminal)
+    print_lines([*lines], console)
+    print(f"{num_rows} of the {size} rows of step {step}")
+    return OK
+
+
+def _data_files(config: Config) -> list[Path]:
+    """Return the files that a run trains on, as far as they are on this machine."""
+    names = (config.data.train_data_path, *(each.data_path for each in config.data.train))
+    paths = [Path(name) for name in names if name is not None]
+    return [path for path in dict.fromkeys(paths) if path.is_file()]
 
 
 def _range(groups: tuple[int, ...]) -> str:
