@@ -231,3 +231,25 @@ def test_a_shown_row_is_the_text_of_the_template_with_what_is_learned_marked(fam
     assert repr(tokenizer.hugging_face.convert_ids_to_tokens(end)) in rest[1]
     assert end in tokenizer.turn_ends.all_ids
     assert rest[2:] == [""], "every turn ends with a token that ends turns"
+
+
+def test_a_shown_prompt_is_the_template_with_its_generation_prompt_and_what_stops_a_response_is_named(
+    family: Family, tmp_path: Path
+) -> None:
+    rows = [{"input": "What is 2+2?", "output": "Four."}]
+    tokenizer = loaded(family)
+    config = configuration(family, "grpo", tmp_path, rows, input_key="input", output_key="output")
+    algorithm = GrpoAlgorithm(config, tokenizer)
+    lines = [line.plain for line in rows_in_text(config, algorithm, tokenizer, 1, is_coloured=False)]
+    shown = "\n".join(line.removeprefix("  ") for line in lines[1].split("\n"))
+    question = [{"role": "user", "content": "What is 2+2?"}]
+    expected = tokenizer.hugging_face.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    if family.tokenizer == "llama2":  # it has a space of its own after each special token
+        shown, expected = shown.replace(" ", ""), expected.replace(" ", "")
+    assert shown == expected
+    assert "reference  Four." in lines
+    (stops,) = (line for line in lines if line.startswith("stops"))
+    for end in (*family.ends, family.eos):
+        token = tokenizer.hugging_face.convert_tokens_to_ids(end)
+        assert (f"{end!r} ({token})" in stops) is (token in algorithm.sampling("train").stop_token_ids)
+    assert f"{family.eos!r} (" in stops
