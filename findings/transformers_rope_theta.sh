@@ -16,7 +16,7 @@ python3 -m pip install --quiet --target "$folder/new" transformers==5.24.0
 python3 -m pip install --quiet --target "$folder/old" transformers==4.57.6
 cd "$folder"
 
-PYTHONPATH=new python3 2>/dev/null <<'PYTHON'
+PYTHONPATH=new python3 <<'PYTHON'
 import json
 
 import transformers
