@@ -42,10 +42,6 @@ class Decoder:
             )
         return self._marker_ids[markers]
 
-    def is_special(self, token_id: int) -> bool:
-        """Tell whether a token is a special one, which `decode` may skip."""
-        return token_id in self._special_ids
-
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token within a text, which may be a part of a character; empty for an unknown id.
 

@@ -136,6 +136,8 @@ def text_of_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, style: str = 
     """Return the text of tokens, special ones included; of many equal ones in a row, one and their number."""
     text = Text()
     plain: list[bytes] = []
+    added = tokenizer.hugging_face.added_tokens_decoder
+    special_ids = {token for token, known in added.items() if known.special}
 
     def write_plain() -> None:
         text.append(visible(b"".join(plain).decode(errors="replace")), style)
@@ -143,7 +145,7 @@ def text_of_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, style: str = 
 
     for token, repeats in itertools.groupby(token_ids):
         num_repeats = len([*repeats])
-        is_special = tokenizer.is_special(token)
+        is_special = token in special_ids
         if is_special or num_repeats > _MOST_REPEATED:
             write_plain()
         if num_repeats > _MOST_REPEATED:
