@@ -14,8 +14,8 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-python3 -m pip install --quiet --target "$folder/packages" "math-verify[antlr4_13_2]==0.9.0" latex2sympy2_extended==1.11.0 \
-  sympy==1.14.0
+python3 -m pip install --quiet --target "$folder/packages" "math-verify[antlr4_13_2]==0.9.0" \
+  latex2sympy2_extended==1.11.0 sympy==1.14.0
 cd "$folder"
 
 PYTHONPATH=packages python3 <<'PYTHON'

@@ -20,7 +20,8 @@ import reasoning_gym
 dataset = reasoning_gym.create_dataset("gsm_symbolic", size=100, seed=1)
 entry = next(entry for entry in dataset if float(entry["answer"]) >= 1000)
 number = int(entry["answer"])
-scores = {answer: dataset.score_answer(answer, entry) for answer in (f"{number}", f"${number}", f"{number:,}", f"-{number}")}
+answers = (f"{number}", f"${number}", f"{number:,}", f"-{number}")
+scores = {answer: dataset.score_answer(answer, entry) for answer in answers}
 print(f"reference {number}:", ", ".join(f"{answer} {score}" for answer, score in scores.items()))
 assert list(scores.values()) == [1.0, 1.0, 0.01, 1.0], "the behaviour has changed"
 PYTHON

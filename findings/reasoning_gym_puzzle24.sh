@@ -2,7 +2,7 @@
 # reasoning-gym 0.1.25: the task puzzle24 accepts numbers other than the four it gives.
 #
 # Behaviour: its scorer checks that four numbers occur, that each lies in the range the data set was made with, and that
-# the value is 24. It does not look at the numbers of the question, and the value is first cut to an integer (10+10+9/2 is 24.5).
+# the value is 24, after cutting it to an integer (10+10+9/2 is 24.5). It does not look at the numbers of the question.
 # Surprise: the question says to use the given numbers once each, and they stand in the entry's metadata. "6+6+6+6" is
 # a full answer to every question; reinforcement learning finds such an answer soon and stops reasoning.
 # Seen:
