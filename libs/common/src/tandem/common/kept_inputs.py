@@ -105,6 +105,6 @@ def install() -> None:
     folder = os.environ.get(VARIABLE)
     if folder is None or not (manifest := read_manifest(Path(folder))).modules:
         return
-    from tandem.common.kept_modules import install_finder
+    from tandem.common.kept_code.modules import install_finder
 
     install_finder(Path(folder), manifest.modules, manifest.files)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tandem.samples.decoding import Decoder
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 """Pattern of a byte in the vocabulary of a tokenizer that has texts as its other tokens."""
 
@@ -36,6 +38,40 @@ class Spellings:
         for mark in self._spaces:
             piece = piece.replace(mark, " ")
         return piece
+
+
+class TokenDecoder(Decoder):
+    """A decoder of single tokens, too."""
+
+    def __init__(self, hugging_face: Any) -> None:
+        super().__init__(hugging_face)
+        self._spellings: Spellings | None = None
+        self._marker_ids: dict[tuple[str, ...], frozenset[int]] = {}
+
+    def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
+        """Return the special tokens that are markers in a text, or parts of one."""
+        if markers not in self._marker_ids:
+            self._marker_ids[markers] = frozenset(
+                token_id for token_id in self._special_ids if any(self._added[token_id] in text for text in markers)
+            )
+        return self._marker_ids[markers]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token within a text, which may be a part of a character; empty for an unknown id.
+
+        The bytes of a text's tokens, joined, are the text. SentencePiece tokenizers that put a space in front of every
+        text, as Llama 2's does, have it there too: it is of the first token, and `decode` leaves it out.
+        """
+        if self._spellings is None:
+            self._spellings = Spellings(self._hugging_face)
+        if (content := self._added.get(token_id)) is not None:
+            return (content if token_id in self._special_ids else self._spellings.with_spaces(content)).encode()
+        spelt = self._spellings.of(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode() if spelt is None else spelt
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token within a text; a part of a character is shown as such."""
+        return self.token_bytes(token_id).decode(errors="replace")
 
 
 def _decoder(hugging_face: Any) -> Any:

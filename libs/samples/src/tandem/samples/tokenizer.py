@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.messages import ImageRef
 from tandem.samples.chat_templates import ChatTemplate, Messages
-from tandem.samples.decoding import Decoder
 from tandem.samples.rendering import Render, Rendering, TurnSpan, common_length, first_end, locate_turns, marked
+from tandem.samples.token_bytes import TokenDecoder
 from tandem.samples.turn_ends import TurnEnds, read_turn_ends
 from tandem.samples.unchanged_files import save_tokenizer
 
@@ -38,7 +38,7 @@ class EncodedConversation(NamedTuple):
     """The text, and where the assistant's turns are in it."""
 
 
-class Tokenizer(Decoder):
+class Tokenizer(TokenDecoder):
     """A Hugging Face tokenizer, reduced to what Tandem needs."""
 
     def __init__(

@@ -1,0 +1,1 @@
+"""Custom code as it was when a run began."""

@@ -1,0 +1,42 @@
+"""Copies of sources as modules: what `tandem.common.kept_code.modules` finds."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def spec_of(
+    fullname: str, path: Sequence[str] | None, folder: Path, modules: Mapping[str, str], files: Mapping[str, str]
+) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module of `modules`, or of one beside them where the usual finder finds it there."""
+    origin = modules.get(fullname)
+    if origin is None:
+        usual = importlib.machinery.PathFinder.find_spec(fullname, path)
+        origin = None if usual is None else usual.origin
+    copy = files.get(origin or "")
+    if origin is None or copy is None:
+        return None
+    inner = [str(Path(origin).parent)] if Path(origin).name == "__init__.py" else None
+    loader = _Loader(origin, folder / copy)
+    return importlib.util.spec_from_file_location(fullname, origin, loader=loader, submodule_search_locations=inner)
+
+
+class _Loader(importlib.abc.SourceLoader):
+    """A loader of the copy of a source; the module has the name of the file that was copied."""
+
+    def __init__(self, origin: str, copy: Path) -> None:
+        self._origin = origin
+        self._copy = copy
+
+    def get_filename(self, fullname: str) -> str:
+        """Return the path of the file that was copied."""
+        return self._origin
+
+    def get_data(self, path: str | bytes | os.PathLike[str]) -> bytes:
+        """Return the source; of other files, what is there."""
+        return (self._copy if path == self._origin else Path(os.fsdecode(path))).read_bytes()
