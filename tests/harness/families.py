@@ -79,8 +79,9 @@ def missing() -> str | None:
     folder = os.environ.get("TANDEM_FAMILIES")
     if folder is None:
         return "TANDEM_FAMILIES names no folder of tokenizers"
-    if importlib.util.find_spec("trl") is None:
-        return "TRL is not installed"
+    for package in ("trl", "verl"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
     names = sorted({family.tokenizer for family in FAMILIES})
     lacking = [name for name in names if not (Path(folder) / name / "tokenizer.json").is_file()]
     return f"{folder} lacks the tokenizers {', '.join(lacking)}" if lacking else None
