@@ -12,9 +12,9 @@ from tandem.rollout.openai_api.generator import Chunk, ServedModel
 from tandem.rollout.openai_api.protocol import ChatAnswer, ChatRequest, read_request
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.samples.tokenizer import Tokenizer
-from tests.families.test_responses import ARGUMENTS, CALL, NO_CALLS, QUESTION, REASONING, TOOL, rendered
 from tests.harness import families
 from tests.harness.families import Family
+from tests.harness.family_responses import ARGUMENTS, CALL, NO_CALLS, QUESTION, REASONING, TOOL, rendered
 
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 AGAIN = {"role": "user", "content": "And tomorrow?"}

@@ -11,28 +11,7 @@ from tandem.samples.responses import ResponseParser
 from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
 from tests.harness.families import Family
-
-QUESTION = [{"role": "user", "content": "What is the weather?"}]
-ARGUMENTS = {"city": "Paris", "days": 3, "units": ["C", "F"], "note": "7", "is_brief": True}
-SCHEMAS = {"city": "string", "days": "integer", "units": "array", "note": "string", "is_brief": "boolean"}
-PARAMETERS = {"type": "object", "properties": {name: {"type": schema} for name, schema in SCHEMAS.items()}}
-TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Tell it.", "parameters": PARAMETERS}}
-REASONING = "I think it is fine."
-CALL = {"id": "functions.get_weather:0", "type": "function", "function": {"name": "get_weather"}}
-NO_CALLS = {"gemma", "gemma3", "llama3", "phi3", "phi3_5", "cohere", "cohere2", "deepseek_r1_distill"}
-"""Families whose templates write no calls."""
-
-
-def rendered(family: Family, message: dict[str, Any], **variables: Any) -> tuple[str, str]:
-    """Return the text before a response and the response, as the template of a family writes the message."""
-    hugging_face = families.hugging_face(family)
-    whole = hugging_face.apply_chat_template([*QUESTION, message], tokenize=False, **variables)
-    prompt = hugging_face.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True, **variables)
-    num_shared = next(
-        (at for at, (one, other) in enumerate(zip(whole, prompt, strict=False)) if one != other), len(prompt)
-    )
-    shared = prompt[:num_shared].removesuffix("<")  # two markers that differ
-    return shared, whole[len(shared) :].rstrip("\n")
+from tests.harness.family_responses import ARGUMENTS, CALL, NO_CALLS, QUESTION, REASONING, TOOL, rendered
 
 
 def by_transformers(family: Family, prefix: str, response: str, tools: list[Any]) -> dict[str, Any] | None:

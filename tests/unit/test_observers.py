@@ -66,7 +66,7 @@ def test_an_exception_in_one_observer_is_counted_and_said_and_the_others_are_tol
     assert "Failing.take_news has failed (ValueError: no news of two lines" in news
     for _ in range(99):
         observers.committed(RECORD)
-    assert observers.num_failures["Failing.committed"] == 100
+    assert observers.failures.counts["Failing.committed"] == 100
     tenth, hundredth = (line for line in observers.take_news() if "committed" in line)
     assert "10 times so far" in tenth
     assert "100 times so far" in hundredth

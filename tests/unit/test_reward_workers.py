@@ -507,4 +507,4 @@ def test_every_environment_of_the_page_bears_what_a_policy_says(
         scorer = start(config("mine", {"class": f"page_{name.lower()}.{name}", **kwargs}))
         assert failures(results(scorer, *responses)) == [None] * len(responses), name
         scorer.close()
-    assert names == ["Brevity", "Guess", "Judge", "Exact", "Gym"]
+    assert names == ["Brevity", "Careful", "Guess", "Judge", "Exact", "Gym"]

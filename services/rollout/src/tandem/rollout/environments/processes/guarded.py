@@ -153,7 +153,6 @@ class ForkServer:
     def watch(self) -> None:
         """Have the guardian also end what this process starts, should this process be killed."""
         self._watches = True
-        be_named_by_descendants()
         self._lifeline.sendall(WATCH)
 
     def close(self) -> None:
