@@ -57,6 +57,11 @@ def be_named_by_descendants() -> None:
     os.environ[_STARTED_BY] = _name_of(os.getpid())
 
 
+def naming_this_process() -> dict[str, str]:
+    """Return an environment that names this process, for one that it starts."""
+    return {**os.environ, _STARTED_BY: _name_of(os.getpid())}
+
+
 def descendants(pid: int) -> list[int]:
     """Return the descendants of a process, parents before children."""
     children: dict[int, list[int]] = defaultdict(list)

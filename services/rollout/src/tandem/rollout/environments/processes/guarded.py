@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from tandem.common.errors import ConfigError, HelperLost
-from tandem.common.process_lifetime import WATCH, be_named_by_descendants
+from tandem.common.process_lifetime import WATCH, be_named_by_descendants, naming_this_process
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
 from tandem.rollout.environments.processes.channel import Imported, Reader, framed
@@ -32,14 +32,16 @@ class GuardedProcess:
     """
 
     def __init__(self, module: str) -> None:
-        be_named_by_descendants()
         self.commands, theirs = socket.socketpair()
         self.lifeline, far = socket.socketpair()
         with theirs, far:
             descriptors = (theirs.fileno(), far.fileno())
             # The child must find what this process finds, such as a module beside the configuration file.
             words = [sys.executable, "-c", _MAIN.format(module=module), *map(str, descriptors), str(os.getpid())]
-            self._process = subprocess.Popen([*words, *sys.path], pass_fds=descriptors, stdin=subprocess.DEVNULL)
+            # What it starts names this process; what else this process starts, such as vLLM's, does not.
+            self._process = subprocess.Popen(
+                [*words, *sys.path], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=naming_this_process()
+            )
 
     def close(self) -> None:
         """End the process and everything below it."""
@@ -153,6 +155,7 @@ class ForkServer:
     def watch(self) -> None:
         """Have the guardian also end what this process starts, should this process be killed."""
         self._watches = True
+        be_named_by_descendants()
         self._lifeline.sendall(WATCH)
 
     def close(self) -> None:
