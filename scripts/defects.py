@@ -82,6 +82,24 @@ DEFECTS = (
         "InThreads",
     ),
     Defect(
+        "only the tokenizer's end of a sequence ends a response",
+        "stop_ids = [eos_id, *(token for folder in folders for token in _file_ends(folder))]",
+        "stop_ids = [eos_id]",
+        "tests/unit/test_turn_ends.py::test_a_response_ends_where_any_file_of_the_model_or_the_template_says",
+    ),
+    Defect(
+        "a turn of weight 0 is learned",
+        'messages[turn.message].get("weight") != 0',
+        'messages[turn.message].get("weight") != 2',
+        "tests/unit/test_turn_ends.py::test_of_each_turn_the_same_is_learned",
+    ),
+    Defect(
+        "a generated marker of the next turn is written again",
+        "was_ended = last_id == self._undivided[end] or",
+        "was_ended =",
+        "tests/unit/test_turn_ends.py::test_a_marker_of_the_next_turn_ends_a_turn_where_generation_stops_at_it",
+    ),
+    Defect(
         "samples go to another run's trainers",
         "if request.run_id != self._run_id:",
         "if request.run_id == '':",
