@@ -89,7 +89,7 @@ def plain_grpo(
     optimizer = adamw(model, decays_vectors=decays_vectors)
     history = []
     for batch in batches:
-        samples, kept = sequences_of(batch), kept_in(batch, model.config.vocab_size)
+        samples, kept = sequences_of(batch), kept_in(batch, model.config.get_text_config().vocab_size)
         with torch.no_grad():
             previous = [
                 logprobs_of(model, sample["token_ids"], temperature, its_TV)
@@ -165,7 +165,7 @@ def plain_numbers(
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source) if isinstance(source, Path) else source
     values = []
     with torch.no_grad():
-        kept = kept_in(batches[0], model.config.vocab_size)
+        kept = kept_in(batches[0], model.config.get_text_config().vocab_size)
         for sample, its_TV in zip(sequences_of(batches[0]), kept, strict=True):
             logprobs = logprobs_of(model, sample["token_ids"], temperature, its_TV).where(sample["mask"], 0.0)
             values += [np.zeros(1, dtype=np.float32), logprobs.numpy()]
