@@ -23,7 +23,7 @@ def test_the_commands_of_the_readme_run() -> None:
     copy_examples()
     lines = commands()
     assert lines[0] == "coordinator up examples/arithmetic.yaml"
-    assert len(lines) == 10
+    assert len(lines) == 11
     for command in lines:
         words = command.split()[1:]
         more = SHORT if words[0] == "up" else []
