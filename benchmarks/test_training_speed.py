@@ -196,9 +196,9 @@ class Backend(Way):
     def _watch(self, owner: Any, name: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)
 
-        def watched(*args: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
             self.has_gradients()
-            return function(*args)
+            return function(*args, **options)
 
         setattr(owner, name, watched)
 
