@@ -21,6 +21,9 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation: messages with a ``role``, and with ``content``, ``tool_calls``, ``reasoning_content`` and whatever
 else they came with."""
 
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning: DeepSeek's, vLLM's and GPT-OSS's. Templates read one, Transformers gives them all."""
+
 DEADLINE_S = 10.0
 """Time limit of one conversation, in seconds. Most take less than a millisecond, the first takes 0.1 s."""
 _MAX_MEMORY = 1 << 30
@@ -31,6 +34,11 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Result = TypeVar("Result")
 _MAX_ROLES = 8
 """Most messages of which an error lists the roles."""
+
+
+def reasoning_of(message: Mapping[str, Any]) -> Any:
+    """Return the reasoning of a message, by the first of its names that has any; None if none has."""
+    return next((message[field] for field in REASONING_FIELDS if message.get(field)), None)
 
 
 class _TooSlow(Exception):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from tandem.common.errors import ConfigError
+from tandem.samples.chat_templates import reasoning_of
 from tandem.samples.tool_formats import TOOL_FORMATS, FunctionCall, ToolFormat, Tools
 
 if TYPE_CHECKING:
@@ -220,9 +221,7 @@ class ResponseParser:
             calls = tuple(_call_of_message(call) for call in message.get("tool_calls", ()))
         except (ValueError, TypeError, LookupError):  # not a response as the template describes it
             message, calls = {"content": text}, ()
-        reasoning = next(
-            (message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), None
-        )
+        reasoning = reasoning_of(message)
         content = self._skipped.sub("", message.get("content") or "")
         return ParsedResponse(reasoning=reasoning, content=content, answer=content, tool_calls=calls)
 

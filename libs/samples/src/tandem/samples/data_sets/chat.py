@@ -10,11 +10,8 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
 from tandem.config import Config
 from tandem.config.derive import GENERATED
-from tandem.samples.chat_templates import memory_limit
+from tandem.samples.chat_templates import REASONING_FIELDS, memory_limit
 from tandem.samples.tokenizer import EncodedConversation, Messages, Tokenizer
-
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names under which messages have the assistant's reasoning; templates read one, Transformers gives them all."""
 
 
 class ChatEncoder:
@@ -156,7 +153,7 @@ def _left_out(messages: Messages, tools: Sequence[Mapping[str, Any]], encoded: E
             continue
         turn = turns.get(number)
         text = "" if turn is None else encoded.rendering.text[turn.header : turn.end]
-        for field in ("content", *REASONING):
+        for field in ("content", *REASONING_FIELDS):
             if isinstance(message.get(field), str) and not _shows(text, message[field]):
                 yield f"{field!r} of the assistant's messages"
         for call in message.get("tool_calls") or ():

@@ -20,8 +20,8 @@ from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
 from tandem.rollout.engine import Completion
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.faults import Unscored
-from tandem.rollout.openai_api.protocol import REASONING_FIELDS
 from tandem.samples.batch import Batch
+from tandem.samples.chat_templates import REASONING_FIELDS, reasoning_of
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tandem.samples.sampling_masks import mask_columns
@@ -224,13 +224,9 @@ class Session:
 def _repeats(messages: ChatMessages, known: ChatMessages) -> bool:
     """Return whether messages are the known ones; clients that do not know of reasoning send none back."""
     return all(
-        message == other or (_reasoning(message) in (None, _reasoning(other)) and _plain(message) == _plain(other))
+        message == other or (reasoning_of(message) in (None, reasoning_of(other)) and _plain(message) == _plain(other))
         for message, other in zip(messages, known, strict=True)
     )
-
-
-def _reasoning(message: Mapping[str, Any]) -> str | None:
-    return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from tandem.common.errors import nearest
 from tandem.common.messages import SamplingParameters
 from tandem.rollout.engines.served import Factor, Grammar, Penalty, ServedSampling
 from tandem.rollout.openai_api.refusals import Refused
+from tandem.samples.chat_templates import REASONING_FIELDS
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names of a message's reasoning: DeepSeek's, vLLM's and GPT-OSS's."""
 MAX_CHOICES = 1024
 """Responses that one request may ask for: prompts times ``n``."""
 _MAX_STOPS = 64
