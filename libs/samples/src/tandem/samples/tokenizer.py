@@ -5,25 +5,23 @@ Transformers is imported only where it is needed: that takes half a second, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.common.errors import DataError, ModelError
 from tandem.common.messages import ImageRef
 from tandem.samples.chat_templates import ChatTemplate, Messages
-from tandem.samples.rendering import Render, Rendering, TurnSpan, common_length, first_end, locate_turns, marked
 from tandem.samples.token_bytes import TokenDecoder
-from tandem.samples.turn_ends import TurnEnds, read_turn_ends
+from tandem.samples.turns.continuation import after_turn
+from tandem.samples.turns.ends import TurnEnds, read_turn_ends
+from tandem.samples.turns.rendering import Render, Rendering, common_length, first_end, join_texts, locate_turns
 from tandem.samples.unchanged_files import save_tokenizer
 
 __all__ = ["Messages", "Tokenizer"]
 
 KEY = "policy.tokenizer"
-_TURN = "q7zq0x"
-"""Placeholder for an assistant's turn, which has known tokens and an irrelevant text."""
-_REPLY = "q7zq1x"
 
 
 class EncodedConversation(NamedTuple):
@@ -123,7 +121,7 @@ class Tokenizer(TokenDecoder):
         Raises `ConfigError` if the template is broken, refuses the conversation, or does not terminate.
         """
         if not self.has_chat_template:
-            return "".join(message["content"] for message in messages)
+            return join_texts(messages).text
         given = self._variables | dict(variables or {})
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=given)
 
@@ -203,7 +201,7 @@ class Tokenizer(TokenDecoder):
         Raises the errors of `render_chat`, and `ConfigError` if the turns cannot be found in what the template writes.
         """
         if not self.has_chat_template:
-            return _joined(messages)
+            return join_texts(messages)
         given = self._variables | dict(variables or {})
         generated = self._template.generated(messages, variables=given) if self._template.marks_generated else ()
         return locate_turns(self._plain_render(dict(variables or {})), messages, self._end_texts, generated)
@@ -252,8 +250,9 @@ class Tokenizer(TokenDecoder):
         for number, part in enumerate(parts):  # the turns, and what is between two of them
             turn = learned[number // 2]
             is_turn = number % 2 == 0
-            is_whole = is_turn and turn.end not in [other.begin for other in learned]
-            if is_whole and not turn.is_closed and add_eos:
+            following = learned[number // 2 + 1 :][:1]
+            is_joined = any(turn.end == other.begin for other in following)  # by a template that writes two as one
+            if is_turn and not turn.is_closed and not is_joined and add_eos:
                 part = [*part, self.turn_ends.missing_id]
             token_ids += part
             mask += [is_turn and messages[turn.message].get("weight") != 0] * len(part)
@@ -303,8 +302,8 @@ class Tokenizer(TokenDecoder):
         repeated. Raises the errors of `render_chat` and `encode`, and `ConfigError` if the template drops the messages.
         """
         if not self.has_chat_template:
-            return self._encode_after(last_id, "".join(message["content"] for message in messages))
-        rest, tail = self._after_turn(messages, dict(variables or {}), turn)
+            return self._encode_after(last_id, join_texts(messages).text)
+        rest, tail = after_turn(self._plain_render(dict(variables or {})), messages, turn, self.where)
         place = first_end(rest, self._end_texts)
         if place is None:
             return self._encode_after(last_id, rest[common_length(rest, tail) :])
@@ -318,37 +317,6 @@ class Tokenizer(TokenDecoder):
         """Return the tokens of a text that follows a token: some tokenizers begin a text with a space of their own."""
         before = self.decode([last_id], skip_special_tokens=False)
         return self.encode_parts(before + text, [len(before)])[1] if last_id in self._special_ids else self.encode(text)
-
-    def _after_turn(
-        self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], before: Mapping[str, Any] | None
-    ) -> tuple[str, str]:
-        """Return what the template writes after a turn, and which part of it belongs to a call in that turn."""
-        render = self._plain_render(variables)
-        question = {"role": "user", "content": "?"}
-        refusal: TandemError | None = None
-        is_dropped = True
-        for turn in _stand_ins(messages, before):
-            try:
-                whole = render([question, turn, *messages], True)
-                _, found, rest = whole.partition(_TURN)
-                if not found or not self._shows_last(render, [question, turn, *messages]):
-                    is_dropped = is_dropped and not found
-                    continue
-                tail = render([question, turn], False).partition(_TURN)[2] if turn.get("tool_calls") else ""
-            except TandemError as error:
-                refusal = refusal or error
-                continue
-            return rest, tail
-        if refusal is not None:
-            raise refusal
-        what = "earlier turns" if is_dropped else f"messages of the role {messages[-1]['role']}"
-        raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {self.where} drops {what}")
-
-    @staticmethod
-    def _shows_last(render: Render, messages: list[Mapping[str, Any]]) -> bool:
-        """Tell whether the template writes the last message."""
-        last = marked(messages[-1], _REPLY)
-        return last is None or _REPLY in render([*messages[:-1], last], True)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, with the tokenizer's own special tokens only if requested.
@@ -396,44 +364,6 @@ class Tokenizer(TokenDecoder):
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files beside a model's weights, as they are where it was read from."""
         save_tokenizer(self._hugging_face, folder)
-
-
-def _joined(messages: Sequence[Mapping[str, Any]]) -> Rendering:
-    """Return a conversation without a template: the plain text of its messages."""
-    text, turns = "", []
-    for number, message in enumerate(messages):
-        begin = len(text)
-        text += message["content"]
-        if message["role"] == "assistant":
-            turns.append(TurnSpan(number, begin, begin, len(text), is_closed=False))
-    return Rendering(text, tuple(turns))
-
-
-def _stand_ins(messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield turns of the assistant that `messages` may follow: with a call where a tool answers, else plain ones."""
-    results = [message for message in messages if message["role"] == "tool"]
-    known = (turn or {}).get("tool_calls") or ()
-    if results:
-        calls = [
-            {
-                "id": str(message.get("tool_call_id") or f"call_{number}"),
-                "type": "function",
-                "function": {"name": _called(message, known, number), "arguments": {"x": "1"}},
-            }
-            for number, message in enumerate(results)
-        ]
-        calls[-1] = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"x": _TURN}}}  # type: ignore[dict-item]
-        yield {"role": "assistant", "content": "", "tool_calls": calls}
-        yield {"role": "assistant", "content": None, "tool_calls": calls}
-    yield {"role": "assistant", "content": _TURN}
-
-
-def _called(result: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], number: int) -> str:
-    """Return the name of the tool that a message answers for: its own, or that of the call that it names."""
-    if result.get("name"):
-        return str(result["name"])
-    named = [call for call in calls if call.get("id") == result.get("tool_call_id")] or calls[number : number + 1]
-    return str(named[0].get("function", named[0]).get("name", "tool")) if named else "tool"
 
 
 def _alphabet(hugging_face: Any) -> frozenset[str] | None:

@@ -25,6 +25,7 @@ from tandem.samples.data_sets.questions import read_message
 from tandem.samples.data_sets.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.samples.data_sets.trees import threads
 from tandem.samples.images.rows import ImageRows
+from tandem.samples.turns.rendering import common_length
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +241,7 @@ def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
         )
         pair = [_with_prompt(messages, prompt) for messages in pair]
     chosen, rejected = pair
-    shared = common_messages(chosen, rejected)
+    shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)  # a response for each
     if shared == 0:
         raise DataError(f"{where}: {data.chosen_key!r} and {data.rejected_key!r} do not begin with the same prompt")
     return Conversation(name=where, prompt=chosen[:shared], answers=(chosen[shared:], rejected[shared:]), tools=tools)
@@ -250,12 +251,6 @@ def _with_prompt(messages: Messages, prompt: Messages) -> Messages:
     """Return a response with its prompt in front; some data sets repeat the prompt in each response."""
     is_whole = len(messages) > 1 and messages[0]["role"] != "assistant"
     return messages if is_whole else [*prompt, *messages]
-
-
-def common_messages(one: Messages, other: Messages) -> int:
-    """Return how many messages two conversations begin with alike; each keeps at least one for itself."""
-    most = min(len(one), len(other)) - 1
-    return next((place for place in range(most) if one[place] != other[place]), most)
 
 
 class _Completion(msgspec.Struct, frozen=True):

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.errors import TandemError
-from tandem.samples.rendering import Render, first_end
+from tandem.samples.turns.rendering import Render, first_end, mark_of
 
-_USER, _ASSISTANT = "q7zq0x", "q7zq1x"
+_USER, _ASSISTANT = mark_of(0), mark_of(1)
 """Contents of messages that are found again in what the template writes."""
 _FILES = ("generation_config.json", "config.json")
 

@@ -20,8 +20,6 @@ Message = Mapping[str, Any]
 """A message: ``role``, ``content``, and whatever else it came with."""
 Render = Callable[[Sequence[Message], bool], str]
 """A function from messages, and whether a generation prompt follows, to text."""
-_MARK = "q7zq{}x"
-"""Pattern of a mark: letters and digits, which no template changes."""
 _ANY_MARK = re.compile(r"q7zq(\d+)x")
 _BOUNDARY = re.compile(r"[>\]\n:]\s?")
 """Pattern of where a header may end, if only its beginning is written."""
@@ -52,6 +50,22 @@ class Rendering(NamedTuple):
     """The assistant's turns that it shows, in order."""
 
 
+def mark_of(number: int) -> str:
+    """Return a text that stands for a message, and is found again: letters and digits, which no template changes."""
+    return f"q7zq{number}x"
+
+
+def join_texts(messages: Sequence[Message]) -> Rendering:
+    """Return a conversation without a template: the plain text of its messages."""
+    text, turns = "", []
+    for number, message in enumerate(messages):
+        begin = len(text)
+        text += message["content"] or ""  # a message of calls alone has none
+        if message["role"] == "assistant":
+            turns.append(TurnSpan(number, begin, begin, len(text), is_closed=False))
+    return Rendering(text, tuple(turns))
+
+
 def locate_turns(
     render: Render,
     messages: Sequence[Message],
@@ -71,45 +85,60 @@ def locate_turns(
 
     """
     text = render(messages, False)
-    last_characters = _message_ends(render, messages, text)
-    turns = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number not in last_characters:
-            continue
-        before = max((end for other, end in last_characters.items() if other < number), default=0)
-        after = min((end for other, end in last_characters.items() if other > number), default=len(text))
-        content_end = last_characters[number]
-        if content_end < before:
-            raise ConfigError(f"the chat template writes message {number + 1} before the one that it answers")
-        shown = max((other for other in last_characters if other < number), default=None)
-        (begin, is_prompt), (header, _) = (
-            _header_end(render, messages[:number], shown, text[before:], add_generation_prompt=prompts)
-            for prompts in (True, False)
-        )
-        is_as_prompted = is_prompt or begin > header or messages[number - 1]["role"] == "assistant"
-        begin, header = before + begin, before + header
-        end, is_closed = _turn_end(render, messages[: number + 1], text, content_end, after, ends)
-        begin = min(begin, content_end)
-        is_last_of_several = number + 1 == len(messages) or messages[number + 1]["role"] != "assistant"
-        until = max(after, content_end + 1) if is_last_of_several else content_end + 1
-        own = [(first, last) for first, last in generated if before <= first < until]
-        if own:
-            first, end, is_closed = _by_marks(own, text, ends)
-            begin = max(begin, first)  # a generation prompt's part of a turn is never generated
-        turns.append(TurnSpan(number, min(header, begin), begin, end, is_closed, is_as_prompted))
+    content_ends = _content_ends(render, messages, text)
+    turns = (
+        _locate_turn(render, messages, number, text, content_ends, ends, generated)
+        for number, message in enumerate(messages)
+        if message["role"] == "assistant" and number in content_ends
+    )
     return Rendering(text, tuple(turns))
 
 
-def _by_marks(own: Sequence[tuple[int, int]], text: str, ends: Sequence[str]) -> tuple[int, int, bool]:
+def _locate_turn(
+    render: Render,
+    messages: Sequence[Message],
+    number: int,
+    text: str,
+    content_ends: Mapping[int, int],
+    ends: Sequence[str],
+    generated: Sequence[tuple[int, int]],
+) -> TurnSpan:
+    """Return where one turn is in the rendered text."""
+    content_end = content_ends[number]
+    before = max((end for other, end in content_ends.items() if other < number), default=0)
+    after = min((end for other, end in content_ends.items() if other > number), default=len(text))
+    if content_end < before:
+        raise ConfigError(f"the chat template writes message {number + 1} before the one that it answers")
+    previous = max((other for other in content_ends if other < number), default=None)
+    (prompt_length, is_whole_prompt), (header_length, _) = (
+        _header_length(render, messages[:number], previous, text[before:], add_generation_prompt=is_prompt)
+        for is_prompt in (True, False)
+    )
+    is_after_turn = number > 0 and messages[number - 1]["role"] == "assistant"
+    begin = min(before + prompt_length, content_end)
+    end, is_closed = _turn_end(render, messages[: number + 1], text, content_end, after, ends)
+    is_before_turn = number + 1 < len(messages) and messages[number + 1]["role"] == "assistant"
+    limit = content_end + 1 if is_before_turn else max(after, content_end + 1)
+    parts = [(first, last) for first, last in generated if before <= first < limit]
+    if parts:
+        first, end, is_closed = _by_marks(parts, text, ends)
+        begin = max(begin, first)  # a generation prompt's part of a turn is never generated
+    return TurnSpan(
+        message=number,
+        header=min(before + header_length, begin),
+        begin=begin,
+        end=end,
+        is_closed=is_closed,
+        is_as_prompted=is_whole_prompt or prompt_length > header_length or is_after_turn,
+    )
+
+
+def _by_marks(parts: Sequence[tuple[int, int]], text: str, ends: Sequence[str]) -> tuple[int, int, bool]:
     """Return where a turn begins and ends by the template's own marks, without what follows the token that ends it."""
-    begin, end = own[0][0], max(last for _, last in own)
+    begin, end = parts[0][0], max(last for _, last in parts)
     closing = [text.rfind(close, begin, end) + len(close) for close in ends if close in text[begin:end]]
-    closed = [place for place in closing if not text[place:end].strip() or _starts_with_end(text[place:end], ends)]
+    closed = [place for place in closing if not (rest := text[place:end].strip()) or rest.startswith(tuple(ends))]
     return (begin, min(closed), True) if closed else (begin, end, False)
-
-
-def _starts_with_end(text: str, ends: Sequence[str]) -> bool:
-    return text.strip().startswith(tuple(ends))
 
 
 def marked(message: Message, mark: str) -> Message | None:
@@ -130,9 +159,9 @@ def marked(message: Message, mark: str) -> Message | None:
     return None
 
 
-def _message_ends(render: Render, messages: Sequence[Message], text: str) -> dict[int, int]:
+def _content_ends(render: Render, messages: Sequence[Message], text: str) -> dict[int, int]:
     """Return where the content of each message ends in the rendered text, of those that it shows."""
-    with_marks = [marked(message, _MARK.format(number)) for number, message in enumerate(messages)]
+    with_marks = [marked(message, mark_of(number)) for number, message in enumerate(messages)]
     together = render([new or old for new, old in zip(with_marks, messages, strict=True)], False)
     if _ANY_MARK.sub("", together) == text:
         return _positions(together)
@@ -160,21 +189,23 @@ def _positions(text: str) -> dict[int, int]:
     return positions
 
 
-def _header_end(
-    render: Render, before: Sequence[Message], shown: int | None, text: str, *, add_generation_prompt: bool
+def _header_length(
+    render: Render, before: Sequence[Message], previous: int | None, text: str, *, add_generation_prompt: bool
 ) -> tuple[int, bool]:
     """Return how much of the text after the last message that is shown precedes the next turn, and if all is there."""
-    if shown is None:
+    if previous is None:
         return 0, True
-    mark = _MARK.format(len(before))
-    last = marked(before[shown], mark)
+    mark = mark_of(len(before))
+    last = marked(before[previous], mark)
     try:
-        rendered = render([*before[:shown], last or before[shown], *before[shown + 1 :]], add_generation_prompt)
+        rendered = render(
+            [*before[:previous], last or before[previous], *before[previous + 1 :]], add_generation_prompt
+        )
     except TandemError:
         return 0, True
-    _, found, header = rendered.partition(mark)
-    if not found:
+    if mark not in rendered:
         return 0, True
+    header = rendered.partition(mark)[2]
     if text.startswith(header):
         return len(header), True
     shared = common_length(text, header)
@@ -191,7 +222,7 @@ def _turn_end(
         return place[1], True
     if not messages[-1].get("tool_calls"):
         return content_end, False
-    mark = _MARK.format(len(messages))  # it stands within the call
+    mark = mark_of(len(messages))  # it stands within the call
     last = marked(messages[-1], mark)
     tail = "" if last is None else render([*messages[:-1], last], False).rpartition(mark)[2]
     return content_end + common_length(text[content_end:], tail), False
@@ -203,7 +234,7 @@ def first_end(text: str, ends: Iterable[str], begin: int = 0, limit: int | None 
     return min(places, key=lambda place: (place[0], -place[1]), default=None)
 
 
-def common_length(one: str, other: str) -> int:
-    """Return the length of what two texts begin with alike."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of what two sequences, such as texts, begin with alike."""
     length = min(len(one), len(other))
     return next((place for place in range(length) if one[place] != other[place]), length)
