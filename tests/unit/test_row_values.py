@@ -203,6 +203,12 @@ def test_an_answer_is_what_the_file_says_digits_as_written(value: str) -> None:
         assert encode_json(answer) == value.replace(" ", "").encode()
 
 
+@pytest.mark.parametrize("value", ["1e999", "-1e400"])
+def test_a_number_that_is_out_of_range_is_refused_with_its_line(value: str) -> None:
+    with pytest.raises(DataError, match=r"line\.jsonl:1 is not a JSON object: Number out of range"):
+        of_file(f'{{"input": "x", "output": {value}}}')
+
+
 @pytest.mark.parametrize("value", VALUES)
 def test_an_answer_travels_as_it_is(value: str) -> None:
     read = of_file(f'{{"input": "x", "output": {value}}}')
@@ -213,7 +219,7 @@ def test_an_answer_travels_as_it_is(value: str) -> None:
     assert text_of(response.problem.answer) == text_of(read.answer)
 
 
-@pytest.mark.parametrize("data", [b"", b"NaN", b"1_0", b"0x1", b"9" * 5000, b"1e5\n"])
+@pytest.mark.parametrize("data", [b"", b"NaN", b"1_0", b"0x1", b"9" * 5000, b"1e5\n", b"1e999", b"-1e400"])
 def test_an_extension_that_is_no_number_is_refused(data: bytes) -> None:
     response = ResponseToScore(number=1, problem=problem("?"), response="r")
     frame = msgspec.msgpack.encode(ScoreResponses(responses=(response,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -28,8 +29,10 @@ class WrittenFloat(float):
     digits: str
 
     def __new__(cls, digits: str) -> WrittenFloat:
-        """Read a number as JSON writes it."""
+        """Read a number as JSON writes it. Raises `ValueError` for one that is beyond all floating-point numbers."""
         number = super().__new__(cls, digits)
+        if math.isinf(number):
+            raise ValueError("Number out of range")
         number.digits = digits
         return number
 
@@ -55,7 +58,7 @@ class LargeInteger(int):
 def written_number(digits: str) -> float:
     """Return a floating-point number; it keeps its digits where Python would write others."""
     number = float(digits)
-    return number if str(number) == digits else WrittenFloat(digits)
+    return number if str(number) == digits else WrittenFloat(digits)  # which refuses what is out of range
 
 
 _plain_decoder = msgspec.json.Decoder(dict[str, Any])
@@ -128,10 +131,13 @@ def decode_number(code: int, data: memoryview) -> float:
     """Return the number of an extension (``ext_hook``). Raise `msgspec.ValidationError` for any other extension."""
     digits = bytes(data[: _MAX_DIGITS + 1])
     number = _NUMBER.fullmatch(digits)
-    if code != _NUMBER_CODE or number is None or len(digits) > _MAX_DIGITS:
-        raise msgspec.ValidationError(f"extension {code} of {len(data)} bytes is not a number")
-    is_integer = number[1] is None and number[2] is None
-    return LargeInteger(digits) if is_integer else WrittenFloat(digits.decode())
+    try:
+        if code == _NUMBER_CODE and number is not None and len(digits) <= _MAX_DIGITS:
+            is_integer = number[1] is None and number[2] is None
+            return LargeInteger(digits) if is_integer else WrittenFloat(digits.decode())
+    except ValueError:
+        pass  # a number that is out of range
+    raise msgspec.ValidationError(f"extension {code} of {len(data)} bytes is not a number")
 
 
 def with_large_integers(value: Any) -> Any:
