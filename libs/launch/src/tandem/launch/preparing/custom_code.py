@@ -21,9 +21,9 @@ import msgspec
 
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, nearest
-from tandem.common.texts import last_lines
 from tandem.config import Config, config_from_json, config_to_json
 from tandem.launch.expected import launched_processes
+from tandem.launch.module_process import ModuleProcess
 
 _LOSS = "loss_fn.class"
 
@@ -143,38 +143,24 @@ def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator
     if not kinds:
         yield dict
         return
-    order, answer, output = scratch / "order.json", scratch / "answer.json", scratch / "output.txt"
-    order.write_bytes(config_to_json(config))
-    # -B: a check leaves no compiled files beside the user's.
-    command = [sys.executable, "-B", "-m", "tandem.launch.preparing.custom_code", str(order), str(answer), *kinds]
-    with output.open("wb") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    with ModuleProcess("tandem.launch.preparing.custom_code", config_to_json(config), scratch, *kinds) as process:
 
-    def conclude() -> dict[str, str]:
-        try:
-            process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"importing the classes that the configuration names takes over {deadline_s:g} s "
-                "(cluster.deadlines.join_s)"
-            ) from None
-        if not answer.exists():
-            last = (last_lines(output, 1) or ["nothing"])[-1]
-            raise ConfigError(
-                f"importing the classes that the configuration names ended the process (exit code "
-                f"{process.returncode}); its last line: {last}"
-            )
-        found = msgspec.json.decode(answer.read_bytes(), type=Imports)
-        if found.problems:
-            raise ConfigError(*found.problems)
-        return found.modules
+        def conclude() -> dict[str, str]:
+            try:
+                process.wait(deadline_s)
+            except subprocess.TimeoutExpired:
+                raise ConfigError(
+                    f"importing the classes that the configuration names takes over {deadline_s:g} s "
+                    "(cluster.deadlines.join_s)"
+                ) from None
+            if not process.answer.exists():
+                raise ConfigError(f"importing the classes that the configuration names {process.ending}")
+            imports = msgspec.json.decode(process.answer.read_bytes(), type=Imports)
+            if imports.problems:
+                raise ConfigError(*imports.problems)
+            return imports.modules
 
-    try:
         yield conclude
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ def _rows(arguments: argparse.Namespace, config: Config) -> int:
     from tandem.coordinator.algorithms import make_algorithm
     from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
     from tandem.coordinator.preparing.shown_rows import print_lines, sequences_in_text
+    from tandem.launch.preparing.hub_data import data_files
     from tandem.observe.run_folder.journal import read_journal
 
     run: Path = arguments.run
@@ -123,7 +124,8 @@ def _rows(arguments: argparse.Namespace, config: Config) -> int:
             f"the rows of {run} are read from its data again, which cannot be read: {error}"
         ) from error
     assert isinstance(algorithm, DataSetAlgorithm), "nothing is generated, and it is no replay"
-    changed = [path for path in _data_files(config) if path.stat().st_mtime > began]
+    paths = [Path(path) for key, path in data_files(config) if key.startswith("data.train")]
+    changed = [path for path in dict.fromkeys(paths) if path.is_file() and path.stat().st_mtime > began]
     notes = [
         f"{path} has changed since the run began: its rows may not be those that it trained on" for path in changed
     ]
@@ -136,13 +138,6 @@ def _rows(arguments: argparse.Namespace, config: Config) -> int:
     print_lines([*lines], console)
     print(f"{num_rows} of the {size} rows of step {step}")
     return OK
-
-
-def _data_files(config: Config) -> list[Path]:
-    """Return the files that a run trains on, as far as they are on this machine."""
-    names = (config.data.train_data_path, *(each.data_path for each in config.data.train))
-    paths = [Path(name) for name in names if name is not None]
-    return [path for path in dict.fromkeys(paths) if path.is_file()]
 
 
 def _range(groups: tuple[int, ...]) -> str:

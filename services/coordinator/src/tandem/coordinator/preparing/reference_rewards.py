@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +11,13 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common.messages import PromptGroup
-from tandem.common.texts import last_lines, shortened
+from tandem.common.texts import shortened
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
+from tandem.launch.module_process import ModuleProcess
 from tandem.samples.reference_scores import MODULE, Order, ReferenceAnswer, ReferenceScore, encode_order
 
 _BEST = 1.0
-_GONE_S = 5.0
-"""Longest wait for a killed process."""
 
 
 class Rewards(NamedTuple):
@@ -78,27 +73,15 @@ def _unscored(config: Config, name: str) -> str:
 def _scores(config: Config, answers: Sequence[ReferenceAnswer]) -> list[ReferenceScore]:
     """Return the scores of another process; of what it does not get to, the reason."""
     deadline_s = config.cluster.deadlines.join_s
+    order = encode_order(Order(config=config_to_json(config), answers=tuple(answers)))
     with tempfile.TemporaryDirectory() as folder:
-        order, answer, output = (Path(folder, name) for name in ("order", "answer", "output.txt"))
-        order.write_bytes(encode_order(Order(config=config_to_json(config), answers=tuple(answers))))
-        # -B: a check leaves no compiled files beside the user's.
-        command = [sys.executable, "-B", "-m", MODULE, str(order), str(answer)]
-        with output.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
-        try:
-            process.wait(deadline_s)
-            last = (last_lines(output, 1) or ["nothing"])[-1]
-            why = f"it ended the process (exit code {process.returncode}); its last line: {last}"
-        except subprocess.TimeoutExpired:
-            why = f"that takes over {deadline_s:g} s (cluster.deadlines.join_s)"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GONE_S)
-        written = answer.read_bytes() if answer.exists() else b""
-        whole = written[: written.rfind(b"\n") + 1].splitlines()
-        scores = [msgspec.json.decode(line, type=ReferenceScore) for line in whole]
+        with ModuleProcess(MODULE, order, Path(folder)) as process:
+            try:
+                process.wait(deadline_s)
+                why = f"it {process.ending}"
+            except subprocess.TimeoutExpired:
+                why = f"that takes over {deadline_s:g} s (cluster.deadlines.join_s)"
+        written = process.answer.read_bytes() if process.answer.exists() else b""
+    whole = written[: written.rfind(b"\n") + 1].splitlines()
+    scores = [msgspec.json.decode(line, type=ReferenceScore) for line in whole]
     return [*scores, *[ReferenceScore(failure=why)] * (len(answers) - len(scores))]
