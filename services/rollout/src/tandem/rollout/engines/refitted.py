@@ -6,8 +6,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import tokenizers
-
 from tandem.common.errors import DataError, RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
@@ -19,7 +17,7 @@ from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import Meeting
 from tandem.rollout.engine import NotHeld, Request
 from tandem.rollout.engines.served import ServedSampling
-from tandem.rollout.engines.stopping import StopStrings, load_detokenizer
+from tandem.rollout.engines.stopping import Detokenizer, StopStrings, load_detokenizer
 
 
 class EngineWeights(Holder, Protocol):
@@ -57,7 +55,7 @@ class RefittedEngine:
         """Weight version that the engine holds; None while it holds none, or a partial one."""
         self._is_paused = False
         self._is_asleep = False
-        self._detokenizer: tokenizers.Tokenizer | None = None
+        self._detokenizer: Detokenizer | None = None
 
     def pause(self) -> None:
         """Keep the requests and their caches, and make no token until `resume`."""

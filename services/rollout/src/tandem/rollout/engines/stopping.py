@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -10,24 +11,35 @@ from tokenizers.decoders import DecodeStream
 from tandem.common.errors import ModelError
 
 
-def load_detokenizer(model_folder: Path) -> tokenizers.Tokenizer:
+class Detokenizer(NamedTuple):
+    """A tokenizer, as far as it makes text of tokens."""
+
+    tokenizer: tokenizers.Tokenizer
+    special_tokens: tuple[str, ...]
+    """Texts of its special tokens."""
+
+
+def load_detokenizer(model_folder: Path) -> Detokenizer:
     """Load ``tokenizer.json`` of a model folder. Raises `ModelError` if there is none."""
     path = model_folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"stop strings need a tokenizer, and {path} does not exist")
-    return tokenizers.Tokenizer.from_file(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    added = tokenizer.get_added_tokens_decoder().values()
+    return Detokenizer(tokenizer, tuple(token.content for token in added if token.special))
 
 
 class StopStrings:
     """A watcher of one response. The decoder holds back text until it is whole: a split UTF-8 character cannot
     match. Special tokens have no text, unless a stop string has one of them in it."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, stop_strings: tuple[str, ...]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, detokenizer: Detokenizer, stop_strings: tuple[str, ...]) -> None:
+        self._tokenizer = detokenizer.tokenizer
         self._stop_strings = stop_strings
         self._num_kept = max(len(stop_string) for stop_string in stop_strings) - 1
-        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        names_special = any(token in stop_string for token in special for stop_string in stop_strings)
+        names_special = any(
+            token in stop_string for token in detokenizer.special_tokens for stop_string in stop_strings
+        )
         self._stream = DecodeStream(skip_special_tokens=not names_special)
         self._tail = ""
 
