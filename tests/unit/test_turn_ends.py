@@ -13,6 +13,7 @@ import pytest
 from tools_harness import make_tokenizer
 
 from tandem.common.errors import DataError
+from tandem.rollout.engines.stopping import Detokenizer, StopStrings
 from tandem.samples.tokenizer import Tokenizer
 
 TALK: list[dict[str, Any]] = [
@@ -129,3 +130,12 @@ def test_without_a_template_a_message_of_calls_alone_has_no_text(tokenizer: Toke
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "calc", "arguments": {}}}]}
     assert learned(plain, [TALK[0], calls, *TALK[2:]]) == "Hi[<|im_end|>]2+2?[Four.<|im_end|>]"
     assert plain.render_chat([TALK[0], calls], add_generation_prompt=True) == "Hi"
+
+
+@pytest.mark.parametrize("stop_string", ["<|im_end|>\n", "o.\n", "\n"])
+def test_a_stop_string_may_have_a_special_token_in_it(tokenizer: Tokenizer, stop_string: str) -> None:
+    """Without one in the stop string, special tokens have no text: here `o.` is followed by a line break."""
+    detokenizer = Detokenizer(tokenizer.hugging_face.backend_tokenizer, ("<|im_start|>", "<|im_end|>"))
+    watcher = StopStrings(detokenizer, (stop_string,))
+    matches = [watcher.push(token) for token in tokenizer.encode("Hello.<|im_end|>\n")]
+    assert matches == [False] * (len(matches) - 1) + [True]

@@ -199,16 +199,21 @@ def write_inputs(folder: Path) -> None:
     (folder / "helper.py").write_text(HELPER)
 
 
+@pytest.fixture(scope="module")
+def scored_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with that environment, which nothing has happened to."""
+    folder = tmp_path_factory.mktemp("scored")
+    write_inputs(folder)
+    return undisturbed_run(folder, EDITED)
+
+
 @pytest.mark.parametrize("change", ["edited", "deleted"])
 def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    change: str, scored_undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine and the coordinator are killed after configuration, data and environment were edited or deleted."""
     monkeypatch.chdir(tmp_path)
-    beside = tmp_path_factory.mktemp("beside")
-    for folder in (tmp_path, beside):
-        write_inputs(folder)
-    undisturbed = undisturbed_run(beside, EDITED)
+    write_inputs(tmp_path)
     config = write_config(EDITED)
     with Command("coordinator", "up", config, "--supervise") as run:
         run.wait_for("step 2/8")
@@ -227,7 +232,7 @@ def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
         run.wait_for("the coordinator was killed by SIGKILL; it is started again")
         Path("hold").rmdir()
         assert run.wait() == 0, run.output()
-    assert_same_results("run", undisturbed)
+    assert_same_results("run", scored_undisturbed)
 
 
 def test_code_that_was_edited_between_two_starts_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,13 +248,10 @@ def test_code_that_was_edited_between_two_starts_is_said(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("damage", ["emptied", "cut off", "overwritten"])
 def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_checkpoint(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    damage: str, scored_undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    beside = tmp_path_factory.mktemp("beside")
-    for folder in (tmp_path, beside):
-        write_inputs(folder)
-    undisturbed = undisturbed_run(beside, EDITED)
+    write_inputs(tmp_path)
     with Command("coordinator", "up", write_config(EDITED), "--supervise") as run:
         run.wait_for("step 4/8")
         wait_until(lambda: Path("run/checkpoints/step_3/manifest.json").exists(), run.output)
@@ -272,5 +274,5 @@ def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_
     with read_journal(Path("run")) as journal:
         assert journal.run_id == run_id
         assert [step.step for step in journal.steps()] == [*range(1, 9)]
-    assert_same_results("run", undisturbed)
+    assert_same_results("run", scored_undisturbed)
     assert coordinator("report", "run").returncode == 0
