@@ -180,7 +180,7 @@ def test_without_a_template_both_begin_with_what_the_tokenizer_begins_with(famil
 def test_a_stop_string_that_is_a_token_stops_as_that_token(family: Family, tmp_path: Path) -> None:
     tokenizer = loaded(family)
     marker = next(text for text, _ in tokenizer._undivided.items() if text not in family.ends)
-    token_ids, texts = tokenizer.stops((), (marker, "\nUser:"))
+    token_ids, texts = tokenizer.stop_conditions((), (marker, "\nUser:"))
     assert texts == ("\nUser:",)
     assert tokenizer.hugging_face.convert_tokens_to_ids(marker) in token_ids
 

@@ -121,7 +121,10 @@ def test_a_turn_that_a_response_would_not_follow_is_refused(tokenizer: Tokenizer
 
 
 def test_a_stop_string_that_is_a_token_is_looked_for_as_that_token(tokenizer: Tokenizer) -> None:
-    assert tokenizer.stops((9,), ("<|python_tag|>", "Hi", "<|im_end|>\n")) == ((257, 9, 260), ("Hi", "<|im_end|>\n"))
+    assert tokenizer.stop_conditions((9,), ("<|python_tag|>", "Hi", "<|im_end|>\n")) == (
+        (257, 9, 260),
+        ("Hi", "<|im_end|>\n"),
+    )
 
 
 def test_without_a_template_a_message_of_calls_alone_has_no_text(tokenizer: Tokenizer) -> None:

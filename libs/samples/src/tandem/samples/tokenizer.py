@@ -14,9 +14,9 @@ from tandem.common.errors import DataError, ModelError
 from tandem.common.messages import ImageRef
 from tandem.samples.chat_templates import ChatTemplate, Messages
 from tandem.samples.token_bytes import TokenDecoder
-from tandem.samples.turns.continuation import after_turn
+from tandem.samples.turns.continuation import render_after_turn
 from tandem.samples.turns.ends import TurnEnds, read_turn_ends
-from tandem.samples.turns.rendering import Render, Rendering, common_length, first_end, join_texts, locate_turns
+from tandem.samples.turns.rendering import Render, Rendering, common_length, find_end, join_texts, locate_turns
 from tandem.samples.unchanged_files import save_tokenizer
 
 __all__ = ["Messages", "Tokenizer"]
@@ -156,7 +156,7 @@ class Tokenizer(TokenDecoder):
         render = self._plain_render({}) if self.has_chat_template else None
         return read_turn_ends(render, self._undivided, self.eos_id, self.model_folders)
 
-    def stops(
+    def stop_conditions(
         self, token_ids: Sequence[int] = (), texts: Sequence[str] = ()
     ) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return all tokens that end a response, with `token_ids`, and the texts that are left to look for.
@@ -303,8 +303,8 @@ class Tokenizer(TokenDecoder):
         """
         if not self.has_chat_template:
             return self._encode_after(last_id, join_texts(messages).text)
-        rest, tail = after_turn(self._plain_render(dict(variables or {})), messages, turn, self.where)
-        place = first_end(rest, self._end_texts)
+        rest, tail = render_after_turn(self._plain_render(dict(variables or {})), messages, turn, self.where)
+        place = find_end(rest, self._end_texts)
         if place is None:
             return self._encode_after(last_id, rest[common_length(rest, tail) :])
         end = rest[slice(*place)]

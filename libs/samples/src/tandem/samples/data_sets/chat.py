@@ -64,7 +64,7 @@ class ChatEncoder:
 
     def prompt(self, name: str, messages: Messages) -> tuple[int, ...]:
         """Tokenise a prompt of any length, up to where a response begins. Raise `DataError` if that fails."""
-        with self._named(name):
+        with self._name_problem(name):
             return tuple(self._tokenizer.encode_chat(messages, add_generation_prompt=True, add_bos=self._data.add_bos))
 
     def conversation(
@@ -78,7 +78,7 @@ class ChatEncoder:
             raise DataError(f"problem {name!r}: its solution does not end with a turn of the assistant")
         if answer[0]["role"] != "assistant":
             raise DataError(f"problem {name!r}: its solution does not begin with a turn of the assistant")
-        with self._named(name):
+        with self._name_problem(name):
             encoded = self._tokenizer.encode_conversation(
                 [*prompt, *answer],
                 num_given=len(prompt),
@@ -87,7 +87,7 @@ class ChatEncoder:
                 add_eos=self._data.add_eos,
                 variables={"tools": [*tools]} if tools else None,
             )
-        for part in _left_out([*prompt, *answer], tools, encoded):
+        for part in _find_dropped_parts([*prompt, *answer], tools, encoded):
             self._dropped.setdefault(part, name)
         if encoded.prompt_length == len(encoded.token_ids):
             raise DataError(f"problem {name!r}: the chat template writes no turn of its solution")
@@ -127,12 +127,12 @@ class ChatEncoder:
         return complaint is not None
 
     def _render(self, name: str, messages: Messages, add_generation_prompt: bool) -> str:
-        with self._named(name):
+        with self._name_problem(name):
             return self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
 
     @staticmethod
     @contextlib.contextmanager
-    def _named(name: str) -> Iterator[None]:
+    def _name_problem(name: str) -> Iterator[None]:
         """Name the problem in errors, and limit the memory of the template."""
         try:
             with memory_limit():
@@ -143,7 +143,9 @@ class ChatEncoder:
             raise DataError(f"problem {name!r}: {error}") from error
 
 
-def _left_out(messages: Messages, tools: Sequence[Mapping[str, Any]], encoded: EncodedConversation) -> Iterator[str]:
+def _find_dropped_parts(
+    messages: Messages, tools: Sequence[Mapping[str, Any]], encoded: EncodedConversation
+) -> Iterator[str]:
     """Yield what a rendered conversation lacks of the assistant's messages, and of the tools."""
     if any(str(tool.get("function", tool).get("name", "")) not in encoded.rendering.text for tool in tools):
         yield "'tools'"

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tandem.common.errors import ConfigError, TandemError
-from tandem.samples.turns.rendering import Message, Render, mark_of, marked
+from tandem.samples.turns.rendering import Message, Render, mark_of, with_mark
 
 _TURN, _REPLY = mark_of(0), mark_of(1)
 
 
-def after_turn(render: Render, messages: Sequence[Message], turn: Message | None, where: str) -> tuple[str, str]:
+def render_after_turn(render: Render, messages: Sequence[Message], turn: Message | None, where: str) -> tuple[str, str]:
     """Return what a template writes after a turn's content, and how much of it belongs to a call in that turn.
 
     Args:
@@ -53,7 +53,7 @@ def after_turn(render: Render, messages: Sequence[Message], turn: Message | None
 
 def _shows_last(render: Render, messages: Sequence[Message]) -> bool:
     """Tell whether the template writes the last message."""
-    last = marked(messages[-1], _REPLY)
+    last = with_mark(messages[-1], _REPLY)
     return last is None or _REPLY in render([*messages[:-1], last], True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.errors import TandemError
-from tandem.samples.turns.rendering import Render, first_end, mark_of
+from tandem.samples.turns.rendering import Render, find_end, mark_of
 
 _USER, _ASSISTANT = mark_of(0), mark_of(1)
 """Contents of messages that are found again in what the template writes."""
@@ -98,7 +98,7 @@ def _closing_token(
         return None
     following: list[int] = []
     _, content, rest = text.partition(_ASSISTANT)
-    while content and (place := first_end(rest, tokens)) is not None and not rest[: place[0]].strip():
+    while content and (place := find_end(rest, tokens)) is not None and not rest[: place[0]].strip():
         following.append(tokens[rest[slice(*place)]])
         rest = rest[place[1] :]
     return next((token for token in following if token in known), following[0] if following else None)
@@ -112,5 +112,5 @@ def _headers(render: Render, tokens: Mapping[str, int]) -> set[int]:
     except TandemError:
         return set()
     prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
-    place = first_end(prompt, tokens)
+    place = find_end(prompt, tokens)
     return set() if place is None else {tokens[prompt[slice(*place)]]}

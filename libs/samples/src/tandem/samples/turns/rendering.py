@@ -85,7 +85,7 @@ def locate_turns(
 
     """
     text = render(messages, False)
-    content_ends = _content_ends(render, messages, text)
+    content_ends = _find_content_ends(render, messages, text)
     turns = (
         _locate_turn(render, messages, number, text, content_ends, ends, generated)
         for number, message in enumerate(messages)
@@ -111,17 +111,17 @@ def _locate_turn(
         raise ConfigError(f"the chat template writes message {number + 1} before the one that it answers")
     previous = max((other for other in content_ends if other < number), default=None)
     (prompt_length, is_whole_prompt), (header_length, _) = (
-        _header_length(render, messages[:number], previous, text[before:], add_generation_prompt=is_prompt)
+        _measure_header(render, messages[:number], previous, text[before:], add_generation_prompt=is_prompt)
         for is_prompt in (True, False)
     )
     is_after_turn = number > 0 and messages[number - 1]["role"] == "assistant"
     begin = min(before + prompt_length, content_end)
-    end, is_closed = _turn_end(render, messages[: number + 1], text, content_end, after, ends)
+    end, is_closed = _find_turn_end(render, messages[: number + 1], text, content_end, after, ends)
     is_before_turn = number + 1 < len(messages) and messages[number + 1]["role"] == "assistant"
     limit = content_end + 1 if is_before_turn else max(after, content_end + 1)
     parts = [(first, last) for first, last in generated if before <= first < limit]
     if parts:
-        first, end, is_closed = _by_marks(parts, text, ends)
+        first, end, is_closed = _span_of_parts(parts, text, ends)
         begin = max(begin, first)  # a generation prompt's part of a turn is never generated
     return TurnSpan(
         message=number,
@@ -133,7 +133,7 @@ def _locate_turn(
     )
 
 
-def _by_marks(parts: Sequence[tuple[int, int]], text: str, ends: Sequence[str]) -> tuple[int, int, bool]:
+def _span_of_parts(parts: Sequence[tuple[int, int]], text: str, ends: Sequence[str]) -> tuple[int, int, bool]:
     """Return where a turn begins and ends by the template's own marks, without what follows the token that ends it."""
     begin, end = parts[0][0], max(last for _, last in parts)
     closing = [text.rfind(close, begin, end) + len(close) for close in ends if close in text[begin:end]]
@@ -141,7 +141,7 @@ def _by_marks(parts: Sequence[tuple[int, int]], text: str, ends: Sequence[str]) 
     return (begin, min(closed), True) if closed else (begin, end, False)
 
 
-def marked(message: Message, mark: str) -> Message | None:
+def with_mark(message: Message, mark: str) -> Message | None:
     """Return a message with a mark at the end of what a template writes of it; None if it has nothing to mark."""
     calls = message.get("tool_calls")
     if calls:
@@ -159,24 +159,24 @@ def marked(message: Message, mark: str) -> Message | None:
     return None
 
 
-def _content_ends(render: Render, messages: Sequence[Message], text: str) -> dict[int, int]:
+def _find_content_ends(render: Render, messages: Sequence[Message], text: str) -> dict[int, int]:
     """Return where the content of each message ends in the rendered text, of those that it shows."""
-    with_marks = [marked(message, mark_of(number)) for number, message in enumerate(messages)]
+    with_marks = [with_mark(message, mark_of(number)) for number, message in enumerate(messages)]
     together = render([new or old for new, old in zip(with_marks, messages, strict=True)], False)
     if _ANY_MARK.sub("", together) == text:
-        return _positions(together)
+        return _find_marks(together)
     ends: dict[int, int] = {}
     for number, new in enumerate(with_marks):  # a message with a mark may be written otherwise than without one
         if new is None:
             continue
         alone = render([*messages[:number], new, *messages[number + 1 :]], False)
-        positions = _positions(alone)
+        positions = _find_marks(alone)
         if number in positions:
             ends[number] = common_length(text, alone[: positions[number]])
     return ends
 
 
-def _positions(text: str) -> dict[int, int]:
+def _find_marks(text: str) -> dict[int, int]:
     """Return where each mark first stands in a text, counted without the marks.
 
     The name of a tool that was called may stand before its answer again.
@@ -189,14 +189,14 @@ def _positions(text: str) -> dict[int, int]:
     return positions
 
 
-def _header_length(
+def _measure_header(
     render: Render, before: Sequence[Message], previous: int | None, text: str, *, add_generation_prompt: bool
 ) -> tuple[int, bool]:
     """Return how much of the text after the last message that is shown precedes the next turn, and if all is there."""
     if previous is None:
         return 0, True
     mark = mark_of(len(before))
-    last = marked(before[previous], mark)
+    last = with_mark(before[previous], mark)
     try:
         rendered = render(
             [*before[:previous], last or before[previous], *before[previous + 1 :]], add_generation_prompt
@@ -213,22 +213,22 @@ def _header_length(
     return boundaries[-1] if boundaries else 0, False
 
 
-def _turn_end(
+def _find_turn_end(
     render: Render, messages: Sequence[Message], text: str, content_end: int, limit: int, ends: Sequence[str]
 ) -> tuple[int, bool]:
     """Return where the turn of the last message ends, and whether a token ends it."""
-    place = first_end(text, ends, content_end, limit)
+    place = find_end(text, ends, content_end, limit)
     if place is not None:
         return place[1], True
     if not messages[-1].get("tool_calls"):
         return content_end, False
     mark = mark_of(len(messages))  # it stands within the call
-    last = marked(messages[-1], mark)
+    last = with_mark(messages[-1], mark)
     tail = "" if last is None else render([*messages[:-1], last], False).rpartition(mark)[2]
     return content_end + common_length(text[content_end:], tail), False
 
 
-def first_end(text: str, ends: Iterable[str], begin: int = 0, limit: int | None = None) -> tuple[int, int] | None:
+def find_end(text: str, ends: Iterable[str], begin: int = 0, limit: int | None = None) -> tuple[int, int] | None:
     """Return where the first token that ends a turn begins and ends; None if there is none before `limit`."""
     places = [(place, place + len(end)) for end in ends if (place := text.find(end, begin, limit)) >= 0]
     return min(places, key=lambda place: (place[0], -place[1]), default=None)

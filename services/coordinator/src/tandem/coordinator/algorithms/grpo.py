@@ -93,7 +93,7 @@ class GrpoAlgorithm:
         """The samples of the validation, in a run that only validates."""
         self._bad_token_ids = bad_token_ids(config, tokenizer)
         generation = config.policy.generation
-        self._stop_token_ids, self._stop_strings = tokenizer.stops(
+        self._stop_token_ids, self._stop_strings = tokenizer.stop_conditions(
             generation.stop_token_ids or (), generation.stop_strings or ()
         )
 

@@ -100,7 +100,7 @@ class ServedModel:
         self.generator = generator
         self.max_length = max_length
         self.vocabulary = vocabulary
-        self.stop_token_ids, _ = tokenizer.stops(stop_token_ids)
+        self.stop_token_ids, _ = tokenizer.stop_conditions(stop_token_ids)
         self.tool_call_parser = tool_call_parser
         self.response_markers = ResponseMarkers.of_tokenizer(tokenizer)
         """How its chat template marks reasoning and calls."""
