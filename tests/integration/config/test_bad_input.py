@@ -16,9 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.common.errors import RunFolderError
 from tandem.common.keys import key_file, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
 from tandem.common.wire import Link, pump
+from tandem.observe.run_folder.journal import StepRecord
+from tandem.observe.run_folder.journal_writer import Journal
 from tests.harness.ports import refusing_port
 from tests.harness.runs.running import (
     GYM,
@@ -309,3 +312,27 @@ def test_a_disk_that_fills_up_with_the_whole_run_on_it(small_disk: Path) -> None
     kept = [path for path in checkpoints.iterdir() if path.name.startswith("step_")]
     assert kept
     assert all((path / "training.json").stat().st_size for path in kept)
+
+
+def commit_steps(journal: Journal, num: int) -> None:
+    first = len(list(journal.steps())) + 1
+    for step in range(first, first + num):
+        journal.commit_step(StepRecord(step=step, version=step, metrics={"reward": 0.5}, seconds={"total": 1.0}))
+
+
+def test_a_journal_on_a_full_disk_says_that_it_is_full(small_disk: Path) -> None:
+    """SQLite undoes a transaction by itself after some errors, and at which statement depends on the room left."""
+    filler = small_disk / "filler"
+    full = re.escape(f"cannot use {small_disk / 'run' / 'journal.sqlite'}: database or disk is full")
+    with Journal.create(small_disk / "run", b"{}", "grpo") as journal:
+        with pytest.raises(OSError, match="No space left"):
+            filler.write_bytes(bytes(2**21))
+        num_pages = filler.stat().st_size // 4096
+        for num_free_pages in range(4):
+            os.truncate(filler, 4096 * (num_pages - num_free_pages))
+            with pytest.raises(RunFolderError, match=f"^{full}$"):
+                commit_steps(journal, 1000)
+        filler.unlink()
+        commit_steps(journal, 1)
+        steps = [record.step for record in journal.steps()]
+        assert steps == list(range(1, len(steps) + 1))

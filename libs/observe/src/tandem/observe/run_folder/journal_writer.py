@@ -205,12 +205,16 @@ class Journal(JournalReader):
                 # The first statement that writes opens the rollback file.
                 self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             except sqlite3.OperationalError as error:
-                self._connection.execute("ROLLBACK")
+                self._roll_back()
                 if error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN or time.monotonic() > deadline:
                     raise
             else:
                 return
             time.sleep(_LOOK_S)
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
+            self._connection.execute("ROLLBACK")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -222,8 +226,7 @@ class Journal(JournalReader):
                     yield self._connection
                     self._connection.execute("COMMIT")
                 except BaseException:
-                    if self._connection.in_transaction:  # SQLite has already rolled back after some disk errors
-                        self._connection.execute("ROLLBACK")
+                    self._roll_back()
                     raise
         except (sqlite3.Error, OSError) as error:
             raise_file_error(self.folder, error)
