@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+try:
+    from pytest_benchmark.fixture import BenchmarkFixture
+except ModuleNotFoundError:
+    raise SystemExit("pytest-benchmark is not installed: benchmarks need pip install -e '.[dev]'") from None
+
 import results_files
-from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE, LONG, is_long
 
 _KEPT = ("processor", "machine", "python_compiler", "python_implementation", "python_version", "system")

@@ -29,7 +29,16 @@ MAY_BE_SKIPPED = {"test_vllm.py": "vLLM is not installed", "test_vllm_cuda.py": 
 
 def collected(*options: str, files: Sequence[str] = ("benchmarks",), **environment: str) -> tuple[list[str], str]:
     """Return the ids of the benchmarks that would run, and all that pytest prints."""
-    words = [sys.executable, "-m", "pytest", *files, "--collect-only", "-q", "-rs", "-p", "no:randomly", *options]
+    words = [
+        str(Path(sys.executable).with_name("pytest")),
+        *files,
+        "--collect-only",
+        "-q",
+        "-rs",
+        "-p",
+        "no:randomly",
+        *options,
+    ]
     # Not what pytest tells its own processes: benchmarks warn where they are not alone.
     kept = {k: v for k, v in os.environ.items() if k != "TANDEM_BENCHMARK_SMOKE" and not k.startswith("PYTEST_")}
     done = subprocess.run(
@@ -168,3 +177,19 @@ def test_the_bound_counts_the_products_of_a_model() -> None:
     assert counted["aten.mm"] == ours(is_linear=True)
     assert counted["aten.bmm"] == pytest.approx(ours(is_linear=False) * length / seen(length), rel=0.01)
     assert Product(2, 3, 4, 5).num_operations == 240
+
+
+@pytest.mark.parametrize("plugin", ["pytest_timeout", "pytest_benchmark"])
+def test_a_missing_plugin_is_said_with_how_to_install_it(plugin: str) -> None:
+    """As after the README's installation, which brings no plugins."""
+    code = f"import sys; sys.modules[{plugin!r}] = None; import pytest"
+    code += "; sys.exit(pytest.main(['benchmarks/test_scheduler.py']))"
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    named, said = plugin.replace("_", "-"), done.stderr.strip().splitlines()
+    assert said[-1].startswith(f"{named} is not installed: ")
+    assert said[-1].endswith("pip install -e '.[dev]'")
+    assert "Traceback" not in done.stderr
