@@ -65,6 +65,7 @@ FAMILIES = (
     Family("llama3_2", "llama3_1", "<|eot_id|>", _LLAMA, bos="<|begin_of_text|>"),
     Family("deepseekv3", "deepseek_v3", _DEEPSEEK, (_DEEPSEEK,), bos="<｜begin▁of▁sentence｜>"),
     Family("deepseek_r1_distill", "deepseek_v3", _DEEPSEEK, (_DEEPSEEK,), bos="<｜begin▁of▁sentence｜>"),
+    Family("muse_glimmer", "llama3", "<|eot|>", ("<|eot|>", "<|end_of_text|>"), bos="<|begin_of_text|>"),
     Family("phi3", "llama2", "<|endoftext|>", ("<|endoftext|>", "<|assistant|>", "<|end|>"), bos="<s>"),
     Family("phi3_5", "llama2", "<|endoftext|>", ("<|endoftext|>", "<|assistant|>", "<|end|>"), bos="<s>"),
     Family("glm4moe", "qwen3", "<|endoftext|>", ("<|endoftext|>", "<|user|>", "<|observation|>")),
@@ -79,7 +80,7 @@ def missing() -> str | None:
     folder = os.environ.get("TANDEM_FAMILIES")
     if folder is None:
         return "TANDEM_FAMILIES names no folder of tokenizers"
-    for package in ("trl", "verl"):
+    for package in ("trl", "verl", "cohere_melody"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     names = sorted({family.tokenizer for family in FAMILIES})

@@ -77,6 +77,36 @@ CALLS: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [WEATHER],
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        "<｜DSML｜function_calls>\n"
+        '<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="units" string="false">["C"]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="note" string="true"></tool_call></｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="get_weather">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [WEATHER, {}],
+    ),
+    "deepseek_v4": (
+        "deepseek_v32",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="note" string="true">'
+        '</｜DSML｜invoke> 7 </｜DSML｜parameter>\n<｜DSML｜parameter name="more" string="false">{"a": [1.50]}'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        [{"note": "</｜DSML｜invoke> 7 ", "more": {"a": [1.5]}}],
+    ),
+    "deepseek_v41": (
+        "deepseek_v32",
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">\n<｜DSML｜ parameter name="city" string="true">Paris'
+        "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+        [{"city": "Paris"}],
+    ),
+    "cohere_command3": (
+        "cohere_command3",
+        f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {JSON}}},\n'
+        '    {"tool_call_id": "1", "tool_name": "get_weather", "parameters": {}}\n]<|END_ACTION|>',
+        [WEATHER, {}],
+    ),
     "glm45": (
         "glm45",
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
@@ -225,6 +255,69 @@ def test_a_prompt_that_opens_reasoning_begins_within_it() -> None:
 def test_channels_of_harmony(text: str, expected: ParsedResponse) -> None:
     parser = of_template(HARMONY, prompt="<|start|>assistant", special_tokens=("<|return|>", "<|call|>", "<|end|>"))
     assert parser.parse(text) == expected
+
+
+MUSE = "<|start|>assistant to=self<|message|><atem:invoke><|eom|><|eot|>"
+ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris</atem:parameter>\n'
+    '<atem:parameter name="days">3</atem:parameter>\n<atem:parameter name="units">["C"]</atem:parameter>\n'
+    '<atem:parameter name="note"></tool_call></atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+)
+
+
+# As the parser muse_glimmer of vLLM's main branch documents it (November 2026), and TRL 1.16's template writes it.
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            " to=self<|message|>2+2.<|eom|><|start|>assistant to=user<|message|>4<|eot|>",
+            ParsedResponse(reasoning="2+2.", content="4", answer="4"),
+        ),
+        ("<|message|>4<|eot|>", ParsedResponse(reasoning=None, content="4", answer="4")),
+        (
+            " to=self<|message|>2+",
+            ParsedResponse(reasoning="2+", content="", answer="", is_reasoning_closed=False),
+        ),
+        (
+            f" to=self<|message|>{ATEM}<|eom|><|start|>assistant to=get_weather<|message|>{ATEM}<|eot|>",
+            ParsedResponse(reasoning=ATEM, content="", answer="", tool_calls=(CALL,)),
+        ),
+        (
+            f" to=get_weather<|message|>{ATEM.replace('get_weather', 'get_weather.get_weather')}<|eom|>"
+            f"<|start|>assistant to=a.b<|message|>{ATEM.replace('get_weather', 'a.b')}<|eot|>",
+            ParsedResponse(
+                reasoning=None,
+                content="",
+                answer="",
+                tool_calls=(CALL, FunctionCall(name="a.b", arguments=WEATHER)),
+            ),
+        ),
+        (
+            " to=get_weather<|message|>Paris<|eot|>",
+            ParsedResponse(reasoning=None, content="Paris", answer="Paris", malformed_calls=("Paris",)),
+        ),
+        (
+            f" to=user<|message|>{ATEM}<|eot|>",
+            ParsedResponse(reasoning=None, content=ATEM, answer=ATEM),
+        ),
+    ],
+)
+def test_messages_of_muse(text: str, expected: ParsedResponse, size: int) -> None:
+    parser = of_template(MUSE, prompt="<|start|>assistant", special_tokens=("<|eom|>", "<|eot|>"))
+    assert parser.parse(text, tools=TOOLS) == expected
+    stream = ResponseStream(parser.markers.reader("<|start|>assistant", tools=TOOLS))
+    deltas = [stream.push(text[start : start + size]) for start in range(0, len(text), size)]
+    deltas.append(stream.finish())
+    assert tuple(call for delta in deltas for call in delta.tool_calls) == expected.tool_calls
+    assert "".join(delta.content for delta in deltas) == expected.content
+    assert "".join(delta.reasoning for delta in deltas) == (expected.reasoning or "")
+
+
+def test_frames_around_final_text_are_no_text() -> None:
+    source = "<|START_THINKING|><|END_THINKING|><|START_RESPONSE|><|END_RESPONSE|><|START_ACTION|>"
+    text = "<|START_THINKING|>2+2.<|END_THINKING|><|START_RESPONSE|>4<|END_RESPONSE|>"
+    assert of_template(source).parse(text) == ParsedResponse(reasoning="2+2.", content="4", answer="4")
 
 
 @pytest.mark.parametrize("size", [1, 3, 10_000])

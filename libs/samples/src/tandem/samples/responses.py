@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from tandem.common.errors import ConfigError
 from tandem.samples.chat_templates import reasoning_of
-from tandem.samples.tool_formats import TOOL_FORMATS, FunctionCall, ToolFormat, Tools
+from tandem.samples.tool_formats import TOOL_FORMATS, FunctionCall, ToolFormat, Tools, read_atem_calls
 
 if TYPE_CHECKING:
     from tandem.samples.tokenizer import Tokenizer
@@ -31,9 +31,8 @@ _REASONING = (
     ("◁think▷", "◁/think▷"),
 )
 """Markers before and after reasoning."""
-_HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-_HARMONY_HEADERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "to=")
-_HARMONY_MARKERS = (*_HARMONY_ENDS, "<|message|>", "<|constrain|>")
+_FRAMES = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+"""Markers around final text, of Cohere's models."""
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
@@ -91,6 +90,72 @@ class ResponseReader(Protocol):
         ...
 
 
+class MessageFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A format of responses that are several messages, each with a header that names its recipient."""
+
+    signs: tuple[str, ...]
+    """Texts of which a chat template with this format has each."""
+    ends: tuple[str, ...]
+    """Markers that end a message's text."""
+    headers: tuple[str, ...]
+    """Texts that a header begins with."""
+    others: tuple[str, ...]
+    """Further markers."""
+    kind_of: Callable[[str, str], Kind]
+    """Return what a message is, by its header and its recipient, which may be empty."""
+    read_calls: Callable[[str, str, Tools], tuple[FunctionCall, ...]]
+    """Read the calls of a message to a function, by recipient and text, given the tools on offer; none if it is not a
+    call."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All markers."""
+        return (*self.ends, "<|message|>", *self.others)
+
+
+def _harmony_kind(header: str, recipient: str) -> Kind:
+    """Return what a message of GPT-OSS is. Commentary without a recipient is content, as vLLM has it."""
+    channel = _CHANNEL.search(header)
+    if recipient.startswith("functions."):
+        return "call"
+    is_hidden = channel is not None and (channel[1] == "analysis" or bool(recipient))
+    return "reasoning" if is_hidden else "content"
+
+
+def _read_harmony_call(recipient: str, text: str, tools: Tools) -> tuple[FunctionCall, ...]:
+    try:
+        arguments = msgspec.json.decode(text.strip() or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return ()
+    return (FunctionCall(name=recipient.removeprefix("functions."), arguments=arguments),)
+
+
+def _muse_kind(header: str, recipient: str) -> Kind:
+    """Return what a message of Muse Glimmer is, by its recipient: the model itself, the user, or a function."""
+    return "reasoning" if recipient == "self" else "content" if recipient in ("", "user") else "call"
+
+
+MESSAGE_FORMATS: Mapping[str, MessageFormat] = {
+    "openai": MessageFormat(
+        signs=("<|channel|>", "<|message|>"),
+        ends=("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"),
+        headers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "to="),
+        others=("<|constrain|>",),
+        kind_of=_harmony_kind,
+        read_calls=_read_harmony_call,
+    ),
+    "muse_glimmer": MessageFormat(
+        signs=("<|message|>", "<atem:invoke"),
+        ends=("<|eom|>", "<|eot|>", "<|start|>"),
+        headers=("<|start|>", "<|message|>", "to="),
+        others=(),
+        kind_of=_muse_kind,
+        read_calls=lambda recipient, text, tools: read_atem_calls(text, tools),
+    ),
+}
+"""Formats by the names of vLLM's parsers; the first whose signs a chat template has is the template's."""
+
+
 class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
     """The markers of a family."""
 
@@ -98,21 +163,24 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs before and after reasoning."""
     tool_format: ToolFormat | None = None
     """Format of tool calls; None if calls are text."""
-    is_harmony: bool = False
-    """Whether responses are messages with channels, as GPT-OSS's."""
-
+    frames: tuple[str, ...] = ()
+    """Markers around final text."""
+    messages: MessageFormat | None = None
+    """Format of responses that are several messages; None if they are not."""
     reads_calls: bool = True
-    """Whether messages to functions are calls, in a family with channels."""
+    """Whether messages to functions are calls, where responses are messages."""
 
     @staticmethod
     @functools.cache
     def of_template(source: str) -> ResponseMarkers:
         """Return the markers that a chat template writes, by its text."""
-        if "<|channel|>" in source and "<|message|>" in source:
-            return ResponseMarkers(is_harmony=True)
+        for messages in MESSAGE_FORMATS.values():
+            if all(sign in source for sign in messages.signs):
+                return ResponseMarkers(messages=messages)
         formats = (layout for layout in TOOL_FORMATS.values() if any(sign in source for sign in layout.signs))
         pairs = tuple(pair for pair in _REASONING if pair[0] in source or pair[1] in source)
-        return ResponseMarkers(reasoning=pairs, tool_format=next(formats, None))
+        frames = tuple(frame for frame in _FRAMES if frame in source)
+        return ResponseMarkers(reasoning=pairs, tool_format=next(formats, None), frames=frames)
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Tokenizer) -> ResponseMarkers:
@@ -125,7 +193,7 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
         """All of them."""
         calls = () if self.tool_format is None else self.tool_format.markers
         pairs = [marker for pair in self.reasoning for marker in pair]
-        return (*(_HARMONY_MARKERS if self.is_harmony else ()), *pairs, *calls)
+        return (*(() if self.messages is None else self.messages.markers), *pairs, *self.frames, *calls)
 
     def kept_tokens(self, special_tokens: Iterable[str]) -> frozenset[str]:
         """Return the special tokens that a reader must see, since they are markers or parts of one."""
@@ -142,9 +210,9 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
 
     def reader(self, prompt: str = "", tools: Tools = ()) -> ResponseReader:
         """Return a reader of a response to a prompt, of which only the end matters."""
-        if not self.is_harmony:
+        if self.messages is None:
             return MarkedReader(self, self.end_of_reasoning(prompt), tools)
-        reader = HarmonyReader(reads_calls=self.reads_calls)
+        reader = MessagesReader(self.messages, tools, reads_calls=self.reads_calls)
         _, begin, header = prompt.rpartition("<|start|>assistant")
         list(reader.push(header if begin else ""))
         return reader
@@ -309,6 +377,7 @@ class MarkedReader:
         """Begin a response, within reasoning if the marker that ends it is given."""
         self._format = markers.tool_format
         self._pairs = dict(markers.reasoning)
+        self._silent = (*markers.frames, *(() if self._format is None else self._format.silent))
         self._tools = tools
         self._held = ""
         self._close = end_of_reasoning
@@ -362,16 +431,15 @@ class MarkedReader:
     def _opens(self) -> tuple[str, ...]:
         layout = self._format
         if layout is None:
-            return tuple(self._pairs)
+            return (*self._pairs, *self._silent)
         begun = self._held.lstrip()
         may_call = not layout.fills_response or (
             self._is_blank and any(begun.startswith(marker) or marker.startswith(begun) for marker in layout.opens)
         )
-        return (*self._pairs, *(layout.opens if may_call else ()), *layout.silent)
+        return (*self._pairs, *(layout.opens if may_call else ()), *self._silent)
 
     def _is_marker_of_text(self, marker: str) -> bool:
-        silent = () if self._format is None else self._format.silent
-        return marker == self._close or marker in self._pairs or marker in silent
+        return marker == self._close or marker in self._pairs or marker in self._silent
 
     def _pass(self, marker: str) -> Iterator[ResponsePart]:
         """Pass a marker around reasoning, or one that is no text."""
@@ -392,22 +460,20 @@ class MarkedReader:
         return [ResponsePart("call", call=call) for call in span.calls] or [ResponsePart(kind, text)]
 
 
-class HarmonyReader:
-    """A reader of messages with channels: analysis is reasoning, a message to a function is a call.
-
-    Text in the final channel is content, and so is commentary without a recipient, as vLLM has it.
-    """
+class MessagesReader:
+    """A reader of responses that are several messages: reasoning, calls of functions, and content."""
 
     is_reasoning = False
 
-    def __init__(self, *, reads_calls: bool = True) -> None:
+    def __init__(self, messages: MessageFormat, tools: Tools, *, reads_calls: bool = True) -> None:
         """Begin a response after the name of its author."""
+        self._format, self._tools = messages, tools
         self._reads_calls = reads_calls
         self._held = ""
         self._kind: Kind | None = None
         """Kind of the message whose text comes; None before that."""
-        self._name = ""
-        """Function that is called."""
+        self._recipient = ""
+        """The recipient of the message whose text comes."""
         self._is_first = True
 
     def push(self, text: str) -> Iterator[ResponsePart]:
@@ -416,14 +482,14 @@ class HarmonyReader:
         while (parts := self._message() if self._kind else self._header()) is not None:
             yield from parts
         if self._kind in ("content", "reasoning"):
-            certain, self._held = _split_certain(self._held, _HARMONY_ENDS)
+            certain, self._held = _split_certain(self._held, self._format.ends)
             yield from self._text(certain)
 
     def finish(self) -> Iterator[ResponsePart]:
         """Yield the rest."""
         text, self._held = self._held, ""
         if self._kind == "call":
-            yield self._call(text)
+            yield from self._call(text)
         elif self._kind is not None:
             yield from self._text(text)
 
@@ -431,20 +497,16 @@ class HarmonyReader:
         """Read the header of a message; None if more text is needed."""
         header, marker, rest = self._held.partition("<|message|>")
         begun = self._held.lstrip()
-        if not any(begun.startswith(begin) or begin.startswith(begun) for begin in _HARMONY_HEADERS):
+        if not any(begun.startswith(begin) or begin.startswith(begun) for begin in self._format.headers):
             self._begin("content")  # text without a header
             return []
         if not marker:
             return None
         self._held = rest
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        if recipient is not None and recipient[1].startswith("functions.") and self._reads_calls:
-            self._name = recipient[1].removeprefix("functions.")
-            self._begin("call")
-        elif channel is not None and (channel[1] == "analysis" or (recipient is not None and self._reads_calls)):
-            self._begin("reasoning")
-        else:
-            self._begin("content")
+        recipient = _RECIPIENT.search(header)
+        self._recipient = "" if recipient is None else recipient[1]
+        kind = self._format.kind_of(header, self._recipient)
+        self._begin(self._format.kind_of(header, "") if kind == "call" and not self._reads_calls else kind)
         return []
 
     def _begin(self, kind: Kind) -> None:
@@ -452,14 +514,14 @@ class HarmonyReader:
 
     def _message(self) -> list[ResponsePart] | None:
         """Read a message to its end; None if more text is needed."""
-        first = _first(self._held, _HARMONY_ENDS)
+        first = _first(self._held, self._format.ends)
         if first is None:
             return None
         at, marker = first
         text, self._held = self._held[:at], self._held[at:]
-        if marker not in _HARMONY_HEADERS:
+        if marker not in self._format.headers:
             self._held = self._held[len(marker) :]
-        parts = [self._call(text)] if self._kind == "call" else [*self._text(text)]
+        parts = [*(self._call(text) if self._kind == "call" else self._text(text))]
         self._kind, self.is_reasoning = None, False
         return parts
 
@@ -468,12 +530,11 @@ class HarmonyReader:
             yield ResponsePart(self._kind, text, is_first=self._is_first)
             self._is_first = False
 
-    def _call(self, text: str) -> ResponsePart:
-        try:
-            arguments = msgspec.json.decode(text.strip() or "{}", type=dict[str, Any])
-        except (msgspec.MsgspecError, RecursionError, UnicodeError):
-            return ResponsePart("malformed", text, is_first=True)
-        return ResponsePart("call", call=FunctionCall(name=self._name, arguments=arguments))
+    def _call(self, text: str) -> Iterator[ResponsePart]:
+        calls = self._format.read_calls(self._recipient, text, self._tools)
+        yield from (ResponsePart("call", call=call) for call in calls)
+        if not calls:
+            yield ResponsePart("malformed", text, is_first=True)
 
 
 class ResponseStream:

@@ -9,7 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -204,6 +204,23 @@ def _read_kimi(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     return _delimited(text, len("<|tool_call_begin|>"), "<|tool_call_end|>", is_last, _kimi_call)
 
 
+def _cohere_calls(body: str) -> tuple[FunctionCall, ...]:
+    try:
+        actions = msgspec.json.decode(body.strip())
+        return tuple(_action_call(action) for action in (actions if isinstance(actions, list) else [actions]))
+    except _INVALID:
+        return ()
+
+
+def _action_call(action: Mapping[str, Any]) -> FunctionCall:
+    named = {"name": action["tool_name"], "id": action.get("tool_call_id"), "arguments": action["parameters"]}
+    return _call_of(named, "arguments")
+
+
+def _read_cohere(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    return _delimited(text, len("<|START_ACTION|>"), "<|END_ACTION|>", is_last, _cohere_calls)
+
+
 # --- arguments as tags -----------------------------------------------------------------------------------------------
 
 
@@ -329,6 +346,75 @@ def _read_glm(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     return CallSpan(ends[0] + len(close) if ends else len(text)) if is_last else None
 
 
+class _Tags(NamedTuple):
+    """Patterns of a call whose arguments have tags of their own, with or without a mark of what is a text."""
+
+    begin: re.Pattern[str]
+    parameter: re.Pattern[str]
+    end: re.Pattern[str]
+
+
+_DSML_TAGS = _Tags(
+    re.compile(r'<｜DSML｜ ?invoke\s+name="(?P<name>[^"]+)"\s*>\s*'),
+    re.compile(
+        r'<｜DSML｜ ?parameter\s+name="(?P<key>[^"]+)"\s+string="(?P<text>true|false)"\s*>'
+        r"(?P<value>.*?)</｜DSML｜ ?parameter>\s*",
+        re.DOTALL,
+    ),
+    re.compile(r"</｜DSML｜ ?invoke>"),
+)
+_ATEM_TAGS = _Tags(
+    re.compile(r'<atem:invoke\s+name="(?P<name>[^"]+)"\s*>\s*'),
+    re.compile(r'<atem:parameter\s+name="(?P<key>[^"]+)"\s*>(?P<text>)(?P<value>.*?)</atem:parameter>\s*', re.DOTALL),
+    re.compile(r"</atem:invoke>"),
+)
+
+
+def _tagged_call(text: str, start: int, tags: _Tags, tools: Tools) -> tuple[int, FunctionCall] | None:
+    """Return where a call ends that begins at `start`, and the call; None if there is none that is complete."""
+    begin = tags.begin.match(text, start)
+    if begin is None:
+        return None
+    name, place = begin["name"], begin.end()
+    properties, arguments = _properties(tools, name), dict[str, Any]()
+    while (parameter := tags.parameter.match(text, place)) is not None:
+        key, value, place = parameter["key"], parameter["value"], parameter.end()
+        schema = (properties or {}).get(key)
+        if parameter["text"] == "true":
+            arguments[key] = value
+        else:
+            arguments[key] = _typed(value, schema) if _types(schema) else _json_value(value)
+    end = tags.end.match(text, place)
+    return None if end is None else (end.end(), FunctionCall(name=name, arguments=arguments))
+
+
+_DSML_PARAMETER = re.compile(r"</?｜DSML｜ ?parameter")
+
+
+def _read_dsml(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+    call = _tagged_call(text, 0, _DSML_TAGS, tools)
+    if call is not None:
+        return CallSpan(call[0], call[1:])
+    ends = [match.end() for match in _DSML_TAGS.end.finditer(text)]
+    for end in ends:
+        if len(_DSML_PARAMETER.findall(text, 0, end)) % 2 == 0:
+            return CallSpan(end)
+    return CallSpan(ends[0] if ends else len(text)) if is_last else None  # an end may be within an argument
+
+
+def read_atem_calls(text: str, tools: Tools) -> tuple[FunctionCall, ...]:
+    """Return the calls of a message to a function, as Muse writes them; none if it is anything but calls."""
+    body, calls = text.strip().removeprefix("<atem:function_calls>").lstrip(), list[FunctionCall]()
+    place = 0
+    while (call := _tagged_call(body, place, _ATEM_TAGS, tools)) is not None:
+        name, _, function = call[1].name.partition(".")
+        # A tool without a namespace is offered as its own namespace, and called by both.
+        is_doubled = name == function and _properties(tools, name) is not None
+        calls.append(msgspec.structs.replace(call[1], name=name) if is_doubled else call[1])
+        place = len(body) - len(body[call[0] :].lstrip())
+    return tuple(calls) if body[place:] in ("", "</atem:function_calls>") else ()
+
+
 # --- others ----------------------------------------------------------------------------------------------------------
 
 _GEMMA_TEXT = '<|"|>'
@@ -392,7 +478,19 @@ _DEEPSEEK_V3_FORMAT = ToolFormat(
     signs=("<｜tool▁call▁begin｜>",),
     read=_read_deepseek,
 )
+_DSML_BLOCKS = ("｜DSML｜function_calls>", "｜DSML｜tool_calls>", "｜DSML｜ calls>")
+"""Tags around calls of DeepSeek V3.2, V4 and V4.1."""
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "deepseek_v32": ToolFormat(
+        opens=("<｜DSML｜invoke", "<｜DSML｜ invoke"),
+        others=("</｜DSML｜",),
+        silent=tuple(f"{slash}{block}" for block in _DSML_BLOCKS for slash in ("<", "</")),
+        signs=("｜DSML｜",),
+        read=_read_dsml,
+    ),
+    "cohere_command3": ToolFormat(
+        opens=("<|START_ACTION|>",), others=("<|END_ACTION|>",), signs=("<|START_ACTION|>",), read=_read_cohere
+    ),
     "gemma4": ToolFormat(
         opens=("<|tool_call>call:",),
         others=("<tool_call|>", _GEMMA_TEXT),

@@ -28,6 +28,11 @@ ToolCallParser = Literal[
     "openai",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "cohere_command3",
+    "cohere_command4",
+    "muse_glimmer",
     "glm45",
     "glm47",
     "kimi_k2",
@@ -191,7 +196,8 @@ class Generation(Section, frozen=True, kw_only=True):
     """New. Format of the model's tool calls, so that agents get them as `tool_calls`. auto: the format of the model's
     chat template. Others by vLLM's names: hermes (Qwen, Hermes: ``<tool_call>{"name": ..., "arguments":
     {...}}</tool_call>``), qwen3_coder (Qwen 3.5, Nemotron 3), llama3_json (Llama 3: ``{"name": ..., "parameters":
-    {...}}``), mistral, openai (GPT-OSS), deepseek_v3, glm45, kimi_k2, gemma4, lfm2. null: they stay text."""
+    {...}}``), mistral, openai (GPT-OSS), deepseek_v3, deepseek_v32 (V3.2 to V4.1), cohere_command3, muse_glimmer,
+    glm45, kimi_k2, gemma4, lfm2. null: they stay text."""
     adapter_sets: PositiveInt = 1
     """New. Versions of low-rank adapters that one engine holds beside the base, each request being made by the version
     that it names. 1: the newest version alone, merged into the weights. `coordinator tinker --models` sets it. With

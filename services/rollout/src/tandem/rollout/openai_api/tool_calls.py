@@ -14,10 +14,15 @@ import msgspec
 
 from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.openai_api.protocol import CalledFunction, ToolCall
-from tandem.samples.responses import ResponseDelta, ResponseMarkers, ResponseStream
+from tandem.samples.responses import MESSAGE_FORMATS, ResponseDelta, ResponseMarkers, ResponseStream
 from tandem.samples.tool_formats import TOOL_FORMATS
 
-_SAME_FORMAT: Mapping[ToolCallParser, str] = {"deepseek_v31": "deepseek_v3", "glm47": "glm45"}
+_SAME_FORMAT: Mapping[ToolCallParser, str] = {
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v4": "deepseek_v32",
+    "cohere_command4": "cohere_command3",
+    "glm47": "glm45",
+}
 """Names of vLLM's parsers whose formats are read as another's."""
 
 
@@ -33,17 +38,16 @@ def chat_markers(template: ResponseMarkers, parser: ToolCallParser | None, *, ma
     """Return the markers of a chat's response.
 
     Reasoning is marked as the chat template marks it. Calls are read in the format of `parser`, and in none if no tool
-    may be called. GPT-OSS's messages are always read, since nothing else tells its answer from its reasoning.
+    may be called. Messages, such as GPT-OSS's, are always read, since nothing else tells answers from reasoning.
     """
     if not may_call or parser is None:
-        return msgspec.structs.replace(template, tool_format=None, reads_calls=may_call and template.is_harmony)
+        return msgspec.structs.replace(template, tool_format=None, reads_calls=may_call and bool(template.messages))
     if parser == "auto":
         return template
-    if parser == "openai":
-        return ResponseMarkers(is_harmony=True)
-    return msgspec.structs.replace(
-        template, tool_format=TOOL_FORMATS[_SAME_FORMAT.get(parser, parser)], is_harmony=False
-    )
+    if parser in MESSAGE_FORMATS:
+        return ResponseMarkers(messages=MESSAGE_FORMATS[parser])
+    tool_format = TOOL_FORMATS[_SAME_FORMAT.get(parser, parser)]
+    return msgspec.structs.replace(template, tool_format=tool_format, messages=None)
 
 
 class ChatReader:
