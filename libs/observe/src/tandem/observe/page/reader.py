@@ -10,18 +10,16 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from tandem.observe.run_folder.calls import NewestCalls, has_calls, newest_calls
-from tandem.observe.run_folder.ending import outcome_in
+from tandem.observe.run_folder.ending import State, state_of
 from tandem.observe.run_folder.journal import RefitRecord, last_event, read_refit
 from tandem.observe.run_folder.journal_errors import file_errors
-from tandem.observe.run_folder.journal_file import connect_checked, is_taken, require_journal
+from tandem.observe.run_folder.journal_file import connect_checked, require_journal
 from tandem.observe.run_folder.live import Live, read_live
-
-State = Literal["running", "finished", "failed", "interrupted", "ended"]
 
 _CONFIG = "SELECT json FROM configs ORDER BY id DESC LIMIT 1"
 
@@ -130,7 +128,7 @@ class RunReader:
 
     def _state(self, journal: sqlite3.Connection) -> State:
         """Return the state of the run, ignoring ends before its last start."""
-        return outcome_in(last_event(journal)) or ("running" if is_taken(self.folder) else "ended")
+        return state_of(self.folder, last_event(journal))
 
     def live(self) -> Live | None:
         """Return the coordinator's last status; None once the run has ended."""

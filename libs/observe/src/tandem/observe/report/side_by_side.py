@@ -12,14 +12,13 @@ import msgspec
 
 from tandem.config import differing
 from tandem.config.schema.declarations import ALGORITHMS
+from tandem.observe.listing.runs import OF_EVERY_RUN
 from tandem.observe.report.panels import PHASES, TOTAL, peak_memory
 from tandem.observe.report.summary import SUMMED_UP, RunSummary
 from tandem.observe.run_folder.ending import ENDED
 from tandem.observe.run_folder.journal import JournalReader, RefitRecord, RunRecord, read_journal
 from tandem.observe.run_folder.journal_errors import damage
 
-_OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensorboard.log_dir")
-"""Keys that differ between any two runs, and mean nothing."""
 _NONE = "-"
 
 
@@ -142,7 +141,7 @@ def memory(runs: Sequence[Run]) -> list[Row]:
 def configuration_differences(runs: Sequence[Run]) -> list[Row]:
     """Return the keys in which configurations differ, with each run's value."""
     keys = dict.fromkeys(key for run in runs[1:] for key in differing(runs[0].config, run.config))
-    return [_row(key, (_value_of(run.config, key) for run in runs)) for key in keys if key not in _OF_EVERY_RUN]
+    return [_row(key, (_value_of(run.config, key) for run in runs)) for key in keys if key not in OF_EVERY_RUN]
 
 
 def _value_of(config: Mapping[str, Any], key: str) -> str:

@@ -168,10 +168,10 @@ class JournalReader:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def rows(self, query: str) -> list[tuple[Any, ...]]:
+    def rows(self, query: str, values: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query."""
         with file_errors(self.folder):
-            return self._connection.execute(query).fetchall()
+            return self._connection.execute(query, values).fetchall()
 
     def _steps(self, which: str) -> list[StepRecord]:
         with file_errors(self.folder), snapshot(self._connection):
@@ -207,14 +207,14 @@ def last_event(connection: sqlite3.Connection) -> str:
     return newest[1] if newest is not None and newest[0] >= begun_at else ""
 
 
-def read_journal(folder: Path) -> JournalReader:
-    """Open the journal of `folder` for reading, also while its run is live.
+def read_journal(folder: Path, *, checks_pages: bool = True) -> JournalReader:
+    """Open the journal of `folder` for reading, also while its run is live; `checks_pages` as in `connect_checked`.
 
     Raises:
         RunFolderError: there is no journal, or it cannot be read.
 
     """
     require_journal(folder)
-    connection = connect_checked(folder)
+    connection = connect_checked(folder, checks_pages=checks_pages)
     connection.execute("PRAGMA query_only = ON")
     return JournalReader(folder, connection)

@@ -1,0 +1,207 @@
+"""The runs below a folder: where they are, how far they have come, and what they have reached."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.common.errors import ConfigError, RunFolderError, TandemError, nearest
+from tandem.config import differing
+from tandem.config.schema.declarations import ALGORITHMS
+from tandem.observe.listing.notes import read_notes
+from tandem.observe.run_folder.ending import State, state_of
+from tandem.observe.run_folder.journal import JournalReader, read_journal
+from tandem.observe.run_folder.journal_errors import JOURNAL_NAME, damage
+from tandem.observe.run_folder.live import read_live
+
+OF_EVERY_RUN = ("logger.log_dir", "checkpointing.checkpoint_dir", "logger.tensorboard.log_dir")
+"""Keys that differ between any two runs, and mean nothing."""
+_NEVER_RUNS = ("checkpoints", "samples", "logs", "keys", "tensorboard")
+"""Folders within a run's that hold no run, and may hold many files."""
+
+
+class RunScore(msgspec.Struct, frozen=True, kw_only=True):
+    """The course of the metric that ranks a run's checkpoints (``checkpointing.metric_name``)."""
+
+    metric: str
+    last: float
+    best: float
+    best_step: int
+    higher_is_better: bool
+
+
+class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table."""
+
+    folder: str
+    run_id: str = ""
+    algorithm: str = ""
+    model: str = ""
+    state: State | None = None
+    """None if the journal cannot be read; `problem` says why."""
+    step: int = 0
+    """Newest step that is done."""
+    num_steps: int | None = None
+    """Steps that the run is to make; None if they are not known."""
+    score: RunScore | None = None
+    reward: float | None = None
+    """Mean reward of the newest step, of algorithms that generate."""
+    loss: float | None = None
+    seconds: float = 0.0
+    """Seconds of all steps together."""
+    created_at: float = 0.0
+    """Unix time."""
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    problem: str = ""
+
+
+class RunEntry(msgspec.Struct, frozen=True):
+    """A run, and its configuration as its journal has it, of whichever release."""
+
+    row: ListedRun
+    config: dict[str, Any]
+
+
+def run_folders(roots: Sequence[Path]) -> list[Path]:
+    """Return the folders with a journal at or below some folders, in the order of their names; links are not followed.
+
+    Raises `RunFolderError` if one of the folders does not exist.
+    """
+    folders: dict[Path, None] = {}
+    for root in roots:
+        if not root.is_dir():
+            near = [str(path) for path in root.absolute().parent.glob("*") if path.is_dir()]
+            raise RunFolderError(f"there is no folder {root}{nearest(str(root.absolute()), near)}")
+        folders |= dict.fromkeys(_below(root))
+    return [*folders]
+
+
+def _below(root: Path) -> Iterator[Path]:
+    for place, names, files in os.walk(root):
+        is_run = JOURNAL_NAME in files
+        if is_run:
+            yield Path(place)
+        names[:] = sorted(n for n in names if not n.startswith(".") and not (is_run and n in _NEVER_RUNS))
+
+
+def read_run(folder: Path) -> RunEntry:
+    """Read a run from its folder; one that cannot be read has a row that says so."""
+    try:
+        notes = read_notes(folder)
+        with read_journal(folder, checks_pages=False) as journal:
+            return _entry(folder, journal, notes.tags, notes.note)
+    except TandemError as error:
+        return RunEntry(ListedRun(folder=str(folder), problem=str(error)), {})
+
+
+def _entry(folder: Path, journal: JournalReader, tags: tuple[str, ...], note: str) -> RunEntry:
+    with damage(folder):
+        config = msgspec.json.decode(journal.config_json, type=dict[str, Any])
+    algorithm, live = journal.run.algorithm, read_live(folder)
+    planned = (config.get(algorithm) or {}).get("max_num_steps") if live is None else live.num_steps
+    (seconds,) = journal.rows(
+        "SELECT coalesce(sum(seconds), 0) FROM steps JOIN seconds ON step_id = id "
+        "WHERE superseded_at IS NULL AND phase = 'total'"
+    )[0]
+    row = ListedRun(
+        folder=str(folder),
+        run_id=journal.run_id,
+        algorithm=algorithm,
+        model=str(config.get("policy", {}).get("model_name", "")),
+        state=state_of(folder, journal.last_event()),
+        step=journal.last_step() or 0,
+        num_steps=planned,
+        score=_score(journal, config.get("checkpointing", {})),
+        reward=_last(curve_of(journal, "reward")),
+        loss=_last(curve_of(journal, "loss")),
+        seconds=float(seconds),
+        created_at=journal.run.created_at,
+        tags=tags,
+        note=note,
+    )
+    others = ALGORITHMS.keys() - {algorithm}
+    return RunEntry(row, {section: value for section, value in config.items() if section not in others})
+
+
+def curve_of(journal: JournalReader, metric: str) -> list[tuple[int, float]]:
+    """Return the values of a metric by step; those that are no finite number are left out."""
+    rows = journal.rows(
+        "SELECT step, value FROM steps JOIN metrics ON step_id = id "
+        "WHERE superseded_at IS NULL AND name = ? AND value IS NOT NULL ORDER BY step",
+        (metric,),
+    )
+    return [(int(step), float(value)) for step, value in rows if math.isfinite(value)]
+
+
+def _score(journal: JournalReader, checkpointing: dict[str, Any]) -> RunScore | None:
+    metric, higher = str(checkpointing.get("metric_name", "")), bool(checkpointing.get("higher_is_better", True))
+    points = curve_of(journal, metric)
+    if not points:
+        return None
+    sign = 1 if higher else -1
+    step, best = max(points, key=lambda point: (sign * point[1], -point[0]))
+    return RunScore(metric=metric, last=points[-1][1], best=best, best_step=step, higher_is_better=higher)
+
+
+def _last(points: Sequence[tuple[int, float]]) -> float | None:
+    return points[-1][1] if points else None
+
+
+def matching(entries: Sequence[RunEntry], tags: Iterable[str], terms: Iterable[str]) -> list[RunEntry]:
+    """Return the runs that have all of the tags, and match all search terms.
+
+    A term ``key=value`` is a setting; any other one is looked for in folder, name, algorithm, model, state, note and
+    tags, whatever its case. Raises `ConfigError` for a tag or a key that no run has.
+    """
+    problems: list[str] = []
+    known_tags = {tag for entry in entries for tag in entry.row.tags}
+    leaves = [_settings(entry.config) for entry in entries]
+    keys = {key for settings in leaves for key in settings}
+    for tag in tags:
+        if tag not in known_tags:
+            problems.append(f"--tag: no run has the tag {tag!r}{nearest(tag, known_tags)}")
+    for term in terms:
+        key, is_setting, _ = term.partition("=")
+        if is_setting and key not in keys:
+            problems.append(f"--search: {key}: no run has this key{nearest(key, keys)}")
+    if problems:
+        raise ConfigError(*problems)
+    chosen = []
+    for entry, settings in zip(entries, leaves, strict=True):
+        if {*tags} <= {*entry.row.tags} and all(_matches(entry.row, settings, term) for term in terms):
+            chosen.append(entry)
+    return chosen
+
+
+def _matches(row: ListedRun, settings: dict[str, str], term: str) -> bool:
+    key, is_setting, value = term.partition("=")
+    if is_setting:
+        return settings.get(key) == value
+    texts = (row.folder, row.run_id, row.algorithm, row.model, row.state or row.problem, row.note, *row.tags)
+    return any(term.lower() in text.lower() for text in texts)
+
+
+def differences(entries: Sequence[RunEntry]) -> dict[str, dict[str, list[str]]]:
+    """Return the keys in which configurations differ: for each value, as in YAML, the folders of the runs."""
+    readable = [entry for entry in entries if entry.config]
+    keys = dict.fromkeys(key for entry in readable[1:] for key in differing(readable[0].config, entry.config))
+    tables: dict[str, dict[str, list[str]]] = {key: {} for key in keys if key not in OF_EVERY_RUN}
+    for entry in readable:
+        settings = _settings(entry.config)
+        for key, runs in tables.items():
+            runs.setdefault(settings.get(key, "-"), []).append(entry.row.folder)
+    return tables
+
+
+def _settings(node: Any, key: str = "") -> dict[str, str]:
+    """Return the settings of a configuration as texts, by key."""
+    if isinstance(node, dict) and node:
+        inner = (_settings(value, f"{key}.{name}" if key else str(name)) for name, value in node.items())
+        return {key: text for settings in inner for key, text in settings.items()}
+    return {key: node if isinstance(node, str) else msgspec.json.encode(node).decode()}

@@ -1,0 +1,33 @@
+"""``coordinator note``: write a note and tags to runs, for ``coordinator runs``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tandem.coordinator.commands.arguments import Commands
+from tandem.launch.exit_codes import OK
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    note = commands.add_parser("note", help="write a note and tags to runs, by which `coordinator runs` finds them")
+    note.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders: logger.log_dir of their configurations"
+    )
+    note.add_argument("--text", metavar="TEXT", help="note that replaces the one before; '' for none")
+    note.add_argument(
+        "--tag", action="append", default=[], metavar="TAG", help="tag to add; may be given several times"
+    )
+    note.add_argument("--untag", action="append", default=[], metavar="TAG", help="tag to remove")
+    note.set_defaults(carry_out=_note)
+
+
+def _note(arguments: argparse.Namespace) -> int:
+    from tandem.observe.listing.notes import change_notes
+
+    changed = change_notes(arguments.runs, arguments.text, arguments.tag, arguments.untag)
+    for run, notes in zip(arguments.runs, changed, strict=True):
+        tags = f"[{' '.join(notes.tags)}] " if notes.tags else ""
+        print(f"{run}: {tags}{notes.note}".rstrip())
+    return OK

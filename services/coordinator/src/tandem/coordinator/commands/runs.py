@@ -1,0 +1,86 @@
+"""``coordinator runs``: a table of all runs below a folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.coordinator.commands.arguments import Commands
+from tandem.launch.exit_codes import OK
+
+if TYPE_CHECKING:
+    from tandem.observe.listing.runs import RunEntry
+
+_ORDERS = ("begun", "name", "score", "time")
+_MOST_VIEWED = 8
+"""Runs that the last line offers to look at: more curves on one chart cannot be told apart."""
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    runs = commands.add_parser(
+        "runs", help="list all runs below a folder: results, notes, tags, search, differences of configuration"
+    )
+    runs.add_argument(
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs (default: results, or else .)"
+    )
+    runs.add_argument("--tag", action="append", default=[], metavar="TAG", help="only runs with this tag")
+    runs.add_argument(
+        "--search",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only runs with this text in their folder, model, state, note or tags; or KEY=VALUE, with this setting",
+    )
+    runs.add_argument("--differences", action="store_true", help="also the keys in which configurations differ")
+    runs.add_argument(
+        "--sort", choices=_ORDERS, default="begun", help="order of the rows, the best last (default: begun)"
+    )
+    runs.add_argument("--json", action="store_true", help="print the runs and their differences as JSON")
+    runs.set_defaults(carry_out=_runs)
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    import shlex
+
+    import msgspec
+    from rich.console import Console
+
+    from tandem.observe.listing.runs import differences, matching, read_run, run_folders
+    from tandem.observe.listing.table import format_differences, print_runs
+
+    roots = arguments.folders or [Path("results") if Path("results").is_dir() else Path()]
+    entries = matching([*map(read_run, run_folders(roots))], arguments.tag, arguments.search)
+    entries.sort(key=lambda entry: _place(entry, arguments.sort))
+    rows = [entry.row for entry in entries]
+    if arguments.json:
+        content = {"runs": rows, "differences": differences(entries)}
+        print(msgspec.json.format(msgspec.json.encode(content)).decode())
+        return OK
+    where = " ".join(map(str, roots))
+    if not rows:
+        print(f"no run below {where}" if not arguments.tag + arguments.search else f"no such run below {where}")
+        return OK
+    print_runs(rows, Console(highlight=False))
+    if arguments.differences:
+        keys = differences(entries)
+        print(
+            "\n".join(
+                ["", "configurations differ in:" if keys else "configurations are equal", *format_differences(keys)]
+            )
+        )
+    readable = [row.folder for row in rows if row.state is not None]
+    if 0 < len(readable) <= _MOST_VIEWED:
+        print(f"curves: {shlex.join(['coordinator', 'view', *readable])}")
+    return OK
+
+
+def _place(entry: RunEntry, order: str) -> tuple[float, str]:
+    """Return a run's place in an order."""
+    row = entry.row
+    if order == "score":
+        score = row.score
+        value = float("-inf") if score is None else score.best if score.higher_is_better else -score.best
+        return value, row.folder
+    return {"name": 0.0, "begun": row.created_at, "time": row.seconds}[order], row.folder
