@@ -408,12 +408,12 @@ class MarkedReader:
             markers = (self._close, *self._pairs) if self.is_reasoning else self._opens()
             first = _first(self._held, markers)
             at = len(self._held) if first is None else first[0]
-            text, held = self._held[:at], self._held[at:]
+            text, uncertain = self._held[:at], self._held[at:]
             if first is None:
-                text, held = _split_certain(text, markers)
+                text, uncertain = _split_certain(text, markers)
             if not self.is_reasoning and self._is_blank and not text.strip() and first is None:
                 return  # a call may follow that fills the response
-            self._held = held
+            self._held = uncertain
             if text:
                 self._is_blank &= self.is_reasoning or not text.strip()
                 yield ResponsePart("reasoning" if self.is_reasoning else "content", text)

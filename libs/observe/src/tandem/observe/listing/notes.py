@@ -21,7 +21,7 @@ _MOST_CHARACTERS = 10_000
 """Length of a note."""
 
 
-class Notes(msgspec.Struct, frozen=True, kw_only=True):
+class RunNotes(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the file."""
 
     note: str = ""
@@ -29,20 +29,20 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     """In the order in which they were added."""
 
 
-def read_notes(folder: Path) -> Notes:
+def read_notes(folder: Path) -> RunNotes:
     """Return the notes of a run; empty ones if there is no file. Raises `RunFolderError` if it is unreadable."""
     path = folder / NOTES_NAME
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Notes)
+        return msgspec.json.decode(path.read_bytes(), type=RunNotes)
     except FileNotFoundError:
-        return Notes()
+        return RunNotes()
     except (OSError, msgspec.MsgspecError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
 
 
 def change_notes(
     folders: Sequence[Path], note: str | None, tags: Collection[str], untags: Collection[str]
-) -> list[Notes]:
+) -> list[RunNotes]:
     """Change the notes of runs, and return them; a `note` of None stays as it is. Nothing is written in case of errors.
 
     Raises:
@@ -53,12 +53,12 @@ def change_notes(
     for folder in folders:
         require_journal(folder)
     earlier = [read_notes(folder) for folder in folders]
-    known = {tag for notes in earlier for tag in notes.tags}
+    known_tags = {tag for notes in earlier for tag in notes.tags}
     problems = [f"--tag: {tag!r} is not a word of at most 60 characters" for tag in tags if not _TAG.fullmatch(tag)]
     for tag in untags:
-        if tag not in known:
-            has = f"; there is {', '.join(sorted(known))}" if known else ""
-            problems.append(f"--untag: no such run has the tag {tag!r}{nearest(tag, known) or has}")
+        if tag not in known_tags:
+            has = f"; there is {', '.join(sorted(known_tags))}" if known_tags else ""
+            problems.append(f"--untag: no such run has the tag {tag!r}{nearest(tag, known_tags) or has}")
     if note is not None and len(note) > _MOST_CHARACTERS:
         problems.append(f"--text: a note of {len(note):,} characters is longer than {_MOST_CHARACTERS:,}")
     if problems:
@@ -66,7 +66,7 @@ def change_notes(
     return [
         _write(
             folder,
-            Notes(
+            RunNotes(
                 note=notes.note if note is None else note,
                 tags=tuple(tag for tag in dict.fromkeys([*notes.tags, *tags]) if tag not in untags),
             ),
@@ -75,7 +75,7 @@ def change_notes(
     ]
 
 
-def _write(folder: Path, notes: Notes) -> Notes:
+def _write(folder: Path, notes: RunNotes) -> RunNotes:
     path, temporary = folder / NOTES_NAME, folder / f".{NOTES_NAME}.{os.getpid()}"
     try:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(notes)))

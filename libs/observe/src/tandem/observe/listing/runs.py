@@ -125,8 +125,8 @@ def _entry(folder: Path, journal: JournalReader, tags: tuple[str, ...], note: st
         tags=tags,
         note=note,
     )
-    others = ALGORITHMS.keys() - {algorithm}
-    return RunEntry(row, {section: value for section, value in config.items() if section not in others})
+    other_sections = ALGORITHMS.keys() - {algorithm}
+    return RunEntry(row, {section: value for section, value in config.items() if section not in other_sections})
 
 
 def curve_of(journal: JournalReader, metric: str) -> list[tuple[int, float]]:
@@ -172,11 +172,11 @@ def matching(entries: Sequence[RunEntry], tags: Iterable[str], terms: Iterable[s
             problems.append(f"--search: {key}: no run has this key{nearest(key, keys)}")
     if problems:
         raise ConfigError(*problems)
-    chosen = []
+    selected = []
     for entry, settings in zip(entries, leaves, strict=True):
         if {*tags} <= {*entry.row.tags} and all(_matches(entry.row, settings, term) for term in terms):
-            chosen.append(entry)
-    return chosen
+            selected.append(entry)
+    return selected
 
 
 def _matches(row: ListedRun, settings: dict[str, str], term: str) -> bool:

@@ -58,9 +58,9 @@ def _runs(arguments: argparse.Namespace) -> int:
         content = {"runs": rows, "differences": differences(entries)}
         print(msgspec.json.format(msgspec.json.encode(content)).decode())
         return OK
-    where = " ".join(map(str, roots))
+    folders = " ".join(map(str, roots))
     if not rows:
-        print(f"no run below {where}" if not arguments.tag + arguments.search else f"no such run below {where}")
+        print(f"no run below {folders}" if not arguments.tag + arguments.search else f"no such run below {folders}")
         return OK
     print_runs(rows, Console(highlight=False))
     if arguments.differences:
