@@ -107,6 +107,26 @@ def test_a_right_answer_that_is_worth_less_is_named_and_failures_are_one_line_ea
     assert all("\n" not in line for line in rewards.lines)
 
 
+def test_an_answer_of_several_lines_is_scored_by_its_last_line() -> None:
+    config = config_of("math", "exact_match")
+    solution, matrix = "3 * 4 is 12.\n12", "\\begin{pmatrix}1\\\\\n2\\end{pmatrix}"
+    answers = [("math", solution), ("math", matrix), ("math", "12\n"), ("math", ["7", "3\n4"]), ("exact_match", "a\nb")]
+    rewards = rewards_of(config, *answers)
+    assert [line.split(" in ")[0] for line in rewards.lines] == [
+        "row:0: 0 (not correct)",
+        "row:1: 1 (correct)",
+        "row:2: 1 (correct)",
+        "row:3: 0 (not correct)",
+        "row:4: 1 (correct)",
+    ]
+    assert [line.partition(", written")[0] for line in rewards.notices] == [
+        "the reference answer of row:0 scores 0, not correct in env.math",
+        "the reference answer of row:3 scores 0, not correct in env.math",
+    ]
+    assert "'12', in a box" in rewards.notices[0]
+    assert rewards.notices[0].endswith("(the last line alone: the reference answer has several)")
+
+
 def test_what_never_answers_and_what_ends_its_process_do_not_hold_up_the_check() -> None:
     own = {name: {"class": f"own_rewards.{name.title()}"} for name in ("stuck", "ending")}
     ended = rewards_of(config_of("exact_match", "ending", **own), ("exact_match", "7"), ("ending", "7"))

@@ -33,6 +33,8 @@ class ReferenceScore(msgspec.Struct, frozen=True, kw_only=True):
     correct: bool = False
     response: str = ""
     """Response that got it."""
+    part: str = ""
+    """Part of the answer that this is, in words; empty if it is the whole."""
     failure: str = ""
     """Reason why it has no score, on one line; empty if it has one."""
 

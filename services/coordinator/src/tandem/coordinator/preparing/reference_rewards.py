@@ -49,6 +49,7 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Rewards:
         verdict = "correct" if score.correct else "not correct"
         text = repr(shortened(score.response))
         written = f"written as {text}" if score.correct else f"written as {text}, in a box and after 'Answer:'"
+        written += f" ({score.part})" if score.part else ""
         lines.append(f"{row}: {score.reward:g} ({verdict}) in {where}, {written}")
         if score.reward < _BEST or not score.correct:
             but = "" if score.correct else ", not correct"

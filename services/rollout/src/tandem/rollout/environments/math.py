@@ -55,13 +55,13 @@ class MathVerify:
     """A score of one if the response's answer equals the reference, as an expression, a set, an interval and so on."""
 
     def score(self, problem: Problem, response: str) -> Score:
-        """Parse both and compare; a response identical to the reference needs no parsing.
+        """Parse both and compare; a response identical to a reference of one line needs no parsing.
 
         The library's own time limits use signals, which cannot interrupt C code, such as a power of powers. The process
         in which this runs is killed instead.
         """
         answer = reference(problem)
-        if comparable(response) == comparable(answer):
+        if "\n" not in answer and comparable(response) == comparable(answer):
             return Score(reward=1.0, correct=True, answer=answer)
         expected, given = parse_reference(answer), parse_response(response)
         if is_equal(expected, given, asks_percent=_PERCENT.search(question_text(problem.question)) is not None):

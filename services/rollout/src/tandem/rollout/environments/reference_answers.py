@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -49,6 +49,9 @@ def scorer_of(config: Config, name: str) -> _Scored:
         if not texts:
             return ReferenceScore(failure="the problem has no reference answer")
         scores = [_best_of(call, problem, _spellings(config, name, text), module) for text in texts]
+        for line in _last_lines(config, name, texts):
+            alone = _best_of(call, problem, _spellings(config, name, line), module)
+            scores.append(msgspec.structs.replace(alone, part="the last line alone: the reference answer has several"))
         return min(scores, key=lambda each: (not each.failure, each.correct, each.reward))
 
     return score
@@ -59,6 +62,22 @@ def _texts(config: Config, name: str, problem: Problem) -> tuple[str, ...]:
     if compares_answers(config, name):
         return answer_texts(problem.answer, boxes=reads_boxes(config, name))
     return () if problem.answer is None else (text_of(problem.answer),)
+
+
+def _last_lines(config: Config, name: str, texts: Sequence[str]) -> Iterator[str]:
+    """Yield the last line of each answer of several lines, which `math` reads as one expression, as NeMo-RL does.
+
+    Responses end in a box with one line, such as the result of a whole solution. So what the answer is worth as it
+    stands says nothing. Lines that are part of one formula, such as those of a matrix, are not yielded.
+    """
+    if name not in ("math", "math_multi_reward") or not compares_answers(config, name):
+        return
+    for text in texts:
+        lines = text.strip().splitlines()
+        line = lines[-1].strip()
+        pairs = (("{", "}"), ("\\begin", "\\end"), ("(", ")"), ("[", "]"))
+        if len(lines) > 1 and all(line.count(begin) == line.count(end) for begin, end in pairs):
+            yield line
 
 
 def _spellings(config: Config, name: str, text: str) -> Iterator[str]:
