@@ -9,7 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tandem.config import Config, build_config, config_to_json, resume_differences
+import pytest
+import transformers
+
+from tandem.config import Config, build_config, config_to_json, resume_differences, to_plain
 from tandem.coordinator.preparing.run_length import with_run_length
 from tandem.observe.run_folder.journal_writer import Journal
 
@@ -76,4 +79,56 @@ def test_a_run_of_an_earlier_release_takes_those_that_it_has_now(tmp_path: Path)
     first = begun(sft(tmp_path, 12))
     resumed = with_run_length(sft(tmp_path, 12), 12, "resume")
     assert steps_of(resumed) == 12
+    assert not resume_differences(first, resumed)
+
+
+def warming(folder: Path, max_num_steps: int, *, enabled: bool, **policy: Any) -> Config:
+    settings = to_plain(sft(folder, max_num_steps))
+    return build_config(
+        {
+            "sft": settings["sft"],
+            "policy": {
+                "model_name": "m",
+                "max_total_sequence_length": 64,
+                "megatron_cfg": {"enabled": enabled, "scheduler": {"lr_decay_style": "cosine"}},
+                **({} if enabled else {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3e-4}}}),
+                "warmup_steps": 0.1,
+                **policy,
+            },
+            "data": settings["data"],
+            "logger": settings["logger"],
+        }
+    )
+
+
+def warmup_of(config: Config) -> int:
+    """Return the steps of a warm-up, in either backend."""
+    if config.policy.megatron_cfg.enabled:
+        return config.policy.megatron_cfg.scheduler.lr_warmup_iters
+    (entry,) = config.policy.scheduler
+    return int(entry.kwargs["total_iters"])
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_share_of_warmup_is_of_the_steps_that_run(tmp_path: Path, enabled: bool) -> None:
+    # Transformers takes it of the steps that it trains, which epochs may end.
+    expected = transformers.TrainingArguments(output_dir=".", warmup_steps=0.1).get_warmup_steps(35)
+    assert warmup_of(warming(tmp_path, 60, enabled=enabled)) == 6
+    first = begun(with_run_length(warming(tmp_path, 60, enabled=enabled), 35, "new"))
+    assert warmup_of(first) == expected == 4
+    assert warmup_of(build_config(to_plain(first))) == 4, "as a run folder has it"
+    longer = with_run_length(warming(tmp_path, 600, enabled=enabled), 350, "resume")
+    assert warmup_of(longer) == 4
+    assert not resume_differences(first, longer)
+    assert warmup_of(with_run_length(warming(tmp_path, 600, enabled=enabled), 350, "restart")) == 35
+    whole = with_run_length(warming(tmp_path, 600, enabled=enabled, warmup_steps=7), 350, "resume")
+    assert warmup_of(whole) == 7
+
+
+def test_an_overridden_schedule_keeps_its_warmup(tmp_path: Path) -> None:
+    first = begun(with_run_length(warming(tmp_path, 60, enabled=True), 35, "new"))
+    scheduler = {"lr_decay_style": "cosine", "override_opt_param_scheduler": True}
+    longer = warming(tmp_path, 600, enabled=True, megatron_cfg={"enabled": True, "scheduler": scheduler})
+    resumed = with_run_length(longer, 350, "resume")
+    assert (warmup_of(resumed), steps_of(resumed)) == (4, 350)
     assert not resume_differences(first, resumed)

@@ -54,6 +54,9 @@ def the_warmup_is_one(config: Config) -> None:
         raise Invalid(key, f"{policy.warmup_steps:g} is a share of {config.algorithm}.max_num_steps, which is not set")
     steps = warmup_length(policy.warmup_steps, config.algorithm_section.max_num_steps, config.num_passes)
     schedule = policy.megatron_cfg.scheduler.lr_warmup_iters if policy.megatron_cfg.enabled else policy.scheduler
+    if policy.warmup_steps < 1:  # a run that its epochs end is shorter, and has written how long its warm-up is
+        lengths = [schedule] if isinstance(schedule, int) else [entry.kwargs.get("total_iters") for entry in schedule]
+        steps = next((length for length in lengths if isinstance(length, int) and 0 < length < steps), steps)
     expected = steps if policy.megatron_cfg.enabled else (SchedulerEntry(**linear_warmup(steps)),)
     if schedule != expected:
         other = "megatron_cfg.scheduler.lr_warmup_iters" if policy.megatron_cfg.enabled else "scheduler"

@@ -291,8 +291,9 @@ class Model(Section, frozen=True, kw_only=True):
     """The optimizer; null only if Megatron-Core brings its own."""
     warmup_steps: NonNegativeFloat = 0.0
     """New. Steps in which the learning rate rises linearly from 0 to its value, where it stays, in either backend;
-    below 1 a share of the algorithm's ``max_num_steps``, which a resumed run then cannot change. It stands for
-    `scheduler`, or for `megatron_cfg.scheduler.lr_warmup_iters`, and counts what these count."""
+    below 1 a share of the steps that the run has when it begins, by the algorithm's ``max_num_steps`` and
+    ``max_num_epochs``. It stands for `scheduler`, or for `megatron_cfg.scheduler.lr_warmup_iters`, and counts what
+    these count."""
     scheduler: tuple[SchedulerEntry, ...] = ()
     """Consecutive schedules: a list of entries, or one entry without the list; empty or null keeps the learning rate
     constant."""

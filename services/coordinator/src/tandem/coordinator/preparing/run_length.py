@@ -1,8 +1,9 @@
-"""The number of steps that Megatron-Core's schedules span, decided once, when a run begins.
+"""The number of steps that schedules span, decided once, when a run begins.
 
-It is the run's own: the smaller of ``max_num_steps`` and ``max_num_epochs``, as in NeMo-RL v0.7, which writes it to
-``megatron_cfg.train_iters`` too. A run that was resumed with another ``max_num_steps`` keeps it, unless
-``override_opt_param_scheduler`` says otherwise.
+Megatron-Core's schedules span it, and warm-ups that are a share of the run. It is the run's own: the smaller of
+``max_num_steps`` and ``max_num_epochs``, as in NeMo-RL v0.7, which writes it to ``megatron_cfg.train_iters`` too, and
+in Transformers. A run that was resumed with another ``max_num_steps`` keeps it, unless
+``override_opt_param_scheduler`` says otherwise, and keeps its warm-up in any case.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from tandem.config import Config, config_from_json
-from tandem.config.schema import Model
+from tandem.config.derive import linear_warmup, warmup_length
+from tandem.config.schema import Model, SchedulerEntry
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
@@ -21,29 +23,42 @@ Section = TypeVar("Section", bound=Model)
 
 
 def with_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
-    """Return the configuration with the steps of the run in ``train_iters`` of the models that Megatron-Core trains.
+    """Return the configuration with the steps of the run in the schedules of the models that are trained.
 
-    A replay keeps what its run had.
+    They are in ``train_iters`` where Megatron-Core trains, and in warm-ups that are a share of the run. A replay keeps
+    what its run had.
     """
     trained = [section for section in (config.policy, config.value) if section is not None]
-    if config.replay is not None or not any(section.megatron_cfg.enabled for section in trained):
+    if config.replay is not None or not any(_spans_run(section) for section in trained):
         return config
-    recorded = _recorded(config, mode)
-    policy = _with_steps(config.policy, num_steps, None if recorded is None else recorded.policy)
+    recorded, steps = _recorded(config, mode), (max(1, num_steps), config.num_passes)
+    policy = _with_steps(config.policy, *steps, None if recorded is None else recorded.policy)
     value = config.value
     if value is not None:
-        value = _with_steps(value, num_steps, None if recorded is None else recorded.value)
+        value = _with_steps(value, *steps, None if recorded is None else recorded.value)
     return msgspec.structs.replace(config, policy=policy, value=value)
 
 
-def _with_steps(section: Section, num_steps: int, recorded: Model | None) -> Section:
+def _spans_run(section: Model) -> bool:
+    return section.megatron_cfg.enabled or 0 < section.warmup_steps < 1
+
+
+def _with_steps(section: Section, num_steps: int, num_passes: int, recorded: Model | None) -> Section:
     megatron = section.megatron_cfg
+    warmup = warmup_length(section.warmup_steps, num_steps, num_passes) if 0 < section.warmup_steps < 1 else 0
     if not megatron.enabled:
-        return section
-    steps = max(1, num_steps)
-    if recorded is not None and not megatron.scheduler.override_opt_param_scheduler:
-        steps = recorded.megatron_cfg.train_iters or steps  # an earlier release recorded none
-    return msgspec.structs.replace(section, megatron_cfg=msgspec.structs.replace(megatron, train_iters=steps))
+        if not warmup:
+            return section
+        scheduler = (SchedulerEntry(**linear_warmup(warmup)),) if recorded is None else recorded.scheduler
+        return msgspec.structs.replace(section, scheduler=scheduler)
+    schedule = megatron.scheduler
+    if recorded is not None and not schedule.override_opt_param_scheduler:
+        num_steps = recorded.megatron_cfg.train_iters or num_steps  # an earlier release recorded none
+    if warmup:
+        warmup = warmup if recorded is None else recorded.megatron_cfg.scheduler.lr_warmup_iters
+        schedule = msgspec.structs.replace(schedule, lr_warmup_iters=warmup)
+    megatron = msgspec.structs.replace(megatron, train_iters=num_steps, scheduler=schedule)
+    return msgspec.structs.replace(section, megatron_cfg=megatron)
 
 
 def _recorded(config: Config, mode: Mode) -> Config | None:
