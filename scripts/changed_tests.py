@@ -57,16 +57,46 @@ def chosen(changed: Iterable[str], *, with_runs: bool = False) -> list[str]:
         return every
     modules = _affected(changed)
     is_product = any(name.startswith(("libs/", "services/")) for name in changed)
-    others = [Path(name) for name in changed if not name.startswith(("libs/", "services/", "tests/"))]
-    found = []
-    for name in every:
-        helpers = _with_helpers(ROOT / name)
-        names = {path.relative_to(ROOT).as_posix() for path in (*helpers, *_conftests(ROOT / name))}
-        starts_runs = is_product and (name == A_RUN or (with_runs and not names.isdisjoint(STARTERS)))
-        imports = {module for path in helpers for module in _imported(path)}
-        if names & changed or imports & modules or starts_runs or _names_one(ROOT / name, helpers, others):
-            found.append(name)
-    return found
+
+    def starts_runs(name: str) -> bool:
+        return is_product and (name == A_RUN or (with_runs and not _names_read(name).isdisjoint(STARTERS)))
+
+    return [name for name in every if starts_runs(name) or _depends(name, changed, modules)]
+
+
+def ci_files() -> list[str]:
+    """Return all test files and benchmarks, by their paths from the root."""
+    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("test_*.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+def importers(changed: Iterable[str], names: Iterable[str], *, is_direct: bool) -> list[str]:
+    """Return those of these test files that import what is changed, or name it; what every test depends on left aside.
+
+    Direct is what they import themselves or through helpers. Otherwise modules of the package are followed, and what
+    starts services depends on all of them.
+    """
+    changed = {*changed} - {*OF_ALL}
+    if is_direct:
+        modules = {_module_at(name) for name in changed if "/src/" in name}
+        return [name for name in names if _depends(name, changed, modules)]
+    modules = _affected(changed)
+    starters = {*STARTERS} if any(name.startswith(("libs/", "services/")) for name in changed) else set[str]()
+    return [name for name in names if _names_read(name) & starters or _depends(name, changed, modules)]
+
+
+def _depends(name: str, changed: set[str], modules: set[str]) -> bool:
+    """Tell whether a test file is changed, imports a module or a helper that is, or names another file that is."""
+    helpers = _with_helpers(ROOT / name)
+    others = [Path(other) for other in changed if not other.startswith(("libs/", "services/", "tests/"))]
+    imports = {module for path in helpers for module in _imported(path)}
+    return bool(_names_read(name) & changed or imports & modules) or _names_one(ROOT / name, helpers, others)
+
+
+def _names_read(name: str) -> set[str]:
+    """Return a test file, its helpers, and what pytest reads before it, by their paths from the root."""
+    files = (*_with_helpers(ROOT / name), *_conftests(ROOT / name))
+    return {path.relative_to(ROOT).as_posix() for path in files}
 
 
 def _affected(changed: Iterable[str]) -> set[str]:
@@ -113,10 +143,10 @@ def _conftests(path: Path) -> list[Path]:
 
 
 def _helpers(module: str, folder: Path) -> Iterator[Path]:
-    """Yield the file of a module of the tests, beside a test or in the package `tests`."""
+    """Yield the file of a module of the tests or benchmarks, beside one of them or by its path from the root."""
     for base in (ROOT, folder):
         path = (base / module.replace(".", "/")).with_suffix(".py")
-        if path.is_relative_to(ROOT / "tests") and path.exists():
+        if path.is_relative_to(ROOT / folder.relative_to(ROOT).parts[0]) and path.exists():
             yield path
 
 
@@ -137,7 +167,9 @@ def _names_one(path: Path, helpers: Iterable[Path], others: Iterable[Path]) -> b
     """Tell whether a test file, or a helper, names one of these, or the test file its folder or files of its kind."""
     folders = {f'"{folder}"' for other in others for folder in other.parts[:-1]}
     folders |= {f"*{other.suffix}" for other in others if other.suffix}
-    is_named = any(other.name in _text(each) for other in others for each in helpers)
+    # A name such as `run` says nothing.
+    names = [other.name for other in others if other.suffix or len(other.parts) == 1]
+    is_named = any(name in _text(each) for name in names for each in helpers)
     return is_named or any(folder in _text(path) for folder in folders)
 
 
