@@ -22,6 +22,8 @@ NEW_KEYS = [
     "ignored",
     "data.commit",
     "data.revision",
+    "data.text_key",
+    "data.characters_per_sample",
     "data.train[].commit",
     "data.train[].revision",
     "policy.revision",

@@ -35,12 +35,12 @@ def test_validation_goes_as_engines_have_room(algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("kd_loss_mode", "mean", "each sample has one teacher"),
-        ("normalize_teacher_by_vocab", True, "each sample has one teacher"),
+        ("kd_loss_mode", "averaged_logits", "each sample has one teacher"),
+        ("normalize_teacher_by_vocab", True, "every teacher has the policy's tokens"),
         ("sum_weights_metric", "entropy", "each sample has one teacher"),
         ("alpha", 2.0, "each sample has one teacher"),
-        ("exact_token_match_only", True, "the teacher has the policy's tokens"),
-        ("uncommon_topk", 64, "the teacher has the policy's tokens"),
+        ("exact_token_match_only", True, "every teacher has the policy's tokens"),
+        ("uncommon_topk", 64, "every teacher has the policy's tokens"),
     ],
 )
 def test_what_several_teachers_of_a_sample_would_read(key: str, value: object, why: str) -> None:
@@ -76,8 +76,8 @@ def test_the_keys_of_raw_text_are_told_of() -> None:
     settings = {"sft": {"val_at_start": False, "val_period": 0}, "data": {"train": [entry]}}
     assert lines(**settings) == [
         "data.train[0].seed (3) has no effect: prompts decide what is held out",
-        "data.train[0].text_key (text) has no effect: only kd_data_processor reads raw text",
-        "data.train[0].characters_per_sample (9) has no effect: only kd_data_processor reads raw text",
+        "data.train[0].text_key (text) has no effect: only arrow_text is raw text",
+        "data.train[0].characters_per_sample (9) has no effect: only arrow_text is raw text",
     ]
 
 

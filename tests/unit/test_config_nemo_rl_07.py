@@ -20,11 +20,6 @@ FILES = Path(__file__).parent / "nemo_rl_07"
 NAMES = sorted(str(path.relative_to(FILES)) for path in FILES.rglob("*.yaml"))
 
 REFUSED = {
-    "xtoken_distillation.yaml": [
-        "teachers[0].projection_matrix_path (maps/phi.pt)",
-        "teachers[1]",
-        "data.train[0].processor (kd_data_processor)",
-    ],
     "audio_grpo_3B.yaml": [
         "policy.tokenizer.video",
         "policy.generation.vllm_cfg.limit_mm_per_prompt.audio (1)",

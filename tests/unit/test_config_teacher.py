@@ -82,8 +82,16 @@ def test_a_list_of_teachers_is_distillation_over_recorded_text(tmp_path: Path) -
     ("teachers", "loss", "expected"),
     [
         ([{"model_name": "a", "projection_matrix_path": "map.pt"}], {}, "teachers[0].projection_matrix_path (map.pt)"),
-        ([{"model_name": "a", "weight": 0.5}, {"model_name": "b"}], {}, "teachers[0], teachers[1]"),
-        ([{"model_name": "a", "weight": 0.5}], {}, "teacher.weight (0.5)"),
+        (
+            [{"model_name": "a", "gold_loss": True}, {"model_name": "b", "projection_matrix_path": "map.pt"}],
+            {},
+            "teachers[0].gold_loss (true), teachers[1].projection_matrix_path (map.pt)",
+        ),
+        (
+            [{"model_name": "a"}, {"model_name": "b"}],
+            {"kd_loss_mode": "averaged_logits"},
+            "loss_fn.kd_loss_mode (averaged_logits)",
+        ),
         ([{"model_name": "a", "gold_loss": True}], {}, "teacher.gold_loss (true)"),
         ([{"model_name": "a"}], {"temperature": 2.0}, "loss_fn.temperature (2.0)"),
         ([{"model_name": "a"}], {"xtoken_loss": True}, "loss_fn.xtoken_loss (true)"),
@@ -95,6 +103,78 @@ def test_what_is_not_built_of_it_is_refused_by_name(
     with pytest.raises(NotSupportedYet) as caught:
         build_config(recorded(*teachers, loss=loss))
     assert str(caught.value) == f"configuration: not supported yet: {expected}"
+
+
+def test_several_teachers_teach_every_sequence(tmp_path: Path) -> None:
+    config = build_config(recorded({"model_name": "a", "weight": 0.5}, {"model_name": "b"}))
+    assert [(each.model_name, each.weight) for each in config.joint_teachers] == [("a", 0.5), ("b", 1.0)]
+    assert list(config.teacher_sections) == ["teachers[0].model_name", "teachers[1].model_name"]
+    assert [config.settings_of("teacher", number).tokenizer.name for number in range(2)] == ["a", "b"]
+    read = {column.name: column.num_each and column.num_each(config) for column in config.all_columns(1)}
+    assert read == {"teacher_topk_logits": 64, "teacher_topk_indices": 64, "teacher_weights": 2}, "32 tokens of each"
+    assert (config.table_columns, notices(config)) == ({}, [])
+    (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+    alone = build_config(recorded({"model_name": "a", "weight": 0.5}))
+    assert [each.weight for each in alone.joint_teachers] == [0.5], "one with a weight is not as if it were alone"
+
+
+@pytest.mark.parametrize(
+    ("loss", "by", "notes"),
+    [
+        ({"sum_weights_metric": "entropy", "alpha": 2.0}, "entropy", "sum_weights_metric"),
+        ({"kd_loss_mode": "select_teacher"}, "ce", "kd_loss_mode"),
+    ],
+)
+def test_teachers_may_be_weighed_by_the_batch(loss: dict[str, Any], by: str, notes: str) -> None:
+    config = build_config(recorded({"model_name": "a", "weight": 0.5}, {"model_name": "b"}, loss=loss))
+    assert config.weighs_teachers_by == by
+    assert "teacher_confidence" in [column.name for column in config.all_columns(1)]
+    assert notices(config) == [f"teachers[0].weight (0.5) has no effect: loss_fn.{notes} decides"]
+
+
+def test_a_sharpness_that_nothing_reads_is_told_of() -> None:
+    config = build_config(recorded({"model_name": "a"}, {"model_name": "b"}, loss={"alpha": 2.0}))
+    assert notices(config) == ["loss_fn.alpha (2.0) has no effect: loss_fn.sum_weights_metric is null"]
+
+
+@pytest.mark.parametrize(
+    ("second", "loss", "expected"),
+    [
+        (
+            {"dtensor_cfg": {"tensor_parallel_size": 2}},
+            {},
+            "cluster.trainers: 1 is not a multiple of 2, the product of "
+            "teachers[1].dtensor_cfg.tensor_parallel_size (2)",
+        ),
+        (
+            {"max_total_sequence_length": 64},
+            {},
+            "teachers[1].max_total_sequence_length: 64, but policy.max_total_sequence_length is 512: they must be "
+            "equal",
+        ),
+        (
+            {"logprob_batch_size": 7},
+            {},
+            "teachers[1].logprob_batch_size: differs from teachers[0].logprob_batch_size: the same ranks score with "
+            "each of them",
+        ),
+        (
+            {},
+            {"kd_loss_mode": "select_teacher", "sum_weights_metric": "ce"},
+            "loss_fn.sum_weights_metric: ce, but loss_fn.kd_loss_mode is select_teacher: only a sum has weights",
+        ),
+        (
+            {},
+            {"kd_loss_mode": "mean"},
+            "loss_fn.kd_loss_mode: 'mean' is not one of averaged_logits, select_teacher, sum",
+        ),
+    ],
+)
+def test_what_several_teachers_cannot_be(second: dict[str, Any], loss: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(recorded({"model_name": "a"}, {"model_name": "b", **second}, loss=loss))
+    assert caught.value.problems[0].startswith(f"configuration: {expected}")
 
 
 ROUTES = {
@@ -208,7 +288,7 @@ def test_a_teacher_with_another_vocabulary_or_fewer_tokens_than_are_asked_for_is
         (
             None,
             {"teachers": [{}, {"projection_matrix_path": "map.pt"}]},
-            "teachers[0], teachers[1].projection_matrix_path",
+            "teachers[1].projection_matrix_path (map.pt)",
         ),
     ],
 )

@@ -79,6 +79,49 @@ def distillation_loss(
     return loss.get("kl_loss_weight", 1.0) * divergence + loss.get("ce_loss_scale", 0.0) * likelihood
 
 
+def joint_weights(teachers: Sequence[Any], batch: Batch, loss: Mapping[str, Any]) -> list[float]:
+    """The weights of teachers of every sequence where they depend on the batch.
+
+    They are NeMo-RL's formulas (``CrossTokenizerDistillationLossFn`` of its main branch in November 2026, for teachers
+    with the student's tokenizer), with the whole batch as its micro-batch: the score of a teacher is a mean over all
+    counted tokens, and higher is better.
+    """
+    means = []
+    for model in teachers:
+        scores = []
+        for sample in sequences_of(batch):
+            with torch.no_grad():
+                probabilities = distributions_of(model, sample["token_ids"], 1.0)[sample["mask"]]
+            match loss.get("sum_weights_metric", "ce"):
+                case "ce":
+                    scores.append(probabilities.gather(1, sample["token_ids"][1:][sample["mask"]][:, None])[:, 0].log())
+                case "entropy":
+                    scores.append((probabilities * (probabilities + 1e-10).log()).sum(dim=-1))
+                case "max_prob":
+                    scores.append(probabilities.amax(dim=-1))
+        means.append(torch.cat(scores).mean())
+    if loss.get("kd_loss_mode") == "select_teacher":
+        return [float(index == int(torch.stack(means).argmax())) for index in range(len(means))]
+    return torch.softmax(loss.get("alpha", 1.0) * torch.stack(means), dim=0).tolist()
+
+
+def joint_distillation_loss(
+    student: Any, teachers: Sequence[Any], batch: Batch, loss: Mapping[str, Any], *, weights: Sequence[float], topk: int
+) -> torch.Tensor:
+    """The loss of several teachers of every sequence: the sum of their divergences by weight, and the likelihood."""
+    parts = [
+        weight * distillation_loss(student, [model], batch, {"kl_type": loss["kl_type"]}, topk=topk)
+        for weight, model in zip(weights, teachers, strict=True)
+    ]
+    divergence = torch.stack(parts).sum()
+    likelihood = distillation_loss(
+        student, teachers[:1], batch, {"kl_type": "forward", "kl_loss_weight": 0.0, "ce_loss_scale": 1.0}, topk=topk
+    )
+    if loss.get("dynamic_loss_scaling"):
+        return divergence * (likelihood / divergence).detach() + likelihood
+    return loss.get("kl_loss_weight", 1.0) * divergence + loss.get("ce_loss_scale", 0.0) * likelihood
+
+
 def plain_distillation(
     folder: Path,
     teachers: Sequence[Path],
@@ -89,16 +132,24 @@ def plain_distillation(
     temperature: float = 1.0,
     teacher_of: Sequence[int] = (),
     decays_vectors: bool = True,
+    weights: Sequence[float] = (),
 ) -> Numbers:
-    """One optimizer step a batch, as `distillation_loss` has it."""
+    """One optimizer step a batch, as `distillation_loss` has it.
+
+    With `weights`, or settings of ``loss`` that find them, all teachers teach every sequence.
+    """
     student = transformers.AutoModelForCausalLM.from_pretrained(folder)
     models = [transformers.AutoModelForCausalLM.from_pretrained(each) for each in teachers]
     optimizer = adamw(student, decays_vectors=decays_vectors)
     steps = []
     for batch in batches:
-        total = distillation_loss(
-            student, models, batch, loss, topk=topk, temperature=temperature, teacher_of=teacher_of
-        )
+        if weights or "sum_weights_metric" in loss or "kd_loss_mode" in loss:
+            own = weights or joint_weights(models, batch, loss)
+            total = joint_distillation_loss(student, models, batch, loss, weights=own, topk=topk)
+        else:
+            total = distillation_loss(
+                student, models, batch, loss, topk=topk, temperature=temperature, teacher_of=teacher_of
+            )
         total.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()

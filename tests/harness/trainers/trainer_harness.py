@@ -168,6 +168,7 @@ def make_config(
     value: Mapping[str, Any] | None = None,
     value_loss: Mapping[str, Any] | None = None,
     teacher: Mapping[str, Any] | None = None,
+    teachers: Sequence[Mapping[str, Any]] | None = None,
     topk: int = 64,
     routes: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
@@ -177,8 +178,8 @@ def make_config(
 ) -> Config:
     """Return a configuration whose ``policy``, ``loss_fn``, ``dpo``, ``rm`` and ``ppo`` sections have the given keys.
 
-    So have ``grpo``, ``value``, ``teacher`` (of whose likeliest tokens `topk` count) and, from `value_loss`,
-    ``value_loss_fn``.
+    So have ``grpo``, ``value``, ``teacher`` or ``teachers`` (of whose likeliest tokens `topk` count) and, from
+    `value_loss`, ``value_loss_fn``.
 
     `trainers` matters only where several share a copy of the model, or models have `processes_of` their own.
     """
@@ -199,6 +200,7 @@ def make_config(
         "distillation": {"num_prompts_per_step": 8, "topk_logits_k": topk},
         "off_policy_distillation": {"topk_logits_k": topk, "val_micro_batch_size": 2},
         "teacher": teacher,
+        "teachers": teachers,
         "on_policy_distillation": routes,
         "policy": {
             "model_name": str(model),

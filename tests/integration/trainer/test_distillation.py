@@ -17,7 +17,7 @@ from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.trainers import megatron_harness
 from tests.harness.trainers.reference import adamw, assert_same_steps, logprobs_of, sequences_of, trained_weights
-from tests.harness.trainers.reference_distillation import plain_distillation
+from tests.harness.trainers.reference_distillation import joint_weights, plain_distillation
 from tests.harness.trainers.trainer_harness import (
     begin,
     evaluate_on,
@@ -277,3 +277,70 @@ def test_grpo_takes_the_teachers_log_probabilities_minus_its_own_as_advantages(s
         steps.append((total.item(), norm.item()))
         assert found["teacher_kl"] == pytest.approx(-torch.cat(apart).mean().item(), abs=TOLERANCE)
     assert_same_steps(metrics, steps, TOLERANCE)
+
+
+JOINT: dict[str, tuple[int, tuple[float, ...], dict[str, Any], dict[str, Any]]] = {
+    "given weights, two packed ranks": (2, (0.7, 0.4), {"kl_loss_weight": 0.7, "ce_loss_scale": 0.3}, PACKED),
+    "one teacher with a weight": (1, (0.5,), {"ce_loss_scale": 0.1}, {}),
+    "by likelihood, two ranks": (2, (), {"sum_weights_metric": "ce", "alpha": 2.0}, {}),
+    "by entropy, tensor parallel": (2, (), {"sum_weights_metric": "entropy", "alpha": 3.0}, TP2),
+    "by probability, context parallel": (
+        2,
+        (),
+        {"sum_weights_metric": "max_prob"},
+        {"dtensor_cfg": {"context_parallel_size": 2}},
+    ),
+    "the likeliest alone, the divergence scaled to the likelihood": (
+        1,
+        (),
+        {"kd_loss_mode": "select_teacher", "dynamic_loss_scaling": True},
+        {"train_micro_batch_size": 8},
+    ),
+}
+"""Ranks, weights, and keys of ``loss_fn`` and ``policy``."""
+
+
+def joint_config(student: Path, teachers: Sequence[dict[str, Any]], loss: dict[str, Any], **others: Any) -> Config:
+    return make_config(
+        student, algorithm="off_policy_distillation", loss=loss, teachers=list(teachers), topk=TOPK, **others
+    )
+
+
+@pytest.mark.parametrize("case", JOINT)
+def test_all_teachers_teach_every_sequence(case: str, student: Path, teacher: Path, tmp_path: Path) -> None:
+    num_ranks, weights, options, policy = JOINT[case]
+    loss = {"kl_type": "forward", **options}
+    folders = [teacher, make_model(tmp_path / "other", "llama", seed=9)][: len(weights) or None]
+    # `teachers` read nothing of the policy's parallel sizes but what they are given.
+    own = {"dtensor_cfg": policy["dtensor_cfg"]} if "dtensor_cfg" in policy else {}
+    teachers = [{"model_name": str(folder), **own} for folder in folders]
+    if weights:
+        teachers = [{**each, "weight": weight} for each, weight in zip(teachers, weights, strict=True)]
+    config = joint_config(student, teachers, loss, trainers=num_ranks, **policy)
+    assert [Path(each.model_name) for each in config.joint_teachers] == folders
+    expected = plain_distillation(student, folders, BATCHES, loss, topk=TOPK, weights=weights)
+    (metrics, _), *others = run_ranks(num_ranks, train_rank, config, BATCHES, tmp_path / "trained")
+    assert all(each == metrics for each, _ in others), "every rank reports the same"
+    assert_same_steps(metrics, expected.steps, TOLERANCE)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(each) for each in folders]
+    if not weights:
+        found = [metrics[0][f"weight_t{index}"] for index in range(2)]
+        assert found == pytest.approx(joint_weights(models, BATCHES[0], loss), abs=TOLERANCE)
+        assert sum(found) == pytest.approx(1.0)
+    for name, tensor in trained_weights(tmp_path / "trained").items():
+        torch.testing.assert_close(
+            tensor, expected.weights[name], rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_joint_teachers_with_processes_of_their_own_teach_the_same(
+    student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    loss = {"kl_type": "reverse", "sum_weights_metric": "ce", "alpha": 2.0}
+    folders = [teacher, make_model(tmp_path / "other", "llama", seed=9)]
+    teachers = [{"model_name": str(folder)} for folder in folders]
+    config = joint_config(student, teachers, loss, processes_of={"teacher": 1})
+    expected = plain_distillation(student, folders, BATCHES, loss, topk=TOPK)
+    metrics, nothing = run_ranks(2, train_apart, config, BATCHES, tmp_path / "trained")
+    assert_same_steps(metrics, expected.steps, TOLERANCE)
+    assert not any(nothing), "the student's process says all"

@@ -157,3 +157,25 @@ def test_several_teachers_divide_the_ranks_otherwise(
     metrics, others = run_ranks(2, train_taught, config, BATCHES)
     assert metrics == others
     assert_same_steps(metrics, expected.steps, TOLERANCE)
+
+
+@pytest.mark.parametrize("of_teachers", [TP2, {**PP2}], ids=["tensor parallel", "two stages"])
+def test_all_teachers_teach_every_sequence(
+    of_teachers: dict[str, Any], student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    loss = {"kl_type": "forward", "ce_loss_scale": 0.1, "sum_weights_metric": "max_prob", "alpha": 2.0}
+    folders = [teacher, make_checkpoint(tmp_path / "other", "qwen2", seed=9)]
+    own = {"megatron_cfg": {"enabled": True, **ALONE, **of_teachers}}
+    config = make_config(
+        student,
+        algorithm="off_policy_distillation",
+        loss=loss,
+        teachers=[{"model_name": str(each), **own} for each in folders],
+        topk=TOPK,
+        trainers=2,
+        megatron_cfg={"enabled": True, **TP2, "optimizer": OPTIMIZER},
+    )
+    expected = plain_distillation(student, folders, BATCHES, loss, topk=TOPK, decays_vectors=False)
+    metrics, others = run_ranks(2, train_steps, config, BATCHES, tmp_path / "trained")
+    assert metrics == others
+    assert_same_steps(metrics, expected.steps, TOLERANCE)

@@ -13,7 +13,7 @@ from msgspec import inspect
 from msgspec.inspect import StructType
 
 from tandem.config.conform import STAND_IN, conform
-from tandem.config.named import FILES, NAMED, is_local, place_of
+from tandem.config.named import FILES, NAMED, holds_texts, is_local, place_of
 from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema.data import OF_EACH_SET, DataSet
 
@@ -126,7 +126,9 @@ def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str
             raise Invalid(f"{key}.dataset_name", "required, but not set: expected text")
         else:
             known["dataset_name"] = _FILE_OF_ONES_OWN
-    if is_local(known["dataset_name"]) and path is not None and not path.endswith(FILES):
+    if holds_texts(known["dataset_name"]):
+        known["data_path"] = known.get("data_files") or path
+    elif is_local(known["dataset_name"]) and path is not None and not path.endswith(FILES):
         known |= {"dataset_name": path, "data_path": None}  # the path is a name on the Hub
     named = NAMED.get(known["dataset_name"])
     for name in OF_EACH_SET:

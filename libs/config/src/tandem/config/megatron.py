@@ -41,7 +41,12 @@ def unfit_megatron(config: Config) -> Config:
 
 def _each_model(config: Config, change: Callable[[str, Model], MegatronCfg]) -> Config:
     """Return the configuration with the Megatron-Core section of each model changed."""
-    changed = {}
+    changed: dict[str, Any] = {}
+    if config.teachers is not None:
+        changed["teachers"] = tuple(
+            msgspec.structs.replace(teacher, megatron_cfg=change(f"teachers[{index}].megatron_cfg", teacher))
+            for index, teacher in enumerate(config.teachers)
+        )
     for name in MODELS:
         model: Model | None = getattr(config, name)
         if model is not None:

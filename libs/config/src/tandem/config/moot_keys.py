@@ -26,7 +26,7 @@ MODEL_ARGUMENTS = "policy.dtensor_cfg.automodel_kwargs"
 _PLANNED = "the plan of the refit chooses how each piece travels"
 _OF_NEMO_GYM = "only NeMo Gym's rollouts have penalties"
 _ONE_TEACHER = "each sample has one teacher"
-_SAME_TOKENS = "the teacher has the policy's tokens"
+_SAME_TOKENS = "every teacher has the policy's tokens"
 _AS_THEY_COME = "engines take validation problems as they have room"
 _ADVANTAGES = "advantages of samples are computed by the coordinator, those of tokens by trainers"
 _REPLACEMENTS = "cluster.max_replacements decides"
@@ -49,7 +49,7 @@ MOOT = (
     Moot("ppo.async_ppo.warmup_generation_lead_steps", (None,), _ALWAYS_AS_FAR),
     Moot("ppo.async_ppo.drop_incomplete_targets_on_restore", (False,), _OF_ROLLOUT_LOG),
     Moot("loss_fn.kd_loss_mode", ("sum",), _ONE_TEACHER),
-    Moot("loss_fn.normalize_teacher_by_vocab", (False,), _ONE_TEACHER),
+    Moot("loss_fn.normalize_teacher_by_vocab", (False,), _SAME_TOKENS),
     Moot("loss_fn.sum_weights_metric", (None,), _ONE_TEACHER),
     Moot("loss_fn.alpha", (1.0,), _ONE_TEACHER),
     Moot("loss_fn.exact_token_match_only", (False,), _SAME_TOKENS),
@@ -133,7 +133,8 @@ def keys_of(row: Moot, config: Config) -> list[str]:
     if section in ALGORITHMS:
         return [row.key] if section == config.algorithm else []
     if section == "loss_fn":
-        return [row.key] if config.topk_logits_k else []
+        is_moot = config.topk_logits_k and not (row.why == _ONE_TEACHER and config.joint_teachers)
+        return [row.key] if is_moot else []
     if section != "policy":
         return [row.key]
     if rest.startswith("generation."):

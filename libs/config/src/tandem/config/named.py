@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-Holds = Literal["problems", "conversations", "preferences"]
-"""Contents of a data set: questions with answers, whole conversations, or prompts with a better and a worse
-response."""
+Holds = Literal["problems", "conversations", "preferences", "texts"]
+"""Contents of a data set: questions with answers, whole conversations, prompts with a better and a worse response, or
+raw texts."""
 
 
 class NamedDataset(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +90,7 @@ NAMED = {
     "open_assistant": _named("conversations"),
     "openai_format": _named("conversations", chat_key="messages"),
     "squad": _named("conversations", "rajpurkar/squad", val_split="validation"),
+    "arrow_text": _named("texts", text_key="text"),
     "DPODataset": _named("preferences", chosen_key="chosen_response", rejected_key="rejected_response"),
     "PreferenceDataset": _named("preferences"),
     "BinaryPreferenceDataset": _named("preferences"),
@@ -98,6 +99,9 @@ NAMED = {
 }
 """Named data sets, by ``data.dataset_name``. NeMo-RL downloads the trees of Open Assistant; here they are a local
 file. It validates DeepScaler on AIME 2024; here some of DeepScaler's own problems are held out."""
+
+RAW_TEXT = "kd_data_processor"
+"""NeMo-RL's ``processor`` for raw texts."""
 
 MULTIPLE_CHOICE = "multichoice_qa_processor"
 """NeMo-RL's ``processor`` for multiple-choice questions."""
@@ -117,6 +121,12 @@ def place_of(dataset_name: str, split: str | None, instead: str | None) -> tuple
         path, own = named.splits.get(own, (path, own))
         path = instead or path
     return path, own
+
+
+def holds_texts(dataset_name: str) -> bool:
+    """Tell whether a data set is raw text."""
+    named = NAMED.get(dataset_name)
+    return named is not None and named.holds == "texts"
 
 
 def is_local(dataset_name: str) -> bool:

@@ -14,6 +14,7 @@ from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT
 from tandem.config.models.model_sizes import expert_sizes, model_config, model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, keys_of
+from tandem.config.named import holds_texts
 from tandem.config.problem import shown
 from tandem.config.schema import MODELS, Config, Optimizer
 from tandem.config.schema.declarations import SECTIONS
@@ -289,6 +290,19 @@ def _other_losses(config: Config) -> Iterator[str]:
         yield f"loss_fn ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
 
 
+def _joint_teachers(config: Config) -> Iterator[str]:
+    """Yield settings of the weights of joint teachers that other settings leave without effect."""
+    if not config.joint_teachers:
+        return
+    loss = config.loss_fn
+    if loss.sum_weights_metric is None and loss.alpha != 1.0:
+        yield _vain("loss_fn.alpha", loss.alpha, "loss_fn.sum_weights_metric is null")
+    for index, teacher in enumerate(config.joint_teachers if config.weighs_teachers_by else ()):
+        if teacher.weight != 1.0:
+            by = "kd_loss_mode" if loss.sum_weights_metric is None else "sum_weights_metric"
+            yield _vain(f"teachers[{index}].weight", teacher.weight, f"loss_fn.{by} decides")
+
+
 def _data_sets(config: Config) -> Iterator[str]:
     """Yield the keys of listed data sets that nothing reads."""
     for side, sets in (("train", config.data.train), ("validation", config.data.validation)):
@@ -301,11 +315,11 @@ def _data_sets(config: Config) -> Iterator[str]:
                 "characters_per_sample": (each.characters_per_sample, _RAW),
             }
             for name, (value, why) in given.items():
-                if value is not None:
+                if value is not None and not (why == _RAW and holds_texts(str(each.dataset_name))):
                     yield _vain(f"data.{side}[{index}].{name}", value, why)
 
 
-_RAW = "only kd_data_processor reads raw text"
+_RAW = "only arrow_text is raw text"
 
 
 def _sees(config: Config) -> Iterator[str]:
@@ -392,6 +406,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _seed,
     _left_to_others,
     _other_losses,
+    _joint_teachers,
     _data_sets,
     _sees,
     _validation,

@@ -127,8 +127,10 @@ def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
         policy.setdefault("train_global_batch_size", given["num_prompts_per_step"])
     if "reverse_kl" in loss:  # `kl_type` is inherited and does not apply
         loss["kl_type"] = "reverse" if loss["reverse_kl"] else "forward"
-    if len(teachers) == 1 and isinstance(teachers[0], dict) and teachers[0].get("projection_matrix_path") is None:
-        tree |= {"teacher": teachers[0], "teachers": None}
+    first = teachers[0]
+    is_alone = len(teachers) == 1 and isinstance(first, dict) and first.get("projection_matrix_path") is None
+    if is_alone and first.get("weight", 1) in (None, 1):
+        tree |= {"teacher": first, "teachers": None}
 
 
 def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:

@@ -122,6 +122,7 @@ NOT_SUPPORTED_YET = (
     Row("teacher.weight", (None, 1.0), _distils),
     Row("teacher.gold_loss", (None, False), _distils),
     Row("teacher.xtoken_loss", (None, False), _distils),
+    Row("loss_fn.kd_loss_mode", ("sum", "select_teacher"), lambda config: bool(config.joint_teachers)),
     Row("loss_fn.temperature", (1.0,), _distils),
     Row("loss_fn.gold_loss", (False,), _distils),
     Row("loss_fn.xtoken_loss", (False,), _distils),
@@ -149,7 +150,7 @@ _DATA_SETS = {
     "NemoGymDataset": "NemoGymDataset",
 }
 """NeMo-RL's data sets with video and audio, or for an environment that is not built, with what is not built."""
-_PROCESSORS = ("nemo_gym_data_processor", "kd_data_processor")
+_PROCESSORS = ("nemo_gym_data_processor",)
 """NeMo-RL's functions that convert rows for features that are not built."""
 
 _ATTRIBUTES = {"_v2": "version_2"}
@@ -170,12 +171,11 @@ def refusal(config: Config) -> str | None:
 
 
 def _of_teachers(config: Config) -> Iterator[str]:
-    """Yield teacher settings that the run needs and that are not built."""
-    if not _distils(config):
-        return
-    for index, teacher in enumerate(config.teachers or ()):
-        path = teacher.projection_matrix_path
-        yield f"teachers[{index}]" if path is None else f"teachers[{index}].projection_matrix_path ({path})"
+    """Yield settings of joint teachers that the run needs and that are not built."""
+    for index, teacher in enumerate(config.joint_teachers):
+        for name in ("projection_matrix_path", "gold_loss", "xtoken_loss"):
+            if value := getattr(teacher, name):
+                yield f"teachers[{index}].{name} ({_plain(value)})"
 
 
 def _of_engines(config: Config) -> Iterator[str]:

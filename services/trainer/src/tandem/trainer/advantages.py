@@ -10,7 +10,7 @@ Shapes: ``T`` tokens of the rank's shard of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -37,6 +37,8 @@ class ScoredShard(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     batch: Batch
     scores: Mapping[Source, Float32s]
     """Score of each token, by the model that gives it; zero for tokens that are not valid."""
+    columns: Mapping[Column, NDArray[Any]] = {}
+    """All columns of models' scores."""
     sum_over_ranks: SumOverRanks
     """Adds a float64 tensor over the ranks."""
 

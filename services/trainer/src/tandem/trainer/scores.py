@@ -63,5 +63,16 @@ class TopTokens(NamedTuple):
     """int32."""
 
 
-Scores = TokenScores | MaskedScores | TokenValues | StudentScores | TopTokens
+class JudgedTokens(NamedTuple):
+    """The same, with how far the model is to be trusted at each position."""
+
+    logits: torch.Tensor
+    """float32, divided by the temperature."""
+    token_ids: torch.Tensor
+    """int32."""
+    confidence: torch.Tensor
+    """float32, one number in a row of its own."""
+
+
+Scores = TokenScores | MaskedScores | TokenValues | StudentScores | TopTokens | JudgedTokens
 """A model's scores of tokens. A column of scores has one of these (`tandem.config.schema.columns.Column.number`)."""

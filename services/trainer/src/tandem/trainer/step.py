@@ -222,7 +222,8 @@ class Step:
         if path:
             finish: AdvantageEstimator = named(path)
             made, metrics = finish(
-                self.config, ScoredShard(batch=batch, scores=scores, sum_over_ranks=self.backend.sum_over_ranks)
+                self.config,
+                ScoredShard(batch=batch, scores=scores, columns=columns, sum_over_ranks=self.backend.sum_over_ranks),
             )
             self.metrics |= metrics
         for column in self.read:

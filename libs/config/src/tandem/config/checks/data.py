@@ -10,7 +10,7 @@ from tandem.common.errors import listed, nearest
 from tandem.config.checks.reward_model import check_reward_model
 from tandem.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
 from tandem.config.derive import GENERATED
-from tandem.config.named import NAMED, is_local
+from tandem.config.named import NAMED, RAW_TEXT, holds_texts, is_local
 from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config, Environment, Judge
 from tandem.config.schema.columns import REWARDS
@@ -103,6 +103,23 @@ def listed_sets_are_read(config: Config) -> None:
     for key in ("val_data_path", "val_data_paths", "val_split"):
         if data.train and getattr(data, key) is not None:
             raise Invalid(f"data.{key}", "data.train is given: set data.validation")
+
+
+def raw_text_is_read_as_such(config: Config) -> None:
+    """Check that a processor of raw text has raw text, and that all of a run's data is of one kind then."""
+    data = config.data
+    sets = [] if data.train else [("data", data.dataset_name, data.processor)]
+    for side in ("train", "validation"):
+        for index, entry in enumerate(getattr(data, side)):
+            sets.append((f"data.{side}[{index}]", str(entry.dataset_name), entry.processor))
+    for key, name, processor in sets:
+        if processor == RAW_TEXT and not holds_texts(name):
+            raise Invalid(
+                f"{key}.processor", f"{RAW_TEXT} reads raw text: {key}.dataset_name is {name}, not arrow_text"
+            )
+        if holds_texts(name) != holds_texts(data.dataset_name):
+            text = f"{name}, but data.dataset_name is {data.dataset_name}: raw text goes with raw text alone"
+            raise Invalid(f"{key}.dataset_name", text)
 
 
 def splits_are_known(config: Config) -> None:
@@ -308,6 +325,7 @@ RULES: tuple[Rule, ...] = (
     the_file_is_named,
     several_validation_files_have_names,
     listed_sets_are_read,
+    raw_text_is_read_as_such,
     splits_are_known,
     the_dataset_fits_the_algorithm,
     worse_solutions_are_written,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
+
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
 from tandem.config.checks.value import check_same_tokens, check_section
 from tandem.config.models.model_sizes import model_config, vocabulary_in
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import Invalid, Problems, shown
 from tandem.config.schema import Config
 
 _TRAINING = (
@@ -63,6 +67,41 @@ def it_has_the_tokens_of_the_policy(config: Config) -> None:
             )
 
 
+_ALIKE = (
+    "logprob_batch_size",
+    "dtensor_cfg",
+    "megatron_cfg",
+    "sequence_packing",
+    "dynamic_batching",
+    "make_sequence_length_divisible_by",
+)
+"""Keys in which joint teachers agree, because the ranks and micro-batches that score are the same for all."""
+
+
+def joint_ones_fit(config: Config) -> None:
+    """Check each of several teachers of every sequence as the only one, and that they are divided alike."""
+    for index, teacher in enumerate(config.joint_teachers):
+        problems, alone = Problems(), msgspec.structs.replace(config, teacher=teacher, teachers=None)
+        for rule in (one_backend_holds_both, it_sees_what_the_policy_sees, its_section_is_whole):
+            with problems.collected():
+                rule(alone)
+        prefix, first = f"teachers[{index}].", config.joint_teachers[0]
+        problems.found = [
+            Invalid(re.sub(r"\bteacher\.", prefix, problem.key), re.sub(r"\bteacher\.", prefix, problem.text))
+            for problem in problems.found
+        ]
+        problems.complain()
+        for key in _ALIKE:
+            if getattr(teacher, key) != getattr(first, key):
+                raise Invalid(
+                    f"{prefix}{key}", f"differs from teachers[0].{key}: the same ranks score with each of them"
+                )
+    loss = config.loss_fn
+    if config.joint_teachers and loss.sum_weights_metric is not None and loss.kd_loss_mode != "sum":
+        text = f"{loss.sum_weights_metric}, but loss_fn.kd_loss_mode is {loss.kd_loss_mode}: only a sum has weights"
+        raise Invalid("loss_fn.sum_weights_metric", text)
+
+
 def several_have_names(config: Config) -> None:
     """Check that each sample finds its teacher by name, or else the default."""
     routes, key = config.routes, "on_policy_distillation"
@@ -104,6 +143,7 @@ _OF_ALL: tuple[Rule, ...] = (
     one_backend_holds_both,
     it_sees_what_the_policy_sees,
     its_section_is_whole,
+    joint_ones_fit,
     several_have_names,
     it_has_the_tokens_of_the_policy,
 )

@@ -79,12 +79,31 @@ VALUES = Column(name="values", source="value")
 RETURNS = Column(name="returns", source="trainer")
 """Returns that were observed: the value model's targets."""
 TEACHER_LOGPROBS = Column(name="teacher_logprobs", source="teacher")
-TEACHER_TOPK_LOGITS = Column(name="teacher_topk_logits", source="teacher", num_each=lambda config: config.topk_logits_k)
-"""Logits of the teacher's likeliest tokens in the place of each."""
+TEACHER_TOPK_LOGITS = Column(
+    name="teacher_topk_logits",
+    source="teacher",
+    num_each=lambda config: config.topk_logits_k * max(1, len(config.joint_teachers)),
+)
+"""Logits of the teacher's likeliest tokens in the place of each; of joint teachers, those of one after the other."""
 TEACHER_TOPK_INDICES = msgspec.structs.replace(
     TEACHER_TOPK_LOGITS, name="teacher_topk_indices", dtype="int32", number=1
 )
 """Ids of these tokens."""
+TEACHER_CONFIDENCE = Column(
+    name="teacher_confidence",
+    source="teacher",
+    number=2,
+    num_each=lambda config: len(config.joint_teachers),
+    is_read=lambda config, num_steps: bool(config.weighs_teachers_by),
+)
+"""How far each joint teacher is to be trusted in the place of each token."""
+TEACHER_WEIGHTS = Column(
+    name="teacher_weights",
+    source="trainer",
+    num_each=lambda config: len(config.joint_teachers),
+    is_read=lambda config, num_steps: bool(config.joint_teachers),
+)
+"""Weights of the divergences from joint teachers."""
 
 BUILT_IN = {
     column.name: column

@@ -33,7 +33,9 @@ class DataSet(Section, frozen=True, kw_only=True):
     """File of the problems (JSONL, CSV or Parquet), or the name of a data set on the Hub. Of ``clevr-cogent``,
     ``geometry3k`` and ``refcoco``, a copy to read: a folder of its data files, or a file."""
     data_files: NonEmptyStr | None = None
-    """Files of raw text, for distillation."""
+    """Files of raw text (``arrow_text``): a path, also below ``hf://datasets/``, which may have wildcards. Or the name
+    of a data set on the Hub. Files end in ``.arrow``, ``.parquet``, ``.jsonl``, ``.json`` (an object a line), ``.csv``
+    or ``.txt`` (a text a line)."""
     download_dir: NonEmptyStr | None = None
     """Same as `data.download_dir`."""
     subset: NonEmptyStr | None = None
@@ -82,9 +84,9 @@ class DataSet(Section, frozen=True, kw_only=True):
     margin_key: NonEmptyStr | None = None
     """Same as `data.margin_key`."""
     text_key: NonEmptyStr | None = None
-    """Field of raw text, for distillation."""
+    """Same as `data.text_key`."""
     characters_per_sample: PositiveInt | None = None
-    """Length of the pieces of raw text, in characters."""
+    """Same as `data.characters_per_sample`."""
 
     @cached_property
     def title(self) -> str:
@@ -126,6 +128,8 @@ OF_EACH_SET = (
     "chosen_key",
     "rejected_key",
     "margin_key",
+    "text_key",
+    "characters_per_sample",
 )
 """Keys of a data set in a list, which `data` has for a single one."""
 
@@ -139,7 +143,8 @@ class Data(Section, frozen=True, kw_only=True):
     a model that sees), ``jsonl`` (local files), the name of a dataset on the Hugging Face Hub, or one of NeMo-RL's.
     Those are ``OpenMathInstruct-2`` and ``DeepScaler`` (problems); with images ``clevr-cogent``, ``geometry3k`` and
     ``refcoco`` (problems); for SFT ``squad``, ``openmathinstruct2``,
-    ``prompt_response_dataset``, ``openai_format`` and ``open_assistant`` (local files); for DPO and RM
+    ``prompt_response_dataset``, ``openai_format`` and ``open_assistant`` (local files); for off-policy distillation
+    ``arrow_text`` (raw text); for DPO and RM
     ``HelpSteer3``, ``Tulu3Preference``, ``DPODataset`` and ``PreferenceDataset`` (local files). Null, or left out,
     means ``jsonl`` where `train_data_path` or a file to validate on is given."""
     task: NonEmptyStr | None = None
@@ -195,10 +200,15 @@ class Data(Section, frozen=True, kw_only=True):
     margin_key: NonEmptyStr | None = None
     """New. Reward models: field with the margin by which the better response should score higher; null means 0. Its
     sign, which says in HelpSteer3's ``overall_preference`` which response is better, is ignored."""
+    text_key: NonEmptyStr | None = None
+    """New. Distillation over raw text: field of the text; null means ``text``."""
+    characters_per_sample: PositiveInt | None = None
+    """New. Distillation over raw text: join consecutive rows, a line each, until they have so many characters. Null
+    takes each row alone. What is longer than `policy.max_total_sequence_length` is cut there."""
     processor: NonEmptyStr | None = None
     """NeMo-RL's function that makes prompts from rows. Functions for text and images are accepted, since the name of
     the data set and the keys here describe the rows. With ``multichoice_qa_processor``, the field ``options`` (texts
-    by letter or in order) follows the question."""
+    by letter or in order) follows the question. ``kd_data_processor`` is for ``arrow_text``."""
     split: NonEmptyStr
     """Split of the Hub dataset for training."""
     val_split: NonEmptyStr | None

@@ -157,8 +157,9 @@ class DistillationLoss(Section, frozen=True, kw_only=True):
     """Distillation: true treats the teacher's other tokens as impossible, and uses the student's distribution over
     all tokens. false compares the two distributions over the teacher's `topk_logits_k` likeliest tokens, each
     normalised."""
-    kd_loss_mode: NonEmptyStr = "sum"
-    """Distillation of several teachers over recorded text: how their losses are combined."""
+    kd_loss_mode: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
+    """Distillation of several teachers over recorded text: how their divergences are combined. sum: the sum by their
+    weights. select_teacher: that of the teacher to which the tokens of the batch are likeliest."""
     kl_loss_weight: NonNegativeFloat = 1.0
     """Distillation: weight of the divergence."""
     ce_loss_scale: NonNegativeFloat = 0.0
@@ -173,16 +174,18 @@ class DistillationLoss(Section, frozen=True, kw_only=True):
     xtoken_loss: bool = False
     """Distillation across tokenizers: compare projected probabilities."""
     normalize_teacher_by_vocab: bool = False
-    """Distillation of several teachers over recorded text: give those with more tokens a larger weight."""
+    """Accepted: gives teachers with more tokens a larger weight. Here all have the policy's."""
     reverse_kl: bool | None = None
     """In NeMo-RL's files of distillation over recorded text (`distillation` with a list of `teachers`): true sets
     `kl_type` to reverse, false to forward."""
-    sum_weights_metric: NonEmptyStr | None = None
-    """Distillation of several teachers over recorded text: the metric that determines their weights."""
+    sum_weights_metric: Literal["ce", "entropy", "max_prob"] | None = None
+    """Distillation of several teachers over recorded text, with `kd_loss_mode` sum: the weights are
+    ``softmax(alpha * score)`` instead of `teachers[].weight`. A teacher's score is a mean over the tokens of the batch:
+    of their log-probabilities (ce), of minus its entropies, or of its largest probabilities."""
     temperature: PositiveFloat = 1.0
     """Distillation over recorded text: logits are divided by this."""
     alpha: NonNegativeFloat = 1.0
-    """Distillation of several teachers over recorded text: sharpness of their weights."""
+    """With `sum_weights_metric`: sharpness of the weights."""
     vocab_topk: PositiveInt = 8192
     """Alias of `topk_logits_k` in NeMo-RL's files of distillation over recorded text."""
     uncommon_topk: PositiveInt = 8192

@@ -229,7 +229,8 @@ class Config(Section, frozen=True, kw_only=True):
     @cached_property
     def table_columns(self) -> dict[str, str]:
         """Dtypes of the batch table's additional arrays, by name."""
-        several = {f"{columns.TEACHER}_S": "int32"} if self.num_of("teacher") > 1 else {}
+        has_routes = self.num_of("teacher") > 1 and not self.joint_teachers
+        several = {f"{columns.TEACHER}_S": "int32"} if has_routes else {}
         return self.loss_fn.environment_columns | several
 
     def with_policy(self, section: Model, **others: Any) -> Config:
@@ -337,7 +338,22 @@ class Config(Section, frozen=True, kw_only=True):
         """Teachers of the policy, by the key of each one's name, in order."""
         if "teacher" not in self.holds:
             return {}
-        return self._routed() or {"teacher.model_name": self._teacher_like("")}
+        joint: dict[str, Model] = {
+            f"teachers[{index}].model_name": each for index, each in enumerate(self.joint_teachers)
+        }
+        return joint or self._routed() or {"teacher.model_name": self._teacher_like("")}
+
+    @cached_property
+    def joint_teachers(self) -> tuple[Teacher, ...]:
+        """Teachers that all score every sequence; empty if each sequence has one."""
+        return (self.teachers or ()) if self.algorithm == "off_policy_distillation" else ()
+
+    @cached_property
+    def weighs_teachers_by(self) -> str:
+        """Measure of trust that weights of joint teachers follow: ce, entropy or max_prob; empty if they are given."""
+        if not self.joint_teachers:
+            return ""
+        return "ce" if self.loss_fn.kd_loss_mode == "select_teacher" else self.loss_fn.sum_weights_metric or ""
 
     def _routed(self) -> dict[str, Model]:
         routes = self.routes

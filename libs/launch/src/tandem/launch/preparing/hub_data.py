@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.kept_inputs import path_of
 from tandem.config import Config, config_from_json
 from tandem.config.models import hub
-from tandem.config.named import NAMED, is_local, place_of
+from tandem.config.named import NAMED, holds_texts, is_local, place_of
 from tandem.config.schema.data import Data, DataSet
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
@@ -81,7 +81,9 @@ def data_files(config: Config) -> Iterator[tuple[str, str]]:
     for side, sets in (("train", data.train), ("validation", data.validation)):
         for index, each in enumerate(sets):
             if each.data_path is not None and is_local(str(each.dataset_name)):
-                yield f"data.{side}[{index}].data_path", each.data_path
+                key = "data_path" if each.data_files is None else "data_files"
+                for path in _files_at(each.data_path, str(each.dataset_name)):
+                    yield f"data.{side}[{index}].{key}", path
     if not is_local(data.dataset_name):
         return
     held_out = {"data.val_data_path": data.val_data_path} | {
@@ -89,8 +91,18 @@ def data_files(config: Config) -> Iterator[tuple[str, str]]:
     }
     named = [(key, path) for key, path in held_out.items() if path is not None]
     if data.train_data_path is not None and not data.train and not (config.evaluates and named):
-        yield "data.train_data_path", data.train_data_path
+        for path in _files_at(data.train_data_path, data.dataset_name):
+            yield "data.train_data_path", path
     yield from named
+
+
+def _files_at(path: str, dataset_name: str) -> Sequence[str]:
+    """Return the local files of a path: those of raw text may have wildcards, or be on the Hub."""
+    if not holds_texts(dataset_name):
+        return (path,)
+    from tandem.samples.data_sets.raw_texts import local_files
+
+    return local_files(path) or ()
 
 
 def _beside(path: Path) -> Iterator[str]:

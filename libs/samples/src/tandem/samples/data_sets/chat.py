@@ -93,6 +93,12 @@ class ChatEncoder:
             raise DataError(f"problem {name!r}: the chat template writes no turn of its solution")
         return encoded
 
+    def text(self, name: str, text: str) -> tuple[int, ...]:
+        """Tokenise a text without turns, cut to a whole sequence. Raise `DataError` if that fails."""
+        with self._name_problem(name):
+            prefix_ids = self._tokenizer.prefix_ids if self._data.add_bos else ()
+            return (*prefix_ids, *self._tokenizer.encode(text))[: self._max_total]
+
     @property
     def notices(self) -> tuple[str, ...]:
         """Notices of the parts of conversations so far that the chat template does not write."""

@@ -16,12 +16,14 @@ from tandem.common.messages import Problem
 from tandem.common.returned import beyond
 from tandem.config import Config
 from tandem.config.derive import GENERATED
+from tandem.config.named import holds_texts
 from tandem.config.schema import Data
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
 from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
 from tandem.samples.data_sets.questions import read_message
+from tandem.samples.data_sets.raw_texts import raw_texts
 from tandem.samples.data_sets.split import Identity, hold_out, load_problems, refuse_leakage
 from tandem.samples.data_sets.trees import threads
 from tandem.samples.images.rows import ImageRows
@@ -40,6 +42,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Margin by which the chosen response's score should be ahead."""
     tools: tuple[dict[str, Any], ...] = ()
     """The tools that the template shows, as JSON schemas."""
+    is_text: bool = False
+    """Whether it is text without turns, the content of its only answer: no template renders it."""
 
 
 class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +79,8 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
     data = config.data
     if data.train:
         return _listed(config, images)
+    if holds_texts(data.dataset_name):
+        return _of_texts(data)
     read = _reader(config)
     if read is None:
         problems = load_problems(config, images)
@@ -125,6 +131,15 @@ def _listed(config: Config, images: ImageRows | None) -> ConversationSets:
         num_ties=sum(part.sets.num_ties for part in parts),
         num_set_aside=sum(part.sets.num_set_aside for part in parts),
     )
+
+
+def _of_texts(data: Data) -> ConversationSets:
+    """Load raw texts, each as the only answer to nothing."""
+    texts = [
+        Conversation(name=name, prompt=[], answers=(_answer(text),), is_text=True) for name, text in raw_texts(data)
+    ]
+    sides = hold_out(data, texts, {}, _IDENTITY, keep_prompts_together=False)
+    return ConversationSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
 
 class ConversationWriter:
@@ -367,6 +382,6 @@ def _text(*parts: Messages) -> str:
 
 _IDENTITY: Identity[Conversation] = Identity(
     place=lambda conversation: conversation.name,
-    prompt=lambda conversation: _text(conversation.prompt),
+    prompt=lambda conversation: _text(conversation.prompt or conversation.answers[0]),
     content=lambda conversation: _text(conversation.prompt, *conversation.answers),
 )

@@ -71,7 +71,7 @@ class DataSetAlgorithm(WithoutGeneration):
         num_validation = section.val_batches * section.val_global_batch_size
         most = num_validation if num_validation > 0 else None
         held_out = {name: part[:most] for name, part in sets.held_out.items()}
-        conversations = itertools.chain(sets.train, *held_out.values())
+        conversations = (each for each in itertools.chain(sets.train, *held_out.values()) if not each.is_text)
         self._chat.check_characters(
             ((c.name, (c.prompt, *c.answers)) for c in conversations), ConversationWriter.literals(config)
         )
@@ -122,6 +122,10 @@ class DataSetAlgorithm(WithoutGeneration):
     def _encode(self, conversation: Conversation) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""
         name, prompt = conversation.name, conversation.prompt
+        if conversation.is_text:
+            token_ids = self._chat.text(name, str(conversation.answers[0][0]["content"]))
+            mask = (False, *(True,) * (len(token_ids) - 1))
+            return (EncodedSequence(token_ids, mask, name=name),) if len(token_ids) > 1 else None
         complaint: str | None = None
         sequences = []
         for place, answer in enumerate(conversation.answers):

@@ -132,6 +132,7 @@ class Builder:
                 context=group,
                 pictures=self._pictures,
                 undrawable=() if self._pictures is None else self._pictures.undrawable,
+                judged_by=config.weighs_teachers_by,
             )
         return TokenScorer(
             model,

@@ -76,7 +76,8 @@ class DistillationLoss:
     The loss is ``kl_loss_weight`` times the divergence, minus ``ce_loss_scale`` times the log-probability of each
     token. With ``dynamic_loss_scaling`` it is `scaled` instead. Teacher and student are normalised distributions over
     the teacher's likeliest tokens. With ``zero_outside_topk``, the student's distribution is over all tokens.
-    ``topk_probability`` is the student's probability of these tokens.
+    ``topk_probability`` is the student's probability of these tokens. Of several teachers of each sequence, the
+    divergence is the sum by their weights, and what is reported the mean.
     """
 
     NAMES = ("entropy", "teacher_entropy", "topk_probability")
@@ -88,22 +89,37 @@ class DistillationLoss:
 
     def __call__(self, batch: MicroBatch, scores_BT: StudentScores) -> torch.Tensor:
         """Return the micro-batch's part of the loss."""
-        teacher_BTN, student_BTN = batch.teacher_topk_logits_BTN.log_softmax(dim=-1), scores_BT.others
-        probability_BT = student_BTN.detach().exp().sum(dim=-1)
-        if self._settings.zero_outside_topk:
-            losses_BT = divergence(teacher_BTN, student_BTN, self._settings)
-            losses_BT = losses_BT + of_the_rest(student_BTN, scores_BT.entropy, self._settings)
-        else:
-            losses_BT = divergence(teacher_BTN, student_BTN.log_softmax(dim=-1), self._settings)
+        weights_BTM = batch.teacher_weights_BTM
+        num_teachers = 1 if weights_BTM is None else weights_BTM.shape[-1]
+        logits, logprobs = (
+            each_BTN.chunk(num_teachers, dim=-1) for each_BTN in (batch.teacher_topk_logits_BTN, scores_BT.others)
+        )
+        teachers = [logits_BTN.log_softmax(dim=-1) for logits_BTN in logits]
+        parts = [
+            self._divergence(teacher_BTN, student_BTN, scores_BT.entropy)
+            for teacher_BTN, student_BTN in zip(teachers, logprobs, strict=True)
+        ]
+        losses_BT = parts[0] if weights_BTM is None else (torch.stack(parts, dim=-1) * weights_BTM).sum(dim=-1)
         if self._settings.dynamic_loss_scaling:
             losses_BT = scaled(losses_BT, scores_BT.logprobs, batch.loss_mask_BT)
         else:
             losses_BT = self._settings.kl_loss_weight * losses_BT
             if self._settings.ce_loss_scale:
                 losses_BT = losses_BT - self._settings.ce_loss_scale * scores_BT.logprobs
-        entropy_BT = -(teacher_BTN.exp() * teacher_BTN).sum(dim=-1)
+        entropies = [-(teacher_BTN.exp() * teacher_BTN).sum(dim=-1) for teacher_BTN in teachers]
+        entropy_BT = torch.stack(entropies).mean(dim=0)
+        probability_BT = scores_BT.others.detach().exp().sum(dim=-1) / num_teachers
         self.report.add(batch.loss_mask_BT, scores_BT.entropy, entropy_BT, probability_BT)
         return aggregate(losses_BT, batch.loss_mask_BT, self._counts, token_level=True)
+
+    def _divergence(
+        self, teacher_BTN: torch.Tensor, student_BTN: torch.Tensor, entropy_BT: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the divergence from one teacher at each position."""
+        if self._settings.zero_outside_topk:
+            losses_BT = divergence(teacher_BTN, student_BTN, self._settings)
+            return losses_BT + of_the_rest(student_BTN, entropy_BT, self._settings)
+        return divergence(teacher_BTN, student_BTN.log_softmax(dim=-1), self._settings)
 
 
 def _kl(logprobs_BTN: torch.Tensor, others_BTN: torch.Tensor) -> torch.Tensor:

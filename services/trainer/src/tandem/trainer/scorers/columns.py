@@ -27,8 +27,17 @@ def filled_by(step: Step, model: Model, size: int | None) -> Filled:
     for number in range(step.config.num_of(model)):
         for micro_batch, scores_BT in scored_by(step, model, size, number=number):
             for column, values_T in found.items():
-                unpad_into(values_T, scores_BT[column.number], shard.own, micro_batch.rows)
+                unpad_into(_part_of(step, values_T, number), scores_BT[column.number], shard.own, micro_batch.rows)
     return found
+
+
+def _part_of(step: Step, values_T: NDArray[Any], number: int) -> NDArray[Any]:
+    """Return the place of one model's numbers in a column that has those of several, one after the other."""
+    num_joint = len(step.config.joint_teachers)
+    if num_joint < 2:
+        return values_T
+    width = values_T.shape[1] // num_joint
+    return values_T[:, number * width : (number + 1) * width]
 
 
 def _nothing(step: Step, column: Column, shard: Shard) -> NDArray[Any]:
@@ -41,10 +50,11 @@ def scored_by(
 ) -> list[tuple[MicroBatch, Scores]]:
     """Return all micro-batches of this rank, each with a model's scores.
 
-    `number` selects one of several models of the same name. The batch has the sequences that belong to it.
+    `number` selects one of several models of the same name. The batch has the sequences that belong to it, or if the
+    models are joint teachers, all.
     """
     batches: Sequence[Sequence[int]] = step.global_batches
-    if step.config.num_of(model) > 1:
+    if step.config.num_of(model) > 1 and not step.config.joint_teachers:
         is_its_S = step.whole.columns[f"{model}_S"] == number
         batches = [[row for row in rows if is_its_S[row]] for rows in batches]
     if not any(batches):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tandem.trainer.batching.masks import NEVER, rule_out
 from tandem.trainer.scorers.scorer import Pictures, Task, TokenScorer
-from tandem.trainer.scores import Scores, TopTokens
+from tandem.trainer.scores import JudgedTokens, Scores, StudentScores, TopTokens
 from tandem.trainer.scoring import VocabularyShard, logits_of, own_tokens, rows_at_once
 
 
@@ -30,17 +30,21 @@ class TopScorer(TokenScorer):
         context: dist.ProcessGroup | None = None,
         pictures: Pictures | None = None,
         undrawable: Sequence[int] = (),
+        judged_by: str = "",
     ) -> None:
-        """Begin, as a scorer of tokens; `num` is the number of likeliest tokens."""
+        """Begin, as a scorer of tokens; `num` is the number of likeliest tokens.
+
+        With `judged_by` (``weighs_teachers_by``) it also says how far the model is to be trusted.
+        """
         super().__init__(
             model, temperature, linear_head=linear_head, context=context, pictures=pictures, undrawable=undrawable
         )
-        self._num = num
+        self._num, self._judged_by = num, judged_by
 
     def _of_hidden(
         self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: Task
     ) -> Scores:
-        return top_tokens(
+        top = top_tokens(
             hidden_KH,
             weight_VH,
             self._num,
@@ -48,9 +52,37 @@ class TopScorer(TokenScorer):
             vocabulary=vocabulary,
             undrawable=self._undrawable,
         )
+        if not self._judged_by:
+            return top
+        scores = super()._of_hidden(hidden_KH, weight_VH, vocabulary, task._replace(others_KN=first_of(top)))
+        return judged(top, scores, self._judged_by)
 
     def _of_logits(self, logits_KV: torch.Tensor, task: Task) -> Scores:
-        return top_of_logits(logits_KV, self._num)
+        top = top_of_logits(logits_KV, self._num)
+        if not self._judged_by:
+            return top
+        return judged(top, super()._of_logits(logits_KV, task._replace(others_KN=first_of(top))), self._judged_by)
+
+
+def first_of(top: TopTokens) -> torch.Tensor:
+    """Return the likeliest token at each position, as tokens that are scored in its place."""
+    return top.token_ids[:, :1].long()
+
+
+def judged(top: TopTokens, scores: Scores, by: str) -> JudgedTokens:
+    """Return the likeliest tokens with how far the model is to be trusted, as ``weighs_teachers_by`` says.
+
+    `scores` are those of the tokens, and of `first_of` the likeliest in their places.
+    """
+    assert isinstance(scores, StudentScores), "other tokens are scored too"
+    match by:
+        case "ce":
+            confidence_K = scores.logprobs
+        case "entropy":
+            confidence_K = -scores.entropy
+        case _:
+            confidence_K = scores.others[:, 0].exp()
+    return JudgedTokens(*top, confidence_K[:, None])
 
 
 @torch.no_grad()

@@ -153,6 +153,7 @@ class HeldModel:
             described.shape.as_text.known.vocabulary_size,
             config.scoring_temperature,
             num_likeliest=config.topk_logits_k if name == "teacher" else 0,
+            judged_by=config.weighs_teachers_by if name == "teacher" else "",
             learns_entropy=self.is_trained and config.learns_entropy,
             needs_whole=compares_whole(config),
             pictures=pictures,

@@ -16,8 +16,8 @@ from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
 from tandem.trainer.backends.megatron.rows import Row, rows_of
 from tandem.trainer.batching.masks import masked_scores
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.scorers.likeliest import top_tokens
-from tandem.trainer.scores import Scores, StudentScores, TokenScores, TokenValues, TopTokens
+from tandem.trainer.scorers.likeliest import first_of, judged, top_tokens
+from tandem.trainer.scores import JudgedTokens, Scores, StudentScores, TokenScores, TokenValues, TopTokens
 from tandem.trainer.scoring import VocabularyShard, placed, score_tokens
 
 Scored = Callable[[MicroBatch, Any], torch.Tensor]
@@ -35,6 +35,7 @@ class Pipeline:
         temperature: float,
         *,
         num_likeliest: int = 0,
+        judged_by: str = "",
         learns_entropy: bool = False,
         needs_whole: bool = False,
         pictures: Callable[[Row, torch.nn.Module], dict[str, Any]] | None = None,
@@ -51,6 +52,7 @@ class Pipeline:
             temperature: sampling temperature.
             num_likeliest: number of likeliest tokens that are returned at each position; 0 to return scores of the
                 tokens themselves.
+            judged_by: with likeliest tokens, what the model's trustworthiness is judged by; empty for nothing.
             learns_entropy: whether the entropy has a gradient.
             needs_whole: whether the loss also reads log-probabilities without sampling masks where there are any.
             pictures: what gives a chunk of a model that sees its inputs beside a row's tokens.
@@ -61,6 +63,7 @@ class Pipeline:
         self.row_divisor = row_divisor
         self._pictures, self._undrawable, self._score_tokens = pictures, tuple(undrawable), score
         self._num_likeliest, self._learns_entropy, self._needs_whole = num_likeliest, learns_entropy, needs_whole
+        self._judged_by = judged_by
         self._chunks = list(chunks)
         self._last: Chunk = unwrap_model(self._chunks[-1])
         self._sizes = sizes
@@ -125,7 +128,8 @@ class Pipeline:
         like = functools.partial(torch.empty, device=batch.token_ids_BT.device)
         if self._num_likeliest:
             rows = (*shape, self._num_likeliest)
-            return TopTokens(like(rows, dtype=torch.float32), like(rows, dtype=torch.int32))
+            top = TopTokens(like(rows, dtype=torch.float32), like(rows, dtype=torch.int32))
+            return JudgedTokens(*top, like((*shape, 1), dtype=torch.float32)) if self._judged_by else top
         says = TokenValues if isinstance(self._last, ScalarChunk) else TokenScores
         return says(*(like(shape, dtype=torch.float32) for _ in says._fields))
 
@@ -134,8 +138,10 @@ class Pipeline:
         if isinstance(self._last, ScalarChunk):
             return TokenValues(self._last.head(hidden_LE)[:, 0].float())
         weight_VE, vocabulary = self._output_layer()
+        others_BTN, top = batch.others_BTN, None
+        others_LN = None if others_BTN is None else others_BTN[batch.loss_mask_BT][row.valid_L].long()
         if self._num_likeliest:
-            return top_tokens(
+            top = top_tokens(
                 hidden_LE,
                 weight_VE,
                 self._num_likeliest,
@@ -143,7 +149,9 @@ class Pipeline:
                 vocabulary=vocabulary,
                 undrawable=self._undrawable,
             )
-        others_BTN = batch.others_BTN
+            if not self._judged_by:
+                return top
+            others_LN = first_of(top)
         score = functools.partial(
             self._score_tokens,
             hidden_LE,
@@ -151,10 +159,12 @@ class Pipeline:
             batch.token_ids_BT[batch.loss_mask_BT][row.valid_L],
             temperature=self._temperature,
             vocabulary=vocabulary,
-            others_KN=None if others_BTN is None else others_BTN[batch.loss_mask_BT][row.valid_L].long(),
+            others_KN=others_LN,
             learns_entropy=self._learns_entropy,
             undrawable=self._undrawable,
         )
+        if top is not None:
+            return judged(top, score(), self._judged_by)
         if batch.masks is None:
             return score()
         return masked_scores(score, batch.masks.take(row.valid_L), needs_whole=self._needs_whole)
