@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,10 +81,10 @@ def column(page: Any, metric: str, share: float) -> list[tuple[int, int, int, in
     return [(found[i], found[i + 1], found[i + 2], found[i + 3]) for i in range(0, len(found), 4)]
 
 
-def make_run(folder: Path, curves: Mapping[str, Sequence[float]]) -> None:
+def make_run(folder: Path, curves: Mapping[str, Sequence[float]], algorithm: str = "grpo") -> None:
     """Make a run that ended, with these metrics from step 1 on; in one transaction, which a run has for each step."""
-    config = b'{"policy": {"model_name": "model"}, "grpo": {"max_num_steps": 9}}'
-    with Journal.create(folder, config, "grpo") as journal:
+    config = json.dumps({"policy": {"model_name": "model"}, algorithm: {"max_num_steps": 9}}).encode()
+    with Journal.create(folder, config, algorithm) as journal:
         connection = journal._connection
         connection.execute("BEGIN")
         for step, values in enumerate(zip(*curves.values(), strict=True), 1):

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe.run_folder.calls import NewestCalls, has_calls, newest_calls
 from tandem.observe.run_folder.ending import State, state_of
 from tandem.observe.run_folder.journal import RefitRecord, last_event, read_refit
@@ -32,6 +33,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     run_id: str
     algorithm: str
+    stage: str
+    """Runs of one stage share an axis: ``rollouts`` of all algorithms that generate, otherwise the algorithm."""
     model: str
     created_at: float
     state: State
@@ -117,6 +120,7 @@ class RunReader:
             path=str(self.folder),
             run_id=run_id,
             algorithm=algorithm,
+            stage="rollouts" if rolls_out(algorithm) else algorithm,
             model=config.get("policy", {}).get("model_name", ""),
             created_at=created_at,
             state=state,
@@ -205,6 +209,12 @@ class RunReader:
         live = read_live(self.folder)
         live_at = 0.0 if live is None else live.at
         return Mark(last_step=last_step, last_event=last_event or 0, live_at=live_at, state=state)
+
+
+def rolls_out(algorithm: str) -> bool:
+    """Return whether an algorithm generates samples; of one that this release lacks, that is unknown, and taken so."""
+    declaration = ALGORITHMS.get(algorithm)
+    return declaration is None or declaration.rolls_out
 
 
 def _refit(record: RefitRecord) -> Refit:

@@ -19,6 +19,7 @@ import * as state from "./state.js";
  * @property {string} name
  * @property {string} path
  * @property {string} algorithm
+ * @property {string} stage what it shares an axis with: those that generate, or its algorithm
  * @property {string} model
  * @property {number} created_at
  * @property {number} updated_at
@@ -118,11 +119,16 @@ class Page {
     return this.runs[state.numeric("run", 0)] ?? this.runs[0];
   }
 
-  /** Runs with curves drawn: all, unless some were chosen. */
+  /** Runs with curves drawn: those of one stage, unless some were chosen. */
   shown() {
     const chosen = state.value("runs");
-    const some = chosen ? this.runs.filter((run) => chosen.split(".").includes(String(run.index))) : this.runs;
-    return some.length ? some : this.runs;
+    const some = chosen ? this.runs.filter((run) => chosen.split(".").includes(String(run.index))) : [];
+    return some.length ? some : this.ofStage();
+  }
+
+  /** Runs of the same stage as the current one: another stage, of other steps, would squeeze the curves. */
+  ofStage() {
+    return this.runs.filter((run) => run.stage === this.run().stage);
   }
 
   /** @param {number} index */
@@ -136,7 +142,8 @@ class Page {
   toggle(index) {
     const now = this.shown().map((run) => run.index);
     const next = now.includes(index) ? now.filter((other) => other !== index) : [...now, index].sort((a, b) => a - b);
-    state.set({ runs: next.length === this.runs.length || !next.length ? null : next.join(".") });
+    const isUsual = next.join() === this.ofStage().map((run) => run.index).join();
+    state.set({ runs: isUsual ? null : next.join(".") });
     this.header.draw();
     this.view?.update({ steps: true, live: false, events: false });
   }

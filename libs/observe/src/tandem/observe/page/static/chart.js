@@ -19,12 +19,20 @@ import { number } from "./format.js";
  * @property {number} smoothing from 0, none, to below 1
  * @property {boolean} isLog
  * @property {boolean} isStacked lines are parts of a whole
+ * @property {boolean} [isWhole] outliers are within the axis too
  * @property {[number, number]} shown range of steps
+ * @property {string} [along] what the axis counts
  * @property {((x: number) => string) | null} [mark] label of a place on the axis, if it is not a step
  */
 
 const COLUMNS = 4; // of a line: low, high, unsmoothed, smoothed
 const FEW_POINTS = 16;
+const FEWEST_WITH_OUTLIERS = 8; // values of a line; of fewer, none can be told from the others
+const TAIL = 0.05; // share of a line's values, at either end, among which outliers may be
+const BEYOND = 3; // spreads of the other values at which one is an outlier
+const BEGINNING = 3; // outliers in a row with which a line begins that are how training begins, and stay
+const FINER = 2; // times that an axis must separate values better without its outliers, or they stay
+const MARK = 4; // half the width of an outlier's mark, in pixels
 const ROUNDING = 2e-4; // relative difference below which an axis does not separate values
 const FONT = '11px "Helvetica Neue", Arial, system-ui, sans-serif';
 
@@ -45,10 +53,31 @@ export function smooth(values, weight) {
 }
 
 /**
- * Join lines over one x, all of their steps, with null for missing values.
- * @param {Line[]} lines @param {Look} look
+ * Limits that a line's values have but for its outliers, or null if it has none. The spread is that from the low to the
+ * high values without `TAIL` at either end. Where these are all equal, as for what is mostly zero, nothing is cut.
+ * @param {Line} line @returns {[number, number] | null}
  */
-function columns(lines, look) {
+export function limits(line) {
+  const [lows, highs] = [line.low, line.high].map((values) => known(values).sort((a, b) => a - b));
+  if (lows.length < FEWEST_WITH_OUTLIERS) return null;
+  const least = lows[Math.ceil(TAIL * (lows.length - 1))];
+  const most = highs[Math.floor((1 - TAIL) * (highs.length - 1))];
+  const beyond = BEYOND * (most - least);
+  if (beyond <= BEYOND * ROUNDING * Math.max(Math.abs(least), Math.abs(most))) return null;
+  const inside = (/** @type {number} */ value) => value >= least - beyond && value <= most + beyond;
+  const begin = line.low.findIndex((low, i) => low !== null && inside(low) && inside(line.high[i] ?? low));
+  const first = begin >= BEGINNING ? begin : 0;
+  const low = Math.min(lows.find(inside) ?? least, ...known(line.low.slice(0, first)));
+  const high = Math.max(highs.findLast(inside) ?? most, ...known(line.high.slice(0, first)));
+  return highs[highs.length - 1] - lows[0] > FINER * (high - low) ? [low, high] : null;
+}
+
+/**
+ * Join lines over one x, all of their steps, with null for missing values.
+ * @param {Line[]} lines @param {Look} look @param {([number, number] | null)[]} within limits, which keep outliers
+ *   from what is smoothed
+ */
+function columns(lines, look, within) {
   const steps = [...new Set(lines.flatMap((line) => line.step))].sort((a, b) => a - b);
   const places = new Map(steps.map((step, place) => [step, place]));
   const spread = (/** @type {Line} */ line, /** @type {(number | null)[]} */ values) => {
@@ -64,10 +93,12 @@ function columns(lines, look) {
   const blank = new Array(steps.length).fill(null);
   if (look.isStacked) return [steps, ...stacked(lines.map((line) => spread(line, smooth(line.mean, weight(line)))))];
   const data = [steps];
-  for (const line of lines) {
+  for (const [i, line] of lines.entries()) {
+    const limit = weight(line) ? within[i] : null;
+    const usual = limit ? line.mean.map((v) => (v !== null && (v < limit[0] || v > limit[1]) ? null : v)) : line.mean;
     const hasBand = line.low.some((low, i) => low !== line.high[i]);
     data.push(hasBand ? spread(line, line.low) : blank, hasBand ? spread(line, line.high) : blank,
-      weight(line) ? spread(line, line.mean) : blank, spread(line, smooth(line.mean, weight(line))));
+      weight(line) ? spread(line, line.mean) : blank, spread(line, smooth(usual, weight(line))));
   }
   return data;
 }
@@ -103,6 +134,10 @@ export class Chart {
     this.lines = [];
     /** @type {Look} */
     this.look = { smoothing: 0, isLog: false, isStacked: false, range: [0, 1] };
+    /** Values beyond the axis. @type {{line: number, x: number, value: number, isHigh: boolean}[]} */
+    this.outliers = [];
+    /** @type {[number, number] | null} */
+    this.limits = null;
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(root);
     this.stopTheme = onTheme(() => this.plot?.redraw(false, true));
@@ -116,9 +151,27 @@ export class Chart {
     this.look = look;
     const kinds = lines.map((line) => [line.label, line.colour, line.dashed]);
     const shape = JSON.stringify([kinds, look.isLog, look.isStacked, !look.mark]);
-    const data = columns(lines, look);
+    const isWhole = look.isLog || look.isStacked || Boolean(look.isWhole);
+    const within = lines.map((line) => (isWhole ? null : limits(line)));
+    this.cut(within);
+    const data = columns(lines, look, within);
     if (!this.plot || shape !== this.shape) this.build(data, shape);
     else this.plot.setData(data);
+  }
+
+  /** Set the limits of the axis, and list what is beyond them. @param {([number, number] | null)[]} within */
+  cut(within) {
+    this.outliers = [];
+    this.limits = null;
+    if (within.every((limit) => !limit)) return;
+    const ends = this.lines.map((line, i) => within[i] ?? endsOf(line));
+    const [low, high] = [Math.min(...ends.map(([least]) => least)), Math.max(...ends.map(([, most]) => most))];
+    this.limits = [low, high];
+    this.lines.forEach(({ step, low: lows, high: highs }, line) => step.forEach((x, i) => {
+      const [least, most] = [lows[i], highs[i]];
+      if (most !== null && most > high) this.outliers.push({ line, x, value: most, isHigh: true });
+      if (least !== null && least < low) this.outliers.push({ line, x, value: least, isHigh: false });
+    }));
   }
 
   /** @param {any[]} data @param {string} shape */
@@ -162,6 +215,7 @@ export class Chart {
       hooks: {
         setCursor: [(/** @type {any} */ plot) => this.pointed(plot.cursor.left >= 0 ? plot.cursor.idx ?? null : null)],
         setSelect: [(/** @type {any} */ plot) => this.selected(plot)],
+        draw: [(/** @type {any} */ plot) => { this.drawUnit(plot); this.drawOutliers(plot); }],
       },
       series: [{}, ...(this.look.isStacked ? this.areas() : this.strokes())],
       bands: this.look.isStacked ? [] : this.lines.map((line, i) => ({
@@ -203,13 +257,48 @@ export class Chart {
 
   /** @param {number | null} low @param {number | null} high @returns {[number, number]} */
   yRange(low, high) {
+    if (this.limits) [low, high] = this.limits;
     if (low === null || high === null) return [0, 1];
-    if (low === high) return low === 0 ? [-1, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)];
+    if (low === high) return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)];
     const least = ROUNDING * Math.max(Math.abs(low), Math.abs(high));
     if (high - low < least) return [low - least, high + least];
     const pad = 0.07 * (high - low);
     if (this.look.isStacked) return [0, high + pad];
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
+  }
+
+  /** Name what the horizontal axis counts, below the vertical one. @param {any} plot */
+  drawUnit(plot) {
+    if (!this.look.along) return;
+    const { ctx, bbox } = plot;
+    const scale = devicePixelRatio;
+    ctx.save();
+    ctx.fillStyle = css("--dim");
+    ctx.font = FONT.replace("11px", `${11 * scale}px`);
+    ctx.textAlign = "left";
+    ctx.textBaseline = "top";
+    ctx.fillText(this.look.along, 4 * scale, bbox.top + bbox.height + 4 * scale);
+    ctx.restore();
+  }
+
+  /** Mark values beyond the axis by triangles at its end. @param {any} plot */
+  drawOutliers(plot) {
+    const { ctx, bbox } = plot;
+    const size = MARK * devicePixelRatio;
+    ctx.save();
+    for (const { line, x, isHigh } of this.outliers) {
+      const left = plot.valToPos(x, "x", true);
+      if (left < bbox.left || left > bbox.left + bbox.width) continue;
+      const tip = isHigh ? bbox.top : bbox.top + bbox.height;
+      const base = tip + (isHigh ? 1.6 : -1.6) * size;
+      ctx.fillStyle = painted(this.lines[line].colour);
+      ctx.beginPath();
+      ctx.moveTo(left, tip);
+      ctx.lineTo(left - size, base);
+      ctx.lineTo(left + size, base);
+      ctx.fill();
+    }
+    ctx.restore();
   }
 
   /** @param {any} plot */
@@ -255,6 +344,15 @@ export class Chart {
     this.plot?.destroy();
     this.plot = null;
   }
+}
+
+/** Values without those that are missing. @param {(number | null)[]} values @returns {number[]} */
+const known = (values) => /** @type {number[]} */ (values.filter((value) => value !== null));
+
+/** The least and the greatest value of a line. @param {Line} line @returns {[number, number]} */
+function endsOf(line) {
+  return [known(line.low).reduce((a, b) => Math.min(a, b), Infinity),
+    known(line.high).reduce((a, b) => Math.max(a, b), -Infinity)];
 }
 
 /** @param {number} step */

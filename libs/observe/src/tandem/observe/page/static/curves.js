@@ -5,7 +5,7 @@ import { Chart } from "./chart.js";
 import { colour, activityColour } from "./colours.js";
 import { saveCsv } from "./csv.js";
 import { el, empty, fill, setText } from "./dom.js";
-import { duration, number, title, writer } from "./format.js";
+import { duration, number, title, unit, writer } from "./format.js";
 import { refresher } from "./refresh.js";
 import * as state from "./state.js";
 
@@ -25,7 +25,7 @@ const NOTES = {
   truncated_fraction: "responses that were cut off",
   clip_fraction: "share of tokens whose probability ratio is out of the clip range",
 };
-const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length, tokens" };
+const TITLES = { [PHASES]: "Seconds by phase", kl: "KL", mean_generation_length: "Response length" };
 /** Horizontal axes of curves, with the labels of places on them. */
 const ALONG = {
   steps: (/** @type {number} */ x) => `step ${x}`,
@@ -56,6 +56,7 @@ class Curves {
     this.reset = el("button", { type: "button", hidden: true, onclick: () => this.zoom(null) }, "Reset zoom");
     this.standard = el("button", { type: "button", hidden: true, onclick: () => this.choose(null) }, "Default curves");
     fill(root, this.toolbar(), this.grid);
+    fill(this.grid, empty("Loading the curves…"));
     this.refresh = refresher(() => this.load(), (error) => fill(this.grid, empty(error.message)), 900);
     this.refresh();
   }
@@ -252,19 +253,22 @@ class Card {
     this.plot = el("div.plot",
       { tabindex: 0, role: "img", "aria-label": `${name} over steps; arrow keys move the cursor` });
     this.log = el("button.small", {
-      type: "button", title: "Logarithmic scale", "aria-pressed": String(this.isLog()), onclick: () => this.toggleLog(),
+      type: "button", title: "Logarithmic scale", "aria-pressed": String(this.isIn("log")),
+      onclick: () => this.toggle("log"),
     }, "log");
     const csv = el("button.small", {
       type: "button", title: "Save all values of these lines as a CSV file", "aria-label": `Save ${name} as CSV`,
       onclick: () => this.save(),
     }, "csv");
+    this.cut = el("button.small.cut", { type: "button", hidden: true, onclick: () => this.toggle("whole") });
     const remove = el("button.small", {
       type: "button", title: "Take this chart away", "aria-label": `Take away ${name}`,
       onclick: () => curves.remove(id),
     }, "×");
     this.element = el("article.card", { data: { metric: id } },
-      el("div.card-head", null, el("h2", { title: NOTES[/** @type {keyof typeof NOTES} */ (id)] ?? id }, name),
-        el("span.tools", null, id === PHASES ? null : this.log, csv, remove)),
+      el("div.card-head", null, el("h2", { title: NOTES[/** @type {keyof typeof NOTES} */ (id)] ?? id }, name,
+        unit(id, curves.ctx.run().algorithm) ? el("span.unit", null, unit(id, curves.ctx.run().algorithm)) : null),
+        el("span.tools", null, this.cut, id === PHASES ? null : this.log, csv, remove)),
       this.readout, this.plot);
     this.chart = new Chart(this.plot, {
       zoomed: (range) => curves.zoom(range), pointed: (index) => this.read(index), format: writer(id),
@@ -274,14 +278,16 @@ class Card {
     this.index = /** @type {number | null} */ (null);
   }
 
-  isLog() {
-    return state.value("log").split(",").includes(this.id);
+  /** Whether the chart is one of a list in the address. @param {"log" | "whole"} list */
+  isIn(list) {
+    return state.value(list).split(",").includes(this.id);
   }
 
-  toggleLog() {
-    const others = state.value("log").split(",").filter((id) => id && id !== this.id);
-    state.set({ log: (this.isLog() ? others : [...others, this.id]).join(",") });
-    this.log.setAttribute("aria-pressed", String(this.isLog()));
+  /** @param {"log" | "whole"} list */
+  toggle(list) {
+    const others = state.value(list).split(",").filter((id) => id && id !== this.id);
+    state.set({ [list]: (this.isIn(list) ? others : [...others, this.id]).join(",") });
+    this.log.setAttribute("aria-pressed", String(this.isIn("log")));
     this.curves.draw();
   }
 
@@ -296,12 +302,28 @@ class Card {
       return series?.step.length ? [this.line(run, name, i, series, runs.length > 1)] : [];
     }));
     if (isStacked) this.lines.sort((a, b) => sum(a.mean) - sum(b.mean));
-    const look = { smoothing: state.numeric("smooth", 0), isLog: this.isLog(), isStacked, range: this.curves.range(),
+    const look = { smoothing: state.numeric("smooth", 0), isLog: this.isIn("log"), isStacked,
+      isWhole: this.isIn("whole"), range: this.curves.range(), along: this.curves.along(),
       mark: this.curves.along() === "steps" ? null : (/** @type {number} */ x) => this.mark(x) };
     this.element.classList.toggle("none", this.lines.length === 0);
     this.chart.draw(this.lines, look);
+    this.drawCut();
     this.shape();
     this.read(this.index);
+  }
+
+  /** Say how many values are beyond the axis, and offer to show them. */
+  drawCut() {
+    const { outliers } = this.chart;
+    const isWhole = this.isIn("whole");
+    this.cut.hidden = !outliers.length && !isWhole;
+    this.cut.setAttribute("aria-pressed", String(isWhole));
+    setText(this.cut, isWhole ? "whole" : `${outliers.length} cut off`);
+    const values = outliers.map(({ value }) => value);
+    const write = writer(this.id);
+    const [least, most] = [write(Math.min(...values)), write(Math.max(...values))];
+    this.cut.title = isWhole ? "All values are within the axis: leave outliers out" : `Beyond the axis, marked by
+      triangles: ${least === most ? least : `${least} to ${most}`}. Show them`.replaceAll(/\s+/g, " ");
   }
 
   /** Leave out metrics that are zero throughout, such as a disabled penalty, if others are not.

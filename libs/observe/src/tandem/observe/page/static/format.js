@@ -52,8 +52,29 @@ export const gb = (gigabytes) => (gigabytes >= 1 ? `${gigabytes.toFixed(2)} GB` 
  */
 export function writer(name) {
   if (name.endsWith("_gb")) return gb;
-  const isSeconds = name.startsWith("seconds/") || (name.endsWith("_s") && !name.endsWith("_per_s"));
-  return isSeconds ? duration : number;
+  const isSeconds = name === "seconds" || name.startsWith("seconds/")
+    || (name.endsWith("_s") && !name.endsWith("_per_s"));
+  if (isSeconds) return duration;
+  return SHARE.test(name) ? (value) => (Number.isFinite(value) ? `${number(100 * value)}%` : number(value)) : number;
+}
+
+const SHARE = /accuracy|fraction/;
+/** Units by what is in a metric's name; the first match counts. @type {[RegExp, string][]} */
+const UNITS = [
+  [/^seconds\b|_gb$/, ""], [/tokens_per_s$/, "tokens/s"], [/_per_s$/, "per second"], [/_s$|accuracy|fraction/, ""],
+  [/length|^num_.*tokens/, "tokens"], [/trajectory_age/, "versions"], [/entropy|^(approx_)?kl$/, "nat/token"],
+  [/^groups_|buffer_size|in_store/, "groups"], [/^token_mult_prob_error$|(^|_)ratio(_|$)/, "times"], [/turns/, "turns"],
+];
+/** What the loss of these algorithms is, which is no unit of others' losses. @type {Record<string, string>} */
+const LOSSES = { sft: "nat/token", dpo: "nat/pair", rm: "nat/pair" };
+
+/**
+ * The unit of a metric's values, where they are not written with one; nothing for bare numbers.
+ * @param {string} name @param {string} algorithm
+ */
+export function unit(name, algorithm) {
+  if (/^(val_)?loss$/.test(name)) return LOSSES[algorithm] ?? "";
+  return UNITS.find(([pattern]) => pattern.test(name))?.[1] ?? "";
 }
 
 /** Time of day. @param {number} at Unix seconds */
@@ -77,11 +98,11 @@ function two(value) {
 const TITLES = {
   reward: "Reward", val_accuracy: "Held-out accuracy", accuracy: "Accuracy", loss: "Loss", val_loss: "Held-out loss",
   kl: "KL to the reference", approx_kl: "KL of the update", entropy: "Entropy", grad_norm: "Gradient norm",
-  mean_generation_length: "Response length, tokens",
-  max_generation_length: "Longest response, tokens",
+  mean_generation_length: "Response length",
+  max_generation_length: "Longest response",
   truncated_fraction: "Truncated responses", token_mult_prob_error: "Log-probability gap",
   clip_fraction: "Clipped tokens", tokens_per_s: "Tokens per second", groups_without_spread: "Groups without spread",
-  learning_rate: "Learning rate", reward_std: "Spread of rewards", avg_trajectory_age: "Mean age of samples, versions",
+  learning_rate: "Learning rate", reward_std: "Spread of rewards", avg_trajectory_age: "Mean age of samples",
   buffer_size: "In the buffer", engine_idle_s: "Engines idle", trainer_idle_s: "Trainers idle",
   slowest_trainer: "Slowest trainer rank", trainer_compute_max_s: "Own work of that rank",
   groups_too_old: "Groups too old", val_reward: "Held-out reward", "seconds/total": "Seconds a step",

@@ -31,7 +31,8 @@ export function mount(root, ctx) {
     if (!names.length) { fill(table, empty("No step has said yet what memory it took.")); return; }
     fill(table, byPhase(series, names));
     const lines = names.map((name, i) => ({ label: called(name), colour: i, dashed: i >= 8, ...series[name] }));
-    chart.draw(lines, { smoothing: 0, isLog: false, isStacked: false, range: [0, Math.max(1, run.last_step ?? 1)] });
+    chart.draw(lines, { smoothing: 0, isLog: false, isStacked: false, range: [0, Math.max(1, run.last_step ?? 1)],
+      along: "steps" });
     fill(legend, lines.map((line, i) => el("span.key", null,
       el("i.swatch", { style: { "--c": `var(--c${i % 8})` } }), line.label,
       el("b", null, gb(line.mean[line.mean.length - 1])))));

@@ -44,7 +44,7 @@ export function mount(root, ctx) {
       const mean = refits.map((refit) => refit.seconds[key] ?? null);
       return { label, colour: own, dashed: key === "copy", step, mean, low: mean, high: mean };
     });
-    chart.draw(lines, { smoothing: 0, isLog: true, isStacked: false,
+    chart.draw(lines, { smoothing: 0, isLog: true, isStacked: false, along: "version",
       range: [step[0], Math.max(step[0] + 1, step[step.length - 1])] });
     fill(legend, DRAWN.map(([key, label, own]) => el("span.key", null,
       el(key === "copy" ? "i.swatch.dashed" : "i.swatch", { style: { "--c": `var(--c${own})` } }), label,
