@@ -6,6 +6,7 @@ import gc
 import io
 import re
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.drawing import ahead_line
 from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.quick_steps import STEP_LOG, StepLog
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
@@ -135,6 +137,33 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
         progress.committed(step)
     progress.close()
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [f"step {s}/8" for s in range(1, 9)]
+
+
+def test_quick_steps_have_some_lines_on_the_console_and_all_in_a_file() -> None:
+    out, time = io.StringIO(), [0.0]
+    config = build_config(SETTINGS)
+    spec = run_spec(config, first_step=1, last_step=660, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
+    progress = Progress(config, spec, [], Console(file=out, width=200), lambda: time[0], step_every_s=3.0)
+    log = StepLog(Path(), spec.last_step)
+    for step in range(1, 661):
+        time[0] += 0.25
+        metrics = {"loss": 1.0, **({"val_loss": 1.0} if step == 110 else {})}
+        checkpoint = "checkpoints/step_200" if step == 200 else ""
+        record = StepRecord(step=step, version=step, metrics=metrics, seconds={"total": 0.1}, checkpoint=checkpoint)
+        for observer in (progress, log):
+            observer.committed(record)
+    progress.noted("warning: a line of its own")
+    log.close()
+    *lines, last = out.getvalue().splitlines()
+    assert last == "warning: a line of its own"
+    shown = [int(line.split("/")[0].removeprefix("step ")) for line in lines]
+    assert shown[:11] == [*range(1, 11), 22], "one in three seconds, after the first"
+    assert {110, 200, 660} <= set(shown), "validated, saved, the last"
+    assert {after for before, after in pairwise(shown[10:]) if after - before < 12} <= {110, 200, 660}
+    assert max(after - before for before, after in pairwise(shown)) <= 12
+    assert [line.split("  ")[0] for line in Path(STEP_LOG).read_text().splitlines()] == [
+        f"step {step}/660" for step in range(1, 661)
+    ]
 
 
 def a_registry(**phases: str) -> Registry:

@@ -26,6 +26,7 @@ from tandem.coordinator.observers.finished_steps import Curves, HealthWarnings
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.quick_steps import STEP_EVERY_S, StepLog
 from tandem.coordinator.observers.stopping import validation_stop
 from tandem.coordinator.observers.time_limit import TimeLimit
 from tandem.coordinator.observers.timeline import Timeline
@@ -167,11 +168,16 @@ def _observers(
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
     live = LiveFile(config, folder, spec.last_step, history, snapshot.said)
     display: Observer
+    is_quick = not config.declaration.rolls_out
     if invocation.front_end is not None:
         display = invocation.front_end.display()
     else:
-        display = Progress(config, spec, history, began_at=snapshot.said.began_at, again=snapshot.said.records)
+        every_s = STEP_EVERY_S if is_quick else 0.0
+        display = Progress(
+            config, spec, history, began_at=snapshot.said.began_at, again=snapshot.said.records, step_every_s=every_s
+        )
     observers: list[Observer] = [
+        *([StepLog(folder, spec.last_step)] if is_quick else []),
         *([Dashboards(opened.writers)] if len(opened.writers) else []),
         display,
         live,
