@@ -78,7 +78,7 @@ def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thum
 def test_a_picture_that_hangs_is_given_up_and_its_process_ended() -> None:
     thumbnails = Thumbnails(deadline_s=60.0)
     thumbnails.of(RUN, keep(encoded(picture())))
-    worker = thumbnails._worker
+    worker = thumbnails._worker._process
     assert worker is not None
     os.kill(worker.pid, signal.SIGSTOP)
     thumbnails._deadline_s = 0.2
@@ -94,11 +94,11 @@ def test_a_picture_that_hangs_is_given_up_and_its_process_ended() -> None:
 
 def test_a_process_that_has_ended_is_replaced(thumbnails: Thumbnails) -> None:
     thumbnails.of(RUN, keep(encoded(picture())))
-    worker = thumbnails._worker
+    worker = thumbnails._worker._process
     assert worker is not None
     worker.kill()
     assert thumbnails.of(RUN, keep(encoded(picture(50, 50))))
-    assert thumbnails._worker is not worker
+    assert thumbnails._worker._process is not worker
 
 
 def test_the_page_serves_thumbnails_so_that_nothing_in_them_runs() -> None:

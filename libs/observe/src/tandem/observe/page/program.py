@@ -31,6 +31,7 @@ def serve(
             runner.run(server.serve(sockets=[listener]))
     finally:
         app.state.thumbnails.close()
+        app.state.rows.close()
 
 
 class _Server(SignalledServer):

@@ -22,11 +22,13 @@ from tandem.observe.page import samples
 from tandem.observe.page.gpus import Gpus
 from tandem.observe.page.query import BadQuery, choice, maybe_number, maybe_whole_number, whole_number
 from tandem.observe.page.reader import RunReader
+from tandem.observe.page.rows import PageRows
 from tandem.observe.page.security import Guard, error
 from tandem.observe.page.series import Along, Curves
 from tandem.observe.page.stream import Watch
 from tandem.observe.page.table import Column, csv_parts
 from tandem.observe.page.thumbnails import Thumbnails
+from tandem.observe.shown_rows import RowsRequest
 from tandem.observe.timeline_view import flame, timeline
 
 STATIC = Path(__file__).parent / "static"
@@ -43,9 +45,10 @@ _OF_PICTURE = {
 class Run:
     """A run, and its data cached between requests."""
 
-    def __init__(self, folder: Path, gpus: Gpus) -> None:
+    def __init__(self, folder: Path, gpus: Gpus, rows: PageRows) -> None:
         """Open the run. Raises `RunFolderError` if it cannot be read."""
         self.gpus = gpus
+        self.rows = rows
         self.reader = RunReader(folder)
         self.curves = Curves(self.reader)
 
@@ -55,13 +58,14 @@ Answer = Callable[[Run, Request], Any]
 
 
 def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) -> Starlette:
-    """Return the program for these run folders; its state has the `Watch` of its streams, and its
-    `Thumbnails` to close.
+    """Return the program for these run folders; its state has the `Watch` of its streams, and its `Thumbnails` and
+    `PageRows` to close.
 
     Raises `RunFolderError` for a folder that cannot be read.
     """
     gpus = Gpus()
-    runs = [Run(folder, gpus) for folder in folders]
+    rows = PageRows()
+    runs = [Run(folder, gpus, rows) for folder in folders]
     watch = Watch([run.reader for run in runs])
     thumbnails = Thumbnails()
 
@@ -101,6 +105,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     )
     app.state.watch = watch
     app.state.thumbnails = thumbnails
+    app.state.rows = rows
     return app
 
 
@@ -257,6 +262,11 @@ def _sample(run: Run, request: Request) -> Any:
     return samples.one_sample(reader.folder, (step, group, sample), purpose, reader.run_id(), reader.models())
 
 
+def _rows(run: Run, request: Request) -> Any:
+    limit = whole_number(request, "limit", 8, 1, _MOST_ROWS)
+    return run.rows.of(run.reader.folder, RowsRequest(step=maybe_whole_number(request, "step"), limit=limit))
+
+
 def _problem(run: Run, request: Request) -> Any:
     return samples.samples_of_problem(run.reader.folder, request.path_params["problem_id"], run.reader.run_id())
 
@@ -274,5 +284,6 @@ _ANSWERS: tuple[tuple[str, Answer], ...] = (
     ("events", _events),
     ("samples", _samples),
     ("samples/{step:int}/{group:int}/{sample:int}", _sample),
+    ("rows", _rows),
     ("problems/{problem_id:path}/samples", _problem),
 )

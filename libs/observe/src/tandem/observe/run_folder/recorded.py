@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tandem.common.errors import ConfigError, RunFolderError
+from tandem.common.errors import ConfigError, ModelError, RunFolderError
 from tandem.config import Config, config_from_json
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.journal import JournalReader
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+
+if TYPE_CHECKING:
+    from tandem.samples.tokenizer import Tokenizer
 
 
 def config_of(journal: JournalReader) -> Config:
@@ -27,6 +32,21 @@ def checkpoints_of(run: Path, config: Config) -> CheckpointFolder:
     if root.is_relative_to(log_dir):
         root = run / root.relative_to(log_dir)
     return CheckpointFolder(root, keep_top_k=None, higher_is_better=True)
+
+
+def tokenizer_of(run: Path, config: Config) -> Tokenizer | None:
+    """Return the tokenizer of a run, or its copy in a checkpoint; None if neither is on this machine."""
+    from tandem.samples.model_files import load_tokenizer
+
+    checkpoints = checkpoints_of(run, config)
+    folders = [checkpoints.folder_of(step) / "policy" for step in reversed(checkpoints.steps())]
+    for folder in [Path(config.policy.tokenizer.name), *folders]:
+        if (folder / "tokenizer.json").is_file():
+            try:
+                return load_tokenizer(config, folder)
+            except ModelError as error:
+                print(f"note: {error}", file=sys.stderr)
+    return None
 
 
 def steps_in_words(steps: Iterable[int]) -> str:

@@ -5,10 +5,12 @@ On a terminal, learned tokens are bold and green; elsewhere they stand between b
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +19,7 @@ from tandem.common.values.answer_texts import shown_answer
 from tandem.config import Config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence, RewardModelAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
+from tandem.observe.shown_rows import ShownRow, ShownToken
 
 if TYPE_CHECKING:
     from tandem.common.messages import PromptGroup
@@ -55,45 +58,56 @@ def sequences_in_text(
     algorithm: DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int, *, is_coloured: bool
 ) -> Iterator[Text]:
     """Yield the lines that show rows from the first one of a step on."""
+    for row in shown_sequences(algorithm, tokenizer, step, num_rows):
+        yield from lines_of(row, is_coloured=is_coloured)
+
+
+def shown_sequences(algorithm: DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int) -> Iterator[ShownRow]:
+    """Yield the sequences of rows from the first one of a step on."""
     for sequences in algorithm.conversations(step, num_rows):
         kinds = ("chosen", "rejected") if len(sequences) == 2 else ("",) * len(sequences)
         for kind, sequence in zip(kinds, sequences, strict=True):
-            if isinstance(algorithm, RewardModelAlgorithm):
-                yield from _judged(kind, sequence, tokenizer)
-            else:
-                yield from _learned(kind, sequence, tokenizer, is_coloured=is_coloured)
+            is_judged = isinstance(algorithm, RewardModelAlgorithm)
+            yield (_judged if is_judged else _learned)(kind, sequence, tokenizer)
 
 
-def _learned(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer, *, is_coloured: bool) -> Iterator[Text]:
-    """Yield the lines of a sequence whose learned tokens are marked."""
-    yield _head(sequence.name, kind, f"{len(sequence.token_ids)} tokens, {sum(sequence.loss_mask)} of them learned")
-    text, last_ids = Text(), []
-    for is_learned, part in itertools.groupby(zip(sequence.token_ids, sequence.loss_mask, strict=True), lambda p: p[1]):
-        token_ids = [token for token, _ in part]
+def lines_of(row: ShownRow, *, is_coloured: bool) -> Iterator[Text]:
+    """Yield the lines that show a row."""
+    yield Text(f"━━ {visible(row.name)}{f', {row.kind}' if row.kind else ''}: {row.size}", _HEADING)
+    text = Text()
+    for is_learned, tokens in itertools.groupby(row.tokens, lambda token: token.is_learned):
         brackets = (_OPEN, _CLOSE) if is_learned and not is_coloured else ("", "")
         text.append(brackets[0])
-        text.append_text(text_of_tokens(token_ids, tokenizer, _LEARNED if is_learned else ""))
+        text.append_text(_text_of([*tokens], _LEARNED if is_learned else ""))
         text.append(brackets[1])
-        last_ids += token_ids[-1:] if is_learned else []
     yield _indented(text)
-    yield _beginning(sequence.token_ids, tokenizer)
-    ends = tokenizer.turn_ends.all_ids
-    yield _field("turns end", ", ".join(_named(token, tokenizer) for token in _distinct(last_ids)) or "none is learned")
-    for token in _distinct(last_ids):
-        if token not in ends:
+    yield from (_field(name, value) for name, value in row.facts)
+    yield Text()
+
+
+def _learned(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
+    """Return a sequence whose learned tokens are marked."""
+    token_ids, loss_mask = sequence.token_ids, sequence.loss_mask
+    edges = itertools.pairwise((*zip(token_ids, loss_mask, strict=True), (-1, False)))
+    last_ids = _distinct([token for (token, is_learned), (_, is_next) in edges if is_learned and not is_next])
+    facts = [
+        _beginning(token_ids, tokenizer),
+        ("turns end", ", ".join(_named(token, tokenizer) for token in last_ids) or "none is learned"),
+    ]
+    for token in last_ids:
+        if token not in tokenizer.turn_ends.all_ids:
             why = "is the last token of a learned turn, and ends none: generation would not stop there"
-            yield _field("note", f"{_named(token, tokenizer)} {why}")
-    yield Text()
+            facts.append(("note", f"{_named(token, tokenizer)} {why}"))
+    size = f"{len(token_ids)} tokens, {sum(loss_mask)} of them learned"
+    return _row(sequence.name, kind, size, shown_tokens(token_ids, loss_mask, tokenizer), facts)
 
 
-def _judged(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> Iterator[Text]:
-    """Yield the lines of a sequence that a reward model judges; its last token is padding."""
+def _judged(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
+    """Return a sequence that a reward model judges; its last token is padding."""
     token_ids = sequence.token_ids[:-1]
-    yield _head(sequence.name, kind, f"{len(token_ids)} tokens")
-    yield _indented(text_of_tokens(token_ids, tokenizer))
-    yield _beginning(token_ids, tokenizer)
-    yield _field("judged at", _named(token_ids[-1], tokenizer))
-    yield Text()
+    facts = [_beginning(token_ids, tokenizer), ("judged at", _named(token_ids[-1], tokenizer))]
+    tokens = shown_tokens(token_ids, [False] * len(token_ids), tokenizer)
+    return _row(sequence.name, kind, f"{len(token_ids)} tokens", tokens, facts)
 
 
 # --- prompts of rollouts ---------------------------------------------------------------------------------------------
@@ -114,13 +128,13 @@ def first_prompts(config: Config, algorithm: GrpoAlgorithm, num_rows: int) -> li
 def _prompts_in_text(config: Config, algorithm: GrpoAlgorithm, tokenizer: Tokenizer, num_rows: int) -> Iterator[Text]:
     """Yield the lines that show prompts, each with what is known of it, and then what ends a response."""
     for group in first_prompts(config, algorithm, num_rows):
-        problem = group.problem
-        yield _head(problem.problem_id, "", f"{len(group.prompt_ids)} tokens of prompt")
-        yield _indented(text_of_tokens(group.prompt_ids, tokenizer))
-        yield _beginning(group.prompt_ids, tokenizer)
+        problem, token_ids = group.problem, group.prompt_ids
+        facts = [_beginning(token_ids, tokenizer)]
         if problem.answer is not None:
-            yield _field("reference", shown_answer(problem.answer))
-        yield Text()
+            facts.append(("reference", shown_answer(problem.answer)))
+        tokens = shown_tokens(token_ids, [False] * len(token_ids), tokenizer)
+        row = _row(problem.problem_id, "", f"{len(token_ids)} tokens of prompt", tokens, facts)
+        yield from lines_of(row, is_coloured=True)
     if config.agent is not None:
         yield Text("An agent writes its own requests: these are the questions that it is given.")
     sampling = algorithm.sampling("validate" if config.evaluates else "train")
@@ -132,42 +146,64 @@ def _prompts_in_text(config: Config, algorithm: GrpoAlgorithm, tokenizer: Tokeni
 # --- parts of lines --------------------------------------------------------------------------------------------------
 
 
-def text_of_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, style: str = "") -> Text:
-    """Return the text of tokens, special ones included; of many equal ones in a row, one and their number."""
-    text = Text()
-    plain: list[bytes] = []
+def shown_tokens(token_ids: Sequence[int], loss_mask: Sequence[bool], tokenizer: Tokenizer) -> list[ShownToken]:
+    """Return tokens with their texts; a character of several tokens is given to its last one."""
+    shown: list[ShownToken] = []
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     added = tokenizer.hugging_face.added_tokens_decoder
     special_ids = {token for token, known in added.items() if known.special}
+    for is_learned, part in itertools.groupby(zip(token_ids, loss_mask, strict=True), lambda pair: pair[1]):
+        for token, repeats in itertools.groupby(token for token, _ in part):
+            num_repeats = len([*repeats])
+            is_special, is_many = token in special_ids, num_repeats > _MOST_REPEATED
+            if is_special or is_many:
+                _end_character(shown, decoder)
+                texts = [tokenizer.token_text(token)] * (1 if is_many else num_repeats)
+            else:
+                texts = [decoder.decode(tokenizer.token_bytes(token)) for _ in range(num_repeats)]
+            count = num_repeats if is_many else 1
+            shown += [
+                ShownToken(id=token, text=text, is_special=is_special, is_learned=is_learned, count=count)
+                for text in texts
+            ]
+        _end_character(shown, decoder)
+    return shown
 
-    def write_plain() -> None:
-        text.append(visible(b"".join(plain).decode(errors="replace")), style)
-        plain.clear()
 
-    for token, repeats in itertools.groupby(token_ids):
-        num_repeats = len([*repeats])
-        is_special = token in special_ids
-        if is_special or num_repeats > _MOST_REPEATED:
-            write_plain()
-        if num_repeats > _MOST_REPEATED:
-            text.append(f"{visible(tokenizer.token_text(token))}(×{num_repeats})", f"{style} {_SPECIAL}".strip())
-        elif is_special:
-            text.append(visible(tokenizer.token_text(token) * num_repeats), f"{style} {_SPECIAL}".strip())
-        else:
-            plain += [tokenizer.token_bytes(token)] * num_repeats
-    write_plain()
+def _end_character(shown: list[ShownToken], decoder: codecs.IncrementalDecoder) -> None:
+    """Give the bytes of an incomplete character to the last token."""
+    if character := decoder.decode(b"", final=True):
+        shown[-1] = msgspec.structs.replace(shown[-1], text=shown[-1].text + character)
+
+
+def text_of_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, style: str = "") -> Text:
+    """Return the text of tokens, special ones included; of many equal ones in a row, one and their number."""
+    return _text_of(shown_tokens(token_ids, [False] * len(token_ids), tokenizer), style)
+
+
+def _text_of(tokens: Sequence[ShownToken], style: str) -> Text:
+    text = Text()
+    for (is_special, count), alike in itertools.groupby(tokens, lambda token: (token.is_special, token.count)):
+        is_apart = is_special or count > 1
+        words = visible("".join(token.text if count == 1 else f"{token.text}(×{count})" for token in alike))
+        text.append(words, f"{style} {_SPECIAL}".strip() if is_apart else style)
     return text
 
 
-def _beginning(token_ids: Sequence[int], tokenizer: Tokenizer) -> Text:
-    """Return the line that names the token that begins a sequence, where the tokenizer has one."""
+def _row(name: str, kind: str, size: str, tokens: Sequence[ShownToken], facts: Sequence[tuple[str, str]]) -> ShownRow:
+    return ShownRow(name=name, kind=kind, size=size, tokens=tuple(tokens), facts=tuple(facts))
+
+
+def _beginning(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the fact that names the token that begins a sequence, where the tokenizer has one."""
     bos_id = tokenizer.bos_id
     if bos_id is None:
-        return _field("begins", "without BOS: the tokenizer has none")
+        return ("begins", "without BOS: the tokenizer has none")
     count = next((n for n, token in enumerate(token_ids) if token != bos_id), len(token_ids))
     if not count:
-        return _field("begins", f"without BOS, {_named(bos_id, tokenizer)}")
+        return ("begins", f"without BOS, {_named(bos_id, tokenizer)}")
     twice = "" if count == 1 else f", {count} times: the template and the tokenizer each write one"
-    return _field("begins", f"with BOS, {_named(bos_id, tokenizer)}{twice}")
+    return ("begins", f"with BOS, {_named(bos_id, tokenizer)}{twice}")
 
 
 def _named(token: int, tokenizer: Tokenizer) -> str:
@@ -177,10 +213,6 @@ def _named(token: int, tokenizer: Tokenizer) -> str:
 
 def _distinct(token_ids: Sequence[int]) -> list[int]:
     return [*dict.fromkeys(token_ids)]
-
-
-def _head(name: str, kind: str, size: str) -> Text:
-    return Text(f"━━ {visible(name)}{f', {kind}' if kind else ''}: {size}", _HEADING)
 
 
 def _field(name: str, text: str) -> Text:

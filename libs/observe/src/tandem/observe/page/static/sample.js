@@ -35,6 +35,7 @@ export class Detail {
       return;
     }
     const run = this.ctx.run().index;
+    if (!this.root.querySelector(".sample-head")) fill(this.root, this.back(), empty("Loading the sample…"));
     try {
       const sample = await ofRun(run, `samples/${at.replaceAll(".", "/")}`, { purpose });
       if (asked !== this.asked) return;

@@ -1,4 +1,5 @@
-// The sample browser: a step's training or validation samples, one sample in full, or two of a problem side by side.
+// The sample browser: a step's training or validation samples, one sample in full, or two of a problem side by side; of
+// runs that generate none, the rows that a step trained on.
 
 import { ofRun } from "./api.js";
 import { el, empty, fill, mark, segmented, select, setText } from "./dom.js";
@@ -6,6 +7,8 @@ import { Detail } from "./sample.js";
 import { number, whole } from "./format.js";
 import { labelled, picturesIn } from "./pictures.js";
 import { refresher } from "./refresh.js";
+import { Rows } from "./rows.js";
+import { Stepper } from "./stepper.js";
 import * as state from "./state.js";
 
 /** @typedef {import("./app.js").Context} Context */
@@ -22,7 +25,7 @@ const FILTERS = ["contains", "group", "min", "max"];
 
 /** @param {HTMLElement} root @param {Context} ctx */
 export function mount(root, ctx) {
-  return new Samples(root, ctx);
+  return ctx.run().stage === "rollouts" ? new Samples(root, ctx) : new Rows(root, ctx);
 }
 
 class Samples {
@@ -49,6 +52,7 @@ class Samples {
         el("div.list-foot", null, this.count, this.more)),
       this.detailRoot);
     fill(root, this.steps(), this.filters(), this.browser);
+    fill(this.list, empty("Loading the samples…"));
     this.refresh = refresher(() => this.load(), (error) => this.failed(error));
     this.refresh();
     this.show();
@@ -60,25 +64,14 @@ class Samples {
 
   /** The choice of step and purpose. */
   steps() {
-    this.slider = /** @type {HTMLInputElement} */ (el("input.step-slider", {
-      type: "range", min: 0, max: 1, step: 1, "aria-label": "Step",
-      oninput: () => this.goTo(Number(/** @type {HTMLInputElement} */ (this.slider).value)),
-    }));
-    this.field = /** @type {HTMLInputElement} */ (el("input.step-field", {
-      type: "number", min: 0, "aria-label": "Step number",
-      onchange: () => this.goTo(Number(/** @type {HTMLInputElement} */ (this.field).value)),
-    }));
-    this.newest = el("button", { type: "button", onclick: () => this.goTo(null) }, "Newest");
+    this.stepper = new Stepper((step) => this.goTo(step));
     this.purposes = segmented("Samples of", [["train", "training"], ["validate", "validation"]], this.purpose,
       (value) => {
       state.set({ purpose: value === "train" ? null : value, step: null, group: null, at: null, diff: null });
       this.show();
       this.refresh();
     });
-    return el("div.toolbar", null, this.purposes, el("span.stepper", null,
-      el("button", { type: "button", "aria-label": "Step before", onclick: () => this.walk(-1) }, "←"), this.slider,
-      el("button", { type: "button", "aria-label": "Step after", onclick: () => this.walk(1) }, "→")),
-      el("label.labelled", null, "step ", this.field), this.newest);
+    return el("div.toolbar", null, this.purposes, this.stepper.elements);
   }
 
   filters() {
@@ -146,13 +139,7 @@ class Samples {
   }
 
   draw() {
-    const [first, last] = this.range ?? [0, 0];
-    const slider = /** @type {HTMLInputElement} */ (this.slider);
-    Object.assign(slider, { min: first, max: Math.max(last, first), disabled: !this.range });
-    slider.value = String(this.step ?? last);
-    const field = /** @type {HTMLInputElement} */ (this.field);
-    if (document.activeElement !== field) field.value = String(this.step ?? "");
-    this.newest?.setAttribute("aria-pressed", String(state.numeric("step") === null));
+    this.stepper?.draw(this.step, this.range, state.numeric("step") === null);
     const isFiltered = FILTERS.some((key) => state.value(key));
     if (this.clear) this.clear.hidden = !isFiltered;
     setText(this.count, this.total ? `${whole(this.rows.length)} of ${whole(this.total)}` : "");
@@ -198,13 +185,6 @@ class Samples {
   goTo(step) {
     state.set({ step });
     this.refresh();
-  }
-
-  /** @param {number} by */
-  walk(by) {
-    if (!this.range) return;
-    const to = (this.step ?? this.range[1]) + by;
-    this.goTo(Math.max(this.range[0], Math.min(this.range[1], to)));
   }
 
   /** Open another sample, or the same one in another way.

@@ -38,6 +38,7 @@ export async function ofRun(index, path, query = {}) {
   }
   switch (path) {
     case "samples": return chosen(run.samples, query);
+    case "rows": throw new ApiError("The rows of a run are not in its report.");
     case "live": return null;
     case "gpus": return [];
     case "series": return series(run, String(query.names).split(","), query);
