@@ -425,7 +425,10 @@ def test_other_weights_are_said_to_differ_and_why() -> None:
     run = recorded_run()
     replay = begun_replay("loss_fn.ratio_clip_max=0.5", "grpo.normalize_rewards=false")
     replay.save(4, seed=99)
-    assert compare(replay.config) == "weights are equal to the bit to those of step 6 of run", "the last counts"
+    assert compare(replay.config) == (  # the last counts
+        "weights are equal to the bit to those of step 6 of run, though grpo.normalize_rewards, "
+        "loss_fn.ratio_clip_max were changed: no effect in these steps"
+    )
     replay.save(6, seed=99)
     assert compare(replay.config) == (
         "weights differ from those of step 6 of run (those of step 2 are equal), as grpo.normalize_rewards, "
@@ -434,6 +437,19 @@ def test_other_weights_are_said_to_differ_and_why() -> None:
     run.save(2, seed=99)
     replay.save(4)
     assert "(those of step 4 are equal)" in compare(replay.config)
+
+
+@pytest.mark.parametrize(("share", "why"), [(0.0, "no ratio was clipped"), (0.25, "no effect in these steps")])
+def test_another_clip_by_which_nothing_was_clipped_is_said_to_be_one(share: float, why: str) -> None:
+    recorded_run()
+    replay = begun_replay("loss_fn.ratio_clip_max=0.5", "logger.page=off")
+    replay.journal.forget_after(4)
+    for step, clipped in ((5, 0.0), (6, share)):
+        metrics = {"clip_fraction": clipped}
+        replay.journal.commit_step(StepRecord(step=step, version=step, metrics=metrics, seconds={}))
+    assert compare(replay.config) == (
+        f"weights are equal to the bit to those of step 6 of run, though loss_fn.ratio_clip_max was changed: {why}"
+    )
 
 
 def test_weights_that_differ_for_no_reason_are_said_to() -> None:

@@ -15,6 +15,8 @@ from tandem.samples import manifest
 
 _OF_NO_WEIGHTS = ("prerequisite", "replay", "checkpointing", "logger", "refit", "cluster.address", "cluster.deadlines")
 """Keys that differ between a run and its replay without changing weights."""
+_OF_CLIPS = ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max", "loss_fn.ratio_clip_c")
+_CLIPPED = "clip_fraction"
 _OF_GPUS = "memory_training_trainer_reserved_gb"
 """Metric that only trainers on GPUs report."""
 
@@ -35,7 +37,9 @@ def compare(config: Config) -> str:
         return f"weights are not compared: {run} and this have no checkpoints of the same step{_losses(theirs, ours)}"
     last = max(equal)
     if equal[last]:
-        return f"weights are equal to the bit to those of step {last} of {run}"
+        return (
+            f"weights are equal to the bit to those of step {last} of {run}{_describe_no_effect(before, config, ours)}"
+        )
     same = [step for step in equal if equal[step]]
     until = f" (those of {steps_in_words(same)} are equal)" if same else ""
     return f"weights differ from those of step {last} of {run}{until}, {_why(before, config, theirs)}"
@@ -63,13 +67,33 @@ def _digests(folder: Path, run_id: str) -> dict[str, str]:
     return {name: digest for file in files for name, digest in file.tensors.items()}
 
 
+def _describe_no_effect(before: Config, after: Config, steps: Sequence[StepRecord]) -> str:
+    """Return, of settings that were changed though the weights are equal, that they had no effect; empty without."""
+    changes = _changes(before, after)
+    if not changes:
+        return ""
+    shares = [step.metrics[_CLIPPED] for step in steps if _CLIPPED in step.metrics]
+    is_of_clips = all(is_within(key, _OF_CLIPS) for key in changes)
+    effect = "no ratio was clipped" if is_of_clips and shares and not any(shares) else "no effect in these steps"
+    return f", though {_were_changed(changes)}: {effect}"
+
+
 def _why(before: Config, after: Config, steps: Sequence[StepRecord]) -> str:
-    changes = [key for key in changed_keys(before, after) if not is_within(key, _OF_NO_WEIGHTS)]
+    changes = _changes(before, after)
     if not changes and any(_OF_GPUS in step.metrics for step in steps):
         return "though nothing was changed: kernels of GPUs add gradients up in another order each time"
     if not changes:
         return "though nothing was changed"
-    return f"as {', '.join(changes)} {'was' if len(changes) == 1 else 'were'} changed"
+    return f"as {_were_changed(changes)}"
+
+
+def _changes(before: Config, after: Config) -> list[str]:
+    """Return the keys that were changed and may change weights."""
+    return [key for key in changed_keys(before, after) if not is_within(key, _OF_NO_WEIGHTS)]
+
+
+def _were_changed(keys: Sequence[str]) -> str:
+    return f"{', '.join(keys)} {'was' if len(keys) == 1 else 'were'} changed"
 
 
 def _losses(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> str:
