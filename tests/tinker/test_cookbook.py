@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -44,6 +45,30 @@ def run(server: Served, recipe: str, *settings: str) -> list[dict[str, float]]:
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 0, f"{ended.stderr}\n{server.command.output()}"
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_dpo_keeps_its_reference_while_newer_weights_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub_server() as hub:
+        cookbook.fill(hub)
+        set_environment(monkeypatch, hub, Path("hf").absolute())
+        config = Path("tinker.yaml")
+        config.write_text(yaml.safe_dump(merged(CONFIG, _OVER)))
+        with serving(config, command=BIN / "coordinator") as server:
+            settings = [
+                "renderer_name=role_colon",
+                "batch_size=16",
+                "learning_rate=1e-3",
+                "max_length=64",
+                "max_steps=21",
+            ]
+            steps = run(server, "preference.dpo.train", *settings)  # publishes for evaluation, and to save
+    first, *_, last = [step for step in steps if "dpo_loss" in step]
+    assert first["dpo_loss"] == pytest.approx(math.log(2), abs=1e-6), "the policy is its reference"
+    assert (first["margin"], first["chosen_reward"]) == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert last["dpo_loss"] < 0.5 * first["dpo_loss"], steps
+    assert last["chosen_reward"] > 0 > last["rejected_reward"]
+    assert last["accuracy"] == 1.0
+    assert [step["test/nll"] != steps[0]["test/nll"] for step in steps if "test/nll" in step] == [False, True, True]
 
 
 def test_recipes_learn(monkeypatch: pytest.MonkeyPatch) -> None:

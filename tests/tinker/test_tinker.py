@@ -107,7 +107,7 @@ def test_saved_states_go_on_to_the_bit() -> None:
 def test_samples_of_two_engines_have_the_log_probabilities_of_the_published_weights() -> None:
     with served({"cluster": {"rollouts": 2}}) as server:
         found = server.client("samples")
-        base, trained, none_of_base, top, long = found.pop("errors")
+        oldest, by_name, top, long = found.pop("errors")
     assert found.pop("worst") < _CLOSE
     assert found == {
         "tokens": [6, 6, 6],
@@ -115,10 +115,11 @@ def test_samples_of_two_engines_have_the_log_probabilities_of_the_published_weig
         "repeats": True,
         "first_is_none": True,
         "stopped": ["stop", True],
+        "kept": {"samples": [True, True], "scores": [True, True, True]},
     }
-    for error in (base, trained):
-        assert "which a newer one has replaced" in error
-    assert "until the first save_weights_for_sampler" in none_of_base
+    for error in (oldest, by_name):
+        assert "are not kept any more" in error
+        assert "keeps 2 published versions of a model, those that were used last" in error
     assert "topk_prompt_logprobs" in top
     assert "<= 20" in top
     assert "at most 31" in long
@@ -144,8 +145,7 @@ def test_the_likeliest_tokens_at_each_place_are_those_of_transformers() -> None:
 def test_the_ends_of_many_samples_are_asked_for_together_where_there_are_many_engines(command: str) -> None:
     with served(command=command) as server:
         found = server.client("many")
-        assert "which a newer one has replaced" in found.pop("stale")
-        assert found == {"polls": command != "coordinator", "same": True, "differ": True}
+        assert found == {"polls": command != "coordinator", "same": True, "differ": True, "stays": True}
         target = {"sampling_session_id": "session-0:sample:0"}
         assert server.ask("POST", "retrieve_futures", {"target": target})[0] == 404
         assert server.ask("POST", "retrieve_futures", {"target": target, "prev_cursor": -1})[0] == 422
@@ -201,10 +201,10 @@ def test_samples_of_two_models_are_made_together_without_bringing_weights_again(
         Path("engine.killed").touch()
         found = server.result_of(client)
         assert _versions(server) == 4, "the model that the new engine lacked"
-    assert "which a newer one has replaced" in found["stale"]
     gaps = found["gaps"]
     assert gaps.pop("published meanwhile") < 8, "others' samples keep no model from publishing"
     assert gaps.pop("unchanged") < _CLOSE
+    assert gaps.pop("kept") < _CLOSE, "of the version before"
     assert all(gap < _CLOSE for both in gaps.values() for gap in both), gaps
     assert found["differ"]
 

@@ -20,9 +20,10 @@ from tandem.common.errors import ConfigError
 from tandem.coordinator.tinker.driving import load
 from tandem.serving.tinker import proto, requests
 from tandem.serving.tinker.api_keys import add_key, read_keys
-from tandem.serving.tinker.calls import RECALLS, CallFailed, Desk, Publish, Recall, Save
+from tandem.serving.tinker.calls import RECALLS, CallFailed, Desk, Publish, PublishedSet, Recall, Save
 from tandem.serving.tinker.futures import About, Futures, Result
 from tandem.serving.tinker.gradients import Limits, gradient_call
+from tandem.serving.tinker.placing import LatestWeights, Sampler
 from tandem.serving.tinker.requests import Refused
 from tandem.serving.tinker.sampling import Engines
 from tandem.serving.tinker.service import Service
@@ -119,13 +120,40 @@ def test_models_take_turns_and_the_calls_of_each_stay_in_their_order() -> None:
     for model, folder in ((0, "a"), (0, "b"), (0, "c"), (2, "d"), (2, "e")):
         desk.put(Save(folder=folder), lambda answer: None, model)
     taken = [desk.take(desk.next()[0].turn).call for _ in range(3)]
-    desk.put(Recall(), lambda answer: None, desk.published_of(2), RECALLS)
+    desk.put(Recall(), lambda answer: None, desk.published_of(2)[0], RECALLS)
     taken += [desk.take(desk.next()[0].turn).call for _ in range(3)]
     assert taken == [*(Save(folder=folder) for folder in "adbec"), Recall()]
     assert not desk.next()
     desk.open(1)
     assert (desk.holding, desk.newest) == (3, {3: 1})
-    assert {desk.published_of(model) for model in range(3)} == {4, 5, 6}
+
+
+def test_the_published_version_that_was_used_longest_ago_makes_room() -> None:
+    desk = Desk(2, 3)
+    desk.open(0)
+    assert [[*desk.published_of(model)] for model in range(2)] == [[3, 4, 5], [6, 7, 8]]
+    assert [desk.model_of(number) for number in (2, 3, 5, 6, 8)] == [2, 0, 0, 1, 1]
+    reference, *others = (PublishedSet(desk.place_of_next(1), version) for version in (1,))
+    desk.note_published(reference)
+    for version in range(2, 9):
+        desk.note_use(reference.number)
+        others.append(PublishedSet(desk.place_of_next(1), version))
+        desk.note_published(others[-1])
+    assert {each.number for each in others} == {7, 8}, "the reference is sampled from, and stays"
+    assert desk.newest == {2: 0, 6: 1, 7: 8, 8: 7}
+    assert desk.latest == {1: 7}
+    assert desk.place_of_next(0) == 3, "what another model publishes takes nothing of this one's"
+    of = {version: Sampler("s", "me", 0, PublishedSet(7, version), None) for version in (6, 8)}
+    of[8].check(desk)
+    with pytest.raises(CallFailed, match=r"version 6 are not kept any more: .* keeps 3 published versions of a model"):
+        of[6].check(desk)
+    follows = Sampler("s", "me", 0, LatestWeights(1, "session:train:0"), None)
+    desk.model_ids[1] = "session:train:0"
+    follows.check(desk)
+    assert follows.number_in(desk) == 7
+    desk.model_ids[1] = "another:train:0"
+    with pytest.raises(CallFailed, match="another model is in the place of its own"):
+        follows.check(desk)
 
 
 def test_a_request_that_never_comes_fails_those_that_wait_for_it_and_the_model_goes_on(

@@ -63,7 +63,7 @@ class Server:
         self.run = Run("run")
         self.said: list[str] = []
         self.record = Record(Path("run"), most_bytes, self.said.append)
-        self.desk = RecordingDesk(4, self.record)
+        self.desk = RecordingDesk(4, 1, self.record)
 
     def call(self, model: str, call: Any, answer: Answer | CallFailed, number: int = 0) -> None:
         """Carry out a call of a model."""

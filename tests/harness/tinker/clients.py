@@ -316,14 +316,28 @@ def samples(url: str) -> Any:
     with torch.no_grad():
         own = logprobs_of(model, PROMPT)
     worst = max(worst, float((own - torch.tensor(prompt_logprobs[1:])).abs().max()))
+    # An earlier version, and the first weights, go on as they are beside a newer one that is trained further.
+    training.optim_step(types.AdamParams(**ADAM)).result()
     named = training.save_weights_for_sampler("named").result().path
     from_name = service.create_sampling_client(model_path=named).result()
+    scored = [client.compute_logprobs(prompt).result() for client in (base, from_name, trained)]
+    kept = {
+        "samples": [
+            [each.tokens for each in client.sample(prompt, 3, params).result().sequences]
+            == [each.tokens for each in found[name].sequences]
+            for name, client in (("base", base), ("trained", trained))
+        ],
+        "scores": [scored[2] == prompt_logprobs, scored[1] != prompt_logprobs, scored[0] != prompt_logprobs],
+    }
+    named_too = training.save_weights_for_sampler("third").result().path
+    oldest = error_of(lambda: from_name.sample(prompt, 1, params).result())
+    oldest_by_name = error_of(lambda: service.create_sampling_client(model_path=named).result())
+    from_name = service.create_sampling_client(model_path=named_too).result()
     first = found["trained"].sequences[0].tokens[0]
     stopped = from_name.sample(prompt, 1, types.SamplingParams(max_tokens=6, seed=3, stop=[first])).result()
     errors = [
-        error_of(lambda: base.sample(prompt, 1, params).result()),
-        error_of(lambda: trained.sample(prompt, 1, params).result()),
-        error_of(lambda: service.create_sampling_client(base_model="base").result()),
+        oldest,
+        oldest_by_name,
         error_of(lambda: from_name.sample(prompt, 1, params, topk_prompt_logprobs=21).result()),
         error_of(lambda: from_name.sample(types.ModelInput.from_ints([4] * 40), 1, params).result()),
     ]
@@ -335,6 +349,7 @@ def samples(url: str) -> Any:
         "repeats": [each.tokens for each in again.sequences] == [each.tokens for each in found["trained"].sequences],
         "first_is_none": prompt_logprobs[0] is None,
         "stopped": [stopped.sequences[0].stop_reason, stopped.sequences[0].tokens == [first]],
+        "kept": kept,
         "errors": errors,
     }
 
@@ -400,11 +415,16 @@ def many(url: str) -> Any:
     found = {key: future.result().sequences[0].tokens for key, future in futures.items()}
     _, training = begin(url)
     training.save_weights_for_sampler("newer").result()
-    stale = error_of(lambda: sampling.sample(prompt, 1, types.SamplingParams(max_tokens=4)).result())
+    first = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=0, stop=[])).result()
     polls = all(client._futures_poller is not None for client in (sampling, copied))
     service.close("success")
     same = all(found[sampling, seed] == found[copied, seed] for seed in range(40))
-    return {"polls": polls, "same": same, "differ": len({*map(tuple, found.values())}) > 20, "stale": stale}
+    return {
+        "polls": polls,
+        "same": same,
+        "differ": len({*map(tuple, found.values())}) > 20,
+        "stays": first.sequences[0].tokens == found[sampling, 0],
+    }
 
 
 def once(url: str) -> Any:
@@ -672,7 +692,7 @@ def beside(url: str) -> Any:
     sampling = learners[1].training.save_weights_and_get_sampling_client().result()
     found["published meanwhile"] = sum(each.done() for each in long)
     sampled(long)
-    stale = error_of(lambda: sample(learners[1], 0).result())
+    found["kept"] = gap_between(sampled([sample(learners[1], seed) for seed in seeds]), alone[1])
     learners[1].sampling = sampling
     found["unchanged"] = gap_between(sampled([sample(learners[1], seed) for seed in seeds]), alone[1])
     _meet("engine")
@@ -680,7 +700,7 @@ def beside(url: str) -> Any:
     found["killed"] = [gap_between(*both) for both in zip(map(sampled, made), alone, strict=True)]
     for each in learners:
         each.service.close("success").result()
-    return {"gaps": found, "stale": stale, "differ": alone[0] != alone[1]}
+    return {"gaps": found, "differ": alone[0] != alone[1]}
 
 
 def _third(url: str) -> None:

@@ -42,6 +42,14 @@ def fill(hub: HubServer, *, width: int = 64, num_layers: int = 2) -> None:
         for digit in draw.choices(range(10), k=512)
     ]
     _add_data(hub, "HuggingFaceH4/no_robots", "default", talks)
+    preferred = [
+        {
+            key: f"\n\nHuman: Say {digit}.\n\nAssistant: {digit}{mark}"
+            for key, mark in (("chosen", "!"), ("rejected", "?"))
+        }
+        for digit in draw.choices(range(10), k=512)
+    ]
+    _add_data(hub, "Anthropic/hh-rlhf", "default", preferred)
 
 
 def questions(num: int) -> list[str]:

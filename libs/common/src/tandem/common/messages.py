@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -434,8 +434,12 @@ class SwitchTraining(Command, frozen=True, kw_only=True, tag=True):
     """Keep the policy's weights, optimizer and gradient, and train another set: one that is new is as the run began."""
 
     number: Count
-    is_copy: bool
-    """Whether the set begins anew, with the weights of the present one."""
+
+
+class KeepWeights(Command, frozen=True, kw_only=True, tag=True):
+    """Keep a copy of the policy's weights as a set that no training changes, in the place of one of its number."""
+
+    number: Count
 
 
 class TrainingRestored(Message, frozen=True, kw_only=True, tag=True):
@@ -1006,7 +1010,7 @@ PlaneCommand = InstallProgram | ConnectTransferGroup | Refit | ReportDigests
 """Commands of the weight plane, for trainers and engines alike."""
 PlaneReply = ProgramInstalled | TransferGroupConnected | Refitted | DigestsReported
 
-CallCommand = AddGradient | StepOptimizer | RestoreTraining | SwitchTraining
+CallCommand = AddGradient | StepOptimizer | RestoreTraining | SwitchTraining | KeepWeights
 CallReply = GradientAdded | OptimizerStepped | TrainingRestored
 
 TrainerCommand = (

@@ -27,11 +27,13 @@ from tandem.common.messages import (
     AddGradient,
     AwaitCheckpoint,
     BuildTrainer,
+    CallCommand,
     ConnectTransferGroup,
     CopyWeights,
     Evaluate,
     Evaluated,
     InstallProgram,
+    KeepWeights,
     OpenRendezvous,
     Refit,
     ReportDigests,
@@ -122,7 +124,7 @@ class TrainerService:
                     self._saving.save(command, self._training_state())
             case AwaitCheckpoint():
                 self._saving.answer_once_written(command)
-            case AddGradient() | StepOptimizer() | RestoreTraining() | SwitchTraining():
+            case AddGradient() | StepOptimizer() | RestoreTraining() | SwitchTraining() | KeepWeights():
                 self._call(command, arrays)
             case other:
                 assert_never(other)
@@ -303,7 +305,7 @@ class TrainerService:
         reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
         self._context.reply(command.command_id, reply)
 
-    def _call(self, command: AddGradient | StepOptimizer | RestoreTraining | SwitchTraining, arrays: Arrays) -> None:
+    def _call(self, command: CallCommand, arrays: Arrays) -> None:
         """Carry out a call of a front end that trains step by step."""
         from tandem.trainer.calls.calls import Calls  # runs of their own need none of it
 

@@ -4,8 +4,8 @@ Two threads meet here. The web server's thread puts calls on the desk (`Desk.put
 after the other, and answers each once (`Pending.answer`), from its own thread. Neither waits for the other.
 
 Trainers hold sets of weights by number, one at a time, and switch between them. Of ``n`` models, set ``i`` is what
-model ``i`` trains, set ``n`` the first weights, and set ``n + 1 + i`` what model ``i`` has published last. A server of
-one model has only set 0, for all of these.
+model ``i`` trains, and set ``n`` the first weights. Of each model, ``k`` published versions are kept: those of model
+``i`` are sets ``n + 1 + i * k`` to ``n + i * k + k``. A further one takes the place of the one used longest ago.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ class AddGradients(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss: LossOfCall
     settings: dict[str, float]
     has_gradient: bool
-    of_version: int | None = None
-    """Weight version that must not have changed since it was published; None: the weights as they are."""
 
     @property
     def has_other_targets(self) -> bool:
@@ -93,15 +91,23 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True):
-    """Bring the weights to all engines. Answered with their version, once it is verified."""
+    """Bring the weights to all engines. Answered with `PublishedSet`, once they are verified."""
+
+
+class PublishedSet(msgspec.Struct, frozen=True):
+    """Weights that were published."""
+
+    number: int
+    """The set that they are in, until others take their place there."""
+    version: int
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True):
-    """Bring weights that were published before back to all engines. Answered with their version there."""
+    """Bring weights that were published before back to all engines. Answered with None."""
 
 
 Call = AddGradients | TakeStep | Restore | Save | Publish | Recall
-Answer = Scored | float | int | None
+Answer = Scored | PublishedSet | float | int | None
 
 
 class CallFailed(Exception):
@@ -149,10 +155,12 @@ class Desk:
     each.
     """
 
-    def __init__(self, most_models: int = 1) -> None:
+    def __init__(self, most_models: int = 1, most_published: int = 1) -> None:
         self.most_models = most_models
-        self.base = most_models if most_models > 1 else 0
-        """Set with the weights that the run began with, as far as engines get it."""
+        self.most_published = most_published
+        """Published versions of each model that are kept."""
+        self.base = most_models
+        """Set with the weights that the run began with."""
         self.held: Held | None = None
         """The sets that engines hold; None where they hold one at a time."""
         self._lock = threading.Lock()
@@ -171,6 +179,13 @@ class Desk:
         """Set that engines hold."""
         self.newest: dict[int, int] = {}
         """Version of each set that engines can hold, from when it was published."""
+        self.latest: dict[int, int] = {}
+        """Set that each model has published last, by the model's number."""
+        self.model_ids: dict[int, str] = {}
+        """Id of the model that has each number, or had it last; for the web server's thread alone."""
+        self._used: dict[int, int] = {}
+        """Time at which each published set was used last, in uses of all."""
+        self._uses = itertools.count()
         self.is_publishing = False
         """Whether another version is on its way, or about to be."""
         self.renewed: int | None = None
@@ -179,14 +194,35 @@ class Desk:
         """Whether samples that have waited for the version of the engines have not begun yet."""
         self.num_samples = 0
         """Samples that are being made of a fixed version; changed by the web server's thread alone."""
+        self.num_following = 0
+        """Samples that are being made of the newest version, whichever it is by then; likewise."""
         self.wake: Callable[[], None] = _nothing
         """Way to have the loop look for calls at once."""
         self._ended: deque[CallRecord] = deque()
         """Requests that have ended, for the journal."""
 
-    def published_of(self, model: int) -> int:
-        """Return the set that engines get of a model."""
-        return model + self.most_models + 1 if self.most_models > 1 else model
+    def published_of(self, model: int) -> range:
+        """Return the sets with what a model has published."""
+        first = self.most_models + 1 + model * self.most_published
+        return range(first, first + self.most_published)
+
+    def model_of(self, number: int) -> int:
+        """Return the model that has published a set; that of the first weights counts as a further one."""
+        return self.base if number == self.base else (number - self.most_models - 1) // self.most_published
+
+    def place_of_next(self, model: int) -> int:
+        """Return the set for what a model publishes next: an empty one, or the one that was used longest ago."""
+        return min(self.published_of(model), key=lambda number: self._used.get(number, -1))
+
+    def note_use(self, number: int) -> None:
+        """Note that a published set is used."""
+        self._used[number] = next(self._uses)
+
+    def note_published(self, published: PublishedSet) -> None:
+        """Note what has just been published, in the place of what was there."""
+        self.newest[published.number] = published.version
+        self.latest[self.model_of(published.number)] = published.number
+        self.note_use(published.number)
 
     def put(
         self,
@@ -236,7 +272,7 @@ class Desk:
         """Take calls: engines hold this version."""
         with self._lock:
             self.version = self.first_version = version
-            self.holding, self.newest = self.base, {self.base: version}
+            self.holding, self.newest, self.latest, self._used = self.base, {self.base: version}, {}, {}
             self.is_publishing, self.is_open = False, True
             if self.held is not None:
                 self.held.versions = {self.base: version}
@@ -246,7 +282,7 @@ class Desk:
         with self._lock:
             queues, self._waiting = self._waiting, {}
             self.version = self.first_version = -1
-            self.newest, self.renewed = {}, None
+            self.newest, self.latest, self.renewed = {}, {}, None
             if self.held is not None:
                 self.held.versions, self.held.renewed = {}, set()
             self.is_publishing = self.is_reserved = self.is_open = False

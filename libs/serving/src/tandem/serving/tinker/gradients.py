@@ -92,15 +92,15 @@ def _sequence(row: int, datum: proto.Datum, loss: str, limits: Limits) -> GivenS
     return GivenSequence(token_ids=whole.astype(np.int32), targets=scored.astype(np.int32), inputs=inputs)
 
 
-def scores_call(token_ids: list[int], version: int) -> AddGradients:
-    """Return the call for the log-probabilities of a prompt, by weights that were published as a version."""
+def scores_call(token_ids: list[int]) -> AddGradients:
+    """Return the call for the log-probabilities of a prompt."""
     size = len(token_ids)
     sequence = GivenSequence(
         token_ids=np.array(token_ids, dtype=np.int32),
         targets=np.array(token_ids, dtype=np.int32),
         inputs=dict.fromkeys(INPUTS, np.zeros(size, dtype=np.float32)),
     )
-    return AddGradients(sequences=[sequence], loss="cross_entropy", settings={}, has_gradient=False, of_version=version)
+    return AddGradients(sequences=[sequence], loss="cross_entropy", settings={}, has_gradient=False)
 
 
 def scored_result(answer: Answer) -> Result:

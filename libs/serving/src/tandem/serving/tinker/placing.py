@@ -19,7 +19,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from tandem.serving.tinker.calls import RECALLS, Answer, Call, CallFailed, Desk, Held, Recall
+import msgspec
+
+from tandem.serving.tinker.calls import RECALLS, Answer, Call, CallFailed, Desk, Held, PublishedSet, Recall
 from tandem.serving.tinker.sampling import Engines, NotHeld, Samples
 
 _LOOK_S = 0.2
@@ -32,40 +34,64 @@ Put = Callable[[Call, Callable[[Answer | CallFailed], None], int, int], None]
 """A way to put a call on the desk, for a set, in a turn."""
 
 
+class LatestWeights(msgspec.Struct, frozen=True):
+    """The weights that a model has published last, at any time."""
+
+    number: int
+    """The model's."""
+    model_id: str
+
+
 class Sampler:
     """A sampling session."""
 
     def __init__(
-        self, sampler_id: str, owner: str, attempt: int, number: int, version: int | None, path: str | None
+        self, sampler_id: str, owner: str, attempt: int, weights: PublishedSet | LatestWeights, path: str | None
     ) -> None:
         self.sampler_id = sampler_id
-        self.number = number
-        """The set of its weights."""
         self.owner = owner
         self.attempt = attempt
-        self.version = version
-        """Version of its weights, when they were published; None for the newest ones."""
+        self.weights = weights
+        """Published weights, or whichever a model has published last."""
         self.path = path
+
+    def number_in(self, desk: Desk) -> int:
+        """Return the set of its weights."""
+        if isinstance(self.weights, PublishedSet):
+            return self.weights.number
+        return desk.latest.get(self.weights.number, desk.base)
 
     def check(self, desk: Desk) -> None:
         """Raise `CallFailed` if it is over."""
         if self.attempt != desk.attempt:
             why = f"sampling session {self.sampler_id}: its weights are lost, because a trainer was"
             raise CallFailed(why, is_users=True)
-        is_renewed = desk.renewed == self.number if desk.held is None else self.number in desk.held.renewed
-        if self.version is not None and (self.version != desk.newest.get(self.number) or is_renewed):
-            raise CallFailed(
-                f"sampling session {self.sampler_id} is of version {self.version}, which a newer one has replaced in "
-                "the engines, or is about to: create another from the newest weights",
-                is_users=True,
-            )
+        if isinstance(self.weights, LatestWeights):
+            if desk.model_ids.get(self.weights.number) != self.weights.model_id:
+                reason = f"sampling session {self.sampler_id}: another model is in the place of its own"
+                raise CallFailed(reason, is_users=True)
+            return
+        number, version = self.weights.number, self.weights.version
+        is_renewed = desk.renewed == number if desk.held is None else number in desk.held.renewed
+        if version != desk.newest.get(number) or is_renewed:
+            raise CallFailed(f"sampling session {self.sampler_id}: {describe_replaced(desk, version)}", is_users=True)
+
+
+def describe_replaced(desk: Desk, version: int) -> str:
+    """Describe why published weights cannot be sampled from any more."""
+    count = desk.most_published
+    versions = "one published version" if count == 1 else f"{count} published versions"
+    return (
+        f"the weights of version {version} are not kept any more: newer ones have taken their place, and the server "
+        f"keeps {versions} of a model, those that were used last (coordinator tinker --versions)"
+    )
 
 
 class AnyPlaces(Protocol):
     """Places for samples."""
 
     def place(self, sampler: Sampler, num_samples: int) -> Any:
-        """Return a context in which the samples may be made, with a way to ask for them (`Ask`).
+        """Return a context in which the samples may be made, with the set of their weights and a way to ask for them.
 
         To enter it may take long. Raises `CallFailed`.
         """
@@ -88,23 +114,35 @@ class Places:
         """Samples that wait until engines hold a set, by its number."""
 
     @asynccontextmanager
-    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[Ask]:
+    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[tuple[int, Ask]]:
         """Return a context; see `AnyPlaces`."""
         desk = self._desk
-        if sampler.version is None and desk.most_models == 1:
-            sampler.check(desk)
-            yield self._engines.sample
-            return
-        await self._wait_for(sampler)
+        desk.num_following += 1  # before the look, as below
+        try:
+            if self._may_follow(sampler):
+                sampler.check(desk)
+                yield desk.holding, self._engines.sample
+                return
+        finally:
+            desk.num_following -= 1
+        number = sampler.number_in(desk)
+        desk.note_use(number)
+        await self._wait_for(sampler, number)
         try:
             sampler.check(desk)
-            yield partial(_asked, self._engines, desk.version)
+            yield number, partial(_asked, self._engines, desk.version)
         finally:
             desk.num_samples -= 1
 
-    async def _wait_for(self, sampler: Sampler) -> None:
+    def _may_follow(self, sampler: Sampler) -> bool:
+        """Tell whether samples may be made by what engines hold, also by newer weights that come meanwhile."""
+        desk = self._desk
+        is_of_newest = isinstance(sampler.weights, LatestWeights) and desk.most_models == 1
+        return is_of_newest and desk.holding == sampler.number_in(desk) and not self._recalls
+
+    async def _wait_for(self, sampler: Sampler, number: int) -> None:
         """Count a sample as in progress, once engines hold its weights, unless these are lost. Raises `CallFailed`."""
-        desk, number = self._desk, sampler.number
+        desk = self._desk
         desk.num_samples += 1  # before the look: then nothing is published meanwhile
         if desk.holding == number and not desk.is_publishing and not self._recalls.keys() - {number}:
             return
@@ -146,20 +184,20 @@ class PlacesApart:
         """Recalls in progress, by the number of the set."""
 
     @asynccontextmanager
-    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[Ask]:
+    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[tuple[int, Ask]]:
         """Return a context; see `AnyPlaces`."""
-        number, is_fixed = sampler.number, sampler.version is not None
-        async with self._shares.share(number, num_samples):
+        number, is_fixed = sampler.number_in(self._desk), isinstance(sampler.weights, PublishedSet)
+        self._desk.note_use(number)
+        async with self._shares.share(self._desk.model_of(number), num_samples):
             self._held.num_samples[number] += is_fixed  # before the look: then nothing newer is published meanwhile
             try:
                 sampler.check(self._desk)
-                yield partial(self._ask, sampler)
+                yield number, partial(self._ask, sampler, number)
             finally:
                 self._held.num_samples[number] -= is_fixed
 
-    async def _ask(self, sampler: Sampler, question: dict[str, Any]) -> Samples:
+    async def _ask(self, sampler: Sampler, number: int, question: dict[str, Any]) -> Samples:
         deadline = time.monotonic() + self._engines.timeout_s
-        number = sampler.number
         while True:
             versions = self._held.versions
             version = versions.get(number)
@@ -167,7 +205,9 @@ class PlacesApart:
                 sampler.check(self._desk)
                 raise CallFailed(f"sampling session {sampler.sampler_id}: its weights are not there")
             try:
-                named = {"weight_version": version, "kept_versions": [*versions.values()]}
+                sets = self._desk.base, *self._desk.latest.values()
+                newest = [versions[number] for number in sets if number in versions]
+                named = {"weight_version": version, "kept_versions": newest}
                 found = await _asked(self._engines, version, {**question, **named})
             except NotHeld:
                 if time.monotonic() > deadline:

@@ -46,8 +46,8 @@ Say = Callable[[str], None]
 class RecordingDesk(Desk):
     """A desk that records the calls of models."""
 
-    def __init__(self, most_models: int, record: Record) -> None:
-        super().__init__(most_models)
+    def __init__(self, most_models: int, most_published: int, record: Record) -> None:
+        super().__init__(most_models, most_published)
         self._record = record
 
     def take(self, turn: int) -> Pending:

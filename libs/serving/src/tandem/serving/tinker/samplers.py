@@ -117,8 +117,8 @@ class Samplers:
         body: requests.Sample,
     ) -> None:
         try:
-            async with self._places.place(sampler, body.num_samples) as ask:
-                prompt_logprobs = await self._scores_of(token_ids, sampler.number) if body.prompt_logprobs else None
+            async with self._places.place(sampler, body.num_samples) as (number, ask):
+                prompt_logprobs = await self._scores_of(token_ids, number) if body.prompt_logprobs else None
                 if prompt_logprobs is not None and body.prompt_logprobs_last_n is not None:
                     prompt_logprobs[: -body.prompt_logprobs_last_n] = np.nan
                 found, *places = [await ask(question) for question in questions]
@@ -166,7 +166,7 @@ class Samplers:
             if not answered.done():
                 answered.set_result(answer)
 
-        self._put(scores_call(token_ids, self._desk.newest.get(number, -1)), done, number, SCORES)
+        self._put(scores_call(token_ids), done, number, SCORES)
         answer = await answered
         if isinstance(answer, CallFailed):
             raise answer

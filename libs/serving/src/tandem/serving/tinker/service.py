@@ -28,11 +28,11 @@ from tandem.config import Config
 from tandem.config.models import hub
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Publish, Restore, Save
+from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Publish, PublishedSet, Restore, Save
 from tandem.serving.tinker.checkpoints import Checkpoints
 from tandem.serving.tinker.futures import About, Futures, Result, failure
 from tandem.serving.tinker.gradients import Limits, gradient_call, scored_result, step_call
-from tandem.serving.tinker.placing import Sampler
+from tandem.serving.tinker.placing import LatestWeights, Sampler, describe_replaced
 from tandem.serving.tinker.requests import Refused
 from tandem.serving.tinker.samplers import Samplers
 from tandem.serving.tinker.sampling import Engines
@@ -95,9 +95,7 @@ class Published(msgspec.Struct, frozen=True):
 
     owner: str
     attempt: int
-    number: int
-    """The set of the weights."""
-    version: int
+    weights: PublishedSet
     created_at: str
 
 
@@ -244,6 +242,7 @@ class Service:
             number = self._free_number(session.owner, model_id)
             model = Model(model_id, number, session, self._desk.attempt, metadata)
             self._trained[number] = model
+            self._desk.model_ids[number] = model_id
             _keep(self._models, model_id, model)
             done: dict[str, Any] = {"model_id": model_id}
             done |= {"type": "create_model"} if path is None else {"type": "load_weights", "path": path}
@@ -376,7 +375,6 @@ class Service:
     def save_for_sampler(self, owner: str, body: requests.SaveForSampler) -> dict[str, Any]:
         """Bring the weights to the engines."""
         model = self._model(owner, body.model_id)
-        number = self._desk.published_of(model.number)
 
         def begin() -> Call:
             if body.path is None and body.sampling_session_seq_id is None:
@@ -384,15 +382,14 @@ class Service:
             return Publish()
 
         def published(answer: Answer) -> Result:
-            assert isinstance(answer, int), "the version"
+            assert isinstance(answer, PublishedSet), "as asked for"
             if body.path is not None:
                 path = f"tinker://{model.model_id}/sampler_weights/{body.path}"
-                _keep(self._published, path, Published(owner, self._desk.attempt, number, answer, now()))
+                _keep(self._published, path, Published(owner, self._desk.attempt, answer, now()))
                 return _json({"type": "save_weights_for_sampler", "path": path})
             sampler_id = f"{model.session.session_id}:sample:{body.sampling_session_seq_id}"
-            version = answer if body.kind == "snapshot" else None
-            sampler = Sampler(sampler_id, owner, self._desk.attempt, number, version, None)
-            self.samplers.add(sampler)
+            weights = answer if body.kind == "snapshot" else LatestWeights(model.number, model.model_id)
+            self.samplers.add(Sampler(sampler_id, owner, self._desk.attempt, weights, None))
             return _json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
         about = About(kind="save_weights_for_sampler", model=model.model_id)
@@ -403,7 +400,7 @@ class Service:
     def create_sampler(self, owner: str, body: requests.CreateSamplingSession) -> dict[str, Any]:
         """Begin a sampling session of published weights, or of the base model."""
         session = self._session(owner, body.session_id)
-        attempt, number, version = self._desk.attempt, self._desk.base, self._desk.first_version
+        weights = PublishedSet(self._desk.base, self._desk.first_version)
         if not self._desk.is_open:
             raise Refused("the run is starting: ask again later", 503)
         if body.model_path is not None:
@@ -414,25 +411,20 @@ class Service:
                     "makes them",
                     404,
                 )
-            number, version = found.number, found.version
-            if not self._is_newest(found):
+            weights = found.weights
+            if not self._is_kept(found):
                 raise Refused(
-                    f"model_path: {body.model_path[:200]!r} is version {version}, and the newest of the model is "
-                    f"{self._desk.newest.get(number)}: only that is served"
+                    f"model_path: {body.model_path[:200]!r}: {describe_replaced(self._desk, weights.version)}"
                 )
         else:
             self._check_base(body.base_model or "")
-            if self._desk.newest.get(number) != version:
-                raise Refused(
-                    f"base_model: the engines hold version {self._desk.version} of a trained model; the base model is "
-                    "served until the first save_weights_for_sampler"
-                )
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
-        self.samplers.add(Sampler(sampler_id, owner, attempt, number, version, body.model_path))
+        self.samplers.add(Sampler(sampler_id, owner, self._desk.attempt, weights, body.model_path))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    def _is_newest(self, found: Published) -> bool:
-        return found.attempt == self._desk.attempt and found.version == self._desk.newest.get(found.number)
+    def _is_kept(self, found: Published) -> bool:
+        weights = found.weights
+        return found.attempt == self._desk.attempt and weights.version == self._desk.newest.get(weights.number)
 
     def sampler(self, owner: str, sampler_id: str) -> dict[str, Any]:
         """Describe a sampling session."""
@@ -452,7 +444,7 @@ class Service:
         listed = self.saved.of(owner, model_id)
         for path, found in self._published.items():
             its_model = path.removeprefix("tinker://").partition("/")[0]
-            if found.owner == owner and model_id in (None, its_model) and self._is_newest(found):
+            if found.owner == owner and model_id in (None, its_model) and self._is_kept(found):
                 name = path.rpartition("/")[2]
                 listed.append(
                     {

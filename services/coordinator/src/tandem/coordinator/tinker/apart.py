@@ -8,7 +8,7 @@ of a lost one, or has needed the room.
 from __future__ import annotations
 
 from tandem.coordinator.tinker.loop import CallLoop
-from tandem.serving.tinker.calls import Held, Pending, Publish, Recall
+from tandem.serving.tinker.calls import Held, Pending, Publish
 
 
 class ApartLoop(CallLoop):
@@ -24,7 +24,7 @@ class ApartLoop(CallLoop):
         if self._publishing is not None:
             return False
         if isinstance(pending.call, Publish):
-            number = self._desk.published_of(pending.number)
+            number = self._place_of(pending)
             self._sets.renewed.add(number)
             if self._sets.num_samples[number]:
                 return False
@@ -33,20 +33,14 @@ class ApartLoop(CallLoop):
 
     def _has_published(self, version: int, published: Pending) -> None:
         """Answer a call for which engines hold a version."""
-        desk, number = self._desk, published.number
-        if isinstance(published.call, Publish):
-            number = desk.published_of(number)
-            desk.newest[number] = version
-        desk.version, desk.holding = version, number
-        self._sets.versions[number] = version
-        self._let_begin(published)
-        published.answer(version)
+        weights = self._note_published(version, published)
+        self._sets.versions[self._desk.holding] = version
+        if weights is not None:
+            self._sets.renewed.discard(weights.number)
+        published.answer(weights)
 
     def _reopen(self) -> None:
-        if self._closing is not None:
-            self._let_begin(self._closing)
+        """Let samples begin of what could not be replaced."""
+        if self._closing is not None and isinstance(self._closing.call, Publish):
+            self._sets.renewed.discard(self._places.pop(self._closing.number))
         self._closing = None
-
-    def _let_begin(self, pending: Pending) -> None:
-        if not isinstance(pending.call, Recall):
-            self._sets.renewed.discard(self._desk.published_of(pending.number))

@@ -6,8 +6,8 @@ and models take turns: before a call of another one, trainers switch to its weig
 the request for the trainers: the scheduler copies the weights, brings them to the engines, verifies them, writes the
 step to the journal, and begins the next one. So engines join, leave, are lost and replaced as in any run.
 
-Engines hold the weights of one model. Before samples of another, those in progress are made while no more begin, and
-the weights that the other has published are brought to the engines again, as a new version.
+Engines hold one set of weights. Before samples of another, which is an earlier version or of another model, those in
+progress are made while no more begin, and the set is brought to the engines again, as a new version.
 
 It consumes what its base does, and calls from the desk. It waits for nothing longer than that. A call has the deadline
 of a training step. If a trainer does not answer within it, or fails for a reason of its own, that trainer counts as
@@ -34,6 +34,7 @@ from tandem.common.messages import (
     CheckpointSaved,
     Failed,
     GradientAdded,
+    KeepWeights,
     MemoryUse,
     OptimizerStepped,
     Reply,
@@ -57,6 +58,7 @@ from tandem.serving.tinker.calls import (
     Desk,
     Pending,
     Publish,
+    PublishedSet,
     Recall,
     Restore,
     Save,
@@ -105,8 +107,8 @@ class CallLoop(Loop):
         """The request to train in the step that is open, of every trainer."""
         self._running: _Running | None = None
         self._publishing: tuple[int, Pending] | None = None
-        self._changed: set[int] = set()
-        """Sets whose weights may differ from those that were published last."""
+        self._places: dict[int, int] = {}
+        """Sets in which what is about to be published is kept, by the number of the model."""
         self._number = 0
         """The set that trainers hold."""
         self._closing: Pending | None = None
@@ -139,7 +141,6 @@ class CallLoop(Loop):
         self._held = action
         self._metrics, self._began_at = {}, time.monotonic()
         if not self._desk.is_open:
-            self._changed.clear()
             self._desk.open(self.scheduler.tables.weights.version)
             self._opened()
 
@@ -205,30 +206,44 @@ class CallLoop(Loop):
         if self._publishing is not None or self._closing not in (None, pending):
             return False
         self._closing = pending
-        desk.renewed = desk.published_of(pending.number) if isinstance(pending.call, Publish) else None
+        is_new = isinstance(pending.call, Publish)
+        desk.renewed = self._place_of(pending) if is_new else None
         desk.is_publishing = True
-        return not (desk.num_samples or desk.is_reserved)
+        return not (desk.num_samples or desk.is_reserved or (desk.num_following and not is_new))
+
+    def _place_of(self, pending: Pending) -> int:
+        """Return the set in which the weights are kept that a call publishes."""
+        number = pending.number
+        if number not in self._places:
+            self._places[number] = self._desk.place_of_next(number)
+        return self._places[number]
 
     def _publish(self, pending: Pending, now: float) -> Iterator[Event]:
         """Finish the step: trainers hold the weights."""
         assert self._held is not None, "calls are carried out in an open step only"
         self._closing = None
         self._publishing = self._held.step, pending
-        self._changed.discard(self._number)
         yield from self._trained(self._held, now)
 
     def _has_published(self, version: int, published: Pending) -> None:
         """Answer a call for which engines hold a version, whose samples may begin."""
-        desk, is_new = self._desk, isinstance(published.call, Publish)
-        desk.version, desk.holding = version, desk.published_of(published.number) if is_new else published.number
-        if is_new:
-            desk.newest[desk.holding] = version
-        else:
-            desk.is_reserved = True
+        weights = self._note_published(version, published)
+        self._desk.is_reserved = weights is None
         self._reopen()
-        published.answer(version)
+        published.answer(weights)
+
+    def _note_published(self, version: int, published: Pending) -> PublishedSet | None:
+        """Note the version that engines hold, and return it if it is new."""
+        desk, weights = self._desk, None
+        desk.version, desk.holding = version, published.number
+        if isinstance(published.call, Publish):
+            weights = PublishedSet(self._places.pop(published.number), version)
+            desk.holding = weights.number
+            desk.note_published(weights)
+        return weights
 
     def _reopen(self) -> None:
+        self._places.clear()
         self._closing = self._desk.renewed = None
         self._desk.is_publishing = False
 
@@ -260,10 +275,6 @@ class CallLoop(Loop):
     def _start(self, pending: Pending, now: float) -> _Running | None:
         """Send trainers the commands of a call; None if it is answered already."""
         call = pending.call
-        if isinstance(call, AddGradients) and not self._has_weights_for(call, pending.number):
-            why = "prompt log-probabilities are served only until the weights change: trainers compute them"
-            pending.answer(CallFailed(why, is_users=True))
-            return None
         if isinstance(call, Recall) and self._desk.holding == pending.number:
             self._has_published(self._desk.version, pending)
             return None
@@ -273,12 +284,10 @@ class CallLoop(Loop):
             case AddGradients():
                 self._send_gradients(running, call)
             case TakeStep():
-                self._changed.add(pending.number)
                 for trainer in self._trainers:
                     fields = self._fields(running, trainer)
                     self._send_call(trainer, StepOptimizer(**_fields_of(call), **fields))
             case Restore():
-                self._changed.add(pending.number)
                 for trainer in self._trainers:
                     self._send_call(trainer, RestoreTraining(**_fields_of(call), **self._fields(running, trainer)))
             case Save():
@@ -287,26 +296,23 @@ class CallLoop(Loop):
                     fields = self._fields(running, trainer, self._save_s)
                     self._send_call(trainer, SaveCheckpoint(folder=_unfinished(call), step=0, **fields))
             case Publish():
-                self._switch(running, self._desk.published_of(pending.number), is_copy=True)
+                number = self._place_of(pending)
+                for trainer in self._trainers:
+                    self._send_call(trainer, KeepWeights(number=number, **self._fields(running, trainer)))
             case Recall():
                 pass
             case other:
                 assert_never(other)
         return running
 
-    def _has_weights_for(self, call: AddGradients, number: int) -> bool:
-        """Tell whether trainers have the weights that a call is about."""
-        is_published = call.of_version == self._desk.newest.get(number) and number not in self._changed
-        return call.of_version is None or is_published
-
-    def _switch(self, running: _Running, number: int, *, is_copy: bool = False) -> None:
+    def _switch(self, running: _Running, number: int) -> None:
         """Have trainers hold another set before they carry out the call."""
         if number == self._number:
             return
         self._number = number
         for trainer in self._trainers:
             fields = self._fields(running, trainer)
-            self._send_call(trainer, SwitchTraining(number=number, is_copy=is_copy, **fields))
+            self._send_call(trainer, SwitchTraining(number=number, **fields))
 
     def _fields(self, running: _Running, trainer: str, deadline_s: float | None = None) -> dict[str, Any]:
         fields = self.scheduler.tables.requests.notice(deadline_s or self._deadline_s)

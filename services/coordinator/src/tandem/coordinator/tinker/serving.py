@@ -37,6 +37,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that a key may have in progress."""
     most_models: int
     """Models that are trained at a time."""
+    most_published: int
+    """Published versions of each model that are kept."""
     most_recorded: int
     """Bytes of the record of calls; zero for none."""
 
@@ -110,9 +112,9 @@ def _desk(config: Config, terms: Terms, stack: contextlib.ExitStack) -> Desk:
 
         record = Record(Path(config.logger.log_dir), terms.most_recorded, partial(print, flush=True))
         stack.callback(record.close)
-        desk: Desk = RecordingDesk(terms.most_models, record)
+        desk: Desk = RecordingDesk(terms.most_models, terms.most_published, record)
     else:
-        desk = Desk(terms.most_models)
+        desk = Desk(terms.most_models, terms.most_published)
     if config.policy.generation.num_adapter_sets > 1:
         desk.held = Held()
     return desk

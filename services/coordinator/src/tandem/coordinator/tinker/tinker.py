@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.errors import ConfigError
-from tandem.coordinator.commands.arguments import Commands, add_config, number
+from tandem.coordinator.commands.arguments import Commands, add_config, count, number
 from tandem.launch.exit_codes import OK
 from tandem.serving.tinker.api_keys import DEFAULT_FILE, add_key, read_keys
 from tandem.serving.tinker.tls import read_tls
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _KEYS = "keys"
 _MOST_TOKENS = 1 << 24
 _MOST_MODELS = 256
+_MOST_PUBLISHED = 64
+_NUM_PUBLISHED = {True: 4, False: 2}
+"""Published versions that are kept unless `--versions` says otherwise: of adapters, and of whole models."""
 _MOST_RECORDED_GB = 10.0
 _UNENCRYPTED = (
     "note: requests and keys travel unencrypted: give --tls-cert and --tls-key, or put a TLS proxy before this server"
@@ -64,6 +67,13 @@ def add(commands: Commands) -> None:
         help="most models to train at a time; with adapters alone may it be more than 1 (default: %(default)s)",
     )
     tinker.add_argument(
+        "--versions",
+        type=count,
+        metavar="N",
+        help="published versions of each model that trainers keep in memory to sample from; a further one replaces "
+        f"the one used longest ago (default: {_NUM_PUBLISHED[True]} of adapters, {_NUM_PUBLISHED[False]} of models)",
+    )
+    tinker.add_argument(
         "--record",
         type=number("from 0 on", lambda gigabytes: gigabytes >= 0),
         default=_MOST_RECORDED_GB,
@@ -85,6 +95,8 @@ def _tinker(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--tokens {arguments.tokens}: must be at least 1")
     if not 1 <= arguments.models <= _MOST_MODELS:
         raise ConfigError(f"--models {arguments.models}: must be from 1 to {_MOST_MODELS}")
+    if (arguments.versions or 1) > _MOST_PUBLISHED:
+        raise ConfigError(f"--versions {arguments.versions}: must be from 1 to {_MOST_PUBLISHED}")
     keys = read_keys(arguments.keys)
     tls = read_tls(arguments.tls_cert, arguments.tls_key)
     from tandem.common.network import is_loopback, url_of
@@ -108,6 +120,7 @@ def _tinker(arguments: argparse.Namespace) -> int:
             tls=tls,
             most_tokens=arguments.tokens,
             most_models=arguments.models,
+            most_published=arguments.versions or _NUM_PUBLISHED[config.policy.adapters is not None],
             most_recorded=int(arguments.record * 1e9),
         )
         return serve(arguments.config, config, mode, keys, states, terms)

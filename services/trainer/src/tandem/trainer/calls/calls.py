@@ -1,6 +1,7 @@
 """The calls of a front end on one rank: gradients add up until an optimizer step uses them.
 
-Several sets of weights may take turns in the policy's parameters, each with its optimizer and gradient.
+Several sets of weights may take turns in the policy's parameters, each with its optimizer and gradient. Others are kept
+as they were published, to be scored with and brought to engines again.
 
 All ranks get the same calls in the same order. They wait for each other only inside the collective operations of the
 model. What a call has must be checked before it is sent: an error on one rank alone would leave the others waiting.
@@ -21,6 +22,7 @@ from tandem.common.messages import (
     AddGradient,
     CallCommand,
     GradientAdded,
+    KeepWeights,
     OptimizerStepped,
     RestoreTraining,
     StepOptimizer,
@@ -92,7 +94,9 @@ class Calls:
         self._number = 0
         """The set in the policy's parameters."""
         self._waiting: dict[int, _Set] = {}
-        """Other sets, by number."""
+        """Other sets that are trained, by number."""
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        """Weights that were published, by number of their set, in the host's memory."""
 
     @staticmethod
     def phase_of(command: CallCommand) -> str:
@@ -106,6 +110,8 @@ class Calls:
                 return f"restoring {command.folder or 'the first weights'}"
             case SwitchTraining():
                 return f"switching to set {command.number}"
+            case KeepWeights():
+                return f"keeping the weights as set {command.number}"
             case other:
                 assert_never(other)
 
@@ -120,6 +126,8 @@ class Calls:
                 self._restore(command)
             case SwitchTraining():
                 self._switch(command)
+            case KeepWeights():
+                self._keep(command)
             case other:
                 assert_never(other)
 
@@ -198,18 +206,31 @@ class Calls:
         policy, number = self._policy, command.number
         held = policy.trained_here()
         if number != self._number:
-            before = {name: tensor.clone() for name, tensor in held.items()}
             new = self._waiting.pop(number, None)
-            if new is None or command.is_copy:
-                new = _Set(before if command.is_copy else self._first, None, 0.0, has_gradient=False, why_dropped="")
-            progress = policy.set_aside(has_gradient=self._has_gradient)
-            self._waiting[self._number] = _Set(before, progress, self._loss, self._has_gradient, self._why_dropped)
+            if new is None:
+                weights = self._kept.get(number, self._first)
+                new = _Set(weights, None, 0.0, has_gradient=False, why_dropped="")
+            if self._number not in self._kept:  # else no call has changed it
+                before = {name: tensor.clone() for name, tensor in held.items()}
+                progress = policy.set_aside(has_gradient=self._has_gradient)
+                self._waiting[self._number] = _Set(before, progress, self._loss, self._has_gradient, self._why_dropped)
             if new.progress is not None:
                 policy.take_back(new.progress)
             for name, tensor in held.items():
                 tensor.copy_(new.weights[name])
             self._number, self._loss, self._has_gradient = number, new.loss, new.has_gradient
             self._why_dropped = new.why_dropped
+        self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
+
+    @torch.no_grad()
+    def _keep(self, command: KeepWeights) -> None:
+        """Copy the weights to where those of the set before them were."""
+        weights, copies = self._policy.trained_here(), self._kept.get(command.number)
+        if copies is None:
+            self._kept[command.number] = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
+        else:
+            for name, tensor in weights.items():
+                copies[name].copy_(tensor)
         self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
 
     def _drop_gradient(self, why: str) -> None:
