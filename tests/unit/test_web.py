@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
@@ -25,7 +27,7 @@ from starlette.routing import Route
 
 from tandem.common import web
 from tandem.common.errors import ConfigError
-from tandem.rollout.openai_api.app import make_app
+from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.refusals import Refused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
@@ -87,6 +89,31 @@ def test_a_server_on_loopback_without_a_token_answers_no_web_site() -> None:
             assert ask(at, headers) == 200, headers
     with served(asks_for_token=True) as at:
         assert {ask(at, headers) for headers, _ in REFUSED} == {200}, "a token is enough: behind a proxy, for instance"
+
+
+def test_a_wrong_token_waits_for_its_answer_and_holds_no_one_else_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cast("ServedModel", SimpleNamespace(name="a", aliases=(), created=0, max_length=8))
+    with HttpServer(
+        make_app(only_with("right", model), deadline_s=60), listen("127.0.0.1", 0), asks_for_token=True
+    ) as server:
+        parts = urlsplit(server.url)
+
+        def begin(token: str) -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=WAIT_S)
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {token}"})
+            return connection
+
+        monkeypatch.setattr(web, "WRONG_KEY_S", 3600.0)
+        wrong = [begin(f"wrong-{number}") for number in range(20)]
+        for _ in range(20):
+            with contextlib.closing(begin("right")) as right:
+                assert right.getresponse().status == 200
+        assert select.select([each.sock for each in wrong], [], [], 0)[0] == [], "none of the others is answered"
+        for each in wrong:
+            each.close()
+        monkeypatch.setattr(web, "WRONG_KEY_S", 0.0)
+        with contextlib.closing(begin("wrong")) as connection:
+            assert connection.getresponse().status == 401
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from tandem.common.signals import uninterrupted
 def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
     """Return uvicorn's settings for `app`; unfinished answers have `end_s` seconds at the end.
 
-    All servers bound idle connections and headers (`web.Protocol`), say nothing of themselves, and log only what goes
-    wrong.
+    All servers bound idle connections and headers (`web.Protocol`), answer wrong keys late, say nothing of themselves,
+    and log only what goes wrong.
     """
     shared = {
         "log_config": None,
@@ -33,7 +33,7 @@ def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
         "loop": "asyncio",
         "timeout_graceful_shutdown": int(end_s),
     }
-    return uvicorn.Config(app, **{**shared, **others})
+    return uvicorn.Config(web.SlowRefusals(app), **{**shared, **others})
 
 
 @contextlib.contextmanager

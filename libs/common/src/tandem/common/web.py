@@ -1,4 +1,4 @@
-"""Shared by all web servers: a limit on idle connections, and a guard against foreign web pages.
+"""Shared by all web servers: limits on idle connections, late refusals, a guard against foreign pages.
 
 A site may resolve its own name to loopback (DNS rebinding), so that its pages in a browser could query a server
 there: the Host header reveals that. A page may also have the browser post to loopback directly: the Origin header
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import h11
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tandem.common import descriptors
@@ -23,6 +23,9 @@ from tandem.common.network import is_loopback
 
 HEADERS_S = 10.0
 """Timeout for the headers of a request, from their first byte; for the first request, from the connection."""
+WRONG_KEY_S = 1.0
+"""Time after which a wrong key or token is answered: each guess holds its connection for as long."""
+_UNAUTHORISED = 401
 _BACKLOG = 512
 _SHARE_AT_ONCE = 16
 """Divisor of the descriptor limit: gives the connections that asyncio accepts at once, if that is less."""
@@ -123,6 +126,23 @@ def _send_at_once(transport: asyncio.Transport) -> None:
     connection = transport.get_extra_info("socket")
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class SlowRefusals:
+    """Middleware that answers requests without the right key or token late, so that many of them take little time."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+
+        async def send_late(message: Message) -> None:
+            if message.get("status") == _UNAUTHORISED:
+                await asyncio.sleep(WRONG_KEY_S)
+            await send(message)
+
+        await self._app(scope, receive, send_late)
 
 
 class Guard:
