@@ -75,6 +75,10 @@ def test_a_run_is_served_until_ctrl_c_and_talked_to(trained: Path, answer: str) 
         example = shlex.split(server.wait_for("try: (curl .*)")[1])
         assert json.loads(example[-1])["model"] == "run-step_2"
         assert example[1] == f"{url}/v1/chat/completions"
+        command = [word.replace("TOKEN", "secret") for word in example] + ["--silent", "--fail", "--max-time", "60"]
+        suggested = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert suggested.returncode == 0, "the model knows the characters of what is suggested"
+        assert json.loads(suggested.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
         assert "secret" not in " ".join(psutil.Process(server.process.pid).cmdline()), "others could read it there"
         typed = f"{QUESTION}\nx\n/rest\n/quit\n"
         words = [BIN / "coordinator", "chat", "--url", url, "--token", "secret", "--temperature", "0"]

@@ -350,6 +350,18 @@ class Tokenizer(TokenDecoder):
         """Whether every character has a token, so that `unknown_characters` finds none."""
         return self._alphabet is None
 
+    @property
+    def alphabet(self) -> frozenset[str] | None:
+        """The characters of a character-level tokenizer, each of which is a token; None for any other tokenizer."""
+        return self._alphabet
+
+    def short_text(self) -> str:
+        """Return a short text that has a token for each character, as an example."""
+        for text in ("Hello", "1+1="):
+            if not self.unknown_characters(text):
+                return text
+        return "".join(sorted(each for each in self._alphabet or () if each.isalnum())[:5])
+
     def unknown_characters(self, text: str) -> str:
         """Return the characters of a text that have no token, each once, in order."""
         if self._alphabet is None or self._alphabet.issuperset(text):

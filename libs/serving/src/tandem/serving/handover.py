@@ -41,6 +41,8 @@ class Serving(Section, frozen=True, kw_only=True):
     """Further arguments of vLLM's engine."""
     tool_call_parser: ToolCallParser | None = None
     """Format of the model's tool calls; without it they stay text."""
+    example: str = "Hello"
+    """A text that the model can read."""
     greeting: str = "ready"
     """Line that the server prints once it answers."""
     listening: int = -1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, TandemError
 from tandem.config.models import hub
 from tandem.config.schema.generation import ToolCallParser
 from tandem.coordinator.commands.arguments import Commands, count, number
@@ -129,7 +130,7 @@ def _serve_run(arguments: argparse.Namespace) -> int:
     with open_port(arguments.host, arguments.port, token) as listening:
         url = url_of(listening)
         print(f"serving policy at {url}/v1 (the rollouts of {run}, as long as it goes on); Ctrl-C ends it")
-        print(f"try: {_example(url, 'policy', token)}", flush=True)
+        print(f"try: {_example(url, 'policy', token, _text_for(run))}", flush=True)
         if serve_run(run, listening, token):
             print(f"the run in {run} has ended; coordinator serve {shlex.quote(str(run))} serves its newest checkpoint")
     return OK
@@ -139,13 +140,26 @@ def _greeting(serving: Serving, url: str) -> str:
     return (
         f"serving {serving.name} at {url}/v1 ({serving.engine}, {serving.precision}, {serving.max_batch_size} answers "
         f"at once, at most {serving.max_length} tokens each, prompt included); Ctrl-C ends it\n"
-        f"try: {_example(url, serving.name, serving.token)}"
+        f"try: {_example(url, serving.name, serving.token, serving.example)}"
     )
 
 
-def _example(url: str, model: str, token: str | None) -> str:
+def _text_for(run: Path) -> str:
+    """Return a text that the model of a run can read."""
+    from tandem.observe.run_folder.journal import read_journal
+    from tandem.observe.run_folder.recorded import config_of
+    from tandem.samples.model_files import load_tokenizer
+
+    try:
+        with read_journal(run) as journal:
+            return load_tokenizer(config_of(journal)).short_text()
+    except TandemError:
+        return "Hello"  # the engines say what is wrong
+
+
+def _example(url: str, model: str, token: str | None, text: str) -> str:
     """Return a command that sends a server one request."""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": {json.dumps(text)}}}]}}'
     words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     if token is not None:
         words += ["-H", "Authorization: Bearer TOKEN"]

@@ -55,7 +55,8 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
     vocabulary = vocabulary_in(config)
     if vocabulary is None:
         raise ModelError(f"{found.folder / 'config.json'}: it has no vocab_size")
-    _ = load_model_tokenizer(found.folder).eos_id  # a response must end somewhere
+    tokenizer = load_model_tokenizer(found.folder)
+    _ = tokenizer.eos_id  # a response must end somewhere
     length = _length(arguments.max_length, max_positions_in(config))
     precision = arguments.precision or _precision(config)
     given = _given(arguments.overrides, length, precision)
@@ -79,6 +80,7 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
         token=token,
         vllm_cfg=given.vllm_cfg,
         vllm_kwargs=given.vllm_kwargs,
+        example=tokenizer.short_text(),
     )
 
 

@@ -132,8 +132,9 @@ class ServedModel:
 
     def grammar_of(self, schema: Mapping[str, Any]) -> Grammar:
         """Return the grammar of a schema's JSON. Raises `Refused` if the model cannot keep to it."""
-        from tandem.rollout.openai_api.grammars import JsonGrammar, grammar_tokenizer
+        from tandem.rollout.openai_api.grammars import JsonGrammar, check_characters, grammar_tokenizer
 
+        check_characters(self.tokenizer.alphabet, schema)
         if self._grammar_tokenizer is None:
             self._grammar_tokenizer = grammar_tokenizer(self.tokenizer, self.vocabulary)
         return JsonGrammar(self._grammar_tokenizer, schema)

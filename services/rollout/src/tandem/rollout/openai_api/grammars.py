@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -14,6 +15,8 @@ from tandem.rollout.openai_api.refusals import Refused
 from tandem.samples.tokenizer import Tokenizer
 
 FIELD = "response_format"
+CANNOT_WRITE = "the tokens of this model cannot write what it asks for"
+_SCALARS = ("boolean", "integer", "null", "number")
 
 
 class JsonGrammar:
@@ -29,7 +32,7 @@ class JsonGrammar:
         if first.error:
             raise Refused(f"{FIELD}.json_schema: {first.error}", param=FIELD)
         if first.allowed_V(tokenizer.vocab_size).nonzero()[0].tolist() in ([], [tokenizer.eos_token]):
-            raise Refused(f"{FIELD}: the tokens of this model cannot write what it asks for", param=FIELD)
+            raise Refused(f"{FIELD}: {CANNOT_WRITE}", param=FIELD)
 
     def begin(self) -> JsonMatcher:
         """Return a matcher for an empty response."""
@@ -63,10 +66,46 @@ class JsonMatcher:
         return allowed_V
 
 
+class _Characters:
+    """A character-level tokenizer in the form that llguidance takes."""
+
+    def __init__(self, tokenizer: Tokenizer, alphabet: Collection[str], vocabulary: int) -> None:
+        self._ids = ids = {each: int(tokenizer.hugging_face.convert_tokens_to_ids(each)) for each in sorted(alphabet)}
+        self.eos_token_id = tokenizer.eos_id
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [b""] * vocabulary
+        for character, token_id in ids.items():
+            self.tokens[token_id] = character.encode()
+        self.special_token_ids = sorted({*range(vocabulary)} - {*ids.values()})
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text's beginning, as far as it has tokens. Raises `TypeError` for bytes."""
+        if not isinstance(text, str):
+            raise TypeError("llguidance asks whether bytes are taken by trying")
+        return [self._ids[character] for character in itertools.takewhile(self._ids.__contains__, text)]
+
+
+def check_characters(alphabet: Collection[str] | None, schema: Mapping[str, Any]) -> None:
+    """Raise `Refused` if a character-level tokenizer, of this alphabet, lacks what a schema's JSON is made of."""
+    if alphabet is None or schema.get("type") in _SCALARS:
+        return
+    needed = "[]," if schema.get("type") == "array" else '{}":, ' + "".join(schema.get("required", ()))
+    missing = [character for character in dict.fromkeys(needed) if character not in alphabet]
+    if missing:
+        names = " or ".join(map(repr, missing))
+        message = f"{FIELD}: {CANNOT_WRITE}: each is a character, and there is none for {names}"
+        raise Refused(message, param=FIELD, code="unsupported")
+
+
 def grammar_tokenizer(tokenizer: Tokenizer, vocabulary: int) -> llguidance.LLTokenizer:
     """Return the tokenizer as grammars need it. Raises `Refused` if its tokens have no bytes."""
+    if tokenizer.alphabet is not None:
+        characters = _Characters(tokenizer, tokenizer.alphabet, vocabulary)
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(characters), n_vocab=vocabulary)
     try:
         return llguidance.hf.from_tokenizer(tokenizer.hugging_face, n_vocab=vocabulary)
     except ValueError as error:
-        what = f"{FIELD}: this model's tokenizer does not say which bytes its tokens are: {str(error)[:200]}"
+        what = (
+            f"{FIELD}: this model's tokenizer does not say which bytes its tokens are (llguidance: {str(error)[:200]})"
+        )
         raise Refused(what, param=FIELD, code="unsupported") from error
