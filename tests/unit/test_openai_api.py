@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import string
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +21,13 @@ from serving_harness import EOS, MAX_LENGTH, NAME, SPECIAL, VOCABULARY, Driving,
 from transformers import PreTrainedTokenizerFast
 
 from tandem.common.errors import ModelError
+from tandem.common.messages import SamplingParameters
+from tandem.config.schema.policy import NewModel
 from tandem.rollout.engines.masks import restrict
 from tandem.rollout.openai_api.bodies import MAX_BODY_BYTES
+from tandem.rollout.openai_api.generator import ServedModel
+from tandem.rollout.openai_api.refusals import Refused
+from tandem.samples.model_files import load_model_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
 
 CHAT: Any = [{"role": "user", "content": "Hi"}]
@@ -154,6 +161,58 @@ def test_a_greedy_token_has_no_alternative(tiny: Tiny) -> None:
     assert answer.choices[0].logprobs is not None
     for each in answer.choices[0].logprobs.content or []:
         assert [(other.token, other.logprob) for other in each.top_logprobs] == [(each.token, 0.0)]
+
+
+def test_a_stream_that_nobody_reads_leaves_its_place_to_others_until_it_is_read(tiny: Tiny) -> None:
+    driver, num_tokens = tiny.driving.driver, MAX_LENGTH - len(CHAT_IDS)
+    sampling = SamplingParameters(
+        temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=num_tokens, stop_token_ids=(), stop_strings=()
+    )
+
+    async def rest_of(stream: Any) -> list[int]:
+        return [token_id async for chunk in stream for token_id in chunk.token_ids]
+
+    async def scenario() -> None:
+        expected = await rest_of(driver.generate(CHAT_IDS, sampling, 0))
+        streams = [driver.generate(CHAT_IDS, sampling, 0) for _ in range(16)]  # as many as the engine has slots
+        begun = [(await anext(stream)).token_ids for stream in streams]
+        async with asyncio.timeout(60):
+            while driver.num_running:
+                await asyncio.sleep(0.01)
+        assert driver.num_unfinished == 16, "nobody has read them, and they have given way"
+        assert await rest_of(driver.generate(CHAT_IDS, sampling, 0, is_streamed=False)) == expected
+        for beginning, stream in zip(begun, streams, strict=True):
+            tokens = beginning + await rest_of(stream)
+            assert tokens == expected
+            assert len(tokens) == num_tokens
+
+    asyncio.run(scenario())
+
+
+def test_json_is_written_by_a_model_whose_tokens_are_characters(tiny: Tiny, tmp_path: Path) -> None:
+    config = {"model_type": "qwen3", "num_hidden_layers": 2}
+    write_new_model(
+        tmp_path / "new", NewModel(characters=string.ascii_letters + string.digits + '{}[]":, _é', config=config)
+    )
+    tokenizer = load_model_tokenizer(tmp_path / "new")
+    vocabulary = len(tokenizer.hugging_face)
+    model = ServedModel(NAME, tokenizer, tiny.driving.driver, max_length=MAX_LENGTH, vocabulary=vocabulary)
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        matcher, token_ids = model.grammar_of(PLACE).begin(), list[int]()
+        while (token_id := int(draw.choice(matcher.allowed_V(vocabulary).nonzero()[0]))) != tokenizer.eos_id:
+            token_ids.append(token_id)
+            matcher.take([token_id])
+        found = json.loads(tokenizer.decode(token_ids))
+        assert [*found] == ["name", "is_far", "colour"]
+    write_new_model(tmp_path / "digits", NewModel(characters="0123456789+=", config=config))
+    tokenizer = load_model_tokenizer(tmp_path / "digits")
+    model = ServedModel(NAME, tokenizer, tiny.driving.driver, max_length=MAX_LENGTH, vocabulary=15)
+    model.grammar_of({"type": "integer"})
+    with pytest.raises(
+        Refused, match=r"each is a character, and there is none for '\{' or '\}' or '\"' or ':' or ',' or ' '"
+    ):
+        model.grammar_of({"type": "object"})
 
 
 def schema(of: dict[str, Any]) -> Any:

@@ -3,7 +3,8 @@
 Two threads meet here. The engine's thread calls `EngineDriver.work` again and again. Each call admits new requests, has
 the engine make a token for every running one, and sends the results to their consumers. The event loop that answers
 HTTP calls `generate`, which waits for these chunks; leaving it early takes the request out of the engine at the next
-token. Neither thread waits for the other, except in `wait`, while there is nothing to generate.
+token. So does not to read: a stream with much that is not read waits outside the engine until its client reads again.
+Neither thread waits for the other, except in `wait`, while there is nothing to generate.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tandem.rollout.openai_api.refusals import Refused, unavailable
 
 _MAX_UNFINISHED = 4096
 """Responses that run or wait, of all requests together."""
+_MOST_UNREAD = 64
+"""Chunks of a stream that wait for its client while the engine makes more."""
 
 
 class _Stream:
@@ -74,6 +77,8 @@ class EngineDriver:
         self._changed = threading.Condition()
         self._arrived: deque[_Stream] = deque()
         self._left: set[_Stream] = set()
+        self._unread: set[_Stream] = set()
+        """Streams that wait outside the engine until their clients have read what there is."""
         self._closed: Refused | None = None
         self._streams: dict[int, _Stream] = {}
         """Streams of the requests that the engine has."""
@@ -130,6 +135,7 @@ class EngineDriver:
         try:
             while not is_finished:
                 chunk = await stream.chunks.get()
+                self._go_on_if_read(stream)
                 is_finished = isinstance(chunk, Refused) or chunk.finish_reason is not None
                 if isinstance(chunk, Refused):
                     raise chunk
@@ -141,6 +147,18 @@ class EngineDriver:
                     self._left.add(stream)
             if not is_finished:
                 self._tell(stream.loop)
+
+    def _go_on_if_read(self, stream: _Stream) -> None:
+        """Let a stream return to the engine that was taken out because it was not read."""
+        if not stream.chunks.empty():
+            return
+        with self._changed:  # before the look: the engine's thread looks at the chunks within it
+            is_out = stream in self._unread
+            if is_out:
+                self._unread.remove(stream)
+                self._arrived.append(stream)
+        if is_out:
+            self._tell(stream.loop)
 
     def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
         """Tell the engine's thread that there is something to do, once for all that happens in this turn of the loop.
@@ -168,6 +186,7 @@ class EngineDriver:
 
     def work(self) -> None:
         """Make one token for every response. Raises what the engine raises; no response follows after that."""
+        self._take_out_unread()
         self.admit()
         if self._streams:
             self.hand_out(self._step())
@@ -176,6 +195,7 @@ class EngineDriver:
         """Give the engine the new requests, and take out those that were abandoned."""
         with self._changed:
             left, self._left = self._left, set()
+            self._unread -= left
             waiting = [stream for stream in self._arrived if stream not in left]
             gone = [number for number, stream in self._streams.items() if stream in left]
             num_joining = max(0, self._most_at_once - len(self._streams) + len(gone))
@@ -222,17 +242,36 @@ class EngineDriver:
         waiting = []
         sent: list[tuple[_Stream, Chunk | Refused]] = []
         for number, stream in self._streams.items():
-            made = self._engine.abort(number)
-            if made is not None and len(made.token_ids_T):
-                if len(made.token_ids_T) > stream.num_sent:
-                    sent.append((stream, _chunk(made, stream.num_sent)))
-                stream.request = self._rest_of(stream.request, made)
-                stream.num_sent = 0
+            sent += self._take_out(number, stream)
             waiting.append(stream)
         self._streams.clear()
         _send(sent)
         with self._changed:
             self._arrived.extendleft(reversed(waiting))
+
+    def _take_out(self, number: int, stream: _Stream) -> list[tuple[_Stream, Chunk | Refused]]:
+        """Take a request out of the engine, so that its stream can go on with the rest; return what is to be sent."""
+        made = self._engine.abort(number)
+        if made is None or not len(made.token_ids_T):
+            return []
+        chunks = [_chunk(made, stream.num_sent)] if len(made.token_ids_T) > stream.num_sent else []
+        stream.request = self._rest_of(stream.request, made)
+        stream.num_sent = 0
+        return [(stream, chunk) for chunk in chunks]
+
+    def _take_out_unread(self) -> None:
+        """Take streams out of the engine whose clients do not read: others need the room."""
+        sent: list[tuple[_Stream, Chunk | Refused]] = []
+        for number, stream in [*self._streams.items()]:
+            if stream.chunks.qsize() > _MOST_UNREAD:
+                sent += self._take_out(number, stream)
+                del self._streams[number]
+                with self._changed:  # its client may just have read all there was
+                    if stream.chunks.empty():
+                        self._arrived.append(stream)
+                    else:
+                        self._unread.add(stream)
+        _send(sent)
 
     def drop(self, why: str) -> None:
         """Take all requests out of the engine and fail their streams; new ones may follow."""
@@ -249,9 +288,10 @@ class EngineDriver:
 
     def _refuse_all(self, refused: Refused) -> None:
         with self._changed:
-            streams = [*self._streams.values(), *self._arrived]
+            streams = [*self._streams.values(), *self._arrived, *self._unread]
             self._streams.clear()
             self._arrived.clear()
+            self._unread.clear()
         _send([(stream, refused) for stream in streams])
 
     def _rest_of(self, request: Request, made: Completion) -> Request:

@@ -18,6 +18,8 @@ from tandem.rollout.openai_api.refusals import Refused, as_response
 _IDLE_S = 75
 """Seconds before an idle connection is closed. Most clients close theirs earlier, so that they rarely see ours
 close."""
+_MOST_UNREAD_BYTES = 1 << 16
+"""Bytes that the system keeps of what a client does not read; by itself it would keep megabytes of each stream."""
 _END_S = 5.0
 """Seconds for answers that are on their way when the server ends."""
 
@@ -34,6 +36,7 @@ class HttpServer:
         if not asks_for_token and is_loopback(listening.getsockname()[0]):
             app = web.Guard(app, _refusal)
         self._socket = listening
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_UNREAD_BYTES)  # its connections inherit it
         self._server = uvicorn.Server(settings(app, end_s=_END_S, timeout_keep_alive=_IDLE_S))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_loop = threading.Event()
