@@ -29,7 +29,6 @@ OTHERWISE = {
     "nemo_rl_version": (f"{_CONFIG}/foreign.py", 'settings.get("nemo_rl_version")'),
     "grpo.normalize_rewards": (f"{_CONFIG}/derive.py", '"grpo.normalize_rewards")'),
     "grpo.scale_rewards": (f"{_CONFIG}/derive.py", '"grpo.scale_rewards")'),
-    "policy.warmup_steps": (f"{_CONFIG}/derive.py", '.warmup_steps"),'),
     "grpo.use_leave_one_out_baseline": (f"{_CONFIG}/derive.py", '"grpo.use_leave_one_out_baseline")'),
     "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.gpus_per_node": (
         f"{_CONFIG}/derive.py",

@@ -24,9 +24,9 @@ from tandem.rollout.agents.episodes import Episode
 from tandem.rollout.environments import Score
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.tool_calls import ChatReader, chat_markers
+from tandem.rollout.openai_api.tool_calls import ChatReader
 from tandem.samples.model_files import write_new_model
-from tandem.samples.responses import ResponseMarkers
+from tandem.samples.responses import ResponseMarkers, chat_markers
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
 ADDED = ("add", {"a": 1, "b": [2, "}"]})

@@ -39,10 +39,6 @@ def _is_language_model(config: Config) -> bool:
     return config.declaration.head_of("policy") == "vocabulary"
 
 
-def _algorithm(name: str) -> Asks:
-    return lambda config: config.algorithm == name
-
-
 def _distils(config: Config) -> bool:
     return "teacher" in config.holds
 
@@ -111,8 +107,6 @@ def _of_the_policy_alone(section: str) -> tuple[Row, ...]:
 
 
 NOT_SUPPORTED_YET = (
-    Row("grpo.invalid_tool_call_advantage", (None,), _algorithm("grpo")),
-    Row("grpo.malformed_thinking_advantage", (None,), _algorithm("grpo")),
     *_of_a_model("policy"),
     Row("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
     Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),

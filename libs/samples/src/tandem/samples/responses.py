@@ -8,6 +8,7 @@ A response is read the same whether it comes whole or in parts.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from tandem.samples.chat_templates import reasoning_of
 from tandem.samples.tool_formats import TOOL_FORMATS, FunctionCall, ToolFormat, Tools, read_atem_calls
 
 if TYPE_CHECKING:
+    from tandem.config.schema.generation import ToolCallParser
     from tandem.samples.tokenizer import Tokenizer
 
 _REASONING = (
@@ -252,6 +254,12 @@ class ResponseParser:
             response_template=getattr(hugging_face, "response_template", None),
         )
 
+    def replace_markers(self, markers: ResponseMarkers) -> ResponseParser:
+        """Return a parser of the same model that reads other markers."""
+        parser = copy.copy(self)
+        parser.markers = markers
+        return parser
+
     @property
     def reads_markers(self) -> bool:
         """Whether responses can have anything but text."""
@@ -348,6 +356,31 @@ class _Blocks:
             malformed_calls=tuple(self._malformed),
             is_reasoning_closed=is_reasoning_closed,
         )
+
+
+_SAME_FORMAT: Mapping[ToolCallParser, str] = {
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v4": "deepseek_v32",
+    "cohere_command4": "cohere_command3",
+    "glm47": "glm45",
+}
+"""Names of vLLM's parsers whose formats are read as another's."""
+
+
+def chat_markers(template: ResponseMarkers, parser: ToolCallParser | None, *, may_call: bool) -> ResponseMarkers:
+    """Return the markers of a chat's response.
+
+    Reasoning is marked as the chat template marks it. Calls are read in the format of `parser`, and in none if no tool
+    may be called. Messages, such as GPT-OSS's, are always read, since nothing else tells answers from reasoning.
+    """
+    if not may_call or parser is None:
+        return msgspec.structs.replace(template, tool_format=None, reads_calls=may_call and bool(template.messages))
+    if parser == "auto":
+        return template
+    if parser in MESSAGE_FORMATS:
+        return ResponseMarkers(messages=MESSAGE_FORMATS[parser])
+    tool_format = TOOL_FORMATS[_SAME_FORMAT.get(parser, parser)]
+    return msgspec.structs.replace(template, tool_format=tool_format, messages=None)
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tandem.config.checks.rule import Rule
 from tandem.config.problem import Invalid, shown
 from tandem.config.schema import Config
+from tandem.config.schema.grpo import PENALTIES
+from tandem.config.shapes import ELSEWHERE
 
 
 def leaving_one_out_leaves_one(config: Config) -> None:
@@ -92,6 +94,16 @@ def advantages_have_bounds(config: Config) -> None:
         raise Invalid("grpo.advantage_clip_high", f"{high:g} is not more than grpo.advantage_clip_low ({low:g})")
 
 
+def turns_are_an_agents(config: Config) -> None:
+    """Check that turns are penalised only where an agent plays; NeMo-RL penalises those of NeMo Gym alone."""
+    environment = config.data.environment
+    if not config.grpo.penalises_turns or config.agent is not None or environment in ELSEWHERE:
+        return
+    key = next(name for name in PENALTIES if getattr(config.grpo, name) is not None)
+    text = f"{getattr(config.grpo, key):g}, but env.{environment} is no agent, whose turns alone are penalised"
+    raise Invalid(f"grpo.{key}", text)
+
+
 ROLLOUT_RULES: tuple[Rule, ...] = (
     samples_differ,
     dynamic_sampling_can_tell_groups_apart,
@@ -104,5 +116,6 @@ RULES: tuple[Rule, ...] = (
     the_divisor_is_one,
     components_have_no_length,
     advantages_have_bounds,
+    turns_are_an_agents,
     *ROLLOUT_RULES,
 )

@@ -153,6 +153,14 @@ _ADVANTAGE_ESTIMATORS = {
 }
 """Finishers of GRPO's advantage estimators with token advantages."""
 
+_PENALTIES = "tandem.trainer.scorers.turn_penalties.penalise"
+
+
+def token_estimator(config: Config) -> str:
+    """Return the finisher of GRPO's advantages of tokens, before penalties of turns; empty if there is none."""
+    return _ADVANTAGE_ESTIMATORS.get(config.grpo.adv_estimator.name, "")
+
+
 GRPO = Algorithm(
     name="grpo",
     rolls_out=True,
@@ -165,7 +173,7 @@ GRPO = Algorithm(
         *_POLICY_GRADIENT,
         read_where(TEACHER_LOGPROBS, lambda config, num_steps: config.learns_from_logprobs),
     ),
-    advantage_estimator=lambda config: _ADVANTAGE_ESTIMATORS.get(config.grpo.adv_estimator.name, ""),
+    advantage_estimator=lambda config: _PENALTIES if config.grpo.penalises_turns else token_estimator(config),
     running="tandem.coordinator.algorithms.grpo.GrpoAlgorithm",
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
     loss_section="loss_fn",

@@ -197,6 +197,10 @@ class Rollouts(Section, frozen=True, kw_only=True):
         return round(self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1))
 
 
+PENALTIES = ("invalid_tool_call_advantage", "malformed_thinking_advantage")
+"""Keys of the advantages of turns with a flaw."""
+
+
 class Grpo(Rollouts, frozen=True, kw_only=True):
     """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
@@ -221,11 +225,12 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     advantage_clip_high: float | None = None
     """Upper bound of normalised advantages; null means none."""
     invalid_tool_call_advantage: float | None = None
-    """Advantage of the tokens of an agent's turn whose text has a tool call left in it, found by NeMo Gym; null means
-    that of the sample's reward."""
+    """Advantage of the tokens of an agent's turn whose text has a tool call left in it, such as ``<tool_call>`` that
+    `policy.generation.tool_call_parser` does not read; null means that of the sample's reward. Only for agents, as
+    NeMo-RL's is only for NeMo Gym's."""
     malformed_thinking_advantage: float | None = None
-    """Advantage of the tokens of an agent's turn with malformed thinking, found by NeMo Gym; null means that of the
-    sample's reward."""
+    """Advantage of the tokens of an agent's turn whose answer has tags of thinking, or whose thinking, without an
+    answer, has a tag twice; null means that of the sample's reward."""
     penalize_invalid_tool_call: bool | None = None
     """Accepted: an earlier switch, replaced by `invalid_tool_call_advantage`."""
     penalize_malformed_thinking: bool | None = None
@@ -240,6 +245,11 @@ class Grpo(Rollouts, frozen=True, kw_only=True):
     all tokens. Excluded sequences count in their group's baseline. Null keeps all; otherwise a separate pass
     computes the log-probabilities."""
     async_grpo: AsyncGrpo = AsyncGrpo()
+
+    @cached_property
+    def penalises_turns(self) -> bool:
+        """Whether turns with a flaw have advantages of their own."""
+        return any(getattr(self, name) is not None for name in PENALTIES)
 
     @cached_property
     def asynchronous(self) -> AsyncGrpo:

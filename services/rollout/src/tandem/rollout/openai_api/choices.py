@@ -42,7 +42,8 @@ from tandem.rollout.openai_api.protocol import (
 )
 from tandem.rollout.openai_api.refusals import Refused
 from tandem.rollout.openai_api.text import StoppedText, TextStream
-from tandem.rollout.openai_api.tool_calls import ChatPart, ChatReader, chat_markers
+from tandem.rollout.openai_api.tool_calls import ChatPart, ChatReader
+from tandem.samples.responses import chat_markers
 
 Chosen = tuple[int, "Piece"]
 _PROMPT_TAIL = 32

@@ -12,18 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.openai_api.protocol import CalledFunction, ToolCall
-from tandem.samples.responses import MESSAGE_FORMATS, ResponseDelta, ResponseMarkers, ResponseStream
-from tandem.samples.tool_formats import TOOL_FORMATS
-
-_SAME_FORMAT: Mapping[ToolCallParser, str] = {
-    "deepseek_v31": "deepseek_v3",
-    "deepseek_v4": "deepseek_v32",
-    "cohere_command4": "cohere_command3",
-    "glm47": "glm45",
-}
-"""Names of vLLM's parsers whose formats are read as another's."""
+from tandem.samples.responses import ResponseDelta, ResponseMarkers, ResponseStream
 
 
 class ChatPart(NamedTuple):
@@ -32,22 +22,6 @@ class ChatPart(NamedTuple):
     text: str
     reasoning: str
     tool_calls: list[ToolCall]
-
-
-def chat_markers(template: ResponseMarkers, parser: ToolCallParser | None, *, may_call: bool) -> ResponseMarkers:
-    """Return the markers of a chat's response.
-
-    Reasoning is marked as the chat template marks it. Calls are read in the format of `parser`, and in none if no tool
-    may be called. Messages, such as GPT-OSS's, are always read, since nothing else tells answers from reasoning.
-    """
-    if not may_call or parser is None:
-        return msgspec.structs.replace(template, tool_format=None, reads_calls=may_call and bool(template.messages))
-    if parser == "auto":
-        return template
-    if parser in MESSAGE_FORMATS:
-        return ResponseMarkers(messages=MESSAGE_FORMATS[parser])
-    tool_format = TOOL_FORMATS[_SAME_FORMAT.get(parser, parser)]
-    return msgspec.structs.replace(template, tool_format=tool_format, messages=None)
 
 
 class ChatReader:
