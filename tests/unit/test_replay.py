@@ -12,7 +12,7 @@ import pytest
 from run_harness import Run, record, samples_of_step
 
 from tandem.common.errors import ConfigError, DamagedCheckpoint, RunFolderError, SamplesError, TandemError
-from tandem.config import Config, build_config, change_config, changed_keys, config_to_json, load_config
+from tandem.config import Config, build_config, change_config, changed_keys, config_to_json, load_config, notices
 from tandem.coordinator.cli import main
 from tandem.coordinator.preparing.comparison import compare
 from tandem.coordinator.preparing.replay import begin_replay, continue_replay, origin_of, source_of
@@ -374,6 +374,11 @@ def test_a_resolved_configuration_without_changes_stays_as_it_is(path: Path) -> 
     again = change_config(config, {}, [])
     assert again.config == config
     assert again.keys == ()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_there_is_nothing_to_notice_about_an_example(path: Path) -> None:
+    assert notices(load_config(path, to_run=False)) == []
 
 
 def test_what_followed_from_a_key_follows_from_its_new_value() -> None:
