@@ -1,5 +1,7 @@
 """Processes of supervised runs are killed, or stopped, at random moments; nobody does anything about it.
 
+What the run reads is edited or deleted meanwhile, and disks fill up until somebody frees them.
+
 Every run ends by itself with the metrics and the weights of one that was left alone, to the bit, and leaves nothing. Of
 asynchronous ones, which no other is equal to, every step is there once, with samples as old as they may be.
 One engine of each was started by hand, by a loop that starts another whenever one ends. What is stopped is mostly
@@ -29,6 +31,7 @@ from tests.harness import leaks
 from tests.harness.ports import free_port
 from tests.harness.runs.agent_run_harness import AGENT
 from tests.harness.runs.by_hand import assert_same_results, in_folder, undisturbed_run
+from tests.harness.runs.harms import PROMPT, SmallDisk, edit_an_input, small_disk
 from tests.harness.runs.running import Command, all_gone, joins, merged, steps_of, wait_until, write_config
 
 NUM_STEPS = 16
@@ -38,6 +41,7 @@ TIMEOUT_S = 8.0
 CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 6},
     "policy": {"train_micro_batch_size": 4},
+    "data": {"prompt_file": "prompt.txt"},
     "checkpointing": {"save_period": 3},
     "logger": {"page": "auto"},
     "cluster": {
@@ -50,6 +54,8 @@ CONFIG: dict[str, Any] = {
 }
 BY_HAND = "rollout by hand"
 LEAVES = f"{BY_HAND}, told to leave"
+SUPERVISOR, EDITS, DISK = "supervisor", "files that the run reads", "disk"
+"""The supervisor is only stopped, and continued; a file is edited or deleted; the disk is full for a while."""
 SERVICES = ("coordinator", "trainer", "rollout", BY_HAND, "refit")
 OF_ENGINES = {
     "fork server of environments": "rollout: forks reward workers",
@@ -60,7 +66,7 @@ OF_ENGINES = {
 """Helpers of engines, and what their titles begin with; the guardian of a process has its title, or its parent's."""
 OF_COORDINATOR = {"fork server": "coordinator: forks services", "page": "page "}
 HELPERS = OF_COORDINATOR | OF_ENGINES
-KINDS = (*SERVICES, *OF_COORDINATOR, "fork server of environments", "reward worker")
+KINDS = (*SERVICES, *OF_COORDINATOR, "fork server of environments", "reward worker", SUPERVISOR, EDITS)
 MAX_AGE = 2
 ASYNCHRONOUS: dict[str, Any] = {
     "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": MAX_AGE}},
@@ -84,21 +90,27 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[str, ...]
     is_repeatable: bool = True
     """Whether another run equals it to the bit."""
+    has_small_disk: bool = False
+    """Whether the run's folder is on a disk that can be filled."""
 
 
 MATRICES = {
     "synchronous": Matrix(changes={}, kinds=KINDS),
     "asynchronous": Matrix(changes=ASYNCHRONOUS, kinds=(*KINDS, LEAVES), is_repeatable=False),
-    "agents": Matrix(changes=PLAYED, kinds=(*SERVICES, *OF_COORDINATOR, "what starts agents", "agent")),
+    "agents": Matrix(
+        changes=PLAYED, kinds=(*SERVICES, *OF_COORDINATOR, "what starts agents", "agent", SUPERVISOR, EDITS)
+    ),
+    "disks": Matrix(changes={}, kinds=(*SERVICES, DISK, EDITS, DISK, SUPERVISOR, DISK), has_small_disk=True),
 }
-NEVER_STOPPED = (LEAVES, "page", *(kind for kind in OF_ENGINES if kind != "reward worker"))
-"""These are not waited for."""
+NEVER_STOPPED, NEVER_KILLED = (LEAVES, EDITS, DISK), (SUPERVISOR, EDITS, DISK)
 STOPS = 0.3
 """The share of those that are stopped, and only hang."""
 STAYS = 0.3
 """Of these the share of those that are never continued."""
 APPEARS_S = 3.0
 """How long to look for a process of a kind: it may just be being replaced, or do its work in a moment."""
+FULL_S = 20.0
+"""Longest time that a disk is full."""
 ENDS_S = 60.0
 """How long all that is left of a run may take to end."""
 
@@ -114,8 +126,8 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     """Until another step was in the journal."""
 
     def __str__(self) -> str:
-        what = "stopped" if self.is_stopped else "" if self.kind == LEAVES else "killed"
-        return f"{self.kind} {what} while {self.phase}, {self.seconds:.1f} s"
+        what = {LEAVES: "", EDITS: "edited", DISK: "full"}.get(self.kind, "killed")
+        return f"{self.kind} {'stopped' if self.is_stopped else what} while {self.phase}, {self.seconds:.1f} s"
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,23 +146,24 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 class Harried:
     """A supervised run, an engine by hand, and what is stopped."""
 
-    def __init__(self, run: Command, address: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, run: Command, address: str, stack: contextlib.ExitStack, disk: SmallDisk | None) -> None:
         self.run = run
+        self._disk = disk
         self._words = ("rollout", *joins(address), "--join-timeout", "120")
         self._stack = stack
         self._by_hand: list[Command] = []
-        self._wakes: list[tuple[float, psutil.Process]] = []
-        """When processes that are stopped go on."""
+        self._wakes: list[tuple[float, Callable[[], None]]] = []
+        """When processes that are stopped go on, and disks are freed."""
         self._stopped: set[int] = set()
         """The ids of engines by hand that hang."""
 
     def tend(self) -> None:
         """Start the engine by hand again if it has ended, or hangs; continue what was stopped long enough ago."""
-        for at, process in [*self._wakes]:
-            if time.monotonic() >= at:
-                self._wakes.remove((at, process))
+        for wake in [*self._wakes]:
+            if time.monotonic() >= wake[0]:
+                self._wakes.remove(wake)
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
+                    wake[1]()
         there = [
             each for each in self._by_hand if each.process.poll() is None and each.process.pid not in self._stopped
         ]
@@ -161,6 +174,8 @@ class Harried:
         """Return the processes of a kind."""
         if kind in (BY_HAND, LEAVES):
             return self._engines()
+        if kind in (SUPERVISOR, EDITS, DISK):
+            return [psutil.Process(self.run.process.pid)]
         processes = self.run.children()
         if kind in OF_ENGINES:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -172,16 +187,24 @@ class Harried:
         there = [each.process.pid for each in self._by_hand if _is_there(each)]
         return [psutil.Process(pid) for pid in there if pid not in self._stopped]
 
-    def strike(self, kind: str, victim: psutil.Process, wakes_in_s: float | None) -> None:
-        """Kill a process; or stop it, for so long; or tell it to leave."""
+    def strike(self, kind: str, victim: psutil.Process, wakes_in_s: float | None, dice: random.Random) -> None:
+        """Kill a process; or stop it, for so long; or tell it to leave; or harm the files of the run."""
         if kind == LEAVES:
             victim.terminate()
+            return
+        if kind == EDITS:
+            edit_an_input(dice)
+            return
+        if kind == DISK:
+            assert self._disk is not None, "see `Matrix.has_small_disk`"
+            self._disk.fill()
+            self._wakes.append((time.monotonic() + dice.uniform(0.5, FULL_S), self._disk.free))
             return
         if wakes_in_s is None:
             victim.kill()
             return
         victim.suspend()
-        self._wakes.append((time.monotonic() + wakes_in_s, victim))
+        self._wakes.append((time.monotonic() + wakes_in_s, victim.resume))
         if kind == BY_HAND:
             self._stopped.add(victim.pid)
 
@@ -196,9 +219,9 @@ class Harried:
 
     def end_of_all(self) -> list[psutil.Process]:
         """Continue whoever is stopped, and wait for the end of all that is left; return those that have none."""
-        for _, process in self._wakes:
+        for _, wake in self._wakes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+                wake()
         self._wakes.clear()
         for each in self._by_hand:  # those that wait for a run that is over
             if _is_there(each) and " joined " not in each.output():
@@ -239,16 +262,23 @@ def _is_there(command: Command) -> bool:
 
 
 @contextlib.contextmanager
-def started(changes: dict[str, Any]) -> Iterator[Harried]:
+def started(matrix: Matrix) -> Iterator[Harried]:
     """Start a run, and its engine by hand."""
-    Path("agent.py").write_text(AGENT)
+    write_inputs()
     cluster = {"address": f"tcp://127.0.0.1:{free_port()}"}
     launch = {"trainers": 2, "rollouts": 1, "refit": True}
-    config = write_config(merged(merged(CONFIG, changes), {"cluster": {**cluster, "launch": launch}}))
+    config = write_config(merged(merged(CONFIG, matrix.changes), {"cluster": {**cluster, "launch": launch}}))
     with contextlib.ExitStack() as stack:
+        disk = stack.enter_context(small_disk(Path("run"))) if matrix.has_small_disk else None
         run = stack.enter_context(Command("coordinator", "up", config, "--supervise"))
         run.wait_for("listens on ")
-        yield Harried(run, cluster["address"], stack)
+        yield Harried(run, cluster["address"], stack, disk)
+
+
+def write_inputs() -> None:
+    """Write what a run reads besides its configuration, data and environment."""
+    Path("agent.py").write_text(AGENT)
+    Path("prompt.txt").write_text(PROMPT)
 
 
 class Turns:
@@ -277,7 +307,7 @@ def harry(harried: Harried, dice: random.Random, turns: Turns, num_kills: int, k
         harried.wait(lambda seen=done: harried.num_steps > seen or harried.is_over)
         time.sleep(dice.uniform(0.0, 0.5))
         kind, is_stopped, stays = turns.next(), dice.random() < STOPS, dice.random() < STAYS
-        is_stopped &= kind not in NEVER_STOPPED
+        is_stopped = kind not in NEVER_STOPPED and (is_stopped or kind in NEVER_KILLED)
         wakes_in_s = dice.uniform(0.5, 3 * TIMEOUT_S)
         of_kind = victims_soon(harried, kind)
         if not of_kind:
@@ -288,10 +318,10 @@ def harry(harried: Harried, dice: random.Random, turns: Turns, num_kills: int, k
             continue
         live = read_live(Path("run"))
         done, began = harried.num_steps, time.monotonic()
-        if stays:
+        if stays and kind != SUPERVISOR:  # whose end the test waits for
             wakes_in_s = 1000.0
         try:
-            harried.strike(kind, dice.choice(of_kind), wakes_in_s if is_stopped else None)
+            harried.strike(kind, dice.choice(of_kind), wakes_in_s if is_stopped else None, dice)
         except psutil.NoSuchProcess:  # it has just ended by itself
             continue
         harried.wait(lambda seen=done: harried.num_steps > seen or harried.is_over)
@@ -317,15 +347,13 @@ def assert_asynchronous_results(run: str | Path) -> None:
         assert all(map(math.isfinite, step.metrics.values())), step
 
 
-def harried_run(
-    dice: random.Random, turns: Turns, changes: dict[str, Any], num_kills: int, expected: Path | None
-) -> Ended:
+def harried_run(dice: random.Random, turns: Turns, matrix: Matrix, num_kills: int, expected: Path | None) -> Ended:
     """Carry out a run and kill processes of it; return what became of it. It is asynchronous if nothing is expected."""
     before, kills = leaks.segments(), list[Kill]()
     survived = equal = False
     left: set[Any] = set()
     try:
-        with started(changes) as harried:
+        with started(matrix) as harried:
             harry(harried, dice, turns, num_kills, kills)
             children = harried.run.children()
             harried.wait(lambda: harried.run.process.poll() is not None)
@@ -379,14 +407,14 @@ def test_nothing_dies_for_good(name: str, tmp_path: Path, chaos: tuple[int, int,
     matrix, dice = MATRICES[name], random.Random(seed)
     turns = Turns(dice, matrix.kinds)
     with in_folder(tmp_path):
-        Path("agent.py").write_text(AGENT)
+        write_inputs()
     expected = undisturbed_run(tmp_path, merged(CONFIG, matrix.changes)) if matrix.is_repeatable else None
     runs: list[Ended] = []
     while (num_left := num_kills - sum(len(run.kills) for run in runs)) > 0:
         folder = tmp_path / f"run_{len(runs) + 1}"
         folder.mkdir()
         with in_folder(folder):
-            runs.append(harried_run(dice, turns, matrix.changes, min(KILLS_OF_A_RUN, num_left), expected))
+            runs.append(harried_run(dice, turns, matrix, min(KILLS_OF_A_RUN, num_left), expected))
         if file is not None:  # also of a test that is ended before its time
             file.with_stem(f"{file.stem}-{name}").write_text(report(runs, seed))
     told = report(runs, seed)

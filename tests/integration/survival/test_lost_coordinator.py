@@ -17,6 +17,7 @@ from tests.harness.processes import killing_rollout
 from tests.harness.processes.killing_rollout import kill_file
 from tests.harness.runs import consoles
 from tests.harness.runs.by_hand import assert_same_results, last_weights, undisturbed_run
+from tests.harness.runs.harms import PROMPT
 from tests.harness.runs.harried import coordinator_of
 from tests.harness.runs.record_harness import TWO, assert_recorded
 from tests.harness.runs.running import (
@@ -188,6 +189,7 @@ EDITED: dict[str, Any] = merged(
     merged(RUN, LAUNCHED),
     {
         "grpo": {"max_num_steps": 8},
+        "data": {"prompt_file": "prompt.txt"},
         "env": {"scorer": {"class": "scorer.Scorer"}},
     },
 )
@@ -197,6 +199,7 @@ def write_inputs(folder: Path) -> None:
     """Write the environment of the run."""
     (folder / "scorer.py").write_text(SCORER)
     (folder / "helper.py").write_text(HELPER)
+    (folder / "prompt.txt").write_text(PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +226,9 @@ def test_a_supervised_run_goes_on_with_the_files_that_it_began_with(
             Path("sums.jsonl").write_text('{"input": "another", "output": "1"}\n')
             Path("scorer.py").write_text("raise RuntimeError('half an edit')\n")
             Path("helper.py").write_text("def share(response):\n    return 1.0\n")
+            Path("prompt.txt").write_text("9 9 {}")
         else:
-            for name in (config.name, "sums.jsonl", "scorer.py", "helper.py"):
+            for name in (config.name, "sums.jsonl", "scorer.py", "helper.py", "prompt.txt"):
                 Path(name).unlink()
         process_of(run, "rollout").kill()
         run.wait_for("rollout-[01] is lost")

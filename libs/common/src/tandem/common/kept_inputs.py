@@ -31,34 +31,43 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
     """Absolute path of each custom module, by its name."""
     files: dict[str, str] = {}
-    """Name of the copy, by absolute path: of modules, of files beside them, of data."""
+    """Name of the copy, by absolute path: of modules, of files beside them, of programs, of data."""
+    programs: tuple[str, ...] = ()
+    """Absolute paths of agents' programs, which are run where they are and may not change."""
+    stamps: dict[str, tuple[int, int]] = {}
+    """Size and time of the last change of each data file that is too large to be kept, by absolute path."""
 
 
-def keep(run: Path, modules: Mapping[str, str], data: Iterable[str]) -> Path | None:
+def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: Iterable[str] = ()) -> Path | None:
     """Copy custom code, by module, and data files into a run's folder; return the folder, or None without any.
 
     Python files beside a module are kept, too: it may import them later. Raises `OSError`.
     """
     code = [Path(path) for path in modules.values()]
     beside = [path for folder in {path.parent for path in code} for path in sorted(folder.glob("*.py"))]
-    wanted = [*code, *beside[:_MOST_SIBLINGS], *(Path(path).absolute() for path in data)]
-    files, num_bytes = dict[str, str](), 0
+    run_in_place = [Path(path).absolute() for path in programs]
+    wanted = [*code, *beside[:_MOST_SIBLINGS], *run_in_place, *(Path(path).absolute() for path in data)]
+    files, stamps, num_bytes = dict[str, str](), dict[str, tuple[int, int]](), 0
     folder = run.absolute() / FOLDER
     for path in dict.fromkeys(wanted):
         if irregular(str(path)) is not None or not path.is_file():
             continue
-        num_bytes += path.stat().st_size
-        if num_bytes > MOST_BYTES:
-            break
+        size = path.stat().st_size
+        if num_bytes + size > MOST_BYTES:
+            stamps[str(path)] = _stamp(path)
+            continue
+        num_bytes += size
         files[str(path)] = f"{len(files)}-{path.name}"
-    if not files:
+    if not files and not stamps:
+        shutil.rmtree(folder, ignore_errors=True)
         return None
     made = folder.with_name(f".{FOLDER}.{os.getpid()}")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
     for original, name in files.items():
         shutil.copyfile(original, made / name)
-    (made / _MANIFEST).write_bytes(msgspec.json.encode(Manifest(modules=dict(modules), files=files)))
+    manifest = Manifest(modules=dict(modules), files=files, programs=tuple(map(str, run_in_place)), stamps=stamps)
+    (made / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
     shutil.rmtree(folder, ignore_errors=True)
     made.rename(folder)
     read_manifest.cache_clear()
@@ -86,18 +95,53 @@ def path_of(path: str) -> str:
 def changed_line(folder: Path) -> str:
     """Return the first kept line of code that differs now, as ``FILE:LINE``; empty if none does."""
     manifest = read_manifest(folder)
-    for path, name in manifest.files.items():
-        if not path.endswith(".py"):
-            continue
-        before = (folder / name).read_bytes().splitlines()
+    code = [path for path in manifest.files if path.endswith(".py") or path in manifest.programs]
+    return next(filter(None, (_first_difference(path, folder / manifest.files[path]) for path in code)), "")
+
+
+def changed_program(command: Iterable[str]) -> str:
+    """Return the first line of an agent's program that differs from when the run began; empty if none does."""
+    folder = os.environ.get(VARIABLE)
+    if folder is None or not (manifest := read_manifest(Path(folder))).programs:
+        return ""
+    paths = [path for path in map(os.path.abspath, command) if path in manifest.programs and path in manifest.files]
+    return next(filter(None, (_first_difference(path, Path(folder) / manifest.files[path]) for path in paths)), "")
+
+
+def changed_data(folder: Path) -> str:
+    """Return the first data file that was too large to be kept, and was written since; empty if there is none."""
+    for path, stamp in read_manifest(folder).stamps.items():
         try:
-            after = Path(path).read_bytes().splitlines()
+            if _stamp(Path(path)) != stamp:
+                return path
         except OSError:
             return f"{path}, which is gone"
-        if before != after:
-            same = next((i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), None)
-            return f"{path}:{(min(len(before), len(after)) if same is None else same) + 1}"
     return ""
+
+
+def adopt(keys: Path) -> None:
+    """Use what is kept by the run whose key file a process started by hand has got, if this host has it."""
+    folder = keys.absolute().parent.parent / FOLDER
+    if VARIABLE not in os.environ and folder.is_dir():
+        os.environ[VARIABLE] = str(folder)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _first_difference(path: str, copy: Path) -> str:
+    """Return the first line of a file that differs from its copy; empty if none does."""
+    before = copy.read_bytes().splitlines()
+    try:
+        after = Path(path).read_bytes().splitlines()
+    except OSError:
+        return f"{path}, which is gone"
+    if before == after:
+        return ""
+    same = next((i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), None)
+    return f"{path}:{(min(len(before), len(after)) if same is None else same) + 1}"
 
 
 def install() -> None:

@@ -25,6 +25,8 @@ _SAYING_S = 0.5
 """How long a child may take to print its stack."""
 _ENDED_S = 5.0
 """How long the kernel may take to end killed processes."""
+_WAKING = (signal.SIGCHLD, signal.SIGTERM, signal.SIGCONT)
+"""Signals that have a guardian look at its child and its owner."""
 _EXITING = 0x4
 """Flag of a thread that has begun to exit: ``PF_EXITING`` in the kernel's ``include/linux/sched.h``."""
 _SOON_S = 0.05
@@ -79,6 +81,13 @@ def is_stopped(pid: int) -> bool:
     return (status := _status(pid)) is not None and status.state in ("T", "t")
 
 
+def continue_stopped(pid: int) -> None:
+    """Continue a process if it is stopped by a signal, so that it can end."""
+    if is_stopped(pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGCONT)
+
+
 def end_descendants() -> None:
     """Kill all descendants of this process, which adopts orphans, until none is left; give up after `_ENDED_S`."""
     deadline = time.monotonic() + _ENDED_S
@@ -104,15 +113,15 @@ def fork_guarded(lifeline: int, owner: int) -> None:
     """
     adopt_orphans()
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in _WAKING:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    _signal_on_death_of(owner, signal.SIGTERM)
+    _signal_on_death_of(owner, signal.SIGCONT)  # which also reaches a guardian that is stopped
     guardian = os.getpid()
     child = os.fork()
     if child == 0:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
+        for number in _WAKING:
             signal.signal(number, signal.SIG_DFL)
         for descriptor in (woken, wakes, lifeline):
             os.close(descriptor)

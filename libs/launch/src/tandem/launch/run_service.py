@@ -56,7 +56,6 @@ def run_service(
     """Run one service process from its command line to its end; return the exit code."""
     gc_tuning.retire_at_exit()
     forget_empty_endpoint()
-    kept_inputs.install()
     descriptors.raise_limit()
     arguments = _parser(kind).parse_args(argv)
     host = socket.gethostname()
@@ -78,6 +77,9 @@ def run_service(
     except KeyboardInterrupt:
         print(f"{kind}: interrupted before it had joined", file=sys.stderr)
         return INTERRUPTED
+    if arguments.key_file is not None:  # only now: a service may have waited for its run to begin
+        kept_inputs.adopt(arguments.key_file)
+    kept_inputs.install()
     service, code = None, 0
     try:
         print(f"{welcome.name} joined {arguments.coordinator} (run {welcome.run_id})", flush=True)

@@ -105,6 +105,12 @@ def _files_at(path: str, dataset_name: str) -> Sequence[str]:
     return local_files(path) or ()
 
 
+def prompt_files(config: Config) -> list[str]:
+    """Return the files that prompts are made with."""
+    sections = (config.data, *config.data.train, *config.data.validation)
+    return [path for each in sections for path in (each.prompt_file, each.system_prompt_file) if path is not None]
+
+
 def _beside(path: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         yield from (str(path.with_name(each.name)) for each in path.parent.iterdir() if each.is_file())

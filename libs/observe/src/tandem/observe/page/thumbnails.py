@@ -57,6 +57,8 @@ class Thumbnails:
                 made = self._made.find(digest)
                 if made is None:
                     made = self._worker.ask(data, time.monotonic() + self._deadline_s) or b""
+                    if not made and self._worker.was_stopped:
+                        made = self._worker.ask(data, time.monotonic() + self._deadline_s) or b""
                     self._made.put(digest, made)
             finally:
                 self._lock.release()

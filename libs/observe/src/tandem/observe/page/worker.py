@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tandem.common.process_lifetime import is_stopped
+
 
 class PageWorker:
     """A process that is started for the first request, and again after its end. One thread at a time may use it."""
@@ -25,6 +27,8 @@ class PageWorker:
         self._most_bytes = most_bytes
         self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
+        self.was_stopped = False
+        """Whether the last process without an answer was stopped from outside, so that another may give one."""
 
     def ask(self, request: bytes, deadline: float) -> bytes | None:
         """Return the answer to a request; None if the process fails, or takes longer than until `deadline`.
@@ -45,6 +49,7 @@ class PageWorker:
                     answer = _read(process.stdout.fileno(), size, deadline)
                     if len(answer) == size:
                         return answer
+        self.was_stopped = is_stopped(process.pid)
         self.end()
         # One that ended because it was idle may have done so just now.
         return None if is_new or time.monotonic() > deadline else self.ask(request, deadline)

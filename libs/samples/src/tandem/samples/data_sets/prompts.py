@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError
+from tandem.common.kept_inputs import path_of
 from tandem.common.messages import ImageRef, Problem
 from tandem.common.regular_files import read_text
 from tandem.common.values.templates import fill_template
@@ -59,7 +60,7 @@ class PromptWriter:
         self._prompt_file = _prompt_format(data)
         self._system_prompt = data.system_prompt
         if data.system_prompt_file is not None:
-            self._system_prompt = read_text("data.system_prompt_file", data.system_prompt_file)
+            self._system_prompt = read_text("data.system_prompt_file", path_of(data.system_prompt_file))
 
     def messages(self, problem: Problem) -> Messages:
         """Return the messages before the assistant's turn."""
@@ -213,7 +214,7 @@ def _prompt_format(data: Data) -> str | None:
     """
     if data.prompt_file is None:
         return None
-    text = read_text("data.prompt_file", data.prompt_file)
+    text = read_text("data.prompt_file", path_of(data.prompt_file))
     if data.processor == MULTIPLE_CHOICE and "{}" not in text:
         return text.replace("{", "{{").replace("}", "}}") + "\n\n{}"
     where = f"data.prompt_file: {data.prompt_file!r}"

@@ -69,7 +69,8 @@ def _up(arguments: argparse.Namespace) -> int:
         how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
         how += [] if arguments.from_step is None else ["--from", str(arguments.from_step)]
         return Supervisor(words, Path(config.logger.log_dir), config.cluster).run(how)
-    words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume"]
+    supervise = [] if arguments.supervision_fd is None else ["--supervise"]
+    words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume", *supervise]
     supervision = None
     if arguments.supervision_fd is not None:
         from tandem.launch.supervision import Supervision
@@ -118,6 +119,11 @@ def _began_with(run: Path) -> Config | None:
         return None
     inputs = run.absolute() / kept_inputs.FOLDER
     if inputs.is_dir():
+        if path := kept_inputs.changed_data(inputs):
+            raise ConfigError(
+                f"{path} has changed since the run began, and is too large to be kept with it (beyond "
+                f"{kept_inputs.MOST_BYTES >> 30} GiB in all): put it back, or continue with what it is by --resume"
+            )
         os.environ[kept_inputs.VARIABLE] = str(inputs)
     return config
 

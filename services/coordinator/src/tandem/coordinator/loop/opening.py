@@ -26,7 +26,7 @@ from tandem.launch.admission.admission import Listening, new_run_keys
 from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
-from tandem.launch.preparing.hub_data import data_files
+from tandem.launch.preparing.hub_data import data_files, prompt_files
 from tandem.launch.preparing.new_model import make_model
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # needs an extra
     from tandem.observe.exporters.prometheus import Exporter
 
 _ANY_PORT = ":*"
+_LONGEST_PROGRAM = 1 << 20
+"""Bytes from which a file that an agent's command names is a binary, and no program of the user's."""
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,15 +131,21 @@ def _keep_inputs(invocation: Invocation) -> None:
     before = run.absolute() / kept_inputs.FOLDER
     if invocation.mode == "resume" and (line := kept_inputs.changed_line(before)):
         invocation.say(f"note: custom code has changed since the run was last started: {line}")
-    data = [] if supervision is None else [path for _, path in data_files(ready.config)]
+    data = [] if supervision is None else [*prompt_files(ready.config), *(path for _, path in data_files(ready.config))]
     os.environ.pop(kept_inputs.VARIABLE, None)
     try:
-        kept = kept_inputs.keep(run, ready.modules, data)
+        kept = kept_inputs.keep(run, ready.modules, data, _agent_programs(ready.config))
     except OSError as error:
         invocation.say(f"note: files that the run reads are not kept, so leave them as they are: {error.strerror}")
         return
     if kept is not None:
         os.environ[kept_inputs.VARIABLE] = str(kept)
+
+
+def _agent_programs(config: Config) -> list[str]:
+    """Return the files that agents' commands name; an interpreter is none of them."""
+    words = [word for settings in config.env.values() for word in settings.command or ()]
+    return [word for word in words if Path(word).is_file() and Path(word).stat().st_size < _LONGEST_PROGRAM]
 
 
 def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> Listening:

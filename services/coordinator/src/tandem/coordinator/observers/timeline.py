@@ -38,6 +38,7 @@ from tandem.common.messages import (
     Train,
     Trained,
 )
+from tandem.common.shortages import is_shortage
 from tandem.coordinator.observers.observer import Reporter
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
@@ -231,7 +232,9 @@ def open_timeline(path: Path, first_step: int) -> sqlite3.Connection:
     """Open the file for writing; an unreadable one, as after a crash of the machine, is replaced."""
     try:
         return _prepared(path, first_step)
-    except sqlite3.DatabaseError:
+    except sqlite3.DatabaseError as error:
+        if is_shortage(error):
+            raise
         path.unlink(missing_ok=True)
         return _prepared(path, first_step)
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
+import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from tandem.common.values.json_values import encode_json
 from tandem.config import Config
 from tandem.rollout.agents.episodes import Episode, over
 from tandem.rollout.agents.players import make_player
-from tandem.rollout.agents.programs import Launcher
+from tandem.rollout.agents.programs import Launcher, ProgramChanged
 from tandem.rollout.agents.session import Session
 from tandem.rollout.engine import Completion, Engine
 from tandem.rollout.environments import Score
@@ -47,6 +49,8 @@ _GRACE_S = 5.0
 """Seconds that a program has to end by itself once it has posted its reward."""
 _PREFIX = "/sessions/{secret}"
 _CLOSE_S = 10.0
+_LOOKS, _LOOK_S = 4, 10.0
+"""Looks for programs that are stopped within an episode's time, and the longest time between two looks."""
 
 
 class Played(NamedTuple):
@@ -89,6 +93,9 @@ class Agents:
         """Episodes in play, by their secrets. This and the fields below belong to the event loop."""
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(self._settings.max_concurrency)
+        self._looking: asyncio.Task[None] | None = None
+        self._stopped_at = -math.inf
+        """When a program, or the process that starts them, was last seen to be stopped by a signal."""
         timeout_s = self._settings.timeout_s
         paths = [
             *api_routes(self._find, deadline_s=timeout_s, prefix=_PREFIX),
@@ -166,6 +173,8 @@ class Agents:
         def begin() -> Episode:
             return Episode(number, group, sample, command, self._config, self._driver, self._tokenizer, self._images)
 
+        if self._looking is None and self._launcher is not None:
+            self._looking = asyncio.create_task(self._look(self._launcher))
         self._playing[number] = task = asyncio.create_task(self._play(begin))
         task.add_done_callback(lambda _: self._playing.pop(number, None))
 
@@ -186,6 +195,7 @@ class Agents:
 
     async def _play_now(self, episode: Episode, *, is_last: bool) -> bool:
         """Have an episode played; return whether its result counts. It always does if it `is_last`."""
+        began = time.monotonic()
         self._open[episode.secret] = episode
         playing = asyncio.create_task(self._player.play(episode, episode.described(self._server.url)))
         try:
@@ -193,6 +203,8 @@ class Agents:
             await asyncio.wait({playing, episode.told}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             episode.is_over = True
             outcome = self._outcome(episode, playing)
+            if isinstance(outcome, Failure) and outcome.timed_out and self._was_stopped_since(began):
+                outcome = Failure(f"its program was stopped from outside, and {outcome.what}", was_killed=True)
             if isinstance(outcome, Failure) and outcome.was_killed and not is_last:
                 return False
             self._ended.put((episode, outcome))
@@ -211,12 +223,28 @@ class Agents:
         if not playing.done():
             return timed_out(self._settings.timeout_s)
         error = playing.exception()
-        if isinstance(error, OSError | HelperLost):  # no program could be started, for example for want of descriptors
+        if isinstance(error, OSError | HelperLost | ProgramChanged):  # no program could be started
             raise error
         return playing.result() if error is None else failure_of(error, "")
 
+    def _was_stopped_since(self, began: float) -> bool:
+        """Tell whether programs could not play, so that they are not slow; have another launcher if need be."""
+        if self._launcher is None:
+            return False
+        if self._launcher.is_any_stopped():
+            self._stopped_at = time.monotonic()
+        self._launcher.replace_stopped()
+        return self._stopped_at >= began
+
+    async def _look(self, launcher: Launcher) -> None:
+        """Note when programs are stopped: episodes that take long because of that are played again."""
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self._settings.timeout_s / _LOOKS))
+            if self._playing and launcher.is_any_stopped():
+                self._stopped_at = time.monotonic()
+
     async def _end(self) -> None:
-        tasks = [*self._playing.values()]
+        tasks = [*self._playing.values(), *([] if self._looking is None else [self._looking])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

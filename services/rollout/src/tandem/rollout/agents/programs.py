@@ -14,15 +14,20 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tandem.common.errors import HelperLost
+from tandem.common import kept_inputs
+from tandem.common.errors import HelperLost, RewardError
 from tandem.rollout.agents.launcher import Program
 from tandem.rollout.environments.printing import bounded
-from tandem.rollout.environments.processes.guarded import GuardedProcess, how_it_ended, said_of
+from tandem.rollout.environments.processes.guarded import GuardedProcess, said_of
 
 _MOST_STARTS = 3
 """Launchers in a row that may die before starting programs is given up."""
 _KEPT = 20_000
 """Bytes kept of each of a program's streams: the last ones."""
+
+
+class ProgramChanged(RewardError):
+    """An agent's program that differs from the one that the run began with."""
 
 
 class Launcher:
@@ -36,8 +41,14 @@ class Launcher:
     ) -> socket.socket:
         """Start a program with these standard streams; return its lifeline.
 
-        A launcher that has died is replaced first. Raises `HelperLost` if each replacement dies.
+        A launcher that has died is replaced first. Raises `HelperLost` if each replacement dies, `ProgramChanged` if
+        the program has changed since the run began.
         """
+        if line := kept_inputs.changed_program(command):
+            raise ProgramChanged(
+                f"the agent's program has changed since the run began: {line}: put it back, or continue with what it "
+                "is now by --resume"
+            )
         lifeline, far = socket.socketpair()
         with far, memory_file(msgspec.msgpack.encode(Program(tuple(command), dict(environment)))) as order:
             descriptors = [far.fileno(), *streams, order]
@@ -46,12 +57,24 @@ class Launcher:
                     socket.send_fds(self._process.commands, [b"."], descriptors)
                     return lifeline
                 except ConnectionError:
-                    how = how_it_ended(self._process.lifeline)
-                    print(f"the process that starts agents has ended ({how}); starting another", flush=True)
-                    self._process.close()
-                    self._process = GuardedProcess(f"{__package__}.launcher")
+                    how = self._process.how_it_ended()
+                    self._start_again(f"has ended ({how})")
         lifeline.close()
         raise HelperLost(f"the process that starts agents has ended {_MOST_STARTS} times in a row: {how}")
+
+    def is_any_stopped(self) -> bool:
+        """Tell whether the launcher, or a process below it, is stopped by a signal."""
+        return self._process.is_stopped()
+
+    def replace_stopped(self) -> None:
+        """Start another launcher if this one is stopped by a signal; all programs end with it."""
+        if self._process.child_is_stopped():
+            self._start_again("was stopped from outside")
+
+    def _start_again(self, how: str) -> None:
+        print(f"the process that starts agents {how}; starting another", flush=True)
+        self._process.close()
+        self._process = GuardedProcess(f"{__package__}.launcher")
 
     def close(self) -> None:
         """End the launcher and all programs."""

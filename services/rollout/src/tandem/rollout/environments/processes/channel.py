@@ -36,6 +36,14 @@ class Begin(msgspec.Struct, frozen=True):
     """Address of the rollout's own engine."""
 
 
+class Forked(msgspec.Struct, frozen=True):
+    """The first report of a worker: it is there."""
+
+    pid: int
+    guardian: int
+    """Process id of its guardian."""
+
+
 class Ready(msgspec.Struct, frozen=True):
     """The report that a worker has its environment."""
 
@@ -45,7 +53,6 @@ class Ready(msgspec.Struct, frozen=True):
     """Calls that it scores at once; 0 if it scores each by itself."""
     error: str = ""
     """Why it has no environment."""
-    pid: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):

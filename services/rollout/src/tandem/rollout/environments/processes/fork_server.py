@@ -38,6 +38,7 @@ from tandem.rollout.environments.processes.batches import answer_in_batches
 from tandem.rollout.environments.processes.channel import (
     Answer,
     Begin,
+    Forked,
     Imported,
     Reader,
     Ready,
@@ -104,6 +105,7 @@ def _work(calls: socket.socket, config: Config) -> None:
     faulthandler.register(signal.SIGUSR1)  # the guardian asks where it is stuck; written in C, so it needs no GIL
     with contextlib.suppress(OSError):  # if memory runs out, do without this
         Path("/proc/self/oom_score_adj").write_text("1000")
+    calls.sendall(packed(Forked(os.getpid(), os.getppid())))
     if (told := receive(calls)) is None:
         return
     settings = config.env[str(config.data.environment)]
@@ -116,7 +118,7 @@ def _work(calls: socket.socket, config: Config) -> None:
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return
-    ready = Ready(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment), pid=os.getpid())
+    ready = Ready(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))
     calls.sendall(packed(ready))
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
@@ -136,7 +138,7 @@ def _work_in_batches(calls: socket.socket, config: Config) -> None:
     except TandemError as error:
         calls.sendall(packed(Ready(error=line(str(error)))))
         return
-    calls.sendall(packed(Ready(batch_size=reward_model.batch_size, pid=os.getpid())))
+    calls.sendall(packed(Ready(batch_size=reward_model.batch_size)))
     answer_in_batches(calls, reward_model)
 
 

@@ -13,13 +13,23 @@ import time
 import msgspec
 
 from tandem.common.errors import ConfigError, HelperLost
-from tandem.common.process_lifetime import WATCH, be_named_by_descendants, naming_this_process
+from tandem.common.process_lifetime import (
+    WATCH,
+    be_named_by_descendants,
+    continue_stopped,
+    descendants,
+    is_stopped,
+    naming_this_process,
+)
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
 from tandem.rollout.environments.processes.channel import Imported, Reader, framed
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0
+STOPPED = "it was stopped from outside"
+_LOOK_S = 10.0
+"""How often to look whether a process that imports is stopped."""
 _MOST_FORKING = 3
 """Processes started in a row to import an environment's class, or to fork, before it is given up."""
 _imported = msgspec.msgpack.Decoder(Imported)
@@ -43,15 +53,32 @@ class GuardedProcess:
                 [*words, *sys.path], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=naming_this_process()
             )
 
+    def is_stopped(self) -> bool:
+        """Tell whether the guardian, or anything below it, is stopped by a signal."""
+        return any(map(is_stopped, (self._process.pid, *descendants(self._process.pid))))
+
+    def child_is_stopped(self) -> bool:
+        """Tell whether the guardian, or the process that it guards, is stopped by a signal."""
+        return any(map(is_stopped, (self._process.pid, *descendants(self._process.pid)[:1])))
+
+    def how_it_ended(self) -> str:
+        """Ask the guardian how the process behind it has ended."""
+        return how_it_ended(self.lifeline, self._process.pid)
+
     def close(self) -> None:
         """End the process and everything below it."""
         self.commands.close()
         self.lifeline.close()
+        continue_stopped(self._process.pid)
         try:
             self._process.wait(_GUARDIAN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class _StoppedError(Exception):
+    """The process that imports the environment's class is stopped from outside."""
 
 
 class ForkServer:
@@ -88,22 +115,38 @@ class ForkServer:
                 imported = self._hear_of_import(deadline)
             except TimeoutError as error:
                 raise ConfigError(f"env.{self._name}: it could not be imported within {deadline_s:g} s") from error
+            except _StoppedError:
+                deadline, how = time.monotonic() + deadline_s, STOPPED
+                continue
             if imported is not None:
                 if imported.error:
                     raise ConfigError(imported.error)
                 return imported
-            how = how_it_ended(self._lifeline)
+            how = self._process.how_it_ended()
             if how not in KILLED_FROM_OUTSIDE:
                 raise ConfigError(f"env.{self._name}: importing its class ended the process: {how}")
         raise self._lost(how)
 
     def _hear_of_import(self, deadline: float) -> Imported | None:
-        """Wait for the process's report of the import; return None if it has ended. Raises `TimeoutError`."""
-        reader = Reader()
+        """Wait for the process's report of the import; return None if it has ended.
+
+        Raises `TimeoutError`, or `_StoppedError` if it has been stopped from one look to the next.
+        """
+        reader, was_stopped = Reader(), False
         try:
             while True:
-                self._commands.settimeout(max(0.01, deadline - time.monotonic()))
-                if not (data := self._commands.recv(1 << 16)):
+                self._commands.settimeout(min(_LOOK_S, max(0.01, deadline - time.monotonic())))
+                try:
+                    data = self._commands.recv(1 << 16)
+                except TimeoutError:
+                    is_stopped = self._process.is_stopped()
+                    if is_stopped and was_stopped:
+                        raise _StoppedError from None
+                    if time.monotonic() > deadline:
+                        raise
+                    was_stopped = is_stopped
+                    continue
+                if not data:
                     return None
                 for message in reader.messages(data):
                     return _imported.decode(message)
@@ -139,8 +182,16 @@ class ForkServer:
                 socket.send_fds(self._commands, [b"."], descriptors)
                 return
             except ConnectionError:
-                how = how_it_ended(self._lifeline)
+                how = self._process.how_it_ended()
         raise self._lost(how)
+
+    def replace_hanging(self, patience_s: float) -> None:
+        """Start another fork server in place of one that has forked nothing for `patience_s`; its workers end.
+
+        Raises the same as `fork`.
+        """
+        self._start_again(STOPPED if self._process.is_stopped() else f"it forked nothing for {patience_s:g} s")
+        self.imported(self._config.cluster.deadlines.build_s)
 
     def _start_again(self, how: str) -> None:
         """Start another fork server in its place."""
@@ -163,8 +214,10 @@ class ForkServer:
         self._process.close()
 
 
-def how_it_ended(lifeline: socket.socket, patience_s: float = _GUARDIAN_S) -> str:
-    """Ask the guardian how the process behind it has ended."""
+def how_it_ended(lifeline: socket.socket, guardian: int | None, patience_s: float = _GUARDIAN_S) -> str:
+    """Ask a guardian how the process behind it has ended; one that is known is continued if it is stopped."""
+    if guardian is not None:
+        continue_stopped(guardian)
     try:
         lifeline.settimeout(max(0.001, patience_s))
         return said_of(int(lifeline.recv(16) or b"-9"))

@@ -21,7 +21,7 @@ import msgspec
 
 from tandem.common.errors import RewardError
 from tandem.common.messages import EngineServer
-from tandem.common.process_lifetime import is_stopped
+from tandem.common.process_lifetime import continue_stopped, is_stopped
 from tandem.common.returned import line
 from tandem.config import Config
 from tandem.rollout.environments.outcomes import (
@@ -31,7 +31,7 @@ from tandem.rollout.environments.outcomes import (
     Outcome,
     timed_out,
 )
-from tandem.rollout.environments.processes.channel import Answer, Begin, Reader, Ready, packed
+from tandem.rollout.environments.processes.channel import Answer, Begin, Forked, Reader, Ready, packed
 from tandem.rollout.environments.processes.guarded import ForkServer, how_it_ended
 from tandem.rollout.environments.processes.losing import Jobs, Losses
 
@@ -45,9 +45,12 @@ _SAY_SO_S = 1.0
 """Seconds beyond a call's deadline that an asynchronous worker has to report that it was exceeded."""
 _BATCHES = 3
 """Batches at a worker that scores batches: one being scored, others to choose the next from."""
+_FORK_S = 30.0
+"""Longest time of a fork, which takes milliseconds; a fork server that takes longer hangs, and is replaced."""
 _PATIENCE_S = 1.0
 """Longest time between two looks at workers."""
 _CLOSE_S = 0.5
+_forked = msgspec.msgpack.Decoder(Forked)
 _ready = msgspec.msgpack.Decoder(Ready)
 _answers = msgspec.msgpack.Decoder(Answer)
 
@@ -69,6 +72,7 @@ class Worker:
         self.calls.setblocking(False)
         self.reader = Reader()
         self.outgoing = bytearray()
+        self.forked: Forked | None = None
         self.ready: Ready | None = None
         self.is_async = False
         """Whether it does several calls at once."""
@@ -126,6 +130,8 @@ class Worker:
 
     def due(self, build_s: float, timeout_s: float) -> float:
         """Return the time from which it is too slow."""
+        if self.forked is None:
+            return self.since + _FORK_S
         if self.ready is None:
             return self.since + build_s
         if not self.jobs:
@@ -133,19 +139,25 @@ class Worker:
         return self.begun_at + timeout_s + (_SAY_SO_S if self.is_async else 0.0)
 
     def look(self, now: float, timeout_s: float) -> None:
-        """Note whether it is stopped: a call that takes long because of that is no slow code.
+        """Note whether it is stopped: what takes long because of that is no slow code.
 
         A call that has taken a small share of its time needs no such look.
         """
-        if not self.jobs or self.ready is None or now - self.begun_at < min(_LOOK_AFTER_S, timeout_s / 4):
+        if self.forked is None or (self.ready is not None and not self.jobs):
             return
-        if is_stopped(self.ready.pid):
+        if now - self.begun_at >= min(_LOOK_AFTER_S, timeout_s / 4) and is_stopped(self.forked.pid):
             self.stopped_at = now
+
+    def how_it_ended(self) -> str:
+        """Ask its guardian how it has ended."""
+        return how_it_ended(self.lifeline, None if self.forked is None else self.forked.guardian)
 
     def close(self) -> None:
         """Have its guardian end it."""
         self.calls.close()
         self.lifeline.close()
+        if self.forked is not None:
+            continue_stopped(self.forked.guardian)
 
 
 class WorkerPool:
@@ -294,11 +306,15 @@ class WorkerPool:
             self._losses.lose(worker, Failure("something else was written to the socket of its worker process"))
             return
         if not data:
-            how = how_it_ended(worker.lifeline)
+            how = worker.how_it_ended()
             failure = Failure(f"its worker process ended: {how}")
             self._losses.lose(worker, failure, was_killed=how in KILLED_FROM_OUTSIDE)
 
     def _understand(self, worker: Worker, message: bytes) -> None:
+        if worker.forked is None:
+            worker.forked = _forked.decode(message)
+            worker.since = time.monotonic()
+            return
         if worker.ready is None:
             worker.ready = ready = _ready.decode(message)
             worker.is_async, worker.batch_size = ready.is_async, ready.batch_size
@@ -323,10 +339,16 @@ class WorkerPool:
 
     def _end_the_slow(self) -> None:
         now = time.monotonic()
+        if any(worker.forked is None and now >= worker.due(0.0, 0.0) for worker in self._workers):
+            self._server.replace_hanging(_FORK_S)  # workers notice that theirs is gone
+            return
         for worker in [*self._workers]:
             worker.look(now, self._timeout_s)
             if now >= worker.due(self._build_s, self._timeout_s):
-                if worker.ready is None:
+                if worker.ready is None and worker.stopped_at >= worker.since:
+                    failure = Failure("its worker process was stopped from outside")
+                    self._losses.lose(worker, failure, was_killed=True)
+                elif worker.ready is None:
                     why = f"env.{self._name}: the environment was not made within {self._build_s:g} s"
                     self._losses.miss(worker, why)
                 elif worker.stopped_at >= worker.begun_at:
@@ -343,7 +365,7 @@ class WorkerPool:
                 worker.calls.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _CLOSE_S
         for worker in idle:
-            how_it_ended(worker.lifeline, deadline - time.monotonic())
+            how_it_ended(worker.lifeline, None, deadline - time.monotonic())
         for worker in self._workers:
             worker.close()
         self._workers.clear()
