@@ -38,6 +38,8 @@ NUM_STEPS = 16
 KILLS_OF_A_RUN = 8
 TIMEOUT_S = 8.0
 """Of heartbeats."""
+JOIN_S = 120.0
+"""A machine with much else to do takes more than half of it to import what services need."""
 CONFIG: dict[str, Any] = {
     "grpo": {"max_num_steps": NUM_STEPS, "val_period": 6},
     "policy": {"train_micro_batch_size": 4},
@@ -49,7 +51,7 @@ CONFIG: dict[str, Any] = {
         "rollouts": 2,
         "max_replacements": 100,
         "heartbeat_timeout_s": TIMEOUT_S,
-        "deadlines": {"refit_s": 15.0},
+        "deadlines": {"refit_s": 15.0, "join_s": JOIN_S},
     },
 }
 BY_HAND = "rollout by hand"
@@ -176,7 +178,7 @@ class Harried:
             return self._engines()
         if kind in (SUPERVISOR, EDITS, DISK):
             return [psutil.Process(self.run.process.pid)]
-        processes = self.run.children()
+        processes = children_of(self.run)
         if kind in OF_ENGINES:
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes += [child for engine in self._engines() for child in engine.children(recursive=True)]
@@ -208,7 +210,7 @@ class Harried:
         if kind == BY_HAND:
             self._stopped.add(victim.pid)
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 4 * JOIN_S) -> None:
         """Wait for a condition, and tend meanwhile."""
 
         def is_met() -> bool:
@@ -255,6 +257,13 @@ def _kind_of(process: psutil.Process) -> str:
         return "coordinator"
     helpers = [kind for kind, title in HELPERS.items() if words.startswith(title)]
     return helpers[0] if helpers else words.partition(" ")[0]
+
+
+def children_of(run: Command) -> list[psutil.Process]:
+    """Return the processes of a run; none if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return run.children()
+    return []
 
 
 def _is_there(command: Command) -> bool:
@@ -355,7 +364,7 @@ def harried_run(dice: random.Random, turns: Turns, matrix: Matrix, num_kills: in
     try:
         with started(matrix) as harried:
             harry(harried, dice, turns, num_kills, kills)
-            children = harried.run.children()
+            children = children_of(harried.run)
             harried.wait(lambda: harried.run.process.poll() is not None)
             assert harried.run.wait() == 0, harried.run.output()
             survived = True

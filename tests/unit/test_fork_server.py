@@ -237,6 +237,15 @@ def test_others_are_born_after_the_server_was_stopped(monkeypatch: pytest.Monkey
         assert not forking.is_running()
 
 
+def test_a_server_that_is_stopped_while_it_imports_is_replaced() -> None:
+    before = set(psutil.Process().children())
+    with ForkServer(lambda: None, 4.0) as fork_server:
+        (forking,) = set(psutil.Process().children()) - before
+        forking.suspend()
+        assert told(fork_server)["parent"] == os.getpid()
+        assert not forking.is_running()
+
+
 def test_a_process_that_was_forked_late_is_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children())
     with ForkServer(lambda: None, PATIENCE_S) as fork_server:

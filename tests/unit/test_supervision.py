@@ -133,6 +133,28 @@ def test_what_the_user_is_to_change_is_not_tried_again(folder: Path, ends: str) 
     assert code == (2 if "(2)" in ends else FAILED)
 
 
+@pytest.mark.parametrize("is_final", [False, True])
+def test_who_takes_anothers_place_and_fails_before_its_loop_is_replaced_unless_the_error_is_the_users(
+    folder: Path, is_final: bool
+) -> None:
+    """The machine may have been too busy for it to start; what the run begins with is what it began with."""
+    code, lives = supervised(
+        folder,
+        f"""
+        from tandem.common.errors import ConfigError, DeadlineExceeded
+
+        if life == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if life == 2:
+            error = ConfigError("k: wrong") if {is_final} else DeadlineExceeded("who", "importing", "took long")
+            supervision.fail(error)
+            raise SystemExit(1)
+        """,
+    )
+    assert lives == [" 0", "killed by SIGKILL 1", *([] if is_final else ["exit code 1 2"])]
+    assert code == (FAILED if is_final else 0)
+
+
 def test_who_is_asked_to_end_in_a_pause_ends_at_once(folder: Path) -> None:
     """The signal comes to the supervisor, which is this process, when the coordinator is gone."""
     code, lives = supervised(

@@ -29,7 +29,7 @@ from setproctitle import setproctitle
 
 from tandem.common import gc_tuning, signals
 from tandem.common.errors import DeadlineExceeded, ServiceLost
-from tandem.common.process_lifetime import die_with, reaper
+from tandem.common.process_lifetime import die_with, is_stopped, reaper
 from tandem.launch.child import Child
 
 _NAME = "the process that forks services"
@@ -160,7 +160,7 @@ class ForkServer:
             descriptors = [file.fileno() for file in (order, out, errors, kept)]
             socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
             is_in_time = self._answers_within(min(_FORK_S, self._deadline_s) if was_there else self._deadline_s)
-            if not is_in_time and not was_there:
+            if not is_in_time and not was_there and not is_stopped(self._process.pid):
                 what = f"it did not fork {spawn_spec.module} within {self._deadline_s:g} s"
                 raise DeadlineExceeded(_NAME, "importing modules", what)
             if not is_in_time:

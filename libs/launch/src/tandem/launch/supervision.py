@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from tandem.common.errors import TandemError
 from tandem.config.schema import Cluster
 from tandem.launch.child import Child
 
@@ -162,6 +163,14 @@ class Supervision:
     def go_back(self, step: int) -> None:
         """Make another coordinator resume from the checkpoint of a step, once this one has ended."""
         say(self._socket, GoBack(step))
+
+    def fail(self, error: TandemError) -> None:
+        """Prevent another coordinator if this one has failed before its loop, and another would fail alike.
+
+        One that takes another's place goes on with what that began with; only an error of the user's is final then.
+        """
+        if not self.has_run and (error.is_final or not self.begun.why):
+            self.give_up()
 
     def give_up(self) -> None:
         """Prevent another coordinator from resuming once this one has ended."""

@@ -107,7 +107,7 @@ def _files_at(path: str, dataset_name: str) -> Sequence[str]:
 
 def prompt_files(config: Config) -> list[str]:
     """Return the files that prompts are made with."""
-    sections = (config.data, *config.data.train, *config.data.validation)
+    sections: tuple[Data | DataSet, ...] = (config.data, *config.data.train, *config.data.validation)
     return [path for each in sections for path in (each.prompt_file, each.system_prompt_file) if path is not None]
 
 

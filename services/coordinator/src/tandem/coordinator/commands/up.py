@@ -96,8 +96,7 @@ def _up(arguments: argparse.Namespace) -> int:
         if is_shortage(error):  # whatever its kind: the next coordinator may have what this one lacked
             print(f"error: {error}", file=sys.stderr)
             return FAILED
-        if not supervision.has_run:
-            supervision.give_up()
+        supervision.fail(error)
         raise
 
 
