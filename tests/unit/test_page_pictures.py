@@ -19,6 +19,8 @@ from page_harness import a_sample, client, get, make_run, record
 from PIL import Image
 
 from tandem.common.errors import DataError
+from tandem.common.process_lifetime import is_stopped
+from tandem.observe.page import thumbnails as module
 from tandem.observe.page.thumbnails import Thumbnails
 from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.side_by_side import load_runs
@@ -73,6 +75,24 @@ def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thum
     with pytest.raises(DataError, match="it was changed"):
         thumbnails.of(RUN, changed)
     assert thumbnails.of(RUN, keep(whole))
+
+
+def test_a_picture_is_asked_of_another_process_where_one_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Thumbnails(deadline_s=60.0)
+    made.of(RUN, keep(encoded(picture())))
+    worker = made._worker
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+
+    def has_time(pid: int) -> bool:
+        made._deadline_s = 60.0
+        return is_stopped(pid)
+
+    made._deadline_s = 0.2
+    monkeypatch.setattr(module, "is_stopped", has_time)
+    assert made.of(RUN, keep(encoded(picture(60, 50))))
+    assert worker.poll() == -signal.SIGKILL
+    made.close()
 
 
 def test_a_picture_that_hangs_is_given_up_and_its_process_ended() -> None:
