@@ -127,8 +127,8 @@ def adopt(keys: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _first_difference(path: str, copy: Path) -> str:

@@ -57,7 +57,7 @@ class Launcher:
                     socket.send_fds(self._process.commands, [b"."], descriptors)
                     return lifeline
                 except ConnectionError:
-                    how = self._process.how_it_ended()
+                    how = self._process.ask_for_ending()
                     self._start_again(f"has ended ({how})")
         lifeline.close()
         raise HelperLost(f"the process that starts agents has ended {_MOST_STARTS} times in a row: {how}")
@@ -71,8 +71,8 @@ class Launcher:
         if self._process.child_is_stopped():
             self._start_again("was stopped from outside")
 
-    def _start_again(self, how: str) -> None:
-        print(f"the process that starts agents {how}; starting another", flush=True)
+    def _start_again(self, ending: str) -> None:
+        print(f"the process that starts agents {ending}; starting another", flush=True)
         self._process.close()
         self._process = GuardedProcess(f"{__package__}.launcher")
 

@@ -36,7 +36,7 @@ class Begin(msgspec.Struct, frozen=True):
     """Address of the rollout's own engine."""
 
 
-class Forked(msgspec.Struct, frozen=True):
+class WorkerForked(msgspec.Struct, frozen=True):
     """The first report of a worker: it is there."""
 
     pid: int

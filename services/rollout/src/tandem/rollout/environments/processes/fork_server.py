@@ -38,10 +38,10 @@ from tandem.rollout.environments.processes.batches import answer_in_batches
 from tandem.rollout.environments.processes.channel import (
     Answer,
     Begin,
-    Forked,
     Imported,
     Reader,
     Ready,
+    WorkerForked,
     call_decoder,
     packed,
     receive,
@@ -105,7 +105,7 @@ def _work(calls: socket.socket, config: Config) -> None:
     faulthandler.register(signal.SIGUSR1)  # the guardian asks where it is stuck; written in C, so it needs no GIL
     with contextlib.suppress(OSError):  # if memory runs out, do without this
         Path("/proc/self/oom_score_adj").write_text("1000")
-    calls.sendall(packed(Forked(os.getpid(), os.getppid())))
+    calls.sendall(packed(WorkerForked(os.getpid(), os.getppid())))
     if (told := receive(calls)) is None:
         return
     settings = config.env[str(config.data.environment)]

@@ -61,7 +61,7 @@ class GuardedProcess:
         """Tell whether the guardian, or the process that it guards, is stopped by a signal."""
         return any(map(is_stopped, (self._process.pid, *descendants(self._process.pid)[:1])))
 
-    def how_it_ended(self) -> str:
+    def ask_for_ending(self) -> str:
         """Ask the guardian how the process behind it has ended."""
         return how_it_ended(self.lifeline, self._process.pid)
 
@@ -107,25 +107,25 @@ class ForkServer:
 
         Raises `HelperLost` if each process that should import it was killed from outside.
         """
-        deadline, how = time.monotonic() + deadline_s, ""
+        deadline, ending = time.monotonic() + deadline_s, ""
         for attempt in range(_MOST_FORKING):
             if attempt:
-                self._start_again(how)
+                self._start_again(ending)
             try:
                 imported = self._hear_of_import(deadline)
             except TimeoutError as error:
                 raise ConfigError(f"env.{self._name}: it could not be imported within {deadline_s:g} s") from error
             except _StoppedError:
-                deadline, how = time.monotonic() + deadline_s, STOPPED
+                deadline, ending = time.monotonic() + deadline_s, STOPPED
                 continue
             if imported is not None:
                 if imported.error:
                     raise ConfigError(imported.error)
                 return imported
-            how = self._process.how_it_ended()
-            if how not in KILLED_FROM_OUTSIDE:
-                raise ConfigError(f"env.{self._name}: importing its class ended the process: {how}")
-        raise self._lost(how)
+            ending = self._process.ask_for_ending()
+            if ending not in KILLED_FROM_OUTSIDE:
+                raise ConfigError(f"env.{self._name}: importing its class ended the process: {ending}")
+        raise self._lost(ending)
 
     def _hear_of_import(self, deadline: float) -> Imported | None:
         """Wait for the process's report of the import; return None if it has ended.
@@ -182,7 +182,7 @@ class ForkServer:
                 socket.send_fds(self._commands, [b"."], descriptors)
                 return
             except ConnectionError:
-                how = self._process.how_it_ended()
+                how = self._process.ask_for_ending()
         raise self._lost(how)
 
     def replace_hanging(self, patience_s: float) -> None:

@@ -31,7 +31,7 @@ from tandem.rollout.environments.outcomes import (
     Outcome,
     timed_out,
 )
-from tandem.rollout.environments.processes.channel import Answer, Begin, Forked, Reader, Ready, packed
+from tandem.rollout.environments.processes.channel import Answer, Begin, Reader, Ready, WorkerForked, packed
 from tandem.rollout.environments.processes.guarded import ForkServer, how_it_ended
 from tandem.rollout.environments.processes.losing import Jobs, Losses
 
@@ -50,7 +50,7 @@ _FORK_S = 30.0
 _PATIENCE_S = 1.0
 """Longest time between two looks at workers."""
 _CLOSE_S = 0.5
-_forked = msgspec.msgpack.Decoder(Forked)
+_forked = msgspec.msgpack.Decoder(WorkerForked)
 _ready = msgspec.msgpack.Decoder(Ready)
 _answers = msgspec.msgpack.Decoder(Answer)
 
@@ -72,7 +72,7 @@ class Worker:
         self.calls.setblocking(False)
         self.reader = Reader()
         self.outgoing = bytearray()
-        self.forked: Forked | None = None
+        self.forked: WorkerForked | None = None
         self.ready: Ready | None = None
         self.is_async = False
         """Whether it does several calls at once."""
@@ -148,7 +148,7 @@ class Worker:
         if now - self.begun_at >= min(_LOOK_AFTER_S, timeout_s / 4) and is_stopped(self.forked.pid):
             self.stopped_at = now
 
-    def how_it_ended(self) -> str:
+    def ask_for_ending(self) -> str:
         """Ask its guardian how it has ended."""
         return how_it_ended(self.lifeline, None if self.forked is None else self.forked.guardian)
 
@@ -306,7 +306,7 @@ class WorkerPool:
             self._losses.lose(worker, Failure("something else was written to the socket of its worker process"))
             return
         if not data:
-            how = worker.how_it_ended()
+            how = worker.ask_for_ending()
             failure = Failure(f"its worker process ended: {how}")
             self._losses.lose(worker, failure, was_killed=how in KILLED_FROM_OUTSIDE)
 
