@@ -20,7 +20,7 @@ from PIL import Image
 
 from tandem.common.errors import DataError
 from tandem.common.process_lifetime import is_stopped
-from tandem.observe.page import thumbnails as module
+from tandem.observe.page import worker as module
 from tandem.observe.page.thumbnails import Thumbnails
 from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.side_by_side import load_runs
@@ -80,9 +80,13 @@ def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thum
 def test_a_picture_is_asked_of_another_process_where_one_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Thumbnails(deadline_s=60.0)
     made.of(RUN, keep(encoded(picture())))
-    worker = made._worker
+    worker = made._worker._process
     assert worker is not None
     os.kill(worker.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 30.0
+    while not is_stopped(worker.pid):  # a busy machine takes a while
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
     def has_time(pid: int) -> bool:
         made._deadline_s = 60.0
