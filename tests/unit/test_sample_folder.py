@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from pathlib import Path
 
+import pytest
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.messages import Purpose
 from tandem.config.schema import Logger
+from tandem.samples import sample_files
 from tandem.samples.folders_aside import RestoreLimits, read_limits
 from tandem.samples.recorded_shards import steps
 from tandem.samples.sample_files import (
@@ -58,6 +62,35 @@ def test_the_oldest_steps_are_deleted_whole_and_never_the_newest(tmp_path: Path)
     small = SampleFolder(settings(tmp_path, 1e-9))
     small.take_recorded(5, ["rollout-0"], write(folder, 5))
     assert steps(folder) == [5]
+
+
+@pytest.mark.parametrize("limit", ["all", 1.0])
+def test_a_long_run_needs_no_more_memory_for_its_log(limit: str | float, tmp_path: Path) -> None:
+    samples = SampleFolder(settings(tmp_path, limit), ["trainer-0"])
+    tracemalloc.start()
+    try:
+        sizes = []
+        for step in range(1, 1501):
+            samples.take_recorded(step, ["rollout-0", "rollout-1"], 1000)
+            samples.take_recorded(step, ["rollout-0"], 1000, "validate")
+            if step % 500 == 0:
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[2] - sizes[1] < 500 * 8, "not a number a step"
+
+
+def test_at_its_limit_the_oldest_steps_are_deleted_as_new_ones_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_files, "_MOST_LISTED", 2)
+    folder = tmp_path / "samples"
+    size = write(folder, 1)
+    samples = SampleFolder(settings(tmp_path, 3.5 * size / 1e9))
+    for step in range(2, 12):
+        samples.take_recorded(step, ["rollout-0"], write(folder, step))
+        assert steps(folder) == [*range(max(1, step - 2), step + 1)]
 
 
 def test_what_is_to_come_is_put_aside_and_gone_once_its_steps_are_recorded(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ from tandem.coordinator.scheduler.events import (
     Ticked,
 )
 from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.requests import PendingRequests
 from tests.harness.members import at
 
 
@@ -1120,3 +1121,26 @@ def test_a_run_in_which_nobody_is_asked_for_anything_ends_with_an_error() -> Non
     assert str(finish.error).startswith(
         "coordinator failed while step 1, generating: no request is pending, 0 rollout groups wait, and no rule"
     )
+
+
+def test_deadlines_of_closed_requests_are_forgotten_and_those_of_others_kept() -> None:
+    requests = PendingRequests(now=0.0)
+    first = requests.open("trainer-0", Phase.TRAINING, 10.0)["command_id"]
+    pending = {requests.open(f"rollout-{index}", Phase.RECORDING, 50.0 + index)["command_id"] for index in range(5)}
+    for index in range(5000):
+        closed = requests.open("rollout-0", Phase.RECORDING, 3600.0 + index)["command_id"]
+        requests.close(closed)
+        assert len(requests._deadlines) < 100, "while the first is pending"
+    assert requests.overdue() is None
+    requests.now = 10.5
+    overdue = requests.overdue()
+    assert overdue is not None
+    assert overdue.command_id == first
+    requests.close(first)
+    assert requests.overdue() is None
+    for index, command_id in enumerate(sorted(pending)):
+        requests.now = 50.5 + index
+        overdue = requests.overdue()
+        assert overdue is not None
+        assert overdue.command_id == command_id
+        requests.close(command_id)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tandem.common.messages import Purpose
 from tandem.config.schema import Logger
@@ -40,7 +41,8 @@ SHARD, STREAM = ".parquet", ".arrows"
 _KINDS: Mapping[Purpose, str] = {"train": "step", "validate": "validation"}
 """Prefixes of files: with the samples of a training step, and with those of its validation."""
 _OF_KIND = {kind: purpose for purpose, kind in _KINDS.items()}
-_Kind = Purpose | Literal["logprobs"]
+_MOST_LISTED = 256
+"""Number of steps that are listed at a time to be deleted, since listing takes longer the more files there are."""
 _LATEST = 8
 """Number of latest steps to check for log-probabilities, since trainers write them with a delay."""
 _NAME = re.compile(
@@ -95,23 +97,25 @@ class SampleFolder:
     """The files of one run's rollout log. Disk errors never stop the run."""
 
     def __init__(self, logger: Logger, trainers: Sequence[str] = ()) -> None:
-        """List the existing files; `trainers` are those that write log-probabilities."""
+        """Count the existing files; `trainers` are those that write log-probabilities."""
         self.path = (Path(logger.log_dir) / FOLDER).absolute()
         self._trainers = trainers
         self._most = logger.samples * 1e9 if isinstance(logger.samples, float) else None
-        self._files: dict[tuple[int, _Kind], dict[Path, int]] = {}
-        """Files of each step, with their bytes; of shards that are written together, the first has the bytes of all."""
-        self._awaited: list[int] = []
-        """Steps without log-probabilities so far."""
+        self._num_bytes = 0
+        """Bytes of all files: the files themselves are not remembered, since a long run has too many."""
+        self._counted: dict[Path, int] = {}
+        """Bytes of those counted files that are not shards in their place, and will be deleted."""
+        self._oldest: deque[tuple[int, list[Path]]] = deque()
+        """The oldest steps when they were last listed, with their files; empty if they have to be listed again."""
+        self._awaited: dict[int, set[str]] = {}
+        """The trainers without log-probabilities so far, of the latest steps."""
         self._aside: list[Path] = []
         """Folders of files that were put aside, the newest first."""
         self._look()
 
     def take_recorded(self, step: int, rollouts: Iterable[str], num_bytes: int, purpose: Purpose = "train") -> None:
         """Note that a step is fully recorded; delete its leftovers, and steps beyond the limit."""
-        shards = self._files[step, purpose] = {}
-        for rollout in rollouts:
-            shards[shard_path(self.path, step, rollout, purpose)] = 0 if shards else num_bytes
+        self._num_bytes += num_bytes
         self._delete_leftovers({(step, purpose)})
         if purpose == "train":
             self._look_for_logprobs(step)
@@ -128,20 +132,18 @@ class SampleFolder:
         self._look()  # rollouts may have written until now
         for file in [*half_written(self.path), *half_written(self.path / LOGPROBS)]:
             _delete(file.path)
-        self._delete_leftovers({(file.step, file.purpose) for file in self._all() if file.step <= step})
-        for key, of_step in [*self._files.items()]:
-            if key[0] > step and key[1] != "train":
-                for path in of_step:
-                    _delete(path)
-                del self._files[key]
+        sample_files = [*self._all()]
+        self._delete_leftovers({(file.step, file.purpose) for file in sample_files if file.step <= step})
+        of_validation = [file for file in sample_files if file.purpose != "train"]
+        for file in [*of_validation, *files(self.path / LOGPROBS)]:
+            if file.step > step:
+                _delete(file.path)
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
-        if not later:
-            return
-        aside = new_folder_aside(self.path, limits)
-        self._aside.insert(0, aside)
-        for file in later:
-            of_step = self._files.setdefault((file.step, "train"), {})
-            of_step[file.path.rename(aside / file.path.name)] = of_step.pop(file.path, 0)
+        if later:
+            aside = new_folder_aside(self.path, limits)
+            for file in later:
+                file.path.rename(aside / file.path.name)
+        self._look()
 
     def drop_from(self, version: int) -> None:
         """Invalidate all files that were put aside for this version of the weights and later ones."""
@@ -153,13 +155,18 @@ class SampleFolder:
         return [*self._aside]
 
     def _look(self) -> None:
-        """List all existing files."""
-        self._files.clear()
+        """Count all existing files."""
+        self._num_bytes, self._counted = 0, {}
+        self._oldest.clear()
         self._aside = folders_aside(self.path)
         for file in self._all():
-            self._add(file, file.purpose)
-        for file in files(self.path / LOGPROBS):
-            self._add(file, "logprobs")
+            size = _size(file.path)
+            self._num_bytes += size
+            if file.path.parent != self.path:
+                self._counted[file.path] = size
+        self._num_bytes += sum(_size(file.path) for file in files(self.path / LOGPROBS))
+        for step, trainers in self._awaited.items():
+            trainers -= {each for each in trainers if self._logprobs_path(step, each).exists()}
 
     def _all(self) -> Iterator[RecordFile]:
         """Yield all files of samples."""
@@ -167,40 +174,44 @@ class SampleFolder:
             for purpose in PURPOSES:
                 yield from files(folder, purpose=purpose)
 
-    def _add(self, file: RecordFile, kind: _Kind) -> None:
-        with contextlib.suppress(OSError):
-            self._files.setdefault((file.step, kind), {})[file.path] = file.path.stat().st_size
+    def _logprobs_path(self, step: int, trainer: str) -> Path:
+        return shard_path(self.path / LOGPROBS, step, trainer)
 
     def _look_for_logprobs(self, step: int) -> None:
         """Look for new log-probabilities from trainers, for the latest steps up to this one."""
-        awaited, self._awaited = [*self._awaited, step], []
-        for each in awaited:
-            if each <= step - _LATEST:
-                continue
-            found = self._files[each, "logprobs"] = {}
-            for trainer in self._trainers:
-                path = shard_path(self.path / LOGPROBS, each, trainer)
-                with contextlib.suppress(OSError):  # most often it is not there yet
-                    found[path] = path.stat().st_size
-            if len(found) < len(self._trainers):
-                self._awaited.append(each)
+        self._awaited[step] = {*self._trainers}
+        for each, trainers in [*self._awaited.items()]:
+            if each > step - _LATEST:
+                sizes = {trainer: _size(self._logprobs_path(each, trainer)) for trainer in trainers}
+                self._num_bytes += sum(sizes.values())
+                trainers -= {trainer for trainer, size in sizes.items() if size}  # most often none is there yet
+            if each <= step - _LATEST or not trainers:
+                del self._awaited[each]
 
     def _delete_oldest(self, newest: int, most: float) -> None:
         """Delete the oldest steps until at most `most` bytes, or only the newest step, are left."""
-        total = sum(chain.from_iterable(map(dict.values, self._files.values())))
-        if total <= most:
-            return
-        for oldest in sorted({step for step, _ in self._files}):
-            if total <= most or oldest >= newest:
+        while self._num_bytes > most:
+            if not self._oldest:
+                self._look()
+                self._list_oldest(newest)
+            if self._num_bytes <= most or not self._oldest:
                 return
-            for key in [key for key in self._files if key[0] == oldest]:
-                of_step = self._files.pop(key)
-                total -= sum(of_step.values())
-                for path in of_step:
-                    _delete(path)
+            oldest, paths = self._oldest.popleft()
+            for path in paths:
+                self._num_bytes -= _size(path)
+                self._counted.pop(path, None)
+                _delete(path)
             for trainer in self._trainers:  # the file may be new
-                _delete(shard_path(self.path / LOGPROBS, oldest, trainer))
+                _delete(self._logprobs_path(oldest, trainer))
             self._delete_leftovers({(oldest, purpose) for purpose in PURPOSES})
+
+    def _list_oldest(self, newest: int) -> None:
+        """List the files of the oldest steps before `newest`."""
+        paths: dict[int, list[Path]] = {}
+        for file in [*self._all(), *files(self.path / LOGPROBS)]:
+            if file.step < newest:
+                paths.setdefault(file.step, []).append(file.path)
+        self._oldest.extend((step, paths[step]) for step in sorted(paths)[:_MOST_LISTED])
 
     def _delete_leftovers(self, of: set[tuple[int, Purpose]]) -> None:
         """Delete all files of these steps except their shards."""
@@ -210,12 +221,20 @@ class SampleFolder:
             found += files(folder, purpose=purpose)
         for file in found:
             if (file.step, file.purpose) in of:
+                self._num_bytes -= self._counted.pop(file.path, 0)
                 _delete(file.path)
         for aside in [*self._aside]:
             if not files(aside):
                 remove_folder_aside(aside)
                 if not aside.exists():
                     self._aside.remove(aside)
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; zero if it is not there."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 def _delete(path: Path) -> None:

@@ -11,6 +11,9 @@ from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.events import CommandFields
 from tandem.coordinator.scheduler.phases import Phase
 
+_SPARE_DEADLINES = 64
+"""Deadlines of closed requests that stay until there are more; they may lie hours ahead."""
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A command without an answer."""
@@ -72,6 +75,9 @@ class PendingRequests(dict[int, Request]):
             del self._of_process[request.process][command_id]
             self._num_of_phase[request.phase] -= 1
             self._changed()
+            if len(self._deadlines) > 2 * len(self) + _SPARE_DEADLINES:
+                self._deadlines = [deadline for deadline in self._deadlines if deadline[1] in self]
+                heapq.heapify(self._deadlines)
         return request
 
     def num_for(self, *phases: Phase) -> int:
