@@ -18,10 +18,22 @@ from tandem.rollout.openai_api.refusals import Refused, as_response
 _IDLE_S = 75
 """Seconds before an idle connection is closed. Most clients close theirs earlier, so that they rarely see ours
 close."""
-_MOST_UNREAD_BYTES = 1 << 16
-"""Bytes that the system keeps of what a client does not read; by itself it would keep megabytes of each stream."""
+_MOST_UNREAD_BYTES = 1 << 14
+"""Bytes of what a client does not read that the system keeps, and as many that the process does.
+
+By itself the system would keep megabytes of each stream. The client's end has some 64 KiB, whatever is set here.
+"""
 _END_S = 5.0
 """Seconds for answers that are on their way when the server ends."""
+
+
+class _Protocol(web.Protocol):
+    """An HTTP protocol that keeps little of what its client does not read."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Limit what is kept, and start to wait for a request."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_MOST_UNREAD_BYTES)
 
 
 class HttpServer:
@@ -37,7 +49,7 @@ class HttpServer:
             app = web.Guard(app, _refusal)
         self._socket = listening
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_UNREAD_BYTES)  # its connections inherit it
-        self._server = uvicorn.Server(settings(app, end_s=_END_S, timeout_keep_alive=_IDLE_S))
+        self._server = uvicorn.Server(settings(app, end_s=_END_S, timeout_keep_alive=_IDLE_S, http=_Protocol))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_loop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
