@@ -29,7 +29,7 @@ A_RUN = "tests/integration/runs/test_run.py"
 """Whole runs of every kind of service; two minutes."""
 STARTERS = ("tests/harness/runs/running.py", "tests/harness/runs/consoles.py")
 """Helpers that start services."""
-OF_ALL = ("pyproject.toml", "tox.ini", "tests/conftest.py", "tests/harness/leaks.py")
+OF_ALL = ("pyproject.toml", "tox.ini", "conftest.py", "tests/conftest.py", "tests/harness/leaks.py")
 """What every test depends on."""
 
 

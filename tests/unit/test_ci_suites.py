@@ -67,7 +67,10 @@ def test_a_change_touches_the_suites_whose_files_import_it_or_name_it() -> None:
     assert count_shares(["tests/vllm/vllm_harness.py"])["vllm"].direct > 0.5
     assert count_shares(["benchmarks/measure.py"])["benchmarks"].direct > 0.5
     assert count_shares(["tests/tinker/conftest.py"]) == NONE_CHANGED | {"tinker": Shares(1, 1)}
-    assert count_shares(["tests/conftest.py", "pyproject.toml", "tox.ini", "tests/unit/test_loss.py"]) == NONE_CHANGED
+    assert (
+        count_shares(["conftest.py", "tests/conftest.py", "pyproject.toml", "tox.ini", "tests/unit/test_loss.py"])
+        == NONE_CHANGED
+    )
     assert count_shares([".ci/run"]) == NONE_CHANGED
 
 
