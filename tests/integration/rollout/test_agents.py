@@ -160,3 +160,14 @@ def test_the_examples_run(name: str) -> None:
     assert "environment_failures" not in steps[-1].metrics
     assert "reward/called" in steps[-1].metrics
     assert steps[-1].metrics["avg_branches_per_sample"] >= 1
+
+
+def test_a_run_counts_the_turns_that_it_may_penalise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = coordinator("up", configure({"grpo": {"invalid_tool_call_advantage": -5.0, "max_num_steps": 2}}))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for step in steps_of():
+        metrics = step.metrics
+        assert metrics["num_assistant_messages"] == 2 * 4 * 3, "episodes of three responses"
+        assert metrics["num_invalid_tool_calls"] == 0, "no tag is spelt by chance"
+        assert metrics["invalid_tool_call_rate"] == metrics["malformed_thinking_rate"] == 0

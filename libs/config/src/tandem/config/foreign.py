@@ -38,6 +38,7 @@ def without_foreign(
             break
         foreign = [each for each in found.problems if is_foreign(each, layers)]
         fewer = settings
+        foreign = [_as_written(each, settings) for each in foreign]
         for each in foreign:
             fewer = without(fewer, key_parts(each.key))
         if fewer == settings:
@@ -47,6 +48,14 @@ def without_foreign(
         settings = {**fewer, "ignored": [*listed, *escaped(told)]}
         found = look(settings)
     return settings, found
+
+
+def _as_written(problem: Invalid, settings: dict[str, Any]) -> Invalid:
+    """Return a problem with the key that the settings have: a list of one teacher becomes the teacher."""
+    teachers = settings.get("teachers")
+    if problem.key.startswith("teacher.") and isinstance(teachers, list) and len(teachers) == 1:
+        return Invalid(f"teachers[0].{problem.key.removeprefix('teacher.')}", problem.text, unknown=problem.unknown)
+    return problem
 
 
 def is_foreign(problem: Invalid, layers: Layers) -> bool:

@@ -63,6 +63,8 @@ MOOT = (
     Moot("checkpointing.save_optimizer", (True,), _ALL_SAVED),
     Moot("checkpointing.save_consolidated", (False,), "checkpoints are in Hugging Face's layout"),
     Moot("checkpointing.model_save_format", (None, "safetensors"), "checkpoints are safetensors"),
+    Moot("policy.dtensor_cfg.model_save_format", (None, "safetensors"), "checkpoints are safetensors"),
+    Moot("policy.dtensor_cfg.save_consolidated", (None, "false"), "checkpoints are in Hugging Face's layout"),
     Moot("cluster.segment_size", (None,), "the launcher of the nodes chooses them (docs/clusters.md)"),
     Moot("cluster.master_port_range_low", (None,), _FREE_PORTS),
     Moot("cluster.master_port_range_high", (None,), _FREE_PORTS),

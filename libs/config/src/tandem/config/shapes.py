@@ -74,6 +74,9 @@ def reshape_model(model: dict[str, Any]) -> None:
     scheduler = model.pop("scheduler", None)
     if scheduler:
         model["scheduler"] = [scheduler] if isinstance(scheduler, dict) else scheduler
+    dtensor = model.get("dtensor_cfg")
+    if isinstance(dtensor, dict) and isinstance(dtensor.get("save_consolidated"), bool):  # of an earlier file
+        dtensor["save_consolidated"] = str(dtensor["save_consolidated"]).lower()
     megatron = model.get("megatron_cfg")
     if isinstance(megatron, dict):
         others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))

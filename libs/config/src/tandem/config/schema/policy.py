@@ -78,6 +78,10 @@ class DtensorCfg(Section, frozen=True, kw_only=True):
     the parts that are not trained. Without it, everything is."""
     moe_parallelizer: dict[str, Any] | None = None
     """Accepted: arguments of the same library."""
+    model_save_format: NonEmptyStr | None = None
+    """Accepted, like `checkpointing.model_save_format`, which NeMo-RL's main branch has here."""
+    save_consolidated: NonEmptyStr | None = None
+    """Accepted, like `checkpointing.save_consolidated`, which NeMo-RL's main branch has here: false, final or every."""
     clear_cache_every_n_steps: PositiveInt | None = None
     """Accepted: how often NeMo-RL's backend frees cached GPU memory within a step."""
 
