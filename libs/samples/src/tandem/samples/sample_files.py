@@ -42,7 +42,7 @@ _KINDS: Mapping[Purpose, str] = {"train": "step", "validate": "validation"}
 """Prefixes of files: with the samples of a training step, and with those of its validation."""
 _OF_KIND = {kind: purpose for purpose, kind in _KINDS.items()}
 _MOST_LISTED = 256
-"""Number of steps that are listed at a time to be deleted, since listing takes longer the more files there are."""
+"""Number of steps that are listed at a time to be deleted."""
 _LATEST = 8
 """Number of latest steps to check for log-probabilities, since trainers write them with a delay."""
 _NAME = re.compile(
@@ -134,15 +134,13 @@ class SampleFolder:
             _delete(file.path)
         sample_files = [*self._all()]
         self._delete_leftovers({(file.step, file.purpose) for file in sample_files if file.step <= step})
-        of_validation = [file for file in sample_files if file.purpose != "train"]
-        for file in [*of_validation, *files(self.path / LOGPROBS)]:
+        for file in [*(each for each in sample_files if each.purpose != "train"), *files(self.path / LOGPROBS)]:
             if file.step > step:
                 _delete(file.path)
         later = [file for file in [*files(self.path), *files(self.path / UNFINISHED)] if file.step > step]
-        if later:
-            aside = new_folder_aside(self.path, limits)
-            for file in later:
-                file.path.rename(aside / file.path.name)
+        aside = new_folder_aside(self.path, limits) if later else self.path
+        for file in later:
+            file.path.rename(aside / file.path.name)
         self._look()
 
     def drop_from(self, version: int) -> None:
@@ -156,15 +154,11 @@ class SampleFolder:
 
     def _look(self) -> None:
         """Count all existing files."""
-        self._num_bytes, self._counted = 0, {}
         self._oldest.clear()
         self._aside = folders_aside(self.path)
-        for file in self._all():
-            size = _size(file.path)
-            self._num_bytes += size
-            if file.path.parent != self.path:
-                self._counted[file.path] = size
-        self._num_bytes += sum(_size(file.path) for file in files(self.path / LOGPROBS))
+        sizes = {file.path: _size(file.path) for file in self._all()}
+        self._counted = {path: size for path, size in sizes.items() if path.parent != self.path}
+        self._num_bytes = sum(sizes.values()) + sum(_size(file.path) for file in files(self.path / LOGPROBS))
         for step, trainers in self._awaited.items():
             trainers -= {each for each in trainers if self._logprobs_path(step, each).exists()}
 

@@ -11,8 +11,7 @@ from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.events import CommandFields
 from tandem.coordinator.scheduler.phases import Phase
 
-_SPARE_DEADLINES = 64
-"""Deadlines of closed requests that stay until there are more; they may lie hours ahead."""
+_SPARE_DEADLINES = 64  # of closed requests
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
