@@ -121,3 +121,45 @@ def test_the_example_over_recorded_text_runs() -> None:
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
     assert [step.step for step in steps_of("results/arithmetic_off_policy_distillation")] == [0, 1, 2]
+
+
+def test_two_teachers_teach_raw_text_in_nemo_rls_form_and_go_on_to_the_bit() -> None:
+    make_model(Path("other"), "llama", seed=4, characters=CHARACTERS)
+    rows = [f"{number} + {number + 1} = {2 * number + 1}" for number in range(60)]
+    Path("text.txt").write_text("".join(f"{row}\n" for row in rows))
+    config: dict[str, Any] = {
+        "algorithm": "distillation",
+        "distillation": {"num_prompts_per_step": 8, "max_num_steps": 4, "max_num_epochs": 9, "val_period": 2},
+        "teacher": None,
+        "teachers": [
+            {**TEACHER, "projection_matrix_path": None, "weight": 0.5},
+            {"model_name": "other", "logprob_batch_size": 4},
+        ],
+        "loss_fn": {
+            "vocab_topk": 5,
+            "reverse_kl": False,
+            "ce_loss_scale": 0.1,
+            "dynamic_loss_scaling": True,
+            "kd_loss_mode": "sum",
+            "sum_weights_metric": "ce",
+        },
+        "policy": {"optimizer": {"kwargs": {"lr": 5.0e-3}}, "train_global_batch_size": 8},
+        "data": {
+            "dataset_name": None,
+            "train": {
+                "dataset_name": "arrow_text",
+                "data_files": "*.txt",
+                "text_key": "text",
+                "processor": "kd_data_processor",
+                "split_validation_size": 4,
+            },
+        },
+    }
+    up(config, "logger.log_dir=whole")
+    steps = [step.metrics for step in steps_of("whole") if step.step]
+    assert [step["weight_t0"] + step["weight_t1"] for step in steps] == pytest.approx([1.0] * 4)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["val_loss"] > 0
+    up(config, "distillation.max_num_steps=2")
+    up(config, "--resume")
+    assert [deterministic(step.metrics) for step in steps_of("run") if step.step] == [*map(deterministic, steps)]
