@@ -489,6 +489,10 @@ def test_arguments_of_vllm_are_checked_by_its_own_names(tmp_path: Path, monkeypa
     [
         (["policy.generation.vllm_kwargs={seed: 1}"], "vllm_kwargs.seed: Tandem sets it itself"),
         (
+            ["policy.generation.vllm_kwargs={logits_processors: [own.Bias]}"],
+            "vllm_kwargs.logits_processors: trainers cannot score the distribution that it makes",
+        ),
+        (
             ["policy.generation.vllm_kwargs={dtype: half}"],
             f"vllm_kwargs.dtype: set {VLLM_CFG}.precision instead",
         ),

@@ -40,9 +40,9 @@ CPU = torch.device("cpu")
 
 
 def kept_sets(num: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
-    """Return random sets of tokens: of one, of few, of most, of all."""
+    """Return random sets of tokens: of one, of few, of many, of nearly all, of all."""
     generator = torch.Generator().manual_seed(seed)
-    shares_R1 = torch.tensor([0.0, 1 / vocabulary, 0.5, 0.95, 1.0]).repeat(num)[:num, None]
+    shares_R1 = torch.tensor([0.0, 1 / vocabulary, 0.5, 1 - 1 / vocabulary, 1.0]).repeat(num)[:num, None]
     is_kept_RV = torch.rand(num, vocabulary, generator=generator) < shares_R1
     is_kept_RV[torch.arange(num), torch.randint(vocabulary, (num,), generator=generator)] = True
     return is_kept_RV
@@ -75,7 +75,7 @@ def test_what_an_engine_keeps_is_what_a_trainer_reads(vocabulary: int) -> None:
     mask_format = MaskFormat(vocabulary=vocabulary)
     mask_format.check(batch)
     num_kept_R, most = is_kept_RV.sum(dim=1).numpy(), -(-vocabulary // 32)
-    expected = np.where(num_kept_R == vocabulary, 0, np.minimum(num_kept_R, most))
+    expected = np.minimum(np.minimum(num_kept_R, vocabulary - num_kept_R), most)
     assert batch.mask_lengths_T.tolist() == expected.tolist(), "words a token, as the module says"
     chosen = np.array([24, 3, 4, 5, 0, 10, 11, 12, 13, 14])
     masks = masks_on(CPU, batch, chosen, mask_format.bitmap_words)
@@ -85,7 +85,10 @@ def test_what_an_engine_keeps_is_what_a_trainer_reads(vocabulary: int) -> None:
         is_outside = masks.is_outside(max(0, columns.stop - first), first)
         assert torch.equal(is_outside, ~is_kept_RV[chosen][:, columns])
     beyond = masks.is_outside(40, 32 * most + 64)
-    assert torch.equal(beyond, torch.from_numpy(batch.mask_lengths_T[chosen] > 0)[:, None].expand(-1, 40))
+    names_kept_R = (expected > 0) & ((num_kept_R * 2 <= vocabulary) | (expected == most))
+    assert torch.equal(beyond, torch.from_numpy(names_kept_R[chosen])[:, None].expand(-1, 40)), (
+        "of those left out, none"
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 6])

@@ -77,6 +77,20 @@ def test_masks_are_what_was_drawn_from(filled: Filled) -> None:
     assert masks_of(made[12]).all()
 
 
+def test_masks_leave_out_bad_words_alone(filled: Filled) -> None:
+    free = run_all(filled.engine, [request(0, PROMPT, temperature=0.8)])[0].token_ids_T.tolist()
+    forbidden = ((free[1],), (free[3], free[4]))
+    asked = [request(number, PROMPT, temperature=0.8, bad_token_ids=forbidden) for number in range(6)]
+    for completion in run_all(filled.engine, asked).values():
+        is_kept_TV = masks_of(completion)
+        tokens = completion.token_ids_T.tolist()
+        left_out = [{free[1]} | ({free[4]} if before == free[3] else set()) for before in [None, *tokens[:-1]]]
+        assert [set(np.flatnonzero(~kept.numpy()).tolist()) for kept in is_kept_TV] == left_out
+        assert completion.masks is not None
+        assert completion.masks.lengths_T.tolist() == [len(each) for each in left_out]
+        assert_drawn_from(completion, logits_of(filled.model, completion), is_kept_TV)
+
+
 def test_masks_at_ties_are_vllms(filled: Filled) -> None:
     with torch.no_grad():
         rows_VH = filled.model.get_output_embeddings().weight

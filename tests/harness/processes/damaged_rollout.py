@@ -51,12 +51,17 @@ def flip_one_bit(held: Tensors, before: Tensors) -> None:
     held[EMBEDDING].view(torch.int32)[7, 11] ^= 1
 
 
+def treble_the_embedding(held: Tensors, before: Tensors) -> None:
+    held[EMBEDDING].mul_(3)
+
+
 HARMS: dict[str, Harm] = {
     "swap": swap_q_and_k,
     "exchange": exchange_two_rows,
     "shift": shift_a_shard,
     "stale": keep_a_stale_tensor,
     "flip": flip_one_bit,
+    "treble": treble_the_embedding,
 }
 PARTIAL, DIES, PAYLOAD = "partial", "dies", "payload"
 """The transfer fails when half of it is there; the process is gone when its peers begin to transfer; a bit of a

@@ -18,12 +18,12 @@ from tandem.samples.sampling_masks import MaskFormat, SamplingMasks, mask_column
 
 
 def words_of(kept: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return a mask, as the format's page has it: ids, or a bitmap where that takes no more words."""
-    num_words, ids = -(-len(kept) // 32), np.flatnonzero(kept)
-    if len(ids) == len(kept):
-        return np.zeros(0, dtype=np.int32)
-    if len(ids) < num_words:
-        return ids.astype(np.int32)
+    """Return a mask, as the format's page has it: ids of what is kept or left out, or a bitmap where that takes no more
+    words."""
+    num_words, ids, left_out = -(-len(kept) // 32), np.flatnonzero(kept), np.flatnonzero(~kept)
+    named = ids if len(ids) <= len(left_out) else -1 - left_out
+    if len(named) < num_words:
+        return named.astype(np.int32)
     bitmap = [sum(int(bit) << place for place, bit in enumerate(kept[32 * i : 32 * i + 32])) for i in range(num_words)]
     return np.array(bitmap, dtype=np.uint32).view(np.int32)
 
@@ -54,7 +54,8 @@ def kept_in(batch: Batch, vocabulary: int) -> list[torch.Tensor | None]:
         if length == -(-vocabulary // 32):
             is_kept_TV[place] = torch.tensor([words[token // 32] >> (token % 32) & 1 for token in range(vocabulary)])
         elif length:
-            is_kept_TV[place] = torch.isin(torch.arange(vocabulary), torch.tensor(words))
+            ids = torch.tensor([word if word >= 0 else -1 - word for word in words])
+            is_kept_TV[place] = torch.isin(torch.arange(vocabulary), ids) == (words[0] >= 0)
     return list(torch.split(is_kept_TV, batch.lengths_S.tolist()))
 
 

@@ -48,6 +48,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"top_k": 3},
     {"min_p": 0.3},
     {"top_p": 0.7, "top_k": 9, "min_p": 0.1},
+    {"bad_token_ids": ((40,), (41,), (42, 43))},
 ]
 LOSS = {"reference_policy_kl_penalty": 0.1}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 60}}

@@ -61,10 +61,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "equal rewards": ({"env": {"mine": {"class": "judging.Constant"}}}, "env.mine"),
     "truncated responses": ({"policy": {"generation": {"max_new_tokens": 1}}}, "policy.generation.max_new_tokens"),
     "failing environment": ({"env": {"mine": {"class": "judging.Raises", "on_error": "zero"}}}, "env.mine"),
-    "engine and trainer disagree": (
-        {"policy": {"generation": {"bad_words": ["0", "1", "2", "3", "4", "5"]}}},
-        "policy.generation.bad_words",
-    ),
     "stale samples": (
         {
             "grpo": {"max_num_steps": 8, "async_grpo": {"enabled": True, "max_trajectory_age_steps": AGE}},
@@ -212,6 +208,15 @@ def test_damaged_weights_are_named() -> None:
     assert names_of(found) == ["damaged weights"]
     assert found["findings"][0]["certainty"] == "likely", "three times is no accident"
     assert "version 1: rollout-0 was quarantined" in found["findings"][0]["evidence"][0]
+
+
+def test_damage_that_nothing_verifies_shows_as_a_disagreement() -> None:
+    over = {"refit": {"alias": "never", "verify": "off"}}
+    assert run_by_hand(damaged_rollout.__name__, "*:treble", over=over) == 0
+    found = {finding["name"]: finding for finding in diagnosed("run")["findings"]}["engine and trainer disagree"]
+    assert found["certainty"] == "likely"
+    assert "refit.verify" in found["look_at"]
+    assert "refit.verify is off" in " ".join(found["evidence"])
 
 
 def test_a_slow_engine_is_named() -> None:

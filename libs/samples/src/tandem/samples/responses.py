@@ -361,6 +361,7 @@ class _Blocks:
 _SAME_FORMAT: Mapping[ToolCallParser, str] = {
     "deepseek_v31": "deepseek_v3",
     "deepseek_v4": "deepseek_v32",
+    "deepseek_v41": "deepseek_v32",
     "cohere_command4": "cohere_command3",
     "glm47": "glm45",
 }

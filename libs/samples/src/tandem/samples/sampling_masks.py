@@ -1,14 +1,15 @@
-"""Sampling masks, columns of samples: the tokens that top-k, top-p and min-p left to draw from.
+"""Sampling masks, columns of samples: the tokens that top-k, top-p, min-p and bad words left to draw from.
 
 An engine's log-probabilities are of the distribution over these tokens. Trainers compute the policy's over the same
 ones, whatever its weights have become: the Keep Sampling Mask of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1), which
 vLLM calls sampling distribution replay. A cut that is computed again could leave a drawn token out, at a tie, by a
 rounding, or because weights have moved, and its log-probability would be minus infinity.
 
-The mask of a token is a number of 32-bit words. They are the kept token ids in ascending order, or, if a bitmap of the
-vocabulary takes no more, that bitmap with the lowest bit first. A mask without words means that nothing was cut off,
-or that the policy did not draw the token. So a token takes 4 bytes, and 4 more for each kept token, but never more than
-a bit for each token of the vocabulary: 19 kB for 151,936 tokens.
+The mask of a token is a number of 32-bit words. They are the kept token ids in ascending order, or, if these are fewer,
+the ids that were left out, each as ``-1 - id``. If a bitmap of the vocabulary takes no more words, they are that bitmap
+with the lowest bit first. A mask without words means that nothing was cut off, or that the policy did not draw the
+token. So a token takes 4 bytes, and 4 more for each token that is kept or left out, whichever are fewer, but never more
+than a bit for each token of the vocabulary: 19 kB for 151,936 tokens.
 
 Shapes: ``S`` sequences, ``T`` tokens, ``W`` words of all masks end to end.
 """
@@ -86,7 +87,9 @@ class MaskFormat(msgspec.Struct, frozen=True, kw_only=True):
         found_T: Bools = lengths_T == 0
         token_W = np.repeat(np.arange(len(lengths_T)), lengths_T)
         is_id_W = lengths_T[token_W] < self.bitmap_words
+        found_T[token_W[is_id_W & (words_W < 0)]] = True
         found_T[token_W[is_id_W & (words_W == token_ids_T[token_W])]] = True
+        found_T[token_W[is_id_W & (words_W == -1 - token_ids_T[token_W])]] = False
         bitmap_B = np.flatnonzero(lengths_T == self.bitmap_words)
         ids_B = token_ids_T[bitmap_B].astype(np.int64)
         starts_T = np.cumsum(lengths_T, dtype=np.int64) - lengths_T

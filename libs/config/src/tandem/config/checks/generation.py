@@ -41,7 +41,7 @@ def drafts_are_verified_where_that_was_tried(config: Config) -> None:
     others = {
         "a model that sees": family_of(config.policy) is not None,
         "policy.router_replay.enabled": config.policy.router_replay.enabled,
-        "policy.generation.top_p, top_k or min_p, whose sampling masks drafts would need": (
+        "policy.generation.top_p, top_k, min_p or bad_words, whose sampling masks drafts would need": (
             config.replays_sampling_masks
         ),
         "policy.generation.vllm_cfg.precision: fp8": vllm.precision == "fp8",

@@ -35,9 +35,13 @@ RESERVED = {
 }
 """Arguments not allowed in `vllm_kwargs`, with the key that sets each; empty if Tandem sets it."""
 
+UNSCORED = {"logits_processors": "trainers cannot score the distribution that it makes"}
+"""Arguments not allowed in `vllm_kwargs`, since they change what tokens are drawn from, with the reason."""
+
 WITHOUT_EFFECT = {
     "enable_chunked_prefill": "prompts are computed whole",
     "tokenizer": "engines are given tokens",
+    "override_generation_config": "each request has all of its parameters",
     "mm_processor_cache_gb": "engines are given pixels",
     "mm_processor_kwargs": "preprocessor_config.json says how images become pixels",
     "mm_device_do_normalize": "engines are given pixels",
@@ -68,6 +72,8 @@ def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
                 return ".".join(filter(None, (name, found[0]))), found[1]
         if name in RESERVED:
             return name, f"set {RESERVED[name]} instead" if RESERVED[name] else "Tandem sets it itself"
+        if name in UNSCORED and arguments[name]:
+            return name, UNSCORED[name]
         if known and name not in known:
             return name, f"vLLM's engine has no such argument{nearest(name, known)}"
     return None

@@ -30,6 +30,7 @@ ToolCallParser = Literal[
     "deepseek_v31",
     "deepseek_v32",
     "deepseek_v4",
+    "deepseek_v41",
     "cohere_command3",
     "cohere_command4",
     "muse_glimmer",
@@ -214,8 +215,8 @@ class Generation(Section, frozen=True, kw_only=True):
     """Settings of Megatron-Core's own engine; read only if `backend` is megatron."""
     bad_words: tuple[NonEmptyStr, ...] | None = None
     """Texts that a response may not contain, at the beginning of a word or after a space. Only the tokens that the
-    tokenizer makes of a text alone are forbidden, as by vLLM. The log-probabilities of engines are of the remaining
-    tokens; those of training are of all tokens, as in NeMo-RL."""
+    tokenizer makes of a text alone are forbidden, as by vLLM. Log-probabilities are of the remaining tokens, those of
+    engines and those of training."""
     quant_cfg: NonEmptyStr | None = None
     """Quantise the engines' weights according to a file for NVIDIA's ModelOpt."""
     real_quant: bool = False
@@ -243,7 +244,7 @@ class Generation(Section, frozen=True, kw_only=True):
     Needs `async_engine`."""
     max_stored_tokens: PositiveInt = 500_000_000
     """New. Most tokens of finished samples that one engine's process keeps until they are trained on: 13 bytes of
-    host memory each, and with `top_p`, `top_k` or `min_p` those of their sampling masks."""
+    host memory each, and with `top_p`, `top_k`, `min_p` or `bad_words` those of their sampling masks."""
     colocated: Colocated = Colocated()
 
     @cached_property
@@ -259,7 +260,7 @@ class Generation(Section, frozen=True, kw_only=True):
     @cached_property
     def cuts_off(self) -> bool:
         """Whether training samples are drawn from some of the tokens only."""
-        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0 or bool(self.bad_words)
 
     @cached_property
     def is_async(self) -> bool:

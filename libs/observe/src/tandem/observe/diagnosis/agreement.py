@@ -29,29 +29,24 @@ def disagreement(evidence: Evidence) -> Finding | None:
     if not high or len(high) * 2 < len(fresh) or (streak is None and len(fresh) == len(evidence.steps)):
         return None
     worst = max(high, key=lambda record: record.metrics[_GAP])
-    verify, bad_words = evidence.config.refit.verify, evidence.config.policy.generation.bad_words
+    verify = evidence.config.refit.verify
     lines = [
         f"{_GAP} was above {HIGH_PROBABILITY_ERROR:g} in {len(high)} of the {len(fresh)} steps with samples of "
         f"the newest weights, {worst.metrics[_GAP]:.4g} in step {worst.step}; 1.01 to 1.02 is usual",
     ]
-    if bad_words:
-        lines.append(
-            f"policy.generation.bad_words forbids {len(bad_words)} texts: engines draw from the other tokens, trainers "
-            "score over all"
-        )
-    elif high[0].step == evidence.first_step:
+    if high[0].step == evidence.first_step:
         lines.append("it is so from the first step on, before any training, so learning is not the cause")
     if verify != "full":
         lines.append(f"refit.verify is {verify}: it is not verified that engines hold the trained weights")
     condition = evidence.condition(_GAP)
-    own = "policy.generation.bad_words" if bad_words else condition.look_at if condition else ""
+    own = condition.look_at if condition else ""
     return Finding(
         name="engine and trainer disagree",
         what="With the same weights, engines and trainers give tokens different probabilities, so samples come from "
         "another policy than the trained one.",
         evidence=tuple(lines),
         look_at=own if verify == "full" else f"refit.verify, {own}",
-        certainty="certain" if bad_words else "likely",
+        certainty="likely",
         since=high[0].step,
         explains=("stale samples",),
     )

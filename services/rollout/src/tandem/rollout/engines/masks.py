@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tandem.rollout.engines.slots import Slots
 from tandem.samples.sampling_masks import BITS, MaskFormat, Words
-
-_NOTHING = np.zeros(0, dtype=np.int32)
 
 
 def restrict(
@@ -43,17 +40,20 @@ def restrict(
 
 
 def masks_of(is_kept_RV: torch.Tensor, mask_format: MaskFormat) -> list[Words]:
-    """Return the mask of each request. Usually few tokens are kept, so only their ids leave the device."""
+    """Return the mask of each request. Usually few tokens are kept or left out, so only their ids leave the device."""
     is_kept_RV = is_kept_RV[:, : mask_format.vocabulary]
-    num_R = is_kept_RV.sum(dim=1)
+    num_kept_R = is_kept_RV.sum(dim=1)
+    num_out_R = mask_format.vocabulary - num_kept_R
+    takes_out_R = num_out_R < num_kept_R
+    num_R = torch.minimum(num_kept_R, num_out_R)
     takes_ids_R = num_R < mask_format.bitmap_words
-    ids = is_kept_RV[takes_ids_R].nonzero()[:, 1].int().cpu().numpy()
+    is_named_RV = is_kept_RV[takes_ids_R] ^ takes_out_R[takes_ids_R][:, None]
+    rows, ids = (part.int().cpu().numpy() for part in is_named_RV.nonzero().T)
+    ids = np.where(takes_out_R[takes_ids_R].cpu().numpy()[rows], -1 - ids, ids).astype(np.int32)
     ends = np.cumsum(num_R[takes_ids_R].cpu().numpy())[:-1]
     lists = iter(np.split(ids, ends))
-    takes_bitmap_R = ~takes_ids_R & (num_R < mask_format.vocabulary)
-    bitmaps = iter(_bitmaps(is_kept_RV[takes_bitmap_R].cpu().numpy(), mask_format))
-    kinds = zip(takes_ids_R.tolist(), takes_bitmap_R.tolist(), strict=True)
-    return [next(lists) if has_ids else next(bitmaps) if has_bitmap else _NOTHING for has_ids, has_bitmap in kinds]
+    bitmaps = iter(_bitmaps(is_kept_RV[~takes_ids_R].cpu().numpy(), mask_format))
+    return [next(lists) if has_ids else next(bitmaps) for has_ids in takes_ids_R.tolist()]
 
 
 def _bitmaps(is_kept_RV: np.ndarray, mask_format: MaskFormat) -> Words:
@@ -62,9 +62,9 @@ def _bitmaps(is_kept_RV: np.ndarray, mask_format: MaskFormat) -> Words:
     return np.pad(bytes_RX, ((0, 0), (0, missing))).view("<i4")
 
 
-def note_masks(slots: Slots, mask_format: MaskFormat, slot_R: NDArray[np.int64], is_kept_RV: torch.Tensor) -> None:
-    """Note the masks from which the next tokens of some slots are drawn; not of external requests."""
-    for slot, mask in zip(slot_R.tolist(), masks_of(is_kept_RV, mask_format), strict=True):
-        sequence = slots.sequences[slot]
-        if not sequence.request.is_external:
-            sequence.masks.append(mask)
+def note_masks(slots: Slots, mask_format: MaskFormat, logits_BV: torch.Tensor) -> None:
+    """Note the masks from which the next tokens of running slots are drawn, by their logits; not of external
+    requests."""
+    rows = [row for row, sequence in enumerate(slots.sequences) if not sequence.request.is_external]
+    for row, mask in zip(rows, masks_of(logits_BV[rows] > -torch.inf, mask_format), strict=True):
+        slots.sequences[row].masks.append(mask)

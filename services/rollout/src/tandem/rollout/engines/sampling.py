@@ -45,14 +45,13 @@ def draw(
     top_k_B: NDArray[np.int64],
     top_p_B: NDArray[np.float32],
     min_p_B: NDArray[np.float32] | None = None,
-    note: Callable[[NDArray[np.int64], torch.Tensor], None] | None = None,
+    note: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Draw a token per row by inverting the cumulative distribution at `uniform_B`.
 
     The distribution is ``softmax(restrict(logits / temperature))``. At temperature 0 it is the point mass on the
     largest logit, with log-probability 0. Returns token ids and log-probabilities. A row of logits that are not finite
-    gives a log-probability that is not finite. `note` is called with the rows whose distribution is restricted, and
-    with their tokens that are left, ``[R, V]``.
+    gives a log-probability that is not finite. `note` is called with the restricted logits.
     """
     device = logits_BV.device
     greedy_B = temperature_B == 0
@@ -69,9 +68,9 @@ def draw(
         restricted_RV = restrict(
             scaled_BV[row_index_R], top_k_R, top_p_R, min_p_R if (min_p_B[row_R] > 0).any() else None
         )
-        if note is not None:
-            note(row_R, restricted_RV > -torch.inf)
         scaled_BV = scaled_BV.index_copy(0, row_index_R, restricted_RV)
+    if note is not None:
+        note(scaled_BV)
     logprob_BV = scaled_BV.log_softmax(dim=-1)
     # float64, so that summing a large vocabulary does not shift the boundaries between tokens. `right` skips tokens of
     # probability zero: their cumulative sum equals their predecessor's.

@@ -128,7 +128,7 @@ class Slots:
             token_ids_T=self.token_ST[slot, start:num_new].copy(),
             logprobs_T=self.logprob_ST[slot, start:num_new].copy(),
             versions_T=self.version_ST[slot, start:num_new].copy(),
-            masks=SamplingMasks.join(masks[start:]) if masks else None,
+            masks=SamplingMasks.join(masks[start:]) if any(map(len, masks)) else None,
         )
 
     def newest(self, slot: int, count: int) -> list[int]:

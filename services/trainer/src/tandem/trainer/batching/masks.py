@@ -1,6 +1,6 @@
 """Sampling masks on a trainer's device: scores over the tokens that an engine drew from.
 
-Shapes: ``K`` scored tokens, ``R`` of them at a time; ``C`` columns of logits; ``W`` words of all masks; ``M`` kept
+Shapes: ``K`` scored tokens, ``R`` of them at a time; ``C`` columns of logits; ``W`` words of all masks; ``M``
 tokens of masks that are lists; ``B`` masks that are bitmaps.
 """
 
@@ -52,14 +52,17 @@ class TokenMasks(NamedTuple):
 
     def is_outside(self, num_columns: int, first: int) -> torch.Tensor:
         """Return, ``[K, C]``, whether the token of each column, from `first` on, is outside of the mask."""
-        is_outside_KC = (self.lengths_K > 0)[:, None].repeat(1, num_columns)
         has_ids_K = self.lengths_K < self.bitmap_words
         counts_K = torch.where(has_ids_K, self.lengths_K, 0)
         row_M = torch.arange(len(counts_K), device=counts_K.device).repeat_interleave(counts_K)
         shifts_K = self.starts_K - (counts_K.cumsum(0) - counts_K)
-        column_M = self.words_W[torch.arange(len(row_M), device=row_M.device) + shifts_K[row_M]].long() - first
+        word_M = self.words_W[torch.arange(len(row_M), device=row_M.device) + shifts_K[row_M]].long()
+        is_outside_K = self.lengths_K > 0
+        is_outside_K[row_M[word_M < 0]] = False  # these masks name what is outside
+        is_outside_KC = is_outside_K[:, None].repeat(1, num_columns)
+        column_M = torch.where(word_M < 0, -1 - word_M, word_M) - first
         is_here_M = (column_M >= 0) & (column_M < num_columns)
-        is_outside_KC[row_M[is_here_M], column_M[is_here_M]] = False
+        is_outside_KC[row_M[is_here_M], column_M[is_here_M]] = word_M[is_here_M] < 0
         bitmap_row_B = (~has_ids_K).nonzero()[:, 0]
         if len(bitmap_row_B):
             is_outside_KC[bitmap_row_B] = ~self._bits(bitmap_row_B, num_columns, first)
