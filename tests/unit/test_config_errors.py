@@ -528,7 +528,7 @@ NGRAM = "method: ngram, num_speculative_tokens: 3"
         (
             f"{{{NGRAM}}}",
             ["policy.generation.min_p=0.1"],
-            ": cannot be combined with policy.generation.top_p, top_k or min_p",
+            ": cannot be combined with policy.generation.top_p, top_k, min_p or bad_words",
         ),
         (
             f"{{{NGRAM}, draft_tensor_parallel_size: 2}}",

@@ -153,6 +153,29 @@ def test_log_probabilities_are_the_engines_at_the_same_weights(
     assert cut["entropy"] < whole["entropy"]
 
 
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_a_divergence_in_the_reward_is_of_whole_distributions(num_trainers: int, tmp_path: Path) -> None:
+    """Equal models do not diverge, whatever the policy drew from, so the penalty changes nothing."""
+    folder = make_model(tmp_path / "model", characters=CHARACTERS)
+    batch = drawn(folder, vocabulary_of(folder), [{"temperature": 0.8, **TOP_P}])
+    metrics = []
+    for penalty in (1e-12, 10.0):
+        config = make_config(
+            folder,
+            loss={"reference_policy_kl_penalty": penalty, "use_kl_in_reward": True},
+            trainers=num_trainers,
+            generation={"temperature": 0.8, **TOP_P},
+            max_total_sequence_length=64,
+            estimator="reinforce_plus_plus",
+            **dtensor(tensor_parallel_size=num_trainers),
+        )
+        (of_step,), _ = run_ranks(num_trainers, train_rank, config, [batch])[0]
+        metrics.append(of_step)
+    assert metrics[0]["sampling_importance_ratio"] == pytest.approx(1.0, abs=1e-5), "the loss is with masks"
+    for name in ("loss", "grad_norm"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-4, abs=1e-5)
+
+
 def test_weights_that_have_moved_leave_no_drawn_token_out(model: Path, tmp_path: Path) -> None:
     """The policy's own top-k would not have the tokens that another model drew."""
     other = make_model(tmp_path / "other", characters=CHARACTERS, seed=7)

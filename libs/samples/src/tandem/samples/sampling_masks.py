@@ -1,4 +1,4 @@
-"""Sampling masks, columns of samples: the tokens that top-k, top-p, min-p and bad words left to draw from.
+"""Sampling masks, columns of samples: the tokens that top-k, top-p, min-p or bad words left over.
 
 An engine's log-probabilities are of the distribution over these tokens. Trainers compute the policy's over the same
 ones, whatever its weights have become: the Keep Sampling Mask of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1), which

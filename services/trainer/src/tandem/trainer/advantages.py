@@ -36,7 +36,7 @@ class ScoredShard(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     batch: Batch
     scores: Mapping[Source, Float32s]
-    """Score of each token, by the model that gives it; zero for tokens that are not valid."""
+    """Score of each token, by the model that gives it, without sampling masks; zero for tokens that are not valid."""
     columns: Mapping[Column, NDArray[Any]] = {}
     """All columns of models' scores."""
     sum_over_ranks: SumOverRanks

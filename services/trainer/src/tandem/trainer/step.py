@@ -39,7 +39,7 @@ from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.rank_time import timed
-from tandem.trainer.scorers.columns import Filled, filled_by
+from tandem.trainer.scorers.columns import Filled, filled_by, score_without_masks
 from tandem.trainer.scores import TokenScores
 from tandem.trainer.set_aside import name_outlier, set_aside_by_loss
 
@@ -164,6 +164,8 @@ class Step:
         """The policy's shard on this rank, or without the policy, that of its only model."""
         self.policy_logprobs_T: Float32s | None = None
         """Log-probabilities of the shard's tokens under the policy; None unless a separate pass has computed them."""
+        self._whole_logprobs_T: Float32s | None = None
+        """The same without sampling masks, where advantages compare them with another model's."""
         self.metrics: dict[str, float] = {}
         """Metrics from the filling of columns."""
         self.notes: list[str] = []
@@ -201,6 +203,8 @@ class Step:
             if model in self.shards:
                 with timed(seconds, SCORING_SECONDS[model]):
                     columns |= filled_by(self, model, size)
+                    if model == "policy" and self.config.compares_whole_policy:
+                        self._whole_logprobs_T = score_without_masks(self, size)
         if self._exchange is not None:
             columns = self._exchange.gathered(self, columns, seconds)
         if "policy" in self.shards:
@@ -218,6 +222,8 @@ class Step:
         """Return the columns made from models' scores, and those that came with the batch."""
         scores = _scores(columns) if columns else {}
         self.policy_logprobs_T = scores.get("policy")
+        if self._whole_logprobs_T is not None:
+            scores["policy"] = self._whole_logprobs_T
         path, made, batch = self.config.advantage_estimator, Filled(), self.own.own
         if path:
             finish: AdvantageEstimator = named(path)

@@ -418,6 +418,11 @@ class Config(Section, frozen=True, kw_only=True):
         return reads and self.policy.generation.cuts_off
 
     @cached_property
+    def compares_whole_policy(self) -> bool:
+        """Whether advantages hold the previous policy, scored with sampling masks, against a model without them."""
+        return self.replays_sampling_masks and (self.loss_fn.use_kl_in_reward or self.learns_from_logprobs)
+
+    @cached_property
     def scoring_temperature(self) -> float:
         """Divisor of the logits for log-probabilities: the sampling temperature.
 

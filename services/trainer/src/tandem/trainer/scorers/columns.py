@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +39,20 @@ def _part_of(step: Step, values_T: NDArray[Any], number: int) -> NDArray[Any]:
         return values_T
     width = values_T.shape[1] // num_joint
     return values_T[:, number * width : (number + 1) * width]
+
+
+def score_without_masks(step: Step, size: int | None) -> NDArray[np.float32]:
+    """Return the policy's log-probabilities of its shard's valid tokens without sampling masks; zeros elsewhere.
+
+    A divergence from a model without masks is of these: with masks on one side, equal models would differ.
+    """
+    shard = step.shards["policy"]
+    values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
+    laid_out = shard.laid_out(shard.scoring(step.global_batches, size), step.backend.device, None)
+    micro_batches = [msgspec.structs.replace(batch, masks=None) for batch in laid_out]
+    for micro_batch, scores_BT in zip(micro_batches, step.backend.scores(micro_batches, "policy", 0), strict=True):
+        unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
+    return values_T
 
 
 def _nothing(step: Step, column: Column, shard: Shard) -> NDArray[Any]:
