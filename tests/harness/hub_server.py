@@ -6,6 +6,7 @@ middle of a file. Weights are answered as the Hub answers them: by a redirection
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -60,6 +61,10 @@ class HubServer(ThreadingHTTPServer):
         """Have no repository, and forget what was asked."""
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.requests: list[str] = []
+        self.pushed: dict[str, bytes] = {}
+        """Large files that clients have sent, by digest."""
+        self.messages: list[str] = []
+        """Of the commits that clients have made."""
         self.bodies: list[tuple[str, int, int]] = []
         """Of each large file that was sent: its name, and the first and last byte."""
         self.cuts: dict[str, list[int]] = {}
@@ -125,7 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self._takes_push(content):
+            return None
+        body = content.decode()
         found = re.fullmatch(rf"/api/(?P<kind>models|datasets)/{_REPO}/paths-info/(?P<revision>.+)", self._path())
         if not found:
             return self._json({})
@@ -134,6 +142,75 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body).get("paths", [])
         return self._json([_entry(name, files[name]) for name in asked if name in files])
+
+    def do_PUT(self) -> None:
+        """Take a large file that is pushed."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self._path() != f"/put/{(digest := hashlib.sha256(content).hexdigest())}":
+            return self._error(400, "BadDigest")
+        self.server.pushed[digest] = content
+        return self._json({})
+
+    def _takes_push(self, content: bytes) -> bool:
+        """Answer what a client asks to push a model, as the Hub does; False if that is not what it asks."""
+        path = self._path()
+        if path == "/api/repos/create":
+            told = json.loads(content)
+            name = f"{told['organization']}/{told['name']}"
+            if not self._may_write():
+                self._error(401, "Unauthorized")
+            else:
+                status = 409 if ("models", name) in self.server.repositories else 200
+                self.server.add(name, {}, is_private=told.get("visibility") == "private")
+                self._json({"url": f"{self.server.url}/{name}"}, status)
+            return True
+        if found := re.fullmatch(rf"/{_REPO}\.git/info/lfs/objects/batch", path):
+            asked = json.loads(content)["objects"]
+            hrefs = {each["oid"]: f"{self.server.url}/put/{each['oid']}" for each in asked}
+            actions = [{**each, "actions": {"upload": {"href": hrefs[each["oid"]]}}} for each in asked]
+            self._json({"transfer": "basic", "objects": actions})
+            return True
+        api = rf"/api/models/{_REPO}"
+        if found := re.fullmatch(rf"{api}/branch/(?P<branch>.+)", path):
+            repository = self.server.repositories["models", found["repo"]]
+            repository.branches.setdefault(found["branch"], repository.branches["main"])
+            self._json({})
+            return True
+        if found := re.fullmatch(rf"{api}/preupload/(?P<branch>.+)", path):
+            names = [each["path"] for each in json.loads(content)["files"]]
+            modes = {name: "lfs" if name.endswith(_LARGE) else "regular" for name in names}
+            told = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
+            self._json({"files": told})
+            return True
+        if found := re.fullmatch(rf"{api}/commit/(?P<branch>.+)", path):
+            self._commit_pushed(found["repo"], found["branch"], [json.loads(line) for line in content.splitlines()])
+            return True
+        return False
+
+    def _may_write(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+    def _commit_pushed(self, name: str, branch: str, lines: list[dict[str, Any]]) -> None:
+        if self.server.is_broken:
+            return self._error(503, "Unavailable")
+        if not self._may_write():
+            return self._error(403, "Forbidden")
+        repository = self.server.repositories["models", name]
+        files = dict(repository.commits[repository.branches[branch]])
+        for line in lines:
+            value = line["value"]
+            match line["key"]:
+                case "header":
+                    self.server.messages.append(value["summary"])
+                case "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    files[value["path"]] = self.server.pushed[value["oid"]]
+                case "deletedFile":
+                    del files[value["path"]]
+        commit = repository.push(files, branch)
+        told = {"commitUrl": f"{self.server.url}/{name}/commit/{commit}", "commitOid": commit, "success": True}
+        return self._json(told)
 
     def do_GET(self) -> None:
         path = self._path()
@@ -239,8 +316,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return self._send(files[name], name, {"ETag": f'"{digest}"'})
         return self._error(404, "EntryNotFound")
 
-    def _send(self, data: bytes, name: str, headers: dict[str, str]) -> None:
-        first, status = 0, 200
+    def _send(self, data: bytes, name: str, headers: dict[str, str], status: int = 200) -> None:
+        first = 0
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, status = int(asked[1]), 206
             headers |= {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}
@@ -264,8 +341,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.bodies.append((name, first, first + len(body)))
         self.wfile.write(body)
 
-    def _json(self, value: Any) -> None:
-        self._send(json.dumps(value).encode(), "", {"Content-Type": "application/json"})
+    def _json(self, value: Any, status: int = 200) -> None:
+        self._send(json.dumps(value).encode(), "", {"Content-Type": "application/json"}, status)
 
     def _error(self, status: int, code: str) -> None:
         self.send_response(status)

@@ -27,6 +27,7 @@ from tandem.coordinator.commands import (
     merge,
     note,
     plan,
+    push,
     refits,
     report,
     runs,
@@ -59,6 +60,7 @@ _COMMANDS = (
     replay,
     eval,
     merge,
+    push,
     serve,
     chat,
     tinker,
@@ -71,7 +73,7 @@ GROUPS = {
     "prepare": ("init", "check", "doctor", "plan", "keys"),
     "run": ("up", "join", "replay", "eval", "slurm", "kubernetes"),
     "look": ("runs", "note", "view", "samples", "report", "diagnose", "refits"),
-    "use a model": ("serve", "chat", "tinker", "merge"),
+    "use a model": ("serve", "chat", "tinker", "merge", "push"),
     "shell": ("completion",),
 }
 """Commands by purpose, as the error about an unknown one lists them."""
@@ -94,6 +96,7 @@ EXAMPLES = {
     "replay": "coordinator replay results/arithmetic --from 50 loss_fn.ratio_clip_max=0.28",
     "eval": "coordinator eval examples/arithmetic.yaml --model results/arithmetic eval.num_tests_per_prompt=8",
     "merge": "coordinator merge results/arithmetic_lora merged",
+    "push": "coordinator push results/arithmetic org/arithmetic@main --private",
     "serve": "coordinator serve results/arithmetic",
     "chat": "coordinator chat results/arithmetic",
     "tinker": "coordinator tinker examples/tinker.yaml",

@@ -374,8 +374,8 @@ def _telling(snapshot: Snapshot, num_bytes: int, say: Callable[[str], None]) -> 
 
 
 @contextlib.contextmanager
-def as_one_line(reference: Reference, kind: Kind) -> Iterator[None]:
-    """Convert errors of the Hub's libraries to a `ModelError` of one line."""
+def as_one_line(reference: Reference, kind: Kind, doing: str = "fetching it from") -> Iterator[None]:
+    """Convert errors of the Hub's libraries to a `ModelError` of one line; `doing` goes before the Hub's address."""
     from huggingface_hub import constants, errors
 
     what = "data set" if kind == "dataset" else "model"
@@ -395,7 +395,7 @@ def as_one_line(reference: Reference, kind: Kind) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"{reference.repo!r} has no branch, tag or commit {reference.revision!r}") from error
     except OSError as error:  # a full disk, or a refused, lost or slow connection
-        raise ModelError(f"{reference}: fetching it from {where} failed: {_said(error)}") from error
+        raise ModelError(f"{reference}: {doing} {where} failed: {_said(error)}") from error
     except Exception as error:  # the underlying libraries raise errors of their own
         raise ModelError(f"{reference}: {where} answered with an error: {_said(error)}") from error
 
