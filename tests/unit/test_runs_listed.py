@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from page_harness import make_run
 
+from tandem.coordinator import cli
 from tandem.coordinator.cli import main
 from tandem.coordinator.loop.run import recorded
 from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.sweeping.combinations import parse_sweep
 from tandem.observe.listing.notes import NOTES_NAME
 from tandem.observe.listing.runs import curve_of
 from tandem.observe.run_folder.journal import read_journal
+from tests.harness.runs.pages_harness import ROOT, quoted
 
 
 def settings(lr: float, seed: int, folder: str) -> dict[str, Any]:
@@ -140,3 +143,15 @@ def test_a_folder_without_runs_and_none_at_all(capsys: pytest.CaptureFixture[str
 def test_values_that_are_no_number_are_left_out_of_curves() -> None:
     with read_journal(Path("results/a")) as journal:
         assert curve_of(journal, "loss") == [(1, -1.0), (3, -3.0), (4, -4.0), (5, -5.0), (6, -6.0)]
+
+
+def test_the_commands_of_the_page_are_carried_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweep is only parsed: `tests/integration/runs/test_sweep.py` runs one."""
+    make_run("results/arithmetic", 2, settings(1e-3, 42, "arithmetic"), run_id="learned").close()
+    commands = [words for words, _ in quoted((ROOT / "docs" / "runs.md").read_text())]
+    assert [words[1] for words in commands] == ["runs", "note", "runs", "runs", "runs", "sweep"]
+    for words in commands[:-1]:
+        assert main(words[1:]) == 0
+        assert "results/arithmetic" in capsys.readouterr().out
+    settings_of_sweep = parse_sweep(cli._parse(commands[-1][1:]).overrides)
+    assert (settings_of_sweep.num_runs, settings_of_sweep.fixed) == (6, ())

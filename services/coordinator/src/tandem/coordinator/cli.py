@@ -39,6 +39,7 @@ from tandem.coordinator.commands import (
 )
 from tandem.coordinator.commands.arguments import NEWER, CarryOut
 from tandem.coordinator.replaying import replay
+from tandem.coordinator.sweeping import sweep
 from tandem.coordinator.tinker import tinker
 from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 
@@ -49,6 +50,7 @@ _COMMANDS = (
     plan,
     keys,
     up,
+    sweep,
     join,
     runs,
     note,
@@ -71,7 +73,7 @@ _COMMANDS = (
 """Commands, in the order of the help text."""
 GROUPS = {
     "prepare": ("init", "check", "doctor", "plan", "keys"),
-    "run": ("up", "join", "replay", "eval", "slurm", "kubernetes"),
+    "run": ("up", "sweep", "join", "replay", "eval", "slurm", "kubernetes"),
     "look": ("runs", "note", "view", "samples", "report", "diagnose", "refits"),
     "use a model": ("serve", "chat", "tinker", "merge", "push"),
     "shell": ("completion",),
@@ -85,6 +87,7 @@ EXAMPLES = {
     "plan": "coordinator plan examples/plans/llama-8b-fsdp8-to-tp2.yaml",
     "keys": "coordinator keys examples/arithmetic.yaml",
     "up": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
+    "sweep": "coordinator sweep examples/arithmetic.yaml grpo.seed=1,2,3 policy.optimizer.kwargs.lr=1e-3,2e-3",
     "join": "coordinator join config.yaml cluster.num_nodes=2 --node 1 --coordinator tcp://10.0.0.1:5555",
     "runs": "coordinator runs results --search grpo.seed=1 --differences",
     "note": "coordinator note results/arithmetic --tag baseline --text 'as in the paper'",

@@ -1,4 +1,4 @@
-"""A model's way to the Hugging Face Hub: its files in one commit, so that a reader sees all of them or none.
+"""A model sent to the Hugging Face Hub: all of its files in one commit, or none of them.
 
 Importing this module imports none of the Hub's libraries.
 """

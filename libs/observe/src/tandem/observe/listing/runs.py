@@ -56,6 +56,8 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of all steps together."""
     created_at: float = 0.0
     """Unix time."""
+    updated_at: float = 0.0
+    """Unix time of the newest step."""
     tags: tuple[str, ...] = ()
     note: str = ""
     problem: str = ""
@@ -105,8 +107,8 @@ def _entry(folder: Path, journal: JournalReader, tags: tuple[str, ...], note: st
         config = msgspec.json.decode(journal.config_json, type=dict[str, Any])
     algorithm, live = journal.run.algorithm, read_live(folder)
     planned = (config.get(algorithm) or {}).get("max_num_steps") if live is None else live.num_steps
-    (seconds,) = journal.rows(
-        "SELECT coalesce(sum(seconds), 0) FROM steps JOIN seconds ON step_id = id "
+    seconds, updated_at = journal.rows(
+        "SELECT coalesce(sum(seconds), 0), coalesce(max(committed_at), 0) FROM steps JOIN seconds ON step_id = id "
         "WHERE superseded_at IS NULL AND phase = 'total'"
     )[0]
     row = ListedRun(
@@ -122,6 +124,7 @@ def _entry(folder: Path, journal: JournalReader, tags: tuple[str, ...], note: st
         loss=_last(curve_of(journal, "loss")),
         seconds=float(seconds),
         created_at=journal.run.created_at,
+        updated_at=float(updated_at),
         tags=tags,
         note=note,
     )

@@ -41,6 +41,28 @@ def print_runs(rows: Sequence[ListedRun], console: Console) -> None:
             console.print(Text(f"{row.folder}: {row.problem}"), soft_wrap=True)
 
 
+def print_combinations(keys: Sequence[str], rows: Mapping[tuple[str, ...], ListedRun], console: Console) -> None:
+    """Print the table of a sweep: a row for each combination of the values of some keys."""
+    runs = [*rows.values()]
+    table = new_table(console)
+    for key in keys:
+        table.add_column(key, no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    add_results(table, runs)
+    table.add_column("run", overflow="fold")
+    for values, row in rows.items():
+        table.add_row(*map(Text, [*values, row.state or "not begun", *results_of(row, runs), row.folder]))
+    console.print(table)
+
+
+def describe_progress(row: ListedRun) -> str:
+    """Return how far a run is, on one line."""
+    steps = f"step {row.step}" if row.num_steps is None else f"step {row.step}/{row.num_steps}"
+    score = [] if row.score is None else [f"{row.score.metric} {row.score.last:.4g} (best {shown_best(row.score)})"]
+    measures = [f"{name} {value:.4g}" for name in _measured([row]) if (value := getattr(row, name)) is not None]
+    return ", ".join([steps, *score, *measures, clock(row.seconds)])
+
+
 def new_table(console: Console) -> Table:
     """Return an empty table, and give the console room for one where it is no terminal."""
     if not console.is_terminal:

@@ -1,0 +1,1 @@
+"""A sweep: runs of one configuration, one for each combination of values of some keys."""
