@@ -23,7 +23,7 @@ from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.drawing import ahead_line
 from tandem.coordinator.observers.progress import Progress
-from tandem.coordinator.observers.quick_steps import STEP_LOG, StepLog
+from tandem.coordinator.observers.quick_steps import STEP_LOG, QuickSteps, StepLog
 from tandem.coordinator.processes.registry import Registry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
@@ -143,7 +143,7 @@ def test_quick_steps_have_some_lines_on_the_console_and_all_in_a_file() -> None:
     out, time = io.StringIO(), [0.0]
     config = build_config(SETTINGS)
     spec = run_spec(config, first_step=1, last_step=660, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
-    progress = Progress(config, spec, [], Console(file=out, width=200), lambda: time[0], step_every_s=3.0)
+    progress = Progress(config, spec, [], Console(file=out, width=200), lambda: time[0], is_due=QuickSteps(660).is_due)
     log = StepLog(Path(), spec.last_step)
     for step in range(1, 661):
         time[0] += 0.25

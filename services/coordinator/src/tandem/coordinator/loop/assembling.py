@@ -26,7 +26,7 @@ from tandem.coordinator.observers.finished_steps import Curves, HealthWarnings
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
 from tandem.coordinator.observers.observer import Observer, Observers
 from tandem.coordinator.observers.progress import Progress
-from tandem.coordinator.observers.quick_steps import STEP_EVERY_S, StepLog
+from tandem.coordinator.observers.quick_steps import QuickSteps, StepLog
 from tandem.coordinator.observers.stopping import validation_stop
 from tandem.coordinator.observers.time_limit import TimeLimit
 from tandem.coordinator.observers.timeline import Timeline
@@ -172,10 +172,9 @@ def _observers(
     if invocation.front_end is not None:
         display = invocation.front_end.display()
     else:
-        every_s = STEP_EVERY_S if is_quick else 0.0
-        display = Progress(
-            config, spec, history, began_at=snapshot.said.began_at, again=snapshot.said.records, step_every_s=every_s
-        )
+        is_due = QuickSteps(spec.last_step).is_due if is_quick else None
+        began_at, again = snapshot.said.began_at, snapshot.said.records
+        display = Progress(config, spec, history, began_at=began_at, again=again, is_due=is_due)
     observers: list[Observer] = [
         *([StepLog(folder, spec.last_step)] if is_quick else []),
         *([Dashboards(opened.writers)] if len(opened.writers) else []),

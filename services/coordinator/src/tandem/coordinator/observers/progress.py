@@ -28,8 +28,6 @@ from tandem.observe.run_folder.journal import StepRecord
 
 _REFRESH_S = 0.25
 _LINE_EVERY_S = 30.0
-_NUM_FIRST = 10
-"""First steps that have a line each, however quick they are."""
 
 
 class Progress(Observer):
@@ -45,16 +43,14 @@ class Progress(Observer):
         line_every_s: float = _LINE_EVERY_S,
         began_at: float | None = None,
         again: Sequence[StepRecord] = (),
-        step_every_s: float = 0.0,
+        is_due: Callable[[StepRecord, float], bool] | None = None,
     ) -> None:
         """`now` returns the seconds of a clock; without a terminal, a line is printed every `line_every_s`.
 
         `began_at` is the beginning of the run by that clock; default: now. `again` are steps that may be done again.
-        `step_every_s` is the shortest time between the lines of two steps, but for those of `_is_due`.
+        `is_due` says whether a step has a line, by its record and the clock; by default each has one.
         """
-        self._step_every_s = step_every_s
-        self._num_committed = 0
-        self._step_printed_at = -step_every_s
+        self._is_due = is_due
         self._again = again
         self._title = f"{config.algorithm} · {hub.shown(config.policy.model_name)} · {config.logger.log_dir}"
         self._spec = spec
@@ -83,18 +79,8 @@ class Progress(Observer):
         if self._display is not None:
             self._keep(record)
         self._committed_at = self._now()
-        if not self._step_every_s or self._is_due(record):
+        if self._is_due is None or self._is_due(record, self._committed_at):
             self._print(step_line(record, self._spec.last_step, self._times()))
-
-    def _is_due(self, record: StepRecord) -> bool:
-        """Return whether a quick step has a line: as one of the first, the last, validated, saved, or after a while."""
-        self._num_committed += 1
-        is_first, is_last = self._num_committed <= _NUM_FIRST, record.step == self._spec.last_step
-        is_validated = any(name.startswith("val_") for name in record.metrics)
-        is_late = self._committed_at - self._step_printed_at >= self._step_every_s
-        if is_due := is_first or is_last or is_validated or bool(record.checkpoint) or is_late:
-            self._step_printed_at = self._committed_at
-        return is_due
 
     def show(self, scheduler: Scheduler, registry: Registry) -> None:
         """Bring the display up to date, a few times a second; without one, print what the run waits for."""

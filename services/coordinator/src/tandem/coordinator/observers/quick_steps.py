@@ -11,8 +11,29 @@ from tandem.observe.run_folder.journal import StepRecord
 
 STEP_EVERY_S = 3.0
 """Shortest time between the lines of two steps on the console of a run that generates nothing."""
+_NUM_FIRST = 10
+"""First steps that have a line each, however quick they are."""
 STEP_LOG = "logs/steps.log"
 """The file with a line for each step, in the run folder."""
+
+
+class QuickSteps:
+    """Which steps have a line on the console: the first, the last, those validated or saved, and one after a while."""
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
+        self._num_committed = 0
+        self._printed_at = -STEP_EVERY_S
+
+    def is_due(self, record: StepRecord, now: float) -> bool:
+        """Return whether a step has a line; `now` is the clock's time in seconds."""
+        self._num_committed += 1
+        is_first, is_last = self._num_committed <= _NUM_FIRST, record.step == self._last_step
+        is_validated = any(name.startswith("val_") for name in record.metrics)
+        is_late = now - self._printed_at >= STEP_EVERY_S
+        if is_due := is_first or is_last or is_validated or bool(record.checkpoint) or is_late:
+            self._printed_at = now
+        return is_due
 
 
 class StepLog(Reporter):

@@ -35,17 +35,8 @@ from tandem.rollout.environments.making import make_environment, make_reward_mod
 from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
 from tandem.rollout.environments.processes.batches import answer_in_batches
-from tandem.rollout.environments.processes.channel import (
-    Answer,
-    Begin,
-    Imported,
-    Reader,
-    Ready,
-    WorkerForked,
-    call_decoder,
-    packed,
-    receive,
-)
+from tandem.rollout.environments.processes.channel import Answer, Reader, call_decoder, packed, receive
+from tandem.rollout.environments.processes.starting import Begin, Imported, Ready, WorkerForked
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""

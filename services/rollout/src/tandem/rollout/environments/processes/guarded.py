@@ -23,7 +23,8 @@ from tandem.common.process_lifetime import (
 )
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
-from tandem.rollout.environments.processes.channel import Imported, Reader, framed
+from tandem.rollout.environments.processes.channel import Reader, framed
+from tandem.rollout.environments.processes.starting import Imported
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0

@@ -31,9 +31,10 @@ from tandem.rollout.environments.outcomes import (
     Outcome,
     timed_out,
 )
-from tandem.rollout.environments.processes.channel import Answer, Begin, Reader, Ready, WorkerForked, packed
+from tandem.rollout.environments.processes.channel import Answer, Reader, packed
 from tandem.rollout.environments.processes.guarded import ForkServer, how_it_ended
 from tandem.rollout.environments.processes.losing import Jobs, Losses
+from tandem.rollout.environments.processes.starting import Begin, Ready, WorkerForked
 
 _COROUTINES = 256
 """Calls of an asynchronous environment that one worker has at once."""
