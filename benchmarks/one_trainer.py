@@ -14,7 +14,7 @@ from smoke import sized
 
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.given_table import given_table
 from tandem.samples.model_files import write_new_model
 
@@ -61,11 +61,11 @@ def one_trainer(folder: Path) -> Iterator[Config]:
     torch.set_num_threads(before)
 
 
-def make_batch() -> Batch:
+def make_batch() -> SampleBatch:
     """Return random tokens."""
     random = np.random.default_rng(0)
     num_tokens = NUM_SEQUENCES * LENGTH
-    batch = Batch(
+    batch = SampleBatch(
         lengths_S=np.full(NUM_SEQUENCES, LENGTH, dtype=np.int32),
         token_ids_T=random.integers(3, len(CHARACTERS), num_tokens).astype(np.int32),
         loss_mask_T=np.tile(np.arange(LENGTH) >= LENGTH // 4, NUM_SEQUENCES),

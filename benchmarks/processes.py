@@ -18,7 +18,7 @@ import msgspec
 import torch.multiprocessing
 from torch.distributed import TCPStore
 
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.messages import (
     CommitVersion,
     ConnectTransferGroup,
@@ -36,9 +36,9 @@ from tandem.common.messages import (
     VersionCommitted,
     Welcome,
 )
-from tandem.common.wire import Arrays, Codec, Frames, Received, encode
+from tandem.common.wire import Arrays, Frames, MessageCodec, ReceivedMessage, encode
 from tandem.config import build_config, config_to_json
-from tandem.launch.run_service import Service, _answer_commands
+from tandem.launch.run_service import RunnableService, _answer_commands
 from tandem.launch.service import ServiceContext
 from tandem.refit.service import RefitService
 from tandem.refit.weight_client import WeightClient
@@ -51,7 +51,7 @@ VERIFY = ("off", "sampled", "full")
 
 Asked = Mapping[str, Callable[..., Any]]
 """What a process does for a benchmark, by name."""
-Make = Callable[..., tuple[Service, Asked]]
+Make = Callable[..., tuple[RunnableService, Asked]]
 """Takes the member, its connection and further arguments; runs in the process."""
 
 
@@ -105,9 +105,9 @@ class PipeLink:
 
     def __init__(self, connection: Connection, asked: Asked) -> None:
         self._connection = connection
-        self._codec: Codec[Any] = Codec(ToRollout)
+        self._codec: MessageCodec[Any] = MessageCodec(ToRollout)
         self.asked = asked
-        self.own, self.trainers = new_key_pair(), Admitted()
+        self.own, self.trainers = new_key_pair(), AdmittedKeys()
 
     def send(self, frames: Frames) -> None:
         self._connection.send_bytes(msgspec.msgpack.encode([bytes(frame) for frame in frames]))
@@ -115,7 +115,7 @@ class PipeLink:
     def set_phase(self, name: str) -> None:
         """Heartbeats would report it."""
 
-    def receive(self, timeout_s: float) -> Received[Any] | None:
+    def receive(self, timeout_s: float) -> ReceivedMessage[Any] | None:
         while self._connection.poll(timeout_s):
             frames = msgspec.msgpack.decode(self._connection.recv_bytes())
             if isinstance(frames, dict):
@@ -144,8 +144,8 @@ def _serve(connection: Connection, make: Make, name: str, config: bytes, argumen
     service.close()
 
 
-_FROM_MEMBER: Codec[Any] = Codec(FromRollout)
-_FROM_REFIT: Codec[Any] = Codec(FromRefit)
+_FROM_MEMBER: MessageCodec[Any] = MessageCodec(FromRollout)
+_FROM_REFIT: MessageCodec[Any] = MessageCodec(FromRefit)
 
 
 class Remote:
@@ -218,7 +218,7 @@ class _Replies:
 
     def __init__(self) -> None:
         self.replies: list[Frames] = []
-        self.own, self.trainers = new_key_pair(), Admitted()
+        self.own, self.trainers = new_key_pair(), AdmittedKeys()
 
     def send(self, frames: Frames) -> None:
         self.replies.append(frames)

@@ -44,19 +44,26 @@ from tandem.common.messages import (
     Train,
     TrainerBuilt,
 )
-from tandem.common.wire import Codec, Frames, encode
+from tandem.common.wire import Frames, MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
-from tandem.coordinator.loop.batches import Batches
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.loop.batches import StepBatches
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.sample_limits import Limits
-from tandem.coordinator.scheduler.events import CommandFields, DispatchBatch, GroupSize, Joined, Replied, SampleRecord
-from tandem.coordinator.scheduler.groups.table import Groups
+from tandem.coordinator.processes.sample_limits import SampleLimits
+from tandem.coordinator.scheduler.events import (
+    CommandFields,
+    DispatchBatch,
+    GroupSize,
+    ProcessJoined,
+    ProcessReplied,
+    SampleRecord,
+)
+from tandem.coordinator.scheduler.groups.table import GroupTable
 from tandem.launch.admission.admission import HeartbeatSettings
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
-from tandem.samples.batch import SAMPLES, Batch
+from tandem.samples.batch import SAMPLES, SampleBatch
 from tests.harness.answers import trained
 from tests.harness.members import at, open_listening
 
@@ -72,7 +79,7 @@ VOCABULARY = 150_000
 def stand_in(address: str, kind: ServiceKind) -> None:
     """Be processes whose keys come in: join, answer every command at once, end with the coordinator's process."""
     context, poller = zmq.Context(), zmq.Poller()
-    codec: Codec[Any] = Codec(ToTrainer if kind == "trainer" else ToRollout)
+    codec: MessageCodec[Any] = MessageCodec(ToTrainer if kind == "trainer" else ToRollout)
     own = msgspec.json.decode(sys.stdin.buffer.read(), type=list[ProcessKeys])
     for keys in own:
         socket = context.socket(zmq.DEALER)
@@ -153,10 +160,10 @@ def generated(command: Generate) -> Iterator[Frames]:
     )
 
 
-def arrays_of(group: PromptGroup, num_made: int) -> Batch:
+def arrays_of(group: PromptGroup, num_made: int) -> SampleBatch:
     length = len(group.prompt_ids) + num_made
     made_T = np.arange(length) >= len(group.prompt_ids)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([length], dtype=np.int32),
         token_ids_T=np.concatenate([np.array(group.prompt_ids, np.int32), np.full(num_made, 9, np.int32)]),
         loss_mask_T=made_T,
@@ -176,7 +183,7 @@ OURS, FORMER = 1.0, 0.5
 
 
 class RunningAlgorithm:
-    """What `Batches` asks of an algorithm, from the records of one step."""
+    """What `StepBatches` asks of an algorithm, from the records of one step."""
 
     def __init__(self, config: Config, prompts: dict[int, Any]) -> None:
         self.validation_parts: dict[str, int] = {}
@@ -194,10 +201,10 @@ class Cluster:
         listening = open_listening()
         self.hub = listening.hub
         self.config = config_of(num_ranks, num_engines, length)
-        limits = Limits(vocabulary=VOCABULARY, max_tokens=length, max_turns=1)
+        limits = SampleLimits(vocabulary=VOCABULARY, max_tokens=length, max_turns=1)
         expected: dict[ServiceKind, int] = {"trainer": num_ranks, "rollout": num_engines}
         heartbeat = HeartbeatSettings(interval_s=1000.0, timeout_s=1000.0)
-        self.registry = Registry(listening, expected, b"{}", "run", heartbeat, Replies(limits))
+        self.registry = ProcessRegistry(listening, expected, b"{}", "run", heartbeat, Replies(limits))
         self.ranks = [f"trainer-{i}" for i in range(num_ranks)]
         self.engines = [f"rollout-{i}" for i in range(num_engines)]
         self.prompts = {
@@ -211,7 +218,7 @@ class Cluster:
         self.bytes_sent = self.bytes_received = 0
         joined = 0
         while joined < num_ranks + num_engines:
-            joined += sum(isinstance(event, Joined) for event in self.registry.receive(1.0))
+            joined += sum(isinstance(event, ProcessJoined) for event in self.registry.receive(1.0))
         self.built = [self.ask(rank, BuildTrainer(**self.command(), **MEETING)) for rank in self.ranks]
         self.built += [self.ask(engine, BuildEngine(**self.command())) for engine in self.engines]
         for engine in self.engines:
@@ -240,17 +247,17 @@ class Cluster:
         self.bytes_sent += sum(map(len, frames))
         self.registry.command(process, command, frames)
 
-    def ask(self, process: str, command: Any) -> Replied:
+    def ask(self, process: str, command: Any) -> ProcessReplied:
         self.send(process, command)
         return next(iter(self.replies(1)))
 
-    def replies(self, count: int) -> Iterator[Replied]:
+    def replies(self, count: int) -> Iterator[ProcessReplied]:
         """Yield replies until so many commands are answered whole."""
         deadline = time.monotonic() + DEADLINE_S
         while count:
             assert time.monotonic() < deadline
             for event in self.registry.receive(1.0):
-                assert isinstance(event, Replied), event
+                assert isinstance(event, ProcessReplied), event
                 count -= not isinstance(event.reply, SamplesFinished)
                 yield event
 
@@ -285,12 +292,12 @@ class Cluster:
     def step(self) -> dict[str, float]:
         """Take one step; return the seconds of processor time by what they were for."""
         running = RunningAlgorithm(self.config, self.prompts)
-        batches = Batches(self.config, running)  # type: ignore[arg-type]
+        batches = StepBatches(self.config, running)  # type: ignore[arg-type]
         for built in self.built:
             batches.take_reply(built.process, built.reply)
         self.bytes_sent = 0
         times = [time.process_time()]
-        groups = Groups()
+        groups = GroupTable()
         groups.draw(self._step + 1, "train", NUM_GROUPS)
         waiting: Any = None
         for engine, command in self.commands(OURS):
@@ -322,8 +329,8 @@ class Cluster:
 
     def former_step(self) -> dict[str, float]:
         """Take one step in which arrays come here and go to every rank."""
-        codec: Codec[Any] = Codec(FromRollout)
-        bundles: dict[tuple[int, int], Batch] = {}
+        codec: MessageCodec[Any] = MessageCodec(FromRollout)
+        bundles: dict[tuple[int, int], SampleBatch] = {}
         began = time.process_time()
         for engine, command in self.commands(FORMER):
             self.registry.send(engine, encode(command))
@@ -336,9 +343,9 @@ class Cluster:
                     num_done += 1
                     continue
                 (sample,) = received.message.samples
-                bundles[sample.group, sample.sample] = Batch.from_frames(received.arrays, SAMPLES)
-        arrays = Batch.concatenate([bundles[key] for key in sorted(bundles)])
-        batch = Batch(
+                bundles[sample.group, sample.sample] = SampleBatch.from_frames(received.arrays, SAMPLES)
+        arrays = SampleBatch.concatenate([bundles[key] for key in sorted(bundles)])
+        batch = SampleBatch(
             lengths_S=arrays.lengths_S,
             token_ids_T=arrays.token_ids_T,
             loss_mask_T=arrays.loss_mask_T,

@@ -32,9 +32,9 @@ from tandem.config import build_config, config_to_json
 from tandem.config.schema import NewModel
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.generating import Generating
+from tandem.rollout.generating import RunningGenerations
 from tandem.rollout.service import RolloutService
 from tandem.samples.model_files import write_new_model
 
@@ -74,21 +74,21 @@ class Slow:
         return Score(1.0, correct=True) if num_turns == NUM_TURNS else Turn([{"role": "user", "content": "1"}])
 
 
-class HoldsBack(Generating):
+class HoldsBack(RunningGenerations):
     """The real one, which can also hand all responses to the environment at once when the last is there."""
 
     holds_back = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._held: list[Completion] = []
+        self._held: list[EngineCompletion] = []
 
     def choose(self, way: str) -> None:
         """Do what comes next this way."""
         self._parts.is_async = way == "async_engine"
         self.holds_back = way == "turn by turn"
 
-    def _take(self, completion: Completion) -> None:
+    def _take(self, completion: EngineCompletion) -> None:
         self._held.append(completion)
         if not self.holds_back or not self._parts.engine.num_unfinished:
             held, self._held = self._held, []

@@ -19,11 +19,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.measure import keep_ratios
 from benchmarks.smoke import IS_SMOKE, sized
 from tandem.common import curve
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.messages import MAX_TOKENS_FETCHED, SamplesFetched
 from tandem.common.wire import encode
 from tandem.common.wire.gatekeeper import Gatekeeper
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.members import MEMBER
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ WAYS = ("plain", "encrypted")
 
 def reply() -> list[Any]:
     """The largest reply that one request may have."""
-    arrays = Batch(
+    arrays = SampleBatch(
         lengths_S=np.array([NUM_TOKENS], dtype=np.int32),
         token_ids_T=np.arange(NUM_TOKENS, dtype=np.int32),
         loss_mask_T=np.ones(NUM_TOKENS, dtype=np.bool_),
@@ -47,7 +47,7 @@ def reply() -> list[Any]:
 def serve() -> None:
     """Answer requests on two sockets until standard input ends; their ports and keys come first."""
     context, poller = zmq.Context(), zmq.Poller()
-    Gatekeeper(context, Admitted([sys.argv[1]]))
+    Gatekeeper(context, AdmittedKeys([sys.argv[1]]))
     own = curve.new_key_pair()
     for way in WAYS:
         socket = context.socket(zmq.ROUTER)

@@ -37,7 +37,7 @@ from tandem.config import Config
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout, program
 from tandem.refit.adapters.catalogue import from_config
-from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.binding import bind
@@ -161,7 +161,7 @@ class End:
         self.memory = {
             way: {s.name: torch.zeros(s.num_bytes, dtype=torch.uint8) for s in self.layout.storages} for way in WAYS
         }
-        self.groups: dict[str, process_group.Group] = {}
+        self.groups: dict[str, process_group.ConnectedGroup] = {}
         largest = {"whole": 0.0, "differences": largest_difference(rate)}
         programs = {way: msgspec.structs.replace(self.program, largest_difference=largest[way]) for way in WAYS}
         self.bound = {way: bind(programs[way], self.memory[way], self.groups) for way in WAYS}
@@ -225,8 +225,8 @@ def make(context: ServiceContext, connection: Connection, *arguments: Any) -> tu
 def sides() -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Return one trainer's layout and one engine's, which fuses some weights."""
     model = from_config(SHAPE, "bfloat16")
-    (source,) = Megatron().layouts(model, Hosts("trainers", 1, has_gpus=False))
-    (engine,) = Vllm().layouts(model, Hosts("engines", 1, has_gpus=False))
+    (source,) = Megatron().layouts(model, HostNames("trainers", 1, has_gpus=False))
+    (engine,) = Vllm().layouts(model, HostNames("engines", 1, has_gpus=False))
     return {"trainer-0": source}, {"rollout-0": engine}
 
 
@@ -345,7 +345,7 @@ class Weights:
         self.new = torch.randint(0x3000, 0x3F00, (NUM_ELEMENTS,), generator=generator, dtype=torch.int16)
         self.old = torch.from_numpy(self.new.numpy().copy())  # as a sender keeps it
         self.received, self.copied = self.new.clone(), torch.empty_like(self.new)
-        self.changes: list[encoding.Change] = []
+        self.changes: list[encoding.MessageDifference] = []
 
     def find(self) -> None:
         messages = zip(self.old.split(MESSAGE), self.new.split(MESSAGE), strict=True)

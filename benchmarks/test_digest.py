@@ -21,9 +21,9 @@ from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tandem.refit.digests.at_once import digest_layout
-from tandem.refit.digests.slices import Sampling
+from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
-from tandem.refit.program import Verification
+from tandem.refit.program import ProcessVerification
 
 NUM_ROUNDS = 9
 ONE_IN = 16
@@ -66,7 +66,7 @@ class Weights:
         self._copies = {name: torch.zeros_like(tensor) for name, tensor in self._tensors.items()}
         self._layout = self._make_layout(str(dtype).removeprefix("torch."), dtype.itemsize)
         rows = np.arange(len(self._layout.pieces))
-        self._as_bfloat16 = Verification(rows, ("bfloat16",) * len(shapes))
+        self._as_bfloat16 = ProcessVerification(rows, ("bfloat16",) * len(shapes))
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._version = 0
 
@@ -88,7 +88,7 @@ class Weights:
 
     def tandem_sampled(self) -> None:
         self._version += 1
-        digest_layout(self._layout, self._tensors, sampling=Sampling(self._version, ONE_IN))
+        digest_layout(self._layout, self._tensors, sampling=ElementSampling(self._version, ONE_IN))
 
     def memcpy(self) -> None:
         for name, tensor in self._tensors.items():

@@ -19,7 +19,7 @@ from smoke import IS_SMOKE, sized
 
 from tandem.common.messages import SamplingParameters
 from tandem.refit.planner import plan
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.trainer.exposed_weights import weights_of
 
@@ -60,12 +60,12 @@ def _threads() -> Any:
     torch.set_num_threads(before)
 
 
-def make_requests(max_new_tokens_R: list[int]) -> list[Request]:
+def make_requests(max_new_tokens_R: list[int]) -> list[SequenceRequest]:
     """One prompt group after the other; prompts of 16 to 30 tokens."""
     generator = np.random.default_rng(0)
     prompts = [tuple(generator.integers(1, VOCABULARY, length).tolist()) for length in range(16, 32)][:NUM_PROMPTS]
     return [
-        Request(
+        SequenceRequest(
             request_id=index,
             prompt_ids=prompts[index // NUM_SAMPLES],
             sampling=SamplingParameters(
@@ -94,7 +94,7 @@ def make_engine(model: Any) -> TransformersEngine:
     return engine
 
 
-def run_engine(engine: TransformersEngine, requests: list[Request]) -> int:
+def run_engine(engine: TransformersEngine, requests: list[SequenceRequest]) -> int:
     for request in requests:
         engine.add_request(request)
     num_tokens = 0
@@ -103,7 +103,7 @@ def run_engine(engine: TransformersEngine, requests: list[Request]) -> int:
     return num_tokens
 
 
-def run_generate(model: Any, requests: list[Request]) -> None:
+def run_generate(model: Any, requests: list[SequenceRequest]) -> None:
     longest_prompt = max(len(request.prompt_ids) for request in requests)
     rows = [[0] * (longest_prompt - len(request.prompt_ids)) + list(request.prompt_ids) for request in requests]
     inputs = torch.tensor(rows)

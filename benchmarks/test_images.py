@@ -34,10 +34,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks import sample_plane as plane
 from benchmarks.measure import keep_ratios
 from benchmarks.smoke import IS_SMOKE, sized
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.keys import KeyPair
 from tandem.common.messages import FetchImages, ImageRef, ImagesFetched, Listener
-from tandem.common.wire import Callers, Codec, Frames, Hub, encode
+from tandem.common.wire import CallerConnections, Frames, Hub, MessageCodec, encode
 from tandem.config.models.vision_families import VISION
 from tandem.samples.images import towers
 from tandem.samples.images.fetching import ImageFetcher
@@ -123,8 +123,8 @@ def stand_in() -> None:
 
 def receive(at: Listener, own: KeyPair, digests: list[str]) -> Iterator[int]:
     """Ask for the pixel values of one image after the other; yield their bytes."""
-    codec: Codec[ImagesFetched] = Codec(ImagesFetched)
-    callers, left = Callers({"server": at}, own, max_bytes=1 << 30), [*digests]
+    codec: MessageCodec[ImagesFetched] = MessageCodec(ImagesFetched)
+    callers, left = CallerConnections({"server": at}, own, max_bytes=1 << 30), [*digests]
     deadline = time.monotonic() + TIMEOUT_S
     try:
         while left:
@@ -143,10 +143,10 @@ def receive(at: Listener, own: KeyPair, digests: list[str]) -> Iterator[int]:
 
 
 @contextmanager
-def sending_pixels(images: ImageFolder, processor: Any, admitted: Admitted) -> Iterator[Listener]:
+def sending_pixels(images: ImageFolder, processor: Any, admitted: AdmittedKeys) -> Iterator[Listener]:
     """Answer with pixel values, computed here."""
     hub, ended = Hub("tcp://127.0.0.1:*", new_key_pair(), admitted), threading.Event()
-    codec: Codec[FetchImages] = Codec(FetchImages)
+    codec: MessageCodec[FetchImages] = MessageCodec(FetchImages)
 
     def answer(request: FetchImages) -> Frames:
         values = pixel_values(processor, images.get(request.digests[0]))
@@ -169,7 +169,7 @@ def sending_pixels(images: ImageFolder, processor: Any, admitted: Admitted) -> I
 
 
 @contextmanager
-def sending_encoded(images: ImageFolder, processor: Any, admitted: Admitted) -> Iterator[Listener]:
+def sending_encoded(images: ImageFolder, processor: Any, admitted: AdmittedKeys) -> Iterator[Listener]:
     """Answer with encoded bytes."""
     server = ImageServer("127.0.0.1", RUN_ID, images, admitted)
     try:
@@ -183,7 +183,7 @@ def step_of_ranks(
 ) -> dict[str, float]:
     """Give each rank its share of the images; return bytes and seconds."""
     own = new_key_pair()
-    with serve(images, towers.load_processor(processor), Admitted([own.public])) as at:
+    with serve(images, towers.load_processor(processor), AdmittedKeys([own.public])) as at:
         asked = Asked(
             at=at,
             own=own,

@@ -24,7 +24,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.config import build_config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.given_table import given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -65,10 +65,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     torch.set_num_threads(before)
 
 
-def batch_of_lengths(lengths_S: np.ndarray[Any, np.dtype[np.int32]]) -> Batch:
+def batch_of_lengths(lengths_S: np.ndarray[Any, np.dtype[np.int32]]) -> SampleBatch:
     random = np.random.default_rng(1)
     num_tokens = int(lengths_S.sum())
-    return Batch(
+    return SampleBatch(
         lengths_S=lengths_S,
         token_ids_T=random.integers(0, VOCABULARY, num_tokens).astype(np.int32),
         loss_mask_T=np.concatenate([np.arange(length) >= min(16, length // 2) for length in lengths_S]),
@@ -81,7 +81,7 @@ def batch_of_lengths(lengths_S: np.ndarray[Any, np.dtype[np.int32]]) -> Batch:
 class Trainer:
     """One way of batching: a step of it, and the tokens that its model is given, padding included."""
 
-    def __init__(self, folder: Path, batch: Batch, policy: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, batch: SampleBatch, policy: dict[str, Any]) -> None:
         self._batch = batch
         self._config = build_config(
             {

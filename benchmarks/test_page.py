@@ -27,12 +27,12 @@ from smoke import IS_SMOKE, sized
 from starlette.testclient import TestClient
 
 from tandem.common.messages import Hello, ServiceKind, Train
-from tandem.common.wire import Peer
+from tandem.common.wire import HubPeer
 from tandem.config import build_config
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.live_file import LiveFile
-from tandem.coordinator.observers.timeline import Timeline
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.observers.timeline import TimelineWriter
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import GroupSize
 from tandem.launch.admission.admission import RegisteredProcess
@@ -165,7 +165,7 @@ def test_a_browser_shows_a_run_of_100000_steps(benchmark: BenchmarkFixture, run:
 
 def test_what_the_coordinator_pays_a_step(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """Curves and the timeline, with 64 commands a step."""
-    file, timeline = CurvesFile(tmp_path, []), Timeline(tmp_path, 1)
+    file, timeline = CurvesFile(tmp_path, []), TimelineWriter(tmp_path, 1)
     of_run = records()
 
     def step() -> None:
@@ -194,14 +194,17 @@ def test_what_the_coordinator_pays_twice_a_second(benchmark: BenchmarkFixture, t
         }
     )
     spec = run_spec(config, first_step=1, last_step=8, num_validation=0, resume_from="", checkpoint_folder="c/{step}")
-    scheduler, registry = Scheduler(spec, 0.0), Registry.__new__(Registry)  # it looks at tables, and needs no socket
+    scheduler, registry = (
+        Scheduler(spec, 0.0),
+        ProcessRegistry.__new__(ProcessRegistry),
+    )  # it looks at tables, and needs no socket
     registry.processes = {}
     services: tuple[tuple[ServiceKind, int], ...] = (("trainer", 2), ("rollout", 8))
     for service, count in services:
         for index in range(count):
             name = f"{service}-{index}"
             hello = Hello(protocol_version=1, service=service, host="node", pid=1)
-            registry.processes[name] = RegisteredProcess(hello, name, Peer(b"", ""), 0.0)
+            registry.processes[name] = RegisteredProcess(hello, name, HubPeer(b"", ""), 0.0)
     scheduler.tables.engines.fill(f"rollout-{index}" for index in range(8))
     for step in (1, 2):
         groups = scheduler.tables.groups.draw(step, "train", 128)

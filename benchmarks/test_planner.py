@@ -59,7 +59,7 @@ def measure(model: str, training: str, serving: str, what: str) -> dict[str, Any
     """Lay out and plan; runs in a process of its own."""
     from tandem.refit import planner, program
     from tandem.refit.adapters.catalogue import from_config
-    from tandem.refit.adapters.deployment import Hosts
+    from tandem.refit.adapters.deployment import HostNames
     from tandem.refit.adapters.dtensor import DTensor
     from tandem.refit.adapters.megatron import Megatron
     from tandem.refit.adapters.vllm import Vllm
@@ -70,7 +70,7 @@ def measure(model: str, training: str, serving: str, what: str) -> dict[str, Any
     shape = from_config(json.loads((EXAMPLES / model / "config.json").read_bytes()), "bfloat16")
     sides = [eval(side, kinds) for side in (training, serving)]  # of this file
     sources, engines = (
-        {f"{name}-{rank}": held for rank, held in enumerate(side.layouts(shape, Hosts(name)))}
+        {f"{name}-{rank}": held for rank, held in enumerate(side.layouts(shape, HostNames(name)))}
         for name, side in zip(("trainer", "rollout"), sides, strict=True)
     )
     laid_out = time.perf_counter()
@@ -89,7 +89,7 @@ def measure(model: str, training: str, serving: str, what: str) -> dict[str, Any
     }
     # Every engine gets all that it wants, over links of its own.
     assert sum(link.num_bytes for link in made.links) == wanted
-    if isinstance(made, planner.Plan):
+    if isinstance(made, planner.TransferPlan):
         sizes = [len(program.encode(each)) for each in made.programs.values()]
         found |= {
             "encode s": time.perf_counter() - planned,

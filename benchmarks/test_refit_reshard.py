@@ -31,14 +31,14 @@ from tandem.common.keys import KeyPair
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout, planner, program
 from tandem.refit.adapters.catalogue import ModelShape, from_config
-from tandem.refit.adapters.deployment import Deployment, Hosts
+from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.binding import bind
 from tandem.refit.layout import ITEM_SIZES, Layout
 from tandem.refit.transports import process_group
-from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.meeting import GroupStore
 from tandem.refit.transports.process_group import GroupKeys
 
 NUM_ROUNDS = 5
@@ -67,7 +67,7 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-CASES: dict[str, tuple[dict[str, Any], Deployment, Deployment]] = {
+CASES: dict[str, tuple[dict[str, Any], ParallelDeployment, ParallelDeployment]] = {
     "FSDP4 to TP2": (QWEN3, DTensor(shard=4), Vllm(tp=2)),
     "TP2×PP2 to TP4": (QWEN3, Megatron(tp=2, pp=2), Vllm(tp=4)),
     "EP4 to TP2": (QWEN3_MOE, Megatron(dp=4, ep=4), Vllm(tp=2)),
@@ -94,9 +94,9 @@ class Process:
         self.rank = context.index + (0 if self.is_source else facts["trainers"])
         self.storages = {s.name: torch.zeros(s.num_bytes, dtype=torch.uint8) for s in self.layout.storages}
         self.program = program.decode(programs)
-        self.groups: dict[str, process_group.Group] = {}
+        self.groups: dict[str, process_group.ConnectedGroup] = {}
         self.bound = bind(self.program, self.storages, self.groups)
-        self.tcp_groups: dict[str, process_group.Group] = {}
+        self.tcp_groups: dict[str, process_group.ConnectedGroup] = {}
         self.bound_over_tcp = bind(self.program, self.storages, self.tcp_groups)
         self.boxes: Boxes = list(self._boxes())
         self.owners: dict[int, list[tuple[int, tuple[slice, ...]]]] = {}
@@ -134,7 +134,7 @@ class Process:
             )
             pairs = {name: KeyPair(*pair) for name, pair in self.facts["keys"].items()}
             keys = GroupKeys(pairs[self.name], {name: pair.public for name, pair in pairs.items()})
-            met = Meeting("127.0.0.1", port, "ours over TCP", keys)
+            met = GroupStore("127.0.0.1", port, "ours over TCP", keys)
             self.tcp_groups[transfer_group.name] = met.connect(
                 transfer_group, self.name, torch.device("cpu"), TIMEOUT_S
             )
@@ -246,8 +246,8 @@ def fewest_bytes(model: ModelShape, engines: list[Layout]) -> int:
 def test_resharding(benchmark: BenchmarkFixture, case: str) -> None:
     config, training, serving = CASES[case]
     model = from_config(config, "bfloat16")
-    sources = list(training.layouts(model, Hosts("trainers", training.num_ranks, has_gpus=False)))
-    engines = list(serving.layouts(model, Hosts("engines", serving.num_ranks, has_gpus=False)))
+    sources = list(training.layouts(model, HostNames("trainers", training.num_ranks, has_gpus=False)))
+    engines = list(serving.layouts(model, HostNames("engines", serving.num_ranks, has_gpus=False)))
     layouts = {f"trainer-{rank}": held for rank, held in enumerate(sources)}
     layouts |= {f"rollout-{rank}": held for rank, held in enumerate(engines)}
     plan = planner.plan(

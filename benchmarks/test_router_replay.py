@@ -18,7 +18,7 @@ import transformers
 from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.routed_experts import COLUMN
 from tandem.trainer.routing import RoutingReplay
 
@@ -62,7 +62,7 @@ def test_with_replay_they_agree(noise: str, tmp_path: Path, benchmark: Benchmark
 
 
 @torch.no_grad()
-def errors(model: torch.nn.Module, replay: RoutingReplay, batch: Batch, *, replays: bool) -> np.ndarray:
+def errors(model: torch.nn.Module, replay: RoutingReplay, batch: SampleBatch, *, replays: bool) -> np.ndarray:
     """Return by what factor both are apart on each token that was made."""
     found = []
     for end, length in zip(np.cumsum(batch.lengths_S), batch.lengths_S, strict=True):

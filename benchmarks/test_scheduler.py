@@ -41,25 +41,25 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.coordinator.scheduler import RunSpec, Scheduler
-from tandem.coordinator.scheduler.agenda import Agenda
+from tandem.coordinator.scheduler.agenda import RuleAgenda
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
-    Dispatch,
     DispatchBatch,
+    DispatchCommand,
     DispatchPrompts,
     DrawPrompts,
     Event,
     FindRestored,
-    Finish,
+    FinishRun,
     GroupSize,
-    Joined,
+    ProcessJoined,
+    ProcessReplied,
     PromptsDrawn,
-    Replied,
     RestoredFound,
 )
-from tandem.coordinator.scheduler.spec import Balance, Deadlines
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.spec import CommandDeadlines, EngineBalance
+from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import AskEverything
 from tests.harness.answers import trained
 from tests.harness.members import at
@@ -88,7 +88,7 @@ def sample(group: int, number: int, version: int) -> SampleScored:
     )
 
 
-def replies(action: Dispatch | DispatchPrompts) -> list[Reply]:
+def replies(action: DispatchCommand | DispatchPrompts) -> list[Reply]:
     """Return what an obedient process says to a command."""
     if isinstance(action, DispatchPrompts):
         command_id, step, purpose = action.command_id, action.step, action.purpose
@@ -138,7 +138,7 @@ def replies(action: Dispatch | DispatchPrompts) -> list[Reply]:
 class Simulation:
     """A whole run whose processes answer at once."""
 
-    def __init__(self, num_engines: int, num_groups: int, agenda: type[Agenda[Tables]]) -> None:
+    def __init__(self, num_engines: int, num_groups: int, agenda: type[RuleAgenda[SchedulerTables]]) -> None:
         self.spec = RunSpec(
             has_engines=True,
             expected={"trainer": 1, "rollout": num_engines, "refit": 1},
@@ -155,8 +155,8 @@ class Simulation:
             is_verified=True,
             max_replacements=0,
             replacement_window_s=3600.0,
-            balance=Balance(width=8, timeout_s=None),
-            deadlines=Deadlines(
+            balance=EngineBalance(width=8, timeout_s=None),
+            deadlines=CommandDeadlines(
                 join=1e9, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=1e9
             ),
         )
@@ -169,7 +169,7 @@ class Simulation:
     def run(self) -> None:
         """Run from the first process that joins to the end."""
         for kind, count in self.spec.expected.items():
-            self._events += [Joined(now=0.0, process=f"{kind}-{index}", kind=kind) for index in range(count)]
+            self._events += [ProcessJoined(now=0.0, process=f"{kind}-{index}", kind=kind) for index in range(count)]
         is_over = False
         while self._events:
             event = self._events.popleft()
@@ -179,7 +179,7 @@ class Simulation:
             self._num_events += 1
             for action in actions:
                 self._answer(action)
-                is_over |= isinstance(action, Finish) and action.outcome == "finished"
+                is_over |= isinstance(action, FinishRun) and action.outcome == "finished"
         assert is_over, "the run came to its end"
 
     @property
@@ -194,12 +194,14 @@ class Simulation:
             case DrawPrompts(step=step, purpose=purpose, groups=groups):
                 sizes = (GroupSize(num_samples=NUM_SAMPLES, num_tokens=1000),) * len(groups)
                 self._events.append(PromptsDrawn(now=0.0, step=step, purpose=purpose, sizes=sizes))
-            case Dispatch() | DispatchPrompts():
-                self._events += [Replied(now=0.0, process=action.process, reply=reply) for reply in replies(action)]
+            case DispatchCommand() | DispatchPrompts():
+                self._events += [
+                    ProcessReplied(now=0.0, process=action.process, reply=reply) for reply in replies(action)
+                ]
             case DispatchBatch(step=step, commands=commands):
                 for process, fields in commands.items():
                     reply = trained(fields["command_id"], step)
-                    self._events.append(Replied(now=0.0, process=process, reply=reply))
+                    self._events.append(ProcessReplied(now=0.0, process=process, reply=reply))
             case CommitStep():
                 self.seconds_of_step.append(self._seconds)
                 self.num_events_of_step.append(self._num_events)
@@ -213,7 +215,7 @@ class Simulation:
     ("num_engines", "num_groups"), [(10, 1_000), pytest.param(1_000, 100_000, marks=pytest.mark.long(minutes=3))]
 )
 def test_microseconds_an_event(benchmark: BenchmarkFixture, num_engines: int, num_groups: int) -> None:
-    simulations: dict[type[Agenda[Tables]], list[Simulation]] = {Agenda: [], AskEverything: []}
+    simulations: dict[type[RuleAgenda[SchedulerTables]], list[Simulation]] = {RuleAgenda: [], AskEverything: []}
 
     def simulate() -> None:
         for agenda, its in simulations.items():
@@ -226,7 +228,7 @@ def test_microseconds_an_event(benchmark: BenchmarkFixture, num_engines: int, nu
         [statistics.median(us) for us in zip(*(simulation.us_of_step for simulation in its), strict=True)]
         for its in simulations.values()
     ]
-    num_events = sum(simulations[Agenda][-1].num_events_of_step)
+    num_events = sum(simulations[RuleAgenda][-1].num_events_of_step)
     ratio = statistics.median(asking_everything) / statistics.median(of_step)
     benchmark.extra_info.update(
         {

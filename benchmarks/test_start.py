@@ -23,14 +23,14 @@ from measure import Turns, keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
-from tandem.launch.child import Child
-from tandem.launch.fork_server import ForkServer
+from tandem.launch.child import ForkedChild
+from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
 
 NUM_ROUNDS = sized(3, 1, long=7)
 SERVICES = sized(("trainer", "rollout", "rollout"), ("trainer", "rollout"))
 TIMEOUT_S = 120.0
-Started = Child | subprocess.Popen[bytes]
+Started = ForkedChild | subprocess.Popen[bytes]
 
 
 class Family:
@@ -100,7 +100,7 @@ class Forked(Way):
     @contextlib.contextmanager
     def starting(self, family: Family) -> Iterator[Callable[[str, Any], Started]]:
         before = set(psutil.Process().children())
-        with ForkServer(lambda: preload(("trainer", "rollout")), TIMEOUT_S) as fork_server:
+        with ServiceForkServer(lambda: preload(("trainer", "rollout")), TIMEOUT_S) as fork_server:
             family.processes += set(psutil.Process().children()) - before
             yield lambda service, out: fork_server.start("benchmarks.importing", [service], out)
 

@@ -47,9 +47,9 @@ def watched(kind: str) -> int:
     """Be the command of a process, and note when its model begins and ends its work."""
     if kind == "trainer":
         from tandem.trainer import cli as trainer
-        from tandem.trainer.calls.calls import Calls
+        from tandem.trainer.calls.calls import RankCalls
 
-        Calls.handle = noted(Calls.handle)  # type: ignore[method-assign]
+        RankCalls.handle = noted(RankCalls.handle)  # type: ignore[method-assign]
         return trainer.main(sys.argv[2:])
     from tandem.rollout import cli as rollout
     from tandem.rollout.engines.transformers import TransformersEngine

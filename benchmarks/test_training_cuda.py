@@ -35,10 +35,10 @@ from smoke import sized
 from torch.profiler import ProfilerActivity, profile
 
 from tandem.config import Config, build_config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.given_table import given_table
 from tandem.trainer import step
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.backends import make_backend
 
 DEVICE = os.environ.get("BENCHMARK_DEVICE", sized("cuda", "cpu"))
@@ -96,12 +96,12 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def random_batch(vocabulary: int) -> Batch:
+def random_batch(vocabulary: int) -> SampleBatch:
     random = np.random.default_rng(0)
     drawn_S = random.lognormal(np.log(MEDIAN), SIGMA, NUM_SEQUENCES)
     lengths_S = drawn_S.astype(np.int32).clip(8, LONGEST)
     num_tokens = int(lengths_S.sum())
-    return Batch(
+    return SampleBatch(
         lengths_S=lengths_S,
         token_ids_T=random.integers(0, vocabulary, num_tokens).astype(np.int32),
         loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
@@ -158,7 +158,7 @@ def configured(folder: Path, name: str, *, is_compiled: bool) -> Config:
     )
 
 
-def one_step(backend: Backend, batch: Batch, config: Config) -> None:
+def one_step(backend: TrainerBackend, batch: SampleBatch, config: Config) -> None:
     """Take an optimizer step, and wait for it."""
     step.train(backend, given_table(batch), batch, config)
     if not IS_TRIAL:

@@ -36,7 +36,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.config import build_config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends import make_backend
 from tandem.trainer.batching.shard import pad
 from tandem.trainer.losses import Counts, make_loss
@@ -175,7 +175,7 @@ class Backend(Way):
             }
         )
         self.backend: Any = make_backend(self.config, checkpoint=None)
-        batch = Batch(
+        batch = SampleBatch(
             lengths_S=np.full(NUM_SEQUENCES, LENGTH, dtype=np.int32),
             token_ids_T=token_ids_BT.flatten().numpy().astype(np.int32),
             loss_mask_T=np.ones(token_ids_BT.numel(), dtype=np.bool_),

@@ -43,7 +43,7 @@ from tandem.refit.digests.at_once import digest_layout  # noqa: E402
 from tandem.refit.layout import Layout  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
 from tandem.refit.transports import shm  # noqa: E402
-from tandem.rollout.engine import Engine, Request  # noqa: E402
+from tandem.rollout.engine import Engine, SequenceRequest  # noqa: E402
 from tandem.rollout.engines.transformers import TransformersEngine  # noqa: E402
 from tandem.rollout.engines.vllm.engine import VllmEngine  # noqa: E402
 from tandem.rollout.engines.weights import weights_of  # noqa: E402
@@ -145,11 +145,11 @@ def running_vllm(folder: Path) -> Iterator[VllmEngine]:
         engine.close()
 
 
-def make_requests(num_new_R: Sequence[int]) -> list[Request]:
+def make_requests(num_new_R: Sequence[int]) -> list[SequenceRequest]:
     """Prompts of 16 to 31 tokens, no two the same."""
     generator = np.random.default_rng(0)
     return [
-        Request(
+        SequenceRequest(
             request_id=index,
             prompt_ids=tuple(generator.integers(1, VOCABULARY, 16 + index % 16).tolist()),
             sampling=SamplingParameters(
@@ -161,7 +161,7 @@ def make_requests(num_new_R: Sequence[int]) -> list[Request]:
     ]
 
 
-def generate(engine: Engine, requests: Sequence[Request]) -> int:
+def generate(engine: Engine, requests: Sequence[SequenceRequest]) -> int:
     for request in requests:
         engine.add_request(request)
     num_tokens = 0

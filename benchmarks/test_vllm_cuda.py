@@ -46,7 +46,7 @@ from tandem.refit import layout  # noqa: E402
 from tandem.refit.digests.at_once import digest_layout  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
 from tandem.refit.weight_client import WeightClient  # noqa: E402
-from tandem.rollout.engine import Request  # noqa: E402
+from tandem.rollout.engine import SequenceRequest  # noqa: E402
 from tandem.rollout.engines.vllm.engine import VllmEngine  # noqa: E402
 
 DEVICE = os.environ.get("BENCHMARK_DEVICE", "cuda")
@@ -190,7 +190,9 @@ class Bench:
         )
         for number in range(NUM_PROMPTS):
             prompt = tuple(generator.integers(1, 500, 16 + number % 16).tolist())
-            self.engine.add_request(Request(request_id=number, prompt_ids=prompt, sampling=sampling, seed=number))
+            self.engine.add_request(
+                SequenceRequest(request_id=number, prompt_ids=prompt, sampling=sampling, seed=number)
+            )
         num_tokens = 0
         while self.engine.num_unfinished:
             num_tokens += sum(len(completion.token_ids_T) for completion in self.engine.step())

@@ -46,7 +46,11 @@ _PARTS = (
     messages.ResponseToScore,
     messages.ScoredResponse,
 )
-_ARRAYS = {"TABLE": batch.Batch.check_table, "TOKENS": batch.Batch.check_tokens, "SAMPLES": batch.Batch.check_samples}
+_ARRAYS = {
+    "TABLE": batch.SampleBatch.check_table,
+    "TOKENS": batch.SampleBatch.check_tokens,
+    "SAMPLES": batch.SampleBatch.check_samples,
+}
 """Checks of the arrays of a message, by the name of their list."""
 _LIMITS = {
     "ge": "at least",
@@ -104,7 +108,7 @@ def _table(message: type[msgspec.Struct], module: ModuleType = messages) -> list
 
 def _array_table(name: str) -> list[str]:
     """Return the table of the arrays in a list of `tandem.samples.batch`."""
-    docs = _field_docs(batch.Batch, batch)
+    docs = _field_docs(batch.SampleBatch, batch)
     (about,) = (text for each, _, text in _documented(ast.parse(inspect.getsource(batch))) if each == name)
     lines = [f"**`{name}`**: {about}", "", "| array | type | meaning |", "|---|---|---|"]
     return lines + [f"| `{each}` | {batch.DECLARED[each]} | {docs.get(each, '')} |" for each in vars(batch)[name]]

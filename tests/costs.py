@@ -107,11 +107,11 @@ class _Costs:
         """Count what is forked, and not only what is executed."""
         from multiprocessing.process import BaseProcess
 
-        from tandem.launch.fork_server import ForkServer
+        from tandem.launch.fork_server import ServiceForkServer
 
-        start_command, start_rank = ForkServer.start, BaseProcess.start
+        start_command, start_rank = ServiceForkServer.start, BaseProcess.start
 
-        def start(server: ForkServer, *args: Any, **kwargs: Any) -> Any:
+        def start(server: ServiceForkServer, *args: Any, **kwargs: Any) -> Any:
             self._counts["commands"] += 1
             return start_command(server, *args, **kwargs)
 
@@ -119,7 +119,7 @@ class _Costs:
             self._counts["ranks"] += 1
             start_rank(process)
 
-        ForkServer.start = start  # type: ignore[method-assign]
+        ServiceForkServer.start = start  # type: ignore[method-assign]
         BaseProcess.start = start_process  # type: ignore[method-assign]
 
 

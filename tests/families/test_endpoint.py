@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.rollout.openai_api.choices import ChatView, Growing, chat_job, joined
-from tandem.rollout.openai_api.generator import Chunk, ServedModel
+from tandem.rollout.openai_api.choices import ChatView, ResponseBuilder, chat_job, joined
+from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
 from tandem.rollout.openai_api.protocol import ChatAnswer, ChatRequest, read_request
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
 from tests.harness.families import Family
@@ -82,7 +82,7 @@ def test_reasoning_effort_and_further_variables_reach_the_template(family: Famil
     if family.name == "gptoss":
         assert "Reasoning: high" in prompt
     if "enable_thinking" in source:
-        with pytest.raises(Refused, match="give it in chat_template_kwargs"):
+        with pytest.raises(OpenAIRefused, match="give it in chat_template_kwargs"):
             prompt_of(family, messages=QUESTION, enable_thinking=False)
     else:
         assert prompt_of(family, messages=QUESTION, enable_thinking=False) == expected(family, QUESTION)
@@ -94,10 +94,10 @@ def answer_of(family: Family, prompt: str, response: str, **fields: Any) -> Chat
     hugging_face = families.hugging_face(family)
     prompt_ids = hugging_face(prompt, add_special_tokens=False)["input_ids"]
     token_ids = hugging_face(response, add_special_tokens=False)["input_ids"]
-    growing = Growing(model, request, prompt_ids, 1)
+    growing = ResponseBuilder(model, request, prompt_ids, 1)
     pieces = [
         growing.add(
-            Chunk(
+            ResponseChunk(
                 token_ids=[token_id],
                 logprobs=[-1.0],
                 versions=[0],

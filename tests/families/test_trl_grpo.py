@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tandem.config.schema import AdvEstimator
 from tandem.coordinator.algorithms.advantages import advantages
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.trainers.reference import trained_weights
 from tests.harness.trainers.trainer_harness import ADAMW, make_config, make_model, run_ranks, start_server, train_rank
 
@@ -77,7 +77,7 @@ def rank_server() -> None:
 class TrlRun(NamedTuple):
     """What TRL's trainer did with one rollout batch."""
 
-    batch: Batch
+    batch: SampleBatch
     """The batch in the order of its optimizer steps."""
     rewards_GN: NDArray[np.float64]
     advantages_GN: NDArray[np.float32]
@@ -149,7 +149,7 @@ def train_with_trl(folder: Path, out: Path, case: Case) -> TrlRun:
     )
 
 
-def batch_of(parts: list[dict[str, torch.Tensor]]) -> Batch:
+def batch_of(parts: list[dict[str, torch.Tensor]]) -> SampleBatch:
     """Return TRL's padded rows as a batch."""
     tokens, masks, generation, lengths, of_samples = [], [], [], [], []
     for part in parts:
@@ -164,7 +164,7 @@ def batch_of(parts: list[dict[str, torch.Tensor]]) -> Batch:
             generation.append(logprobs)
             lengths.append(len(tokens[-1]))
             of_samples.append(float(part["advantages"][row]))
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array(lengths, dtype=np.int32),
         token_ids_T=torch.cat(tokens).numpy().astype(np.int32),
         loss_mask_T=torch.cat(masks).numpy(),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.trainers.reference import trained_weights
 from tests.harness.trainers.trainer_harness import ADAMW, make_config, make_model, run_ranks, start_server, train_rank
 
@@ -28,7 +28,7 @@ PROBLEMS = [(f"{a}+{b}=", str(a + b), str(a + 3 * b)) for a in (1, 12, 345) for 
 class Step(NamedTuple):
     """An optimizer step of TRL's trainer."""
 
-    batch: Batch
+    batch: SampleBatch
     loss: float
     norm: float
 
@@ -39,10 +39,10 @@ def rank_server() -> None:
     start_server()
 
 
-def batch_of(token_ids: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> Batch:
+def batch_of(token_ids: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> SampleBatch:
     """Return unpadded rows as a batch."""
     num_rows, num_tokens = len(token_ids), sum(map(len, token_ids))
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(row) for row in token_ids], dtype=np.int32),
         token_ids_T=torch.cat(list(token_ids)).numpy().astype(np.int32),
         loss_mask_T=torch.cat(list(masks)).bool().numpy(),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import LARGEST, Message, Problem, SampleScored
 from tandem.common.numeric.bounds import LEAST_LOGPROB
-from tandem.common.wire import Codec, encode
+from tandem.common.wire import MessageCodec, encode
 from tandem.config import build_config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import GENERATION_LOGPROBS
@@ -23,8 +23,8 @@ from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.processes.reply_checks import finite
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
-from tandem.samples.batch import Batch
+from tandem.rollout.environments.outcomes import Failure, ScoringCall, outcome_of
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.losses import Counts
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.micro_batches import MicroBatch
@@ -75,7 +75,7 @@ def test_messages_have_numbers_that_are_finite_or_are_refused(fuzz: settings) ->
         plain = msgspec.msgpack.decode(bytes(frame))
         drawn = iter(lambda: data.draw(NUMBERS), None)
         try:
-            decoded = Codec[Message](union).decode([msgspec.msgpack.encode(changed(plain, drawn))]).message
+            decoded = MessageCodec[Message](union).decode([msgspec.msgpack.encode(changed(plain, drawn))]).message
             for field in ("metrics", "gpus"):
                 finite(getattr(decoded, field, {}))
         except WireError:
@@ -130,7 +130,7 @@ def test_whatever_environments_return_becomes_a_finite_batch(fuzz: settings) -> 
         records = []
         for place, reward in enumerate(rewards):
             score = Score(reward, correct=True, components={"a": reward, "b": other})
-            outcome = outcome_of(Call(1, problem, ()), lambda *_, s=score: s, is_multi_turn=False, module="")
+            outcome = outcome_of(ScoringCall(1, problem, ()), lambda *_, s=score: s, is_multi_turn=False, module="")
             if isinstance(outcome, Failure):
                 assert not all(math.isfinite(value) and abs(value) <= LARGEST for value in (reward, other))
                 outcome = Score(0.0, correct=False, components={"a": 0.0, "b": 0.0})
@@ -158,7 +158,7 @@ def test_whatever_log_probabilities_engines_report_the_metrics_are_finite(fuzz: 
     def run(logprobs: list[float], others: list[float]) -> None:
         given_T = np.array([0, *logprobs[:2], 0, *logprobs[2:]], dtype=np.float32)
         made_T = mask_BT.numpy().reshape(-1)
-        arrays = Batch(
+        arrays = SampleBatch(
             lengths_S=np.array([3, 3], dtype=np.int32),
             token_ids_T=np.zeros(6, dtype=np.int32),
             loss_mask_T=made_T,

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 
-from tandem.trainer.backends.offload import Offloaded, state_of
+from tandem.trainer.backends.offload import OffloadedStorages, state_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def test_the_state_comes_back_as_it_was_and_its_memory_is_free_meanwhile() -> No
     optimizer.step()
     held = state_of(optimizer, device)
     before, free = [each.clone().cpu() for each in held], torch.cuda.mem_get_info()[0]
-    offloaded = Offloaded(held)
+    offloaded = OffloadedStorages(held)
     assert torch.cuda.mem_get_info()[0] >= free + 2 * 4 * NUM, "two moments of float32 are with the device still"
     assert all(host.is_pinned() for _, parts in offloaded._held for host in parts)
     offloaded.reload()
@@ -41,7 +41,7 @@ def test_the_state_comes_back_as_it_was_and_its_memory_is_free_meanwhile() -> No
 def test_pinned_memory_is_as_large_as_what_is_moved() -> None:
     tensor = torch.arange((9 << 20) // 4 + 3, dtype=torch.int32, device="cuda")  # torch would pin 16 MiB for it
     before = pinned_bytes()
-    offloaded = Offloaded([tensor])
+    offloaded = OffloadedStorages([tensor])
     held = tensor.numel() * 4
     # A device's storage may be larger than its tensor, and the last part is rounded up.
     assert held <= pinned_bytes() - before <= held + (1 << 20)

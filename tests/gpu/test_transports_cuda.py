@@ -23,7 +23,7 @@ from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.planner import plan
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import cuda_ipc, process_group
-from tandem.refit.transports.process_group import Message
+from tandem.refit.transports.process_group import GroupMessage
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
@@ -198,7 +198,7 @@ def receive_from_nobody(wire: Connection, port: int) -> None:
     wire.send_bytes(b"connected")
     wire.recv_bytes()
     works: list[Any] = []
-    assert not group.start([Message(torch.zeros(8, dtype=torch.uint8, device="cuda:0"), 1, 0, False)], works)
+    assert not group.start([GroupMessage(torch.zeros(8, dtype=torch.uint8, device="cuda:0"), 1, 0, False)], works)
     wire.send_bytes(group.wait(works[0], time.monotonic() + 2).encode())
     wire.recv_bytes()
 

@@ -25,7 +25,7 @@ from tandem.config.schema.generation import VllmCfg
 from tandem.refit import layout
 from tandem.refit.planner import plan
 from tandem.refit.quantise import quantise
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.vllm import insides
 from tests.simulated_gpu.run import IS_RUNNING
 
@@ -205,13 +205,13 @@ def parameters_of(worker: Any) -> dict[str, torch.Tensor]:
     return {name: held.detach().cpu() for name, held in worker.model_runner.get_model().named_parameters()}
 
 
-def generate(vllm: Any) -> list[Completion]:
+def generate(vllm: Any) -> list[EngineCompletion]:
     sampling = SamplingParameters(
         temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=NUM_TOKENS, stop_token_ids=(), stop_strings=()
     )
     for number in range(NUM_SAMPLES):
-        vllm.add_request(Request(request_id=number, prompt_ids=PROMPT, sampling=sampling, seed=number))
-    completions: list[Completion] = []
+        vllm.add_request(SequenceRequest(request_id=number, prompt_ids=PROMPT, sampling=sampling, seed=number))
+    completions: list[EngineCompletion] = []
     while vllm.num_unfinished:
         completions += vllm.step()
     return completions
@@ -222,7 +222,7 @@ def load(wire: Connection, folder: Path) -> None:
     from tandem.rollout.engines.vllm.engine import engine_arguments
 
     insides.prepare_environment(num_threads=1)
-    llm = insides.Llm({**engine_arguments(folder, SETTINGS, {}), "load_format": "safetensors"})
+    llm = insides.InProcessLlm({**engine_arguments(folder, SETTINGS, {}), "load_format": "safetensors"})
     (found,) = llm.engine.collective_rpc(parameters_of)
     wire.send({name: tensor.view(torch.uint8).numpy() for name, tensor in found.items()})
     llm.close()

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.coordinator.scheduler.agenda import Agenda, Entry
+from tandem.coordinator.scheduler.agenda import AgendaEntry, RuleAgenda
 from tandem.coordinator.scheduler.events import Action
-from tandem.coordinator.scheduler.rule import Rule, Table
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.rule import RuleTables, TableRule
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 
-class AskEverything(Agenda[Tables]):
+class AskEverything(RuleAgenda[SchedulerTables]):
     """Asks all rules from the first one on, whatever has changed, until one fires; and then again."""
 
-    def run(self, tables: Tables) -> list[Action]:
+    def run(self, tables: SchedulerTables) -> list[Action]:
         actions: list[Action] = []
         while (fired := self._fire_first(tables)) is not None:
             actions += fired
         return actions
 
-    def _fire_first(self, tables: Tables) -> list[Action] | None:
+    def _fire_first(self, tables: SchedulerTables) -> list[Action] | None:
         in_force = self._rules_of(tables.mode)
         for bit, entry in self._entries.items():
             if bit & in_force and (fired := self._ask(entry, tables)) is not None:
@@ -39,17 +39,17 @@ class Checked(AskEverything):
         super().__init__(*args)
         self._read = 0
         """What was read since a rule was asked, a bit for each of `_NAMES`."""
-        self._watched: Tables | None = None
+        self._watched: SchedulerTables | None = None
         self._opens_with = {bit: _bits(entry.rule.opens_with) for bit, entry in self._entries.items()}
         self._reads = {bit: self._opens_with[bit] | _bits(entry.rule.reads) for bit, entry in self._entries.items()}
 
-    def run(self, tables: Tables) -> list[Action]:
+    def run(self, tables: SchedulerTables) -> list[Action]:
         if self._watched is not tables:
             self._watched = tables
             self._watch_all(tables)
         return super().run(tables)
 
-    def _ask(self, entry: Entry[Tables], tables: Tables) -> list[Action] | None:
+    def _ask(self, entry: AgendaEntry[SchedulerTables], tables: SchedulerTables) -> list[Action] | None:
         rule, is_due = entry.rule, bool(self._due & entry.bit)
         self._read = 0
         is_open = rule.is_open(tables)
@@ -63,37 +63,45 @@ class Checked(AskEverything):
             self._assert_declared(rule, "reads", self._reads[entry.bit])
         return fired
 
-    def _assert_declared(self, rule: Rule[Tables], what: str, declared: int) -> None:
+    def _assert_declared(self, rule: TableRule[SchedulerTables], what: str, declared: int) -> None:
         if undeclared := self._read & ~declared:
             names = {name for name in _NAMES if undeclared & _bits([name])}
             raise AssertionError(f"the rule {rule.name!r} {what} {names}, and does not declare it")
 
     # --- hearing what is read ----------------------------------------------------------------------------------------
 
-    def _watch_all(self, tables: Tables) -> None:
+    def _watch_all(self, tables: SchedulerTables) -> None:
         weights = tables.weights
-        watched: list[tuple[object, Table | str, dict[str, Table]]] = [
-            (tables.processes, Table.PROCESSES, {}),
-            (tables.requests, Table.REQUESTS, {}),
-            (tables.groups, Table.GROUPS, {"_steps": Table.READY, "_stored": Table.STORED, "_awaited": Table.STORED}),
-            (tables.assignment, Table.WAITING, {}),
-            (tables.engines, Table.ENGINES, {"draining": Table.LEAVING, "invalidated": Table.INVALIDATED}),
-            (tables.joining, Table.JOINING, {}),
-            (weights, Table.WEIGHTS, {}),
-            (weights.verification, Table.WEIGHTS, {}),
-            (weights.transfer_groups, Table.WEIGHTS, {}),
-            (tables.service, Table.WEIGHTS, {}),
-            (tables.steps, Table.STEPS, {}),
-            (tables.saving, Table.SAVING, {}),
-            (tables.recording, Table.RECORDING, {}),
+        watched: list[tuple[object, RuleTables | str, dict[str, RuleTables]]] = [
+            (tables.processes, RuleTables.PROCESSES, {}),
+            (tables.requests, RuleTables.REQUESTS, {}),
+            (
+                tables.groups,
+                RuleTables.GROUPS,
+                {"_steps": RuleTables.READY, "_stored": RuleTables.STORED, "_awaited": RuleTables.STORED},
+            ),
+            (tables.assignment, RuleTables.WAITING, {}),
+            (
+                tables.engines,
+                RuleTables.ENGINES,
+                {"draining": RuleTables.LEAVING, "invalidated": RuleTables.INVALIDATED},
+            ),
+            (tables.joining, RuleTables.JOINING, {}),
+            (weights, RuleTables.WEIGHTS, {}),
+            (weights.verification, RuleTables.WEIGHTS, {}),
+            (weights.transfer_groups, RuleTables.WEIGHTS, {}),
+            (tables.service, RuleTables.WEIGHTS, {}),
+            (tables.steps, RuleTables.STEPS, {}),
+            (tables.saving, RuleTables.SAVING, {}),
+            (tables.recording, RuleTables.RECORDING, {}),
             (tables.restored, _RESTORED, {}),
-            (tables, _NO_TABLE, {"full": Table.WAITING}),
+            (tables, _NO_TABLE, {"full": RuleTables.WAITING}),
         ]
         by_itself = {id(table) for table, _, _ in watched}
         for table, name, others in watched:
             self._watch(table, name, others, by_itself)
 
-    def _watch(self, table: Any, name: Table | str, others: dict[str, Table], by_itself: set[int]) -> None:
+    def _watch(self, table: Any, name: RuleTables | str, others: dict[str, RuleTables], by_itself: set[int]) -> None:
         """Have noted when an attribute of a table is read; `others` are of another table.
 
         Free to read are tables that are watched `by_itself`, and what never changes.
@@ -138,11 +146,11 @@ OF_A_DICT = ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items
 """The methods that read a table that is a dictionary."""
 _RESTORED = "restored groups"
 _NO_TABLE = "what belongs to no table"
-_NAMES: tuple[Table | str, ...] = (*Table, _RESTORED, _NO_TABLE)
+_NAMES: tuple[RuleTables | str, ...] = (*RuleTables, _RESTORED, _NO_TABLE)
 """Tables, and what no rule can declare."""
 
 
-def _bits(names: Iterable[Table | str]) -> int:
+def _bits(names: Iterable[RuleTables | str]) -> int:
     """Return a set of `_NAMES` as an integer."""
     return sum(1 << _NAMES.index(name) for name in {*names})
 

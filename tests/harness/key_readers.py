@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.config import schema
-from tandem.config.schema.base import Section
+from tandem.config.schema.base import ConfigSection
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "libs/config/src/tandem/config"
@@ -33,14 +33,14 @@ _FRONT_END = frozenset(
 """Modules of the configuration that make it, and explain it."""
 _ITEMS = ("values", "items", "get", "pop")
 
-Sections = frozenset[type[Section]]
+Sections = frozenset[type[ConfigSection]]
 NONE: Sections = frozenset()
 
 
 class Read(NamedTuple):
     """A place that reads a field, or another attribute, of a section."""
 
-    section: type[Section]
+    section: type[ConfigSection]
     name: str
     path: Path
     reader: tuple[str, str] | None
@@ -48,10 +48,10 @@ class Read(NamedTuple):
 
 
 @cache
-def sections() -> dict[str, type[Section]]:
+def sections() -> dict[str, type[ConfigSection]]:
     """Return all classes of the schema, by name."""
-    found: dict[str, type[Section]] = {}
-    waiting = list(Section.__subclasses__())
+    found: dict[str, type[ConfigSection]] = {}
+    waiting = list(ConfigSection.__subclasses__())
     while waiting:
         each = waiting.pop()
         found[each.__name__] = each
@@ -65,7 +65,7 @@ def _annotations(section: type) -> dict[str, Any]:
     """Return the annotations of a class's fields and properties, as syntax trees."""
     found: dict[str, ast.expr] = {}
     for each in reversed(section.__mro__):
-        if issubclass(each, Section) and each is not Section:
+        if issubclass(each, ConfigSection) and each is not ConfigSection:
             for node in _class_body(each):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                     found[node.target.id] = node.annotation
@@ -100,11 +100,11 @@ def has_effect(path: Path) -> bool:
 
 
 @cache
-def _imported(path: Path) -> dict[str, type[Section]]:
+def _imported(path: Path) -> dict[str, type[ConfigSection]]:
     """Return the sections that a file knows, by the names that it has for them."""
     if CONFIG / "schema" in path.parents:
         return sections()
-    found: dict[str, type[Section]] = {}
+    found: dict[str, type[ConfigSection]] = {}
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem.config"):
             for alias in node.names:
@@ -115,7 +115,7 @@ def _imported(path: Path) -> dict[str, type[Section]]:
     return found
 
 
-def _named_in(annotation: ast.AST | None, names: dict[str, type[Section]]) -> Sections:
+def _named_in(annotation: ast.AST | None, names: dict[str, type[ConfigSection]]) -> Sections:
     """Return the sections that an annotation names, whatever they are wrapped in."""
     if annotation is None:
         return NONE
@@ -341,8 +341,8 @@ def all_reads() -> tuple[Read, ...]:
 
 def readers_of() -> dict[tuple[str, str], set[str]]:
     """Return the files with an effect that read each attribute of each section, itself or through the schema."""
-    by_attribute: dict[tuple[type[Section], str], set[str]] = {}
-    through: dict[tuple[str, str], set[tuple[type[Section], str]]] = {}
+    by_attribute: dict[tuple[type[ConfigSection], str], set[str]] = {}
+    through: dict[tuple[str, str], set[tuple[type[ConfigSection], str]]] = {}
     for read in all_reads():
         if read.reader is not None:
             through.setdefault(read.reader, set()).add((read.section, read.name))
@@ -361,12 +361,12 @@ def readers_of() -> dict[tuple[str, str], set[str]]:
     return {(section.__name__, name): files for (section, name), files in by_attribute.items()}
 
 
-def _family(section: type[Section]) -> Iterator[type[Section]]:
+def _family(section: type[ConfigSection]) -> Iterator[type[ConfigSection]]:
     """Yield a section, those that it inherits from, and those that inherit from it."""
-    yield from (each for each in section.__mro__ if issubclass(each, Section))
+    yield from (each for each in section.__mro__ if issubclass(each, ConfigSection))
     yield from (each for each in sections().values() if each is not section and issubclass(each, section))
 
 
-def fields_of(section: type[Section]) -> Iterator[tuple[str, str]]:
+def fields_of(section: type[ConfigSection]) -> Iterator[tuple[str, str]]:
     """Yield each field of a section, with the name of its key."""
     yield from ((field.name, field.encode_name) for field in msgspec.structs.fields(section))

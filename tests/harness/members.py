@@ -8,11 +8,11 @@ from typing import Any
 import zmq
 
 from tandem.common import curve
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.keys import KeyPair, ProcessKeys, RunKeys
 from tandem.common.messages import Listener, ServiceKind
 from tandem.common.wire import Hub, Link
-from tandem.launch.admission.admission import Listening
+from tandem.launch.admission.admission import ListeningSocket
 
 RUN = RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
 MEMBER = new_key_pair()
@@ -23,12 +23,12 @@ ANY_ADDRESS = "tcp://127.0.0.1:*"
 
 def open_hub(address: str = ANY_ADDRESS) -> Hub:
     """Open a coordinator's socket that hears `MEMBER`."""
-    return Hub(address, RUN.coordinator, Admitted([MEMBER.public]))
+    return Hub(address, RUN.coordinator, AdmittedKeys([MEMBER.public]))
 
 
-def open_listening() -> Listening:
+def open_listening() -> ListeningSocket:
     """Open a coordinator's socket for a registry, which says whom it hears."""
-    return Listening(ANY_ADDRESS, RUN, Path("members.json"))
+    return ListeningSocket(ANY_ADDRESS, RUN, Path("members.json"))
 
 
 def at(address: str) -> Listener:

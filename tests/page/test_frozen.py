@@ -14,7 +14,7 @@ from tandem.coordinator.observers.timeline import open_timeline, write_steps
 from tandem.observe.report.report import write_report
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.observe.timeline import TIMELINE_NAME, Span, StepSpans
+from tandem.observe.timeline import TIMELINE_NAME, StepSpans, TimelineSpan
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
 
 pytestmark = NEEDS_CHROMIUM
@@ -35,8 +35,8 @@ def make_run(folder: Path, rewards: list[float]) -> Path:
             journal.commit_step(StepRecord(step=step, version=step, metrics=metrics, seconds=seconds))
             start, end = 100.0 + 2 * step, 102.0 + 2 * step
             spans = [
-                Span(process="coordinator", what="training", step=step, start=start + 1, end=end),
-                Span(process="trainer-0", what="training", step=step, start=start + 1.25, end=end),
+                TimelineSpan(process="coordinator", what="training", step=step, start=start + 1, end=end),
+                TimelineSpan(process="trainer-0", what="training", step=step, start=start + 1.25, end=end),
             ]
             write_steps(file, [StepSpans(step=step, start=start, end=end, spans=spans)])
         file.close()

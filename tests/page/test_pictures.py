@@ -15,7 +15,7 @@ from tandem.common.messages import ImageRef, SampleScored
 from tandem.observe.report.report import write_report
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.markers import marker
 from tandem.samples.images.store import ImageFolder
@@ -44,7 +44,7 @@ def a_sample(number: int, later: bool) -> RecordedSample:
 
     digests = [DIGESTS[number], *([DIGESTS[-1]] if later else [])]
     refs = [ImageRef(digest=digest, width=480, height=400, grid=(1, 8, 8), num_tokens=16) for digest in digests]
-    arrays = Batch(
+    arrays = SampleBatch(
         lengths_S=np.array([6], dtype=np.int32),
         token_ids_T=np.array([1, 7, 8, 7, 7, 7], dtype=np.int32),
         loss_mask_T=np.array([0, 0, 1, 0, 0, 0], dtype=np.bool_),

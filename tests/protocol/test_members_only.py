@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import TandemError
 from tandem.common.keys import ProcessKeys
 from tandem.common.messages import (
@@ -33,16 +33,16 @@ from tandem.common.messages import (
     TrainerKeys,
     Welcome,
 )
-from tandem.common.wire import Callers, Codec, Hub, Link, encode
+from tandem.common.wire import CallerConnections, Hub, Link, MessageCodec, encode
 from tandem.config import build_config
 from tandem.coordinator.api.configuration import of_rewards
-from tandem.coordinator.api.reward_server import RewardServer
+from tandem.coordinator.api.reward_server import ProgramRewardServer
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.processes.registry import Registry
-from tandem.coordinator.processes.replies import Limits, Replies
-from tandem.coordinator.scheduler.events import Draining, Event, Joined, Lost
-from tandem.launch.admission.admission import HeartbeatSettings, Listening
-from tandem.samples.batch import Batch
+from tandem.coordinator.processes.registry import ProcessRegistry
+from tandem.coordinator.processes.replies import Replies, SampleLimits
+from tandem.coordinator.scheduler.events import EngineDraining, Event, ProcessJoined, ProcessLost
+from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
+from tandem.samples.batch import SampleBatch
 from tandem.samples.sample_store import SampleStore
 from tests.harness.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_listening
 from tests.harness.strangers import Tap, strangers
@@ -58,22 +58,22 @@ def hello(kind: ServiceKind, registers: str | None = None) -> Hello:
 
 
 @pytest.fixture
-def listening() -> Iterator[Listening]:
+def listening() -> Iterator[ListeningSocket]:
     listening = open_listening()
     yield listening
     listening.hub.close()
 
 
 @pytest.fixture
-def registry(listening: Listening) -> Registry:
+def registry(listening: ListeningSocket) -> ProcessRegistry:
     expected: dict[ServiceKind, int] = {"refit": 1, "trainer": 1, "rollout": 2}
-    limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
-    return Registry(
+    limits = SampleLimits(vocabulary=50, max_tokens=12, max_turns=2)
+    return ProcessRegistry(
         listening, expected, SECRET, "run", HeartbeatSettings(interval_s=0.1, timeout_s=100.0), Replies(limits)
     )
 
 
-def events(registry: Registry, until: Callable[[Event], bool]) -> list[Event]:
+def events(registry: ProcessRegistry, until: Callable[[Event], bool]) -> list[Event]:
     """Return what happens up to something."""
     found: list[Event] = []
     deadline = time.monotonic() + WAIT_S
@@ -83,18 +83,18 @@ def events(registry: Registry, until: Callable[[Event], bool]) -> list[Event]:
     return found
 
 
-def join(registry: Registry, kind: ServiceKind, address: str = "", keys: ProcessKeys = JOINING) -> Link[Any]:
+def join(registry: ProcessRegistry, kind: ServiceKind, address: str = "", keys: ProcessKeys = JOINING) -> Link[Any]:
     """Join a process, as one does that was started by hand."""
     link: Link[Any] = Link(address or registry.address, kind, f"{kind}-{time.monotonic_ns()}", UNIONS[kind], keys)
     thread = threading.Thread(target=link.join, args=(hello(kind), WAIT_S))
     thread.start()
-    events(registry, lambda event: isinstance(event, Joined))
+    events(registry, lambda event: isinstance(event, ProcessJoined))
     thread.join(WAIT_S)
     return link
 
 
 def test_a_stranger_at_the_coordinator_reads_nothing_and_does_not_join(
-    registry: Registry, listening: Listening
+    registry: ProcessRegistry, listening: ListeningSocket
 ) -> None:
     with strangers(listening.hub.at) as those:
         for stranger in those.values():
@@ -108,7 +108,7 @@ def test_a_stranger_at_the_coordinator_reads_nothing_and_does_not_join(
 
 
 def test_with_the_joining_key_alone_one_is_told_nothing_and_orders_nothing(
-    registry: Registry,
+    registry: ProcessRegistry,
 ) -> None:
     context, socket = dealer_to(registry.address, RUN.joining)
     socket.send_multipart(encode(hello("refit")))
@@ -121,7 +121,7 @@ def test_with_the_joining_key_alone_one_is_told_nothing_and_orders_nothing(
     link.close("done")
 
 
-def test_who_is_lost_is_shut_out_by_its_key(registry: Registry) -> None:
+def test_who_is_lost_is_shut_out_by_its_key(registry: ProcessRegistry) -> None:
     first = join(registry, "rollout")
     registry.dismiss("rollout-0", "it is lost")
     first.send(encode(Goodbye(reason="I still speak")))
@@ -131,15 +131,15 @@ def test_who_is_lost_is_shut_out_by_its_key(registry: Registry) -> None:
         back.join(hello("rollout"), WAIT_S)
     second = join(registry, "rollout")
     second.send(encode(Goodbye(reason="the second leaves")))
-    (event,) = events(registry, lambda event: isinstance(event, Lost))
-    assert isinstance(event, Lost)
+    (event,) = events(registry, lambda event: isinstance(event, ProcessLost))
+    assert isinstance(event, ProcessLost)
     assert event.why == "it left: the second leaves"
     for link in (first, second):
         link.close("done")
 
 
 def test_who_is_shut_out_is_not_heard_over_the_connection_that_it_has() -> None:
-    admitted = Admitted([MEMBER.public])
+    admitted = AdmittedKeys([MEMBER.public])
     hub = Hub(ANY_ADDRESS, RUN.coordinator, admitted)
     context, socket = dealer_to(hub.address, MEMBER)
 
@@ -160,16 +160,16 @@ def test_who_is_shut_out_is_not_heard_over_the_connection_that_it_has() -> None:
     hub.close()
 
 
-def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening: Listening) -> None:
-    limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
+def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening: ListeningSocket) -> None:
+    limits = SampleLimits(vocabulary=50, max_tokens=12, max_turns=2)
     heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=100.0)
-    registry = Registry(listening, {"rollout": 1}, SECRET, "run", heartbeat, Replies(limits), max_rollouts=3)
+    registry = ProcessRegistry(listening, {"rollout": 1}, SECRET, "run", heartbeat, Replies(limits), max_rollouts=3)
     links = [join(registry, "rollout") for _ in range(3)]
     assert [*registry.processes] == ["rollout-0", "rollout-1", "rollout-2"]
     reason = registry.names.refusal(hello("rollout")).reason
     assert reason == "the run has its 3 rollout processes (cluster.max_rollouts) already"
     links[2].send(encode(Leaving()))
-    assert isinstance(events(registry, lambda event: isinstance(event, Draining))[-1], Draining)
+    assert isinstance(events(registry, lambda event: isinstance(event, EngineDraining))[-1], EngineDraining)
     registry.dismiss("rollout-0", "it was told to", is_over=True, is_awaited=False)
     registry.dismiss("rollout-2", "it is lost")
     for link, is_awaited_anew in ((links[0], False), (links[2], True)):
@@ -182,7 +182,7 @@ def test_rollouts_may_join_beside_those_that_are_waited_for_and_leave(listening:
         link.close("done")
 
 
-def test_a_key_is_of_one_process(registry: Registry) -> None:
+def test_a_key_is_of_one_process(registry: ProcessRegistry) -> None:
     """A second connection by a member's key is nobody's, and changes nothing for the first."""
     link = join(registry, "refit")
     same = ProcessKeys(coordinator=RUN.coordinator.public, own=link.own, is_joining=False)
@@ -204,7 +204,7 @@ def test_a_key_is_of_one_process(registry: Registry) -> None:
     link.close("done")
 
 
-def test_rollouts_are_told_the_keys_of_trainers_and_of_no_others(registry: Registry) -> None:
+def test_rollouts_are_told_the_keys_of_trainers_and_of_no_others(registry: ProcessRegistry) -> None:
     rollout, trainer, refit = join(registry, "rollout"), join(registry, "trainer"), join(registry, "refit")
 
     def await_keys(wanted: tuple[str, ...]) -> None:
@@ -222,11 +222,11 @@ def test_rollouts_are_told_the_keys_of_trainers_and_of_no_others(registry: Regis
         link.close("done")
 
 
-def test_keys_of_trainers_that_were_lost_on_the_way_are_told_again(registry: Registry) -> None:
+def test_keys_of_trainers_that_were_lost_on_the_way_are_told_again(registry: ProcessRegistry) -> None:
     own = new_key_pair()
     registry.names.register(own.public)
     context, socket = dealer_to(registry.address, own)
-    codec: Codec[Any] = Codec(ToRollout)
+    codec: MessageCodec[Any] = MessageCodec(ToRollout)
 
     def heard(kind: type) -> list[Any]:
         """Return what comes up to a message of a type."""
@@ -240,7 +240,7 @@ def test_keys_of_trainers_that_were_lost_on_the_way_are_told_again(registry: Reg
         return found
 
     socket.send_multipart(encode(hello("rollout")))
-    events(registry, lambda event: isinstance(event, Joined))
+    events(registry, lambda event: isinstance(event, ProcessJoined))
     trainer = join(registry, "trainer")
     told = heard(TrainerKeys)[-1]
     assert told.public_keys == (trainer.own.public,)
@@ -254,7 +254,7 @@ def test_keys_of_trainers_that_were_lost_on_the_way_are_told_again(registry: Reg
 
 
 def test_a_member_that_connects_again_is_heard_and_told_though_its_old_connection_seems_to_be_there(
-    registry: Registry,
+    registry: ProcessRegistry,
 ) -> None:
     """Only its own end of that was broken; nobody has told the coordinator's."""
     tap = Tap(int(registry.address.rpartition(":")[2]))
@@ -269,19 +269,19 @@ def test_a_member_that_connects_again_is_heard_and_told_though_its_old_connectio
             [*registry.receive(0.05)]
             said += filter(None, [link.receive(0.0)])
         link.close("it was told to")
-        (lost,) = events(registry, lambda event: isinstance(event, Lost))
-        assert isinstance(lost, Lost)
+        (lost,) = events(registry, lambda event: isinstance(event, ProcessLost))
+        assert isinstance(lost, ProcessLost)
         assert lost.why == "it left: it was told to"
     finally:
         tap.close()
 
 
-def test_the_wire_carries_no_configuration_that_can_be_read(registry: Registry) -> None:
+def test_the_wire_carries_no_configuration_that_can_be_read(registry: ProcessRegistry) -> None:
     tap = Tap(int(registry.address.rpartition(":")[2]))
     try:
         link = join(registry, "refit", tap.address)
         link.close("the end of it")
-        events(registry, lambda event: isinstance(event, Lost))
+        events(registry, lambda event: isinstance(event, ProcessLost))
     finally:
         tap.close()
     seen = bytes(tap.bytes_)
@@ -300,7 +300,7 @@ def waiting(address: str, keys: ProcessKeys = JOINING) -> Link[Any]:
 def test_who_pretends_to_be_a_coordinator_is_not_listened_to() -> None:
     """It speaks CURVE, and would hear anyone; it lacks the run's key."""
 
-    class Everyone(Admitted):
+    class Everyone(AdmittedKeys):
         def __contains__(self, key: object) -> bool:
             return True
 
@@ -338,7 +338,7 @@ def test_who_pretends_to_be_a_coordinator_is_not_listened_to() -> None:
     assert heard == []
 
 
-def test_the_key_of_another_run_is_one_line_within_seconds(registry: Registry) -> None:
+def test_the_key_of_another_run_is_one_line_within_seconds(registry: ProcessRegistry) -> None:
     stale = ProcessKeys(coordinator=RUN.coordinator.public, own=new_key_pair(), is_joining=True)
     begun = time.monotonic()
     with pytest.raises(TandemError) as refused:
@@ -352,8 +352,8 @@ def test_the_key_of_another_run_is_one_line_within_seconds(registry: Registry) -
 # --- the other planes -------------------------------------------------------------------------------------------------
 
 
-def one_sample() -> Batch:
-    return Batch(
+def one_sample() -> SampleBatch:
+    return SampleBatch(
         lengths_S=np.array([2], dtype=np.int32),
         token_ids_T=np.array([1, 2], dtype=np.int32),
         loss_mask_T=np.array([False, True]),
@@ -364,7 +364,7 @@ def one_sample() -> Batch:
 
 def ask(listener: Listener, frames: Any, own: Any = MEMBER) -> Any:
     """Return the answer to a member."""
-    callers = Callers({"it": listener}, own, max_bytes=1 << 20)
+    callers = CallerConnections({"it": listener}, own, max_bytes=1 << 20)
     deadline = time.monotonic() + WAIT_S
     try:
         while time.monotonic() < deadline:
@@ -378,14 +378,14 @@ def ask(listener: Listener, frames: Any, own: Any = MEMBER) -> Any:
 
 
 def test_a_stranger_at_the_samples_gets_none() -> None:
-    store = SampleStore("127.0.0.1", "run", 10, Admitted([MEMBER.public]))
+    store = SampleStore("127.0.0.1", "run", 10, AdmittedKeys([MEMBER.public]))
     fetch = encode(FetchSamples(run_id="run", request_id=1, keys=((1, 0, 0, 0),)))
     try:
         store.put((1, 0, 0), one_sample())
         with strangers(store.at) as those:
             for stranger in those.values():
                 stranger.say(fetch)
-            answer = Codec[Any](FromSampleStore).decode(ask(store.at, fetch))
+            answer = MessageCodec[Any](FromSampleStore).decode(ask(store.at, fetch))
             assert answer.arrays["token_ids_T"].tolist() == [1, 2]
             assert not any(each.heard() for each in those.values())
     finally:
@@ -393,14 +393,14 @@ def test_a_stranger_at_the_samples_gets_none() -> None:
 
 
 def test_a_trainer_that_the_store_has_not_heard_of_yet_gets_its_samples_when_it_has() -> None:
-    trainers = Admitted()
+    trainers = AdmittedKeys()
     store = SampleStore("127.0.0.1", "run", 10, trainers)
     later = threading.Timer(1.0, trainers.add, [MEMBER.public])
     try:
         store.put((1, 0, 0), one_sample())
         later.start()
         answer = ask(store.at, encode(FetchSamples(run_id="run", request_id=1, keys=((1, 0, 0, 0),))))
-        assert Codec[Any](FromSampleStore).decode(answer).arrays["token_ids_T"].tolist() == [1, 2]
+        assert MessageCodec[Any](FromSampleStore).decode(answer).arrays["token_ids_T"].tolist() == [1, 2]
     finally:
         later.join()
         store.close()
@@ -412,7 +412,7 @@ def test_a_stranger_at_the_reward_functions_has_none_called() -> None:
     policy = {"model_name": "model"}
     data = {"dataset_name": "jsonl", "train_data_path": "train.jsonl", "environment": "python_rewards"}
     env = of_rewards(functions, 1.0)["env"]
-    server = RewardServer(functions, build_config({"grpo": {}, "policy": policy, "data": data, "env": env}))
+    server = ProgramRewardServer(functions, build_config({"grpo": {}, "policy": policy, "data": data, "env": env}))
     listener = Listener(address=f"tcp://127.0.0.1:{server.at.port}", public_key=server.at.public_key)
     problem = Problem(problem_id="p", question="", answer="", metadata={})
 
@@ -431,8 +431,8 @@ def test_a_stranger_at_the_reward_functions_has_none_called() -> None:
 
 
 def test_frames_beyond_what_a_plane_carries_end_their_connection() -> None:
-    hub = Hub("tcp://127.0.0.1:*", RUN.coordinator, Admitted([MEMBER.public]), max_bytes=1000)
-    callers = Callers({"it": hub.at}, MEMBER, max_bytes=1000)
+    hub = Hub("tcp://127.0.0.1:*", RUN.coordinator, AdmittedKeys([MEMBER.public]), max_bytes=1000)
+    callers = CallerConnections({"it": hub.at}, MEMBER, max_bytes=1000)
     ups, heard = 0, []
     deadline = time.monotonic() + WAIT_S
     try:

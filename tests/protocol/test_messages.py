@@ -11,7 +11,7 @@ import pytest
 from scripts.protocol_page import with_tables
 from tandem.common.errors import WireError
 from tandem.common.messages import Message
-from tandem.common.wire import Codec, encode
+from tandem.common.wire import MessageCodec, encode
 from tests.protocol.examples import GOLDEN, UNIONS, every_message, example, golden_path, messages_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def links_of(message: type[Message]) -> list[Any]:
 def test_golden_bytes_decode_on_every_link(message: type[Message]) -> None:
     golden = golden_path(message).read_bytes()
     for link in links_of(message):
-        assert Codec[Message](link).decode([golden]).message == example(message)
+        assert MessageCodec[Message](link).decode([golden]).message == example(message)
 
 
 def test_every_golden_file_is_of_a_message() -> None:
@@ -36,12 +36,12 @@ def test_every_golden_file_is_of_a_message() -> None:
 def test_a_message_survives_the_wire(message: type[Message]) -> None:
     sent = example(message)
     (frame,) = encode(sent)
-    assert Codec[Message](links_of(message)[0]).decode([frame]).message == sent
+    assert MessageCodec[Message](links_of(message)[0]).decode([frame]).message == sent
 
 
 @pytest.mark.parametrize("link", UNIONS, ids=range(len(UNIONS)))
 def test_what_is_no_message_of_the_link_is_refused(link: Any) -> None:
-    codec = Codec[Message](link)
+    codec = MessageCodec[Message](link)
     good = msgspec.msgpack.decode(encode(example(messages_of(link)[0]))[0])
     wrong: list[bytes] = [
         b"",

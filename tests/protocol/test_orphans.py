@@ -28,11 +28,11 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.wire import EXIT_AWAITED_ANEW, Link, encode, exit_code
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.sample_limits import Limits
-from tandem.coordinator.scheduler.events import Event, Joined, Replied
-from tandem.launch.admission.admission import HeartbeatSettings, Listening
+from tandem.coordinator.processes.sample_limits import SampleLimits
+from tandem.coordinator.scheduler.events import Event, ProcessJoined, ProcessReplied
+from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
 from tandem.launch.admission.known_processes import KnownProcesses, ProcessesSnapshot
 from tests.harness.members import ANY_ADDRESS, RUN, dealer_to
 
@@ -50,11 +50,11 @@ class Coordinator:
     def __init__(self, run: Path, earlier: ProcessesSnapshot | None = None, patience_s: float = 60.0) -> None:
         known = () if earlier is None else earlier.keys
         self._heard: collections.deque[Event] = collections.deque()
-        self.listening = Listening(earlier.address if earlier else ANY_ADDRESS, RUN, Path("members.json"), known)
+        self.listening = ListeningSocket(earlier.address if earlier else ANY_ADDRESS, RUN, Path("members.json"), known)
         self.known = KnownProcesses(run, self.listening.hub.address, is_kept=True, earlier=earlier)
         heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
-        replies = Replies(Limits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
-        self.registry = Registry(self.listening, EXPECTED, b"{}", "run", heartbeat, replies, known=self.known)
+        replies = Replies(SampleLimits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
+        self.registry = ProcessRegistry(self.listening, EXPECTED, b"{}", "run", heartbeat, replies, known=self.known)
         if earlier is not None:
             self.registry.names.send_away(earlier.leaving)
             self.registry.names.expect_back(earlier.staying, ())
@@ -76,7 +76,7 @@ class Coordinator:
         """Wait until these have joined."""
         missing = {*names}
         while missing:
-            missing -= {event.process for event in self.events(lambda event: isinstance(event, Joined))}  # type: ignore[union-attr]
+            missing -= {event.process for event in self.events(lambda event: isinstance(event, ProcessJoined))}  # type: ignore[union-attr]
 
     def join(self, kind: ServiceKind) -> Link[Any]:
         """Join a process that is started by hand."""
@@ -85,7 +85,7 @@ class Coordinator:
         thread = threading.Thread(target=link.join, args=(hello, WAIT_S))
         thread.start()
         # Others may be taken up meanwhile.
-        self.events(lambda event: isinstance(event, Joined) and event.process.startswith(kind))
+        self.events(lambda event: isinstance(event, ProcessJoined) and event.process.startswith(kind))
         thread.join(WAIT_S)
         return link
 
@@ -154,8 +154,8 @@ def test_members_are_taken_up_by_name_and_what_the_last_coordinator_asked_for_is
     assert command is not None
     assert command.message.command_id == AFTER
     refit.send(encode(VersionCommitted(command_id=AFTER, version=3, differing={}, digest=0)))
-    (*others, reply) = second.events(lambda event: isinstance(event, Replied))
-    assert isinstance(reply, Replied)
+    (*others, reply) = second.events(lambda event: isinstance(event, ProcessReplied))
+    assert isinstance(reply, ProcessReplied)
     assert reply.reply.command_id == AFTER
     assert others == [], "nobody is lost, and no answer to the first coordinator counts"
 

@@ -9,10 +9,10 @@ import time
 
 from tandem.common import keys
 from tandem.common.messages import PROTOCOL_VERSION, FromRollout, Heartbeat, Hello, Shutdown, Welcome
-from tandem.common.wire import Codec, Hub, Peer, Stalls, encode
-from tandem.coordinator.processes.registry import Registry
-from tandem.coordinator.processes.replies import Limits, Replies
-from tandem.coordinator.scheduler.events import Joined, Lost
+from tandem.common.wire import Hub, HubPeer, MessageCodec, ThreadStalls, encode
+from tandem.coordinator.processes.registry import ProcessRegistry
+from tandem.coordinator.processes.replies import Replies, SampleLimits
+from tandem.coordinator.scheduler.events import ProcessJoined, ProcessLost
 from tandem.launch.admission.admission import HeartbeatSettings
 from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
@@ -33,7 +33,7 @@ link.close("told to")
 
 
 def test_what_is_taken_off_is_what_is_beyond_the_usual() -> None:
-    stalls = Stalls()
+    stalls = ThreadStalls()
     begun = time.monotonic()
     stalls.until(begun, 1.0)
     assert stalls.until(begun + 0.5, 1.0) == 0.0
@@ -42,8 +42,8 @@ def test_what_is_taken_off_is_what_is_beyond_the_usual() -> None:
 
 def test_a_coordinator_that_was_stopped_loses_nobody_for_it_and_then_who_is_silent() -> None:
     listening = open_listening()
-    limits = Limits(vocabulary=50, max_tokens=12, max_turns=2)
-    registry = Registry(listening, {"rollout": 1}, b"{}", "run", PULSE, Replies(limits))
+    limits = SampleLimits(vocabulary=50, max_tokens=12, max_turns=2)
+    registry = ProcessRegistry(listening, {"rollout": 1}, b"{}", "run", PULSE, Replies(limits))
     registry.names.register(MEMBER.public)
     context, socket = dealer_to(registry.address, MEMBER)
     try:
@@ -52,13 +52,13 @@ def test_a_coordinator_that_was_stopped_loses_nobody_for_it_and_then_who_is_sile
         found = []
         while not found and time.monotonic() < until:
             found = [*registry.receive(0.1)]
-        assert [type(event) for event in found] == [Joined]
+        assert [type(event) for event in found] == [ProcessJoined]
         time.sleep(STALL_S)
         assert [*registry.receive(0.0)] == []
         lost = []
         while not lost and time.monotonic() < until:
             lost = [*registry.receive(0.1)]
-        assert [type(event) for event in lost] == [Lost]
+        assert [type(event) for event in lost] == [ProcessLost]
     finally:
         socket.close()
         context.term()
@@ -95,10 +95,10 @@ def test_a_process_that_was_stopped_does_not_end_for_it() -> None:
         hub.close()
 
 
-_codec: Codec[FromRollout] = Codec(FromRollout)
+_codec: MessageCodec[FromRollout] = MessageCodec(FromRollout)
 
 
-def _first(hub: Hub, wanted: type[Hello] | type[Heartbeat]) -> Peer:
+def _first(hub: Hub, wanted: type[Hello] | type[Heartbeat]) -> HubPeer:
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
         for peer, frames in hub.receive(0.1):

@@ -30,7 +30,7 @@ from tandem.common.messages import (
     VersionCommitted,
     Welcome,
 )
-from tandem.common.wire import Codec, Frames, Hub, Link, Peer, check_version, encode
+from tandem.common.wire import Frames, Hub, HubPeer, Link, MessageCodec, check_version, encode
 from tandem.launch.run_service import run_service
 from tests.harness.members import MEMBER, MEMBER_KEYS, link_to, open_hub
 
@@ -43,7 +43,7 @@ WELCOME = Welcome(
     heartbeat_timeout_s=3.0,
     config_json=b"",
 )
-CODEC: Codec[Any] = Codec(FromRefit)
+CODEC: MessageCodec[Any] = MessageCodec(FromRefit)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def hub() -> Iterator[Hub]:
     hub.close()
 
 
-def next_from(hub: Hub, kind: type) -> tuple[Peer, Any, dict[str, Any]]:
+def next_from(hub: Hub, kind: type) -> tuple[HubPeer, Any, dict[str, Any]]:
     """Return the next message of a kind, its sender and its arrays."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def next_from(hub: Hub, kind: type) -> tuple[Peer, Any, dict[str, Any]]:
     raise AssertionError(f"no {kind.__name__} within 10 s")
 
 
-def joined(hub: Hub) -> tuple[Link[Any], Peer]:
+def joined(hub: Hub) -> tuple[Link[Any], HubPeer]:
     """Join a link to the hub."""
     link: Link[Any] = link_to(hub.address, "refit", "me", ToRefit)
     thread = threading.Thread(target=link.join, args=(HELLO, 10.0))
@@ -282,7 +282,7 @@ def test_an_address_that_is_none() -> None:
 
 
 def test_a_peer_that_is_gone_is_reported(hub: Hub) -> None:
-    assert hub.send(Peer(b"nobody", MEMBER.public), encode(Heartbeat())) is False
+    assert hub.send(HubPeer(b"nobody", MEMBER.public), encode(Heartbeat())) is False
 
 
 def test_any_thread_may_send_while_another_receives(hub: Hub) -> None:

@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.config import Config, load_config
 from tandem.refit.layout import Box
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends import dtensor, experts, make_backend
-from tandem.trainer.backends.held import HeldModel
+from tandem.trainer.backends.held import DTensorHeldModel
 from tandem.trainer.backends.holding import HoldingBackend
 from tandem.trainer.backends.megatron import preparing
-from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.files import checkpoints
 from tests.harness.trainers.trainer_harness import train_on
 
@@ -128,11 +128,11 @@ class Meter(TorchDispatchMode):
         self.current -= self._sizes.pop(key)
 
 
-def batch_of(config: Config) -> Batch:
+def batch_of(config: Config) -> SampleBatch:
     """Return the longest sequences that the plan allows, the second half of each generated."""
     num, length = config.policy.train_global_batch_size, config.policy.max_total_sequence_length
     is_counted_T = np.tile(np.arange(length) >= length // 2, num)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.full(num, length, np.int32),
         token_ids_T=np.ones(num * length, np.int32),
         loss_mask_T=is_counted_T,
@@ -144,14 +144,14 @@ def batch_of(config: Config) -> Batch:
 
 def follow(meter: Meter) -> None:
     """Do by other means what fake tensors do not follow."""
-    resize, shard = torch.UntypedStorage.resize_, Ranks.shard
+    resize, shard = torch.UntypedStorage.resize_, RankMesh.shard
 
     def resized(self: torch.UntypedStorage, num_bytes: int) -> Any:
         made = resize(self, num_bytes)
         meter.resized(self)
         return made
 
-    def moved(self: Ranks, model: torch.nn.Module, settings: Any) -> None:
+    def moved(self: RankMesh, model: torch.nn.Module, settings: Any) -> None:
         shard(self, move(model, self.device), settings)
 
     def numpy(self: FakeTensor) -> np.ndarray[Any, Any]:
@@ -159,7 +159,7 @@ def follow(meter: Meter) -> None:
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
     torch.nn.Module.to = move  # type: ignore[method-assign, assignment]
-    Ranks.shard = moved  # type: ignore[method-assign]
+    RankMesh.shard = moved  # type: ignore[method-assign]
     FakeTensor.numpy = numpy  # type: ignore[method-assign, assignment]
     checkpoints._tell = lambda message: [message]
     for allow in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
@@ -199,11 +199,11 @@ def follow_megatron() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from tandem.trainer.backends.megatron import held
-    from tandem.trainer.backends.megatron.pipeline import Pipeline
+    from tandem.trainer.backends.megatron.pipeline import ModelPipeline
 
-    run = Pipeline.run
+    run = ModelPipeline.run
 
-    def noted(self: Pipeline, rows: Any, *arguments: Any, **options: Any) -> None:
+    def noted(self: ModelPipeline, rows: Any, *arguments: Any, **options: Any) -> None:
         LENGTH[0] = rows[0].token_ids_1M.numel()
         run(self, rows, *arguments, **options)
 
@@ -222,7 +222,7 @@ def follow_megatron() -> None:
     dist.all_gather_object = gather_objects  # type: ignore[assignment]
     param_and_grad_buffer._coalescing_manager = apart
     clip_grads.l2_norm_impl = lambda *_: (torch.zeros(1, device="cuda"), None)
-    Pipeline.run = noted  # type: ignore[method-assign]
+    ModelPipeline.run = noted  # type: ignore[method-assign]
     P2PCommunicator._communicate_shapes = shapes
 
 
@@ -294,12 +294,12 @@ def tell_phases(meter: Meter, is_megatron: bool) -> None:
 
     during("log-probabilities", HoldingBackend, "scores")
     if is_megatron:
-        from tandem.trainer.backends.megatron.pipeline import Pipeline
+        from tandem.trainer.backends.megatron.pipeline import ModelPipeline
 
-        during("forward and backward passes", Pipeline, "run")
+        during("forward and backward passes", ModelPipeline, "run")
     else:
-        during("forward and backward passes", HeldModel, "train_step")
-        during(_OPTIMIZER, HeldModel, "take_step")
+        during("forward and backward passes", DTensorHeldModel, "train_step")
+        during(_OPTIMIZER, DTensorHeldModel, "take_step")
 
 
 def main(plan: str, rank: str, *overrides: str) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.trainers import trainer_harness
 from tests.harness.trainers.megatron_harness import OPTIMIZER, TP2, make, make_checkpoint
 from tests.harness.trainers.reference import assert_same_steps
@@ -41,7 +41,7 @@ def rank_server() -> None:
         trainer_harness.start_server()
 
 
-def train_steps(rank: int, config: Config, batches: Sequence[Batch]) -> list[dict[str, float]]:
+def train_steps(rank: int, config: Config, batches: Sequence[SampleBatch]) -> list[dict[str, float]]:
     """Train on a GPU of this rank's own."""
     os.environ["SIMULATED_GPU_COUNT"] = "2"
     ctypes.CDLL("libcuda.so.1").simulated_gpu_read_environment()

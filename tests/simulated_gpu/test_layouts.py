@@ -28,7 +28,7 @@ from tandem.refit.digests.comparison import Digests, compare
 from tandem.refit.layout import Layout
 from tandem.refit.places import device_name, host_name
 from tandem.refit.planner import plan
-from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.meeting import GroupStore
 from tandem.refit.weights import Weights
 from tandem.trainer.backends import make_backend
 from tests.harness.processes.stream_processes import views
@@ -121,7 +121,7 @@ def meet(rank: int, holder: Weights, store: Store) -> None:
     assert {transfer_group.device_type for transfer_group in made.transfer_groups} == {"cuda"}
     holder.install([made.programs[names[rank]]])
     for transfer_group in made.transfer_groups:
-        holder.connect(transfer_group, Meeting("127.0.0.1", store.port, "refit"), TIMEOUT_S)  # type: ignore[attr-defined]
+        holder.connect(transfer_group, GroupStore("127.0.0.1", store.port, "refit"), TIMEOUT_S)  # type: ignore[attr-defined]
 
 
 def scene(config: Config, checkpoint: Path, dtype: str, folder: Path, is_late: bool) -> list[Found]:

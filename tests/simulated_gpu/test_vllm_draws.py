@@ -33,7 +33,7 @@ def _measure() -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from tandem.rollout.engines.vllm.drawing import Draws
+    from tandem.rollout.engines.vllm.drawing import TokenDraws
 
     class Launches(TorchDispatchMode):
         def __init__(self) -> None:
@@ -48,7 +48,7 @@ def _measure() -> dict[str, Any]:
 
     batch = types.SimpleNamespace(num_tokens_no_spec=np.zeros(MOST_REQUESTS, np.int32))
     device = torch.device("cuda", 0)
-    ours = Draws(types.SimpleNamespace(input_batch=batch, device=device, max_num_reqs=MOST_REQUESTS))
+    ours = TokenDraws(types.SimpleNamespace(input_batch=batch, device=device, max_num_reqs=MOST_REQUESTS))
     theirs = TopKTopPSampler("processed_logprobs").forward_native
     row_V = torch.linspace(-1.0, 1.5, VOCABULARY)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.observe.run_folder.journal import read_journal
 from tandem.serving.tinker import call_files
-from tandem.serving.tinker.call_files import Done, Ended, GradientDone, SaveDone
+from tandem.serving.tinker.call_files import Done, GradientDone, RecordEnd, SaveDone
 from tests.harness.runs.running import coordinator
 from tests.harness.tinker.server import served
 from tests.harness.trainers.damage import flip_bit
@@ -40,7 +40,7 @@ def test_the_calls_of_one_trainer_are_done_again_to_the_bit() -> None:
     _wrong_files_are_refused(path, calls)
 
 
-def calls_of(path: Path) -> list[Done | Ended]:
+def calls_of(path: Path) -> list[Done | RecordEnd]:
     """Return the calls of a file."""
     _, calls = call_files.read(path, run_id())
     return [*calls]
@@ -52,13 +52,13 @@ def run_id() -> str:
         return journal.run_id
 
 
-def write(path: Path, calls: list[Done | Ended]) -> None:
+def write(path: Path, calls: list[Done | RecordEnd]) -> None:
     """Write a file of calls anew."""
     head, _ = call_files.read(path, run_id())
     path.write_bytes(b"".join(map(call_files.encode, (head, *calls))))
 
 
-def _rewrites_are_found(path: Path, calls: list[Done | Ended]) -> None:
+def _rewrites_are_found(path: Path, calls: list[Done | RecordEnd]) -> None:
     """Change the learning rate of a step, as if something else had been trained: everything after it differs."""
     steps = [place for place, each in enumerate(calls) if isinstance(each, call_files.StepDone)]
     changed = [*calls]
@@ -77,7 +77,7 @@ def _rewrites_are_found(path: Path, calls: list[Done | Ended]) -> None:
     assert "as cluster.threads_per_process changed" in done.stdout
 
 
-def _wrong_files_are_refused(path: Path, calls: list[Done | Ended]) -> None:
+def _wrong_files_are_refused(path: Path, calls: list[Done | RecordEnd]) -> None:
     write(path, calls)
     states = [each for each in calls if isinstance(each, SaveDone)]
     first = next(place for place, each in enumerate(calls) if isinstance(each, SaveDone))
@@ -104,7 +104,7 @@ def _wrong_files_are_refused(path: Path, calls: list[Done | Ended]) -> None:
     for option in (["--from", "1"], ["--to", "1"], ["--resume"]):
         assert "calls are replayed as a whole" in _line(coordinator("replay", "run", *option).stderr)
     write_of_another = path.with_name("another.calls")
-    write_of_another.write_bytes(call_files.encode(call_files.Head(run_id="another", model="a", began_at=0.0)))
+    write_of_another.write_bytes(call_files.encode(call_files.CallHead(run_id="another", model="a", began_at=0.0)))
     path.unlink()
     assert "is of the run another" in _line(coordinator("replay", "run").stderr)
     shutil.rmtree(path.parent)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.refit.adapters.catalogue import ModelShape, from_config
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.layout import Layout
 
 Arrays = dict[str, NDArray[Any]]
@@ -107,7 +107,7 @@ def unfused(weights: Weights) -> Weights:
     return found
 
 
-def assert_same_shards(deployments: Sequence[Deployment]) -> None:
+def assert_same_shards(deployments: Sequence[ParallelDeployment]) -> None:
     """Ranks have the same of a model whose checkpoint fuses layers as of one whose does not."""
     weights = weights_of(model_of(PHI3))
     for sizes in deployments:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tandem.common.messages import SampleScored
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
 PRELUDE = """
 import json, os, sys, time, urllib.error, urllib.request
@@ -79,12 +79,12 @@ def tokens_of(answer: dict[str, Any]) -> tuple[list[int], list[int], list[float]
     )
 
 
-def sequences(arrays: Batch) -> list[Batch]:
+def sequences(arrays: SampleBatch) -> list[SampleBatch]:
     """Return the sequences of a sample one by one."""
     return [arrays.take([row]) for row in range(len(arrays.lengths_S))]
 
 
-def assert_recorded_as_seen(scored: SampleScored, arrays: Batch, answers: list[dict[str, Any]]) -> None:
+def assert_recorded_as_seen(scored: SampleScored, arrays: SampleBatch, answers: list[dict[str, Any]]) -> None:
     """Each response is in a branch, its tokens and log-probabilities as sent, and counts exactly once."""
     found = sequences(arrays)
     counted = [np.zeros(len(sequence.token_ids_T), dtype=int) for sequence in found]
@@ -109,7 +109,7 @@ def assert_recorded_as_seen(scored: SampleScored, arrays: Batch, answers: list[d
     assert scored.num_turns == len(answers)
 
 
-def assert_probable(arrays: Batch, models: dict[int, Any]) -> None:
+def assert_probable(arrays: SampleBatch, models: dict[int, Any]) -> None:
     """Log-probabilities are Hugging Face's, of the model of each token's version."""
     for sequence in sequences(arrays):
         token_ids = torch.from_numpy(sequence.token_ids_T.astype(np.int64))

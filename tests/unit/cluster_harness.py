@@ -45,31 +45,31 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.agenda import Agenda
+from tandem.coordinator.scheduler.agenda import RuleAgenda
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
-    Dispatch,
     DispatchBatch,
+    DispatchCommand,
     DispatchPrompts,
     DispatchRecord,
     DrawPrompts,
     FindRestored,
-    Finish,
+    FinishRun,
     GroupSize,
-    Interrupted,
-    Joined,
-    Lost,
     Place,
+    ProcessJoined,
+    ProcessLost,
+    ProcessReplied,
     PromptsDrawn,
-    Replied,
     RestoredFound,
     RestoredGroup,
+    StopRequested,
 )
 from tandem.coordinator.scheduler.invariants import validate
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.spec import Deadlines, RunSpec
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.spec import CommandDeadlines, RunSpec
+from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import Checked
 from tests.harness.members import at
 
@@ -89,7 +89,7 @@ GRPO = RunSpec(
     is_verified=True,
     max_replacements=1,
     replacement_window_s=3600.0,
-    deadlines=Deadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60, leave=70),
+    deadlines=CommandDeadlines(join=10, build=20, generate=30, train=40, evaluate=50, refit=5, save=60, leave=70),
 )
 MEMORY = MemoryUse(peak=2, held=1)
 SFT = msgspec.structs.replace(GRPO, has_engines=False, expected={"trainer": 1}, validate_at_start=False)
@@ -105,7 +105,7 @@ class SentBatch(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
 
 
-Sent = Dispatch | DispatchPrompts | SentBatch | DispatchRecord
+Sent = DispatchCommand | DispatchPrompts | SentBatch | DispatchRecord
 """What a process answers."""
 
 
@@ -119,7 +119,7 @@ def sent_batches(action: DispatchBatch) -> list[SentBatch]:
 
 def answer(action: Sent) -> Reply:
     """Return the reply of a process that does what it is told."""
-    if not isinstance(action, Dispatch):
+    if not isinstance(action, DispatchCommand):
         return answer_work(action)
     command_id = action.command.command_id
     match action.command:
@@ -226,7 +226,10 @@ class Cluster:
     """Of each group."""
 
     def __init__(
-        self, spec: RunSpec, kept: Mapping[Place, RestoredGroup] = {}, agenda: type[Agenda[Tables]] = Checked
+        self,
+        spec: RunSpec,
+        kept: Mapping[Place, RestoredGroup] = {},
+        agenda: type[RuleAgenda[SchedulerTables]] = Checked,
     ) -> None:
         self.plan = Scheduler(spec, now=0.0, agenda=agenda)
         self.agenda = agenda
@@ -242,7 +245,7 @@ class Cluster:
         """The weights that the engine held which was given a command to generate."""
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> SchedulerTables:
         """What the scheduler knows."""
         return self.plan.tables
 
@@ -267,7 +270,7 @@ class Cluster:
             if isinstance(action, DispatchPrompts):
                 engine = self.tables.engines.get(action.process)  # none if it is let go right after this
                 self.begun_with[action.command_id] = -1 if engine is None else engine.version
-            if isinstance(action, Dispatch | DispatchPrompts | DispatchBatch | DispatchRecord):
+            if isinstance(action, DispatchCommand | DispatchPrompts | DispatchBatch | DispatchRecord):
                 sent = sent_batches(action) if isinstance(action, DispatchBatch) else [action]
                 self.pending += sent
                 self.commands += sent
@@ -286,16 +289,16 @@ class Cluster:
     def join_all(self) -> None:
         for kind, count in self.tables.spec.expected.items():
             for index in reversed(range(count)):
-                self.give(Joined(now=self.now, process=f"{kind}-{index}", kind=kind))
+                self.give(ProcessJoined(now=self.now, process=f"{kind}-{index}", kind=kind))
 
     def answer_next(self) -> None:
         action = self.pending.pop(0)
         self.now += 1.0
         if isinstance(action, DispatchPrompts):
             self.send_samples(action)
-        if isinstance(action, Dispatch) and isinstance(action.command, RestoreSamples):
+        if isinstance(action, DispatchCommand) and isinstance(action.command, RestoreSamples):
             self.send_kept(action.process, action.command)
-        self.give(Replied(now=self.now, process=action.process, reply=self.adjust(answer(action))))
+        self.give(ProcessReplied(now=self.now, process=action.process, reply=self.adjust(answer(action))))
 
     def send_samples(self, command: DispatchPrompts) -> None:
         """Have an engine finish every sample of a command."""
@@ -310,7 +313,7 @@ class Cluster:
         reply = SamplesFinished(
             command_id=command.command_id, step=command.step, purpose=command.purpose, samples=samples
         )
-        self.give(Replied(now=self.now, process=command.process, reply=reply))
+        self.give(ProcessReplied(now=self.now, process=command.process, reply=reply))
 
     def send_kept(self, process: str, command: RestoreSamples) -> None:
         """Have a rollout find every sample of a command on disk."""
@@ -321,18 +324,18 @@ class Cluster:
             for i in range(self.num_samples)
         )
         reply = SamplesFinished(command_id=command.command_id, step=command.step, purpose="train", samples=samples)
-        self.give(Replied(now=self.now, process=process, reply=reply))
+        self.give(ProcessReplied(now=self.now, process=process, reply=reply))
 
     def result(self, group: int, sample: int) -> SampleScored:
         return result(group, sample)
 
-    def hold(self, kind: type[Any]) -> list[Dispatch]:
+    def hold(self, kind: type[Any]) -> list[DispatchCommand]:
         """Take the commands of a kind out of those that are answered next."""
-        held = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.command, kind)]
+        held = [a for a in self.pending if isinstance(a, DispatchCommand) and isinstance(a.command, kind)]
         self.pending = [a for a in self.pending if a not in held]
         return held
 
-    def run_until(self, phase: Phase) -> None:
+    def run_until(self, phase: RunPhase) -> None:
         for _ in range(500):
             if self.tables.phase is phase:
                 return
@@ -352,7 +355,7 @@ def kinds(cluster: Cluster) -> list[str]:
     """Name every command in turn, with the number of processes that got it."""
     names: list[str] = []
     for action in cluster.commands:
-        if isinstance(action, Dispatch):
+        if isinstance(action, DispatchCommand):
             names.append(type(action.command).__name__)
         elif isinstance(action, DispatchRecord):
             names.append(f"{type(action).__name__}:{action.step}")
@@ -369,23 +372,23 @@ def kinds(cluster: Cluster) -> list[str]:
 
 
 def commands_of(cluster: Cluster, kind: type[Any]) -> list[Any]:
-    return [a.command for a in cluster.commands if isinstance(a, Dispatch) and isinstance(a.command, kind)]
+    return [a.command for a in cluster.commands if isinstance(a, DispatchCommand) and isinstance(a.command, kind)]
 
 
-def only_finish(actions: list[Action]) -> Finish:
+def only_finish(actions: list[Action]) -> FinishRun:
     (finish,) = actions
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, FinishRun)
     return finish
 
 
 def interrupt(cluster: Cluster) -> list[Action]:
-    return cluster.give(Interrupted(now=cluster.now))
+    return cluster.give(StopRequested(now=cluster.now))
 
 
 def lose(cluster: Cluster, engine: str) -> list[Action]:
     cluster.pending = [a for a in cluster.pending if a.process != engine]
-    return cluster.give(Lost(now=cluster.now, process=engine, why="killed by SIGKILL"))
+    return cluster.give(ProcessLost(now=cluster.now, process=engine, why="killed by SIGKILL"))
 
 
 def replace(cluster: Cluster, engine: str) -> None:
-    cluster.give(Joined(now=cluster.now, process=engine, kind="rollout"))
+    cluster.give(ProcessJoined(now=cluster.now, process=engine, kind="rollout"))

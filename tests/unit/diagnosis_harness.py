@@ -8,10 +8,10 @@ from typing import Any
 
 from tandem.config import Config, build_config, config_to_json
 from tandem.coordinator.loop.run import recorded
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.diagnosis import CHECKS
-from tandem.observe.diagnosis.evidence import Evidence, SampleRow
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow
+from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.run_folder.journal import RefitRecord, RunRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 
@@ -70,7 +70,7 @@ def steps_of(metrics: Sequence[Metrics], base: Metrics = WELL) -> tuple[StepReco
     )
 
 
-def evidence_of(*metrics: Metrics, config: Config | None = None, **over: Any) -> Evidence:
+def evidence_of(*metrics: Metrics, config: Config | None = None, **over: Any) -> RunEvidence:
     """Return the record of a run that is well, but for what is changed in each of its steps."""
     config = config or config_of()
     steps = steps_of(metrics)
@@ -91,10 +91,10 @@ def evidence_of(*metrics: Metrics, config: Config | None = None, **over: Any) ->
         "unread": "",
         "logs": {},
     }
-    return Evidence(**fields | over)
+    return RunEvidence(**fields | over)
 
 
-def found_in(evidence: Evidence) -> dict[str, Finding]:
+def found_in(evidence: RunEvidence) -> dict[str, DiagnosisFinding]:
     found = [finding for check in CHECKS if (finding := check.find(evidence)) is not None]
     return {finding.name: finding for finding in found}
 
@@ -131,7 +131,7 @@ def refit(version: int, digest: int = 0, **over: Any) -> RefitRecord:
     return RefitRecord(**fields | over)
 
 
-def write_run(*metrics: Metrics, config: Config | None = None, finish: Finish | None = None) -> Path:
+def write_run(*metrics: Metrics, config: Config | None = None, finish: FinishRun | None = None) -> Path:
     """Write the journal of a run; one without an end was killed."""
     config = config or config_of(grpo={"max_num_steps": 9}, policy={"train_global_batch_size": 512})
     with Journal.create(Path("run"), config_to_json(config), config.algorithm) as journal:

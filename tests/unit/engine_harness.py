@@ -17,7 +17,7 @@ from tandem.common.worker_shards import worker_shard_names
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram
-from tandem.rollout.engine import Completion, Engine, Request
+from tandem.rollout.engine import Engine, EngineCompletion, SequenceRequest
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.trainer.exposed_weights import weights_of
 from tandem.trainer.files.policy_files import saved_buffers
@@ -126,9 +126,11 @@ def sampling(**changes: Any) -> SamplingParameters:
     return SamplingParameters(**{**plain, **changes})
 
 
-def request(request_id: int, prompt_ids: tuple[int, ...], *, seed: int | None = None, **changes: Any) -> Request:
+def request(
+    request_id: int, prompt_ids: tuple[int, ...], *, seed: int | None = None, **changes: Any
+) -> SequenceRequest:
     """Build a request; its seed is its id unless given."""
-    return Request(
+    return SequenceRequest(
         request_id=request_id,
         prompt_ids=prompt_ids,
         sampling=sampling(**changes),
@@ -144,11 +146,11 @@ def random_prompts(num_prompts: int, *, seed: int = 0) -> list[tuple[int, ...]]:
     ]
 
 
-def run_all(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
+def run_all(engine: Engine, requests: list[SequenceRequest]) -> dict[int, EngineCompletion]:
     """Add the requests, step until all have finished, return completions by request id."""
     for one in requests:
         engine.add_request(one)
-    finished: dict[int, Completion] = {}
+    finished: dict[int, EngineCompletion] = {}
     while engine.num_unfinished:
         for completion in engine.step():
             assert completion.request_id not in finished

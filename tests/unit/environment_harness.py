@@ -10,11 +10,11 @@ import msgspec
 from tandem.common.messages import Problem
 from tandem.config import Config, build_config
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.faults import Unscored
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.rollout.environments.scorer import EnvironmentScorer
 
 WAIT_S = 30.0
-Result = Score | Turn | Unscored
+Result = Score | Turn | UnscoredResponse
 
 
 def config(environment: str, settings: dict[str, Any] | None = None, task: str | None = None) -> Config:
@@ -40,7 +40,7 @@ def worth(scored: Score | Turn) -> Score | Turn:
     return msgspec.structs.replace(scored, answer=None) if isinstance(scored, Score) else scored
 
 
-def results(scorer: Scorer, *responses: str, of: Problem | None = None) -> list[Result]:
+def results(scorer: EnvironmentScorer, *responses: str, of: Problem | None = None) -> list[Result]:
     """Return what becomes of responses to one problem, in their order."""
     for key, response in enumerate(responses):
         scorer.submit(key, of or problem(), said(response))

@@ -18,9 +18,9 @@ import torch
 from rollout_harness import CHARACTERS, Rollout, tokens_of
 
 from tandem.common.messages import SampleScored
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
-Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
+Samples = dict[tuple[int, int], tuple[SampleScored, SampleBatch]]
 Start = Callable[..., Rollout]
 WAIT_S = 120.0
 DISJOINT = {"colocated": {"enabled": False}}

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from tandem.refit.adapters.catalogue import ModelShape, from_config
-from tandem.refit.adapters.deployment import Deployment, Hosts
-from tandem.refit.digests.comparison import Digests, Verdict, compare
+from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
+from tandem.refit.digests.comparison import Digests, DigestVerdict, compare
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides
-from tandem.refit.planner import Plan, plan
+from tandem.refit.planner import TransferPlan, plan
 from tandem.refit.transports import shm
 from tandem.refit.weights import Weights
 
@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 50,
     "tie_word_embeddings": False,
 }
-HOST = Hosts("host", per_host=8, has_gpus=False)
+HOST = HostNames("host", per_host=8, has_gpus=False)
 MODEL = from_config(CONFIG, "float32")
 RANK, SCALE = 4, 8.0
 
@@ -47,8 +47,8 @@ class LoraRefit:
 
     def __init__(
         self,
-        trainers: Deployment,
-        engine: Deployment,
+        trainers: ParallelDeployment,
+        engine: ParallelDeployment,
         wanted: ModelShape,
         *layers: str,
         allow_alias: bool = False,
@@ -78,7 +78,7 @@ class LoraRefit:
                 storage.name: torch.full((storage.num_bytes,), 7, dtype=torch.uint8) for storage in layout.storages
             }
             self.engines[name] = Weights(layout, self.live[name])
-        self.plan: Plan = plan(self.sources, self.wanted, allow_alias=False, alias_frozen=allow_alias)
+        self.plan: TransferPlan = plan(self.sources, self.wanted, allow_alias=False, alias_frozen=allow_alias)
         self.install()
 
     def install(self) -> None:
@@ -98,7 +98,7 @@ class LoraRefit:
             counted |= weights.apply(version, 60.0, (), joining_engines)
         return counted
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DigestVerdict:
         held = {name: (self.sources[name], self.digests(weights)) for name, weights in self.trainers.items()}
         engine = {name: (self.plan.received[name], self.digests(weights)) for name, weights in self.engines.items()}
         return compare(held, {"rollout": engine})

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
 CPU = torch.device("cpu")
 
 
-def batch_of(*masks: str) -> Batch:
+def batch_of(*masks: str) -> SampleBatch:
     """One sequence a string: ``.`` is a prompt token, ``x`` one that counts. Token ids number all tokens from 1."""
     text = "".join(masks)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(mask) for mask in masks], dtype=np.int32),
         token_ids_T=np.arange(1, len(text) + 1, dtype=np.int32),
         loss_mask_T=np.array([token == "x" for token in text]),

@@ -23,9 +23,9 @@ from tandem.refit.layout import (
     contiguous_strides,
     whole,
 )
-from tandem.refit.planner import Plan
-from tandem.refit.program import Places, Quantisation, TransferProgram
-from tandem.refit.transfer import Transfer
+from tandem.refit.planner import TransferPlan
+from tandem.refit.program import Quantisation, QuantizedDestinations, TransferProgram
+from tandem.refit.transfer import LinkTransfer
 
 Bytes = NDArray[np.uint8]
 Memory = dict[str, Bytes]
@@ -82,7 +82,9 @@ def number(shapes: Mapping[str, tuple[int, ...]]) -> Values:
     }
 
 
-def run(plan: Plan, sources: Mapping[str, Layout], engines: Mapping[str, Layout], values: Values) -> dict[str, Memory]:
+def run(
+    plan: TransferPlan, sources: Mapping[str, Layout], engines: Mapping[str, Layout], values: Values
+) -> dict[str, Memory]:
     """Run a whole plan, each program as it comes off the wire; return the memory of every engine.
 
     Checks what transports rely on: that both ends of a stream have the same transfer, that they are in one mesh, that
@@ -114,7 +116,7 @@ def run(plan: Plan, sources: Mapping[str, Layout], engines: Mapping[str, Layout]
     return {engine: memories[engine] for engine in engines}
 
 
-def _check_ends(transfer: Transfer, wire: Mapping[str, TransferProgram]) -> None:
+def _check_ends(transfer: LinkTransfer, wire: Mapping[str, TransferProgram]) -> None:
     assert transfer.round == 0 or transfer.transport == "stream"
     if transfer.transport != "stream":
         assert transfer.transfer_group == ""
@@ -129,7 +131,7 @@ def _check_ends(transfer: Transfer, wire: Mapping[str, TransferProgram]) -> None
         assert {transfer.source, transfer.destination} <= set(transfer_group.members)
 
 
-def _receive(transfer: Transfer, memories: dict[str, Memory], written: dict[str, NDArray[np.int64]]) -> int:
+def _receive(transfer: LinkTransfer, memories: dict[str, Memory], written: dict[str, NDArray[np.int64]]) -> int:
     """Carry out one transfer; return the bytes on the link."""
     num_bytes, at = 0, transfer.copies
     destination = memories[transfer.destination]
@@ -187,7 +189,11 @@ def _quantise(quantisation: Quantisation, memory: Memory) -> None:
 
 
 def _place(
-    places_: Places, results: list[NDArray[np.float64]], dtype: str, storages: tuple[str, ...], memory: Memory
+    places_: QuantizedDestinations,
+    results: list[NDArray[np.float64]],
+    dtype: str,
+    storages: tuple[str, ...],
+    memory: Memory,
 ) -> None:
     for row in range(len(places_)):
         box = Box(tuple(places_.start_RD[row].tolist()), tuple(places_.shape_RD[row].tolist()))

@@ -40,11 +40,11 @@ from tandem.common.messages import (
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.sample_limits import Limits
+from tandem.coordinator.processes.sample_limits import SampleLimits
 from tandem.refit import layout, program
 from tandem.refit.planner import plan
 from tandem.rollout.service import RolloutService
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.model_files import load_tokenizer, write_new_model
 from tandem.samples.sample_store import SampleStore
 
@@ -69,7 +69,7 @@ class Context:
         self.keys = new_key_pair()
         self.sent: list[tuple[Message, dict[str, NDArray[Any]]]] = []
         self.errors: list[BaseException] = []
-        self.replies = Replies(Limits.of(config))
+        self.replies = Replies(SampleLimits.of(config))
         """What the coordinator would say of it."""
 
     @contextlib.contextmanager
@@ -212,12 +212,12 @@ class Rollout:
         self._generated.append(command_id)
         return command_id
 
-    def finish(self) -> dict[tuple[int, int], tuple[SampleScored, Batch]]:
+    def finish(self) -> dict[tuple[int, int], tuple[SampleScored, SampleBatch]]:
         """Work to the end; return each sample with its own arrays."""
         deadline = time.monotonic() + WAIT_S
         while self.service.work():
             assert time.monotonic() < deadline
-        samples: dict[tuple[int, int], tuple[SampleScored, Batch]] = {}
+        samples: dict[tuple[int, int], tuple[SampleScored, SampleBatch]] = {}
         for message, frames in self.context.sent:
             if isinstance(message, SamplesFinished):
                 assert not frames, "the tokens stay"
@@ -262,7 +262,7 @@ class Rollout:
             assert time.monotonic() < deadline
         return [message for message, _ in self.context.sent]
 
-    def fetch(self, message: SamplesFinished) -> Batch:
+    def fetch(self, message: SamplesFinished) -> SampleBatch:
         """Return the arrays of samples as a trainer gets them."""
         keys = [
             (message.command_id, sample.group, sample.sample, branch)
@@ -270,10 +270,10 @@ class Rollout:
             for branch in range(max(1, len(sample.branches)))
         ]
         arrays = fetch(self.samples_at, keys)
-        assert isinstance(arrays, Batch), arrays
+        assert isinstance(arrays, SampleBatch), arrays
         return arrays
 
-    def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, Batch]]:
+    def run(self, *groups: PromptGroup, **how: Any) -> dict[tuple[int, int], tuple[SampleScored, SampleBatch]]:
         self.start(*groups, **how)
         samples = self.finish()
         assert not self.context.errors, self.context.errors
@@ -316,5 +316,5 @@ class Rollout:
         return str(error)
 
 
-def tokens_of(samples: dict[tuple[int, int], tuple[SampleScored, Batch]]) -> dict[tuple[int, int], list[int]]:
+def tokens_of(samples: dict[tuple[int, int], tuple[SampleScored, SampleBatch]]) -> dict[tuple[int, int], list[int]]:
     return {key: arrays.token_ids_T.tolist() for key, (_, arrays) in samples.items()}

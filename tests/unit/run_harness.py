@@ -12,7 +12,7 @@ from samples_harness import recorded, sample_of, scored
 
 from tandem.common.errors import DamagedCheckpoint
 from tandem.config import Config, build_config, config_to_json, fingerprint
-from tandem.coordinator.preparing.resuming import Resuming, Start
+from tandem.coordinator.preparing.resuming import ResumePoints, StartingPoint
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
@@ -64,11 +64,11 @@ class Run:
         )
         self.checkpoints.publish(record, fingerprint(self.config))
 
-    def start(self, from_step: int | None = None) -> Start:
+    def start(self, from_step: int | None = None) -> StartingPoint:
         return self.resuming().start(from_step)
 
-    def resuming(self) -> Resuming:
-        return Resuming(self.config, self.journal, self.checkpoints, self.said.append)
+    def resuming(self) -> ResumePoints:
+        return ResumePoints(self.config, self.journal, self.checkpoints, self.said.append)
 
     def refusal(self, from_step: int | None = None) -> DamagedCheckpoint:
         with pytest.raises(DamagedCheckpoint) as raised:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.messages import (
     FetchSamples,
     FromSampleStore,
@@ -21,16 +21,16 @@ from tandem.common.messages import (
     SamplesGone,
     SequenceKey,
 )
-from tandem.common.wire import Callers, Codec, Frames, encode
+from tandem.common.wire import CallerConnections, Frames, MessageCodec, encode
 from tandem.coordinator.scheduler.events import GroupSize, SampleRecord
-from tandem.coordinator.scheduler.groups.table import Groups
-from tandem.samples.batch import IMAGES, SAMPLES, Batch
+from tandem.coordinator.scheduler.groups.table import GroupTable
+from tandem.samples.batch import IMAGES, SAMPLES, SampleBatch
 from tandem.samples.sample_record import RecordedSample
 from tests.harness.members import MEMBER
 
 RUN_ID = "run"
 WAIT_S = 10.0
-TRAINERS = Admitted([MEMBER.public])
+TRAINERS = AdmittedKeys([MEMBER.public])
 
 
 def scored(group: int, sample: int, *, prompt_length: int = 1, response_length: int = 1, **known: Any) -> SampleScored:
@@ -54,10 +54,10 @@ def scored(group: int, sample: int, *, prompt_length: int = 1, response_length: 
     )
 
 
-def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> Batch:
+def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> SampleBatch:
     """A sample of consecutive tokens; log-probabilities tell them apart, too."""
     made_T = np.arange(length) >= prompt_length
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([length], dtype=np.int32),
         token_ids_T=np.arange(first_token, first_token + length, dtype=np.int32),
         loss_mask_T=made_T,
@@ -66,7 +66,7 @@ def sample_of(length: int, *, prompt_length: int = 2, first_token: int = 0) -> B
     )
 
 
-def recorded(known: SampleScored, arrays: Batch, **more: Any) -> RecordedSample:
+def recorded(known: SampleScored, arrays: SampleBatch, **more: Any) -> RecordedSample:
     """A row of the record of samples."""
     usual: dict[str, Any] = {
         "step": 12,
@@ -89,8 +89,8 @@ def sequence_key(command_id: int, group: int, sample: int, branch: int = 0) -> S
 
 def ask(store: Listener, frames: Frames, wait_s: float = WAIT_S) -> Any:
     """Send a request as it stands; return the answer with its arrays, None if there is none in time."""
-    codec: Codec[SamplesFetched | SamplesGone] = Codec(FromSampleStore)
-    callers = Callers({"store": store}, MEMBER, max_bytes=1 << 28)
+    codec: MessageCodec[SamplesFetched | SamplesGone] = MessageCodec(FromSampleStore)
+    callers = CallerConnections({"store": store}, MEMBER, max_bytes=1 << 28)
     deadline = time.monotonic() + wait_s
     try:
         while time.monotonic() < deadline:
@@ -103,7 +103,7 @@ def ask(store: Listener, frames: Frames, wait_s: float = WAIT_S) -> Any:
     return None
 
 
-def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str = RUN_ID) -> Batch | str:
+def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str = RUN_ID) -> SampleBatch | str:
     """Return samples, or why they are not there."""
     wanted = tuple(sequence_key(*key) for key in keys)
     answer = ask(store, encode(FetchSamples(run_id=run_id, request_id=5, keys=wanted)))
@@ -112,7 +112,7 @@ def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str 
     if isinstance(answer.message, SamplesGone):
         return answer.message.why
     sees = IMAGES[0] in answer.arrays
-    return Batch.from_frames(answer.arrays, (*SAMPLES, *IMAGES) if sees else SAMPLES)
+    return SampleBatch.from_frames(answer.arrays, (*SAMPLES, *IMAGES) if sees else SAMPLES)
 
 
 def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[SamplesFinished]:
@@ -129,7 +129,7 @@ def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[S
 
 def records_of(groups: Sequence[PromptGroup], messages: Sequence[SamplesFinished]) -> list[SampleRecord]:
     """Return what the scheduler's table keeps of the answers of two engines, which take the groups in turns."""
-    table, step = Groups(), messages[0].step
+    table, step = GroupTable(), messages[0].step
     table.draw(step, "train", len(groups))
     sizes = [GroupSize(num_samples=len(group.seeds), num_tokens=1) for group in groups]
     waiting = table.add(step, "train", sizes)

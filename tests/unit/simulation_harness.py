@@ -16,17 +16,17 @@ from tandem.common.messages import Refit, ReportDigests, SamplesFinished
 from tandem.coordinator.scheduler.events import (
     Action,
     CommitStep,
-    Dispatch,
+    DispatchCommand,
     DispatchPrompts,
-    Replied,
+    ProcessReplied,
 )
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.spec import Balance, Deadlines, RunSpec
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.spec import CommandDeadlines, EngineBalance, RunSpec
 
 NUM_FIRST = 16
 """Steps before what is measured: nothing of them was drawn when it will be drawn later."""
 _FOREVER_S = 1e9
-_NEVER_LATE = Deadlines(
+_NEVER_LATE = CommandDeadlines(
     **dict.fromkeys(("join", "build", "generate", "train", "evaluate", "refit", "save", "leave"), _FOREVER_S)
 )
 
@@ -62,7 +62,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
             save_every=0,
             max_trajectory_age_steps=self.age,
             updates_in_flight=self.in_flight,
-            balance=Balance(width=self.num_places, timeout_s=None),
+            balance=EngineBalance(width=self.num_places, timeout_s=None),
             deadlines=_NEVER_LATE,
         )
 
@@ -136,7 +136,7 @@ class Simulation(Cluster):
                 self.committed_at.append(self.now)
         return actions
 
-    def _begin(self, action: Dispatch | DispatchPrompts | SentBatch) -> None:
+    def _begin(self, action: DispatchCommand | DispatchPrompts | SentBatch) -> None:
         simulated = self.simulated
         if isinstance(action, DispatchPrompts):
             self._generate(action)
@@ -152,11 +152,11 @@ class Simulation(Cluster):
             seconds = simulated.verify_s
         self._after(seconds, partial(self._end, action))
 
-    def _end(self, action: Dispatch | SentBatch) -> None:
-        if isinstance(action, Dispatch) and isinstance(action.command, Refit) and action.process in self.engines:
+    def _end(self, action: DispatchCommand | SentBatch) -> None:
+        if isinstance(action, DispatchCommand) and isinstance(action.command, Refit) and action.process in self.engines:
             engine = self.engines[action.process]
             engine.is_paused, engine.version = False, action.command.version
-        self.give(Replied(now=self.now, process=action.process, reply=answer(action)))
+        self.give(ProcessReplied(now=self.now, process=action.process, reply=answer(action)))
 
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
         heapq.heappush(self.due, (self.now + seconds, next(self.counter), do))
@@ -194,17 +194,17 @@ class Simulation(Cluster):
                 purpose=command.purpose,
                 samples=(made_with(result(sample.group, sample.place), sample.begun_with, engine.version),),
             )
-            self.give(Replied(now=self.now, process=name, reply=reply))
+            self.give(ProcessReplied(now=self.now, process=name, reply=reply))
             engine.unfinished[command.command_id] -= 1
             if not engine.unfinished[command.command_id]:
-                self.give(Replied(now=self.now, process=name, reply=answer(command)))
+                self.give(ProcessReplied(now=self.now, process=name, reply=answer(command)))
 
     # --- time --------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run to the end."""
         self.join_all()
-        while self.tables.phase is not Phase.FINISHED:
+        while self.tables.phase is not RunPhase.FINISHED:
             for engine in self.engines.values():
                 if not engine.is_paused:
                     engine.fill()

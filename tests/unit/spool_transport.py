@@ -10,8 +10,8 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address
-from tandem.refit.transfer import Transfer
-from tandem.refit.transports.end import End
+from tandem.refit.transfer import LinkTransfer
+from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.memory import destination_side, source_side
 from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
@@ -40,19 +40,19 @@ class Spool(Transport):
     def buffer_bytes(self, num_members: int, num_bytes: int) -> int:
         return num_bytes
 
-    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         return Spooled(self.folder, transfers, end)
 
 
 class Spooled:
-    def __init__(self, folder: Path, transfers: Sequence[Transfer], end: End) -> None:
+    def __init__(self, folder: Path, transfers: Sequence[LinkTransfer], end: TransferEnd) -> None:
         self._folder, self._end = folder, end
         self._transfers = sorted(transfers, key=lambda transfer: transfer.source != end.member)  # sends first
         self._views = [self._views_of(transfer) for transfer in self._transfers]
         self.num_copies = sum(len(views) for views in self._views)
         self.num_bytes = sum(transfer.num_bytes for transfer in transfers)
 
-    def _views_of(self, transfer: Transfer) -> list[torch.Tensor]:
+    def _views_of(self, transfer: LinkTransfer) -> list[torch.Tensor]:
         at = transfer.copies
         if transfer.source == self._end.member:
             side = source_side(at, [storage.name for storage in transfer.source_storages])

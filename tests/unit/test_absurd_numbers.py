@@ -16,13 +16,13 @@ from loss_harness import COUNTS, CPU, CURRENT_BT, MASK_BT, micro_batch, scores, 
 from run_harness import Run, make_config, record, samples_of_step
 from samples_harness import scored
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import ConfigError, RewardError, WireError
 from tandem.common.messages import LARGEST, FromRewardServer, FromRollout, ResponsesScored, SamplesFinished
 from tandem.common.numeric.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bounded
-from tandem.common.wire import Codec, encode
+from tandem.common.wire import MessageCodec, encode
 from tandem.config import build_config
-from tandem.config.schema import Replay
+from tandem.config.schema import ReplayConfig
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
 from tandem.coordinator.algorithms.step_batch import training_batch
@@ -31,8 +31,8 @@ from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.agents.episodes import read_reward
 from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.faults import FaultPolicy
-from tandem.rollout.environments.outcomes import Call, Failure, beyond_in_sum, outcome_of
-from tandem.samples.batch import Batch
+from tandem.rollout.environments.outcomes import Failure, ScoringCall, beyond_in_sum, outcome_of
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
 from tandem.trainer.set_aside import finite_metrics, least_logprobs, not_finite, set_aside
 from tests.harness.members import MEMBER
@@ -52,7 +52,7 @@ def test_on_error_says_what_becomes_of_an_absurd_reward(place: str, value: Any) 
         "cost": Score(1.0, correct=True, spent={"dollars": value}),
         "turn": Turn([{"role": "user", "content": "and?"}], value),
     }[place]
-    call = Call(1, problem(), tuple(said("x")))
+    call = ScoringCall(1, problem(), tuple(said("x")))
     outcome = outcome_of(call, lambda *_: returned, is_multi_turn=True, module="")
     assert isinstance(outcome, Failure)
     for on_error in ("zero", "drop"):
@@ -68,9 +68,9 @@ def test_on_error_says_what_becomes_of_an_absurd_reward(place: str, value: Any) 
 def test_a_bound_is_named_and_reached() -> None:
     for reward in (LARGEST, -LARGEST, 5, np.float32(0.5)):
         assert outcome_of(
-            Call(1, problem(), ()), lambda *_, r=reward: Score(r, True), is_multi_turn=False, module=""
+            ScoringCall(1, problem(), ()), lambda *_, r=reward: Score(r, True), is_multi_turn=False, module=""
         ) == (Score(float(reward), True))
-    outcome = outcome_of(Call(1, problem(), ()), lambda *_: Score(1e39, True), is_multi_turn=False, module="")
+    outcome = outcome_of(ScoringCall(1, problem(), ()), lambda *_: Score(1e39, True), is_multi_turn=False, module="")
     assert outcome == Failure("the reward is 1e+39, not a number from -1e+12 to 1e+12")
 
 
@@ -94,11 +94,11 @@ def test_agents_and_functions_are_held_to_it(value: float) -> None:
 def test_a_process_that_sends_one_breaks_the_protocol() -> None:
     finished = SamplesFinished(command_id=1, step=1, purpose="train", samples=(scored(0, 0, reward=1e39),))
     with pytest.raises(WireError, match=r"reward: Expected `float` <= 1000000000000"):
-        Codec(FromRollout).decode([bytes(frame) for frame in encode(finished)])
+        MessageCodec(FromRollout).decode([bytes(frame) for frame in encode(finished)])
     plain = msgspec.msgpack.decode(encode(ResponsesScored(scored=()))[0])
     plain["scored"] = [{"number": 1, "reward": -1e39}]
     with pytest.raises(WireError, match=r"reward: Expected `float` >= -1000000000000"):
-        Codec(FromRewardServer).decode(
+        MessageCodec(FromRewardServer).decode(
             [msgspec.msgpack.encode(plain), *map(bytes, encode(ResponsesScored(scored=()))[1:])]
         )
 
@@ -119,12 +119,12 @@ def test_a_replay_drops_a_recorded_sample_that_has_one() -> None:
     samples = samples_of_step(1, num_samples=2)
     scored_so = msgspec.structs.replace(samples[2].scored, reward=1e39)
     record(run, [*samples[:2], msgspec.structs.replace(samples[2], scored=scored_so), samples[3]])
-    replay = Replay(run="run", run_id=run.journal.run_id, from_step=0, to_step=1)
+    replay = ReplayConfig(run="run", run_id=run.journal.run_id, from_step=0, to_step=1)
     config = msgspec.structs.replace(make_config(), replay=replay)
     algorithm = make_algorithm(config, character_tokenizer(config))
     assert isinstance(algorithm, RecordedAlgorithm)
     try:
-        algorithm.serve("tcp://127.0.0.1:1234", "again", 1, Admitted([MEMBER.public]))
+        algorithm.serve("tcp://127.0.0.1:1234", "again", 1, AdmittedKeys([MEMBER.public]))
         batch, metrics = algorithm.batch(1, "train")
     finally:
         algorithm.close()
@@ -157,10 +157,10 @@ def test_a_group_whose_advantage_is_absurd_is_set_aside_and_named() -> None:
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-def share_of(logprobs: list[float], lengths: list[int]) -> Batch:
+def share_of(logprobs: list[float], lengths: list[int]) -> SampleBatch:
     lengths_S = np.array(lengths, dtype=np.int32)
     num_tokens = int(lengths_S.sum())
-    return Batch(
+    return SampleBatch(
         lengths_S=lengths_S,
         token_ids_T=np.zeros(num_tokens, dtype=np.int32),
         loss_mask_T=np.ones(num_tokens, dtype=np.bool_),

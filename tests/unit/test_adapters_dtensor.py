@@ -42,7 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.common.errors import RefitError
 from tandem.refit.adapters.catalogue import ModelShape, from_config
-from tandem.refit.adapters.deployment import Hosts, locate
+from tandem.refit.adapters.deployment import HostNames, locate
 from tandem.refit.adapters.dtensor import TENSOR_PLAN, DTensor, local_box
 from tandem.refit.adapters.geometry import BIAS
 from tandem.refit.adapters.huggingface import HuggingFace
@@ -81,7 +81,7 @@ def test_a_whole_model_is_that_of_transformers(config: dict[str, Any], tmp_path:
     model = from_config(config, "float32")
     weights = weights_of(model)
     expected = parameters_of(real_model(config, weights, tmp_path))
-    (layout,) = HuggingFace().layouts(model, Hosts("here", has_gpus=False))
+    (layout,) = HuggingFace().layouts(model, HostNames("here", has_gpus=False))
     assert (layout.host, layout.device) == ("here-0", "cpu")
     assert_holds(layout, weights, expected)
     assert_holds(HuggingFace(fuses_experts=False).layout(model, 0, "here"), weights, weights)
@@ -91,7 +91,7 @@ def test_a_model_of_unknown_architecture_is_its_tensors() -> None:
     model = ModelShape((Tensor("a", (3, 5), "int32"), Tensor("b", (), "int32")), None)
     weights = {"a": torch.arange(1, 16, dtype=torch.int32).reshape(3, 5), "b": torch.tensor(7, dtype=torch.int32)}
     assert_holds(HuggingFace().layout(model, 0, "here"), weights, weights)
-    shards = DTensor(shard=2).layouts(model, Hosts("here"))
+    shards = DTensor(shard=2).layouts(model, HostNames("here"))
     assert [[p.box.shape for p in layout.pieces_of("a")] for layout in shards] == [[(2, 5)], [(1, 5)]]
     assert replicas(shards) == {"a": {1}, "b": {2}}
 
@@ -137,7 +137,7 @@ def test_shards_are_those_of_fsdp2_and_tensor_parallelism(
     model = from_config(config, "float32")
     weights = weights_of(model)
     loaded = real_model(config, weights, tmp_path)
-    for rank, layout in enumerate(sizes.layouts(model, Hosts("here"))):
+    for rank, layout in enumerate(sizes.layouts(model, HostNames("here"))):
         with process_of(rank, sizes.num_ranks):
             names = ("replicate", "shard", "tensor")
             mesh = init_device_mesh("cpu", (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=names)
@@ -159,7 +159,7 @@ def test_shards_are_those_of_fsdp2_and_tensor_parallelism(
 @pytest.mark.parametrize(("config", "sizes"), MESHES.values(), ids=MESHES)
 def test_every_element_is_held_by_each_replica_once(config: dict[str, Any], sizes: DTensor) -> None:
     model = from_config(config, "float32")
-    for name, counts in replicas(sizes.layouts(model, Hosts("here"))).items():
+    for name, counts in replicas(sizes.layouts(model, HostNames("here"))).items():
         is_cut = ".".join(name.split(".")[-2:]) in TENSOR_PLAN and ".experts." not in name
         num_copies = sizes.replicate if is_cut else sizes.replicate * sizes.tensor
         assert counts == {sizes.num_ranks if name.endswith(BIAS) else num_copies}, name

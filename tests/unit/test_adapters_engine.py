@@ -19,11 +19,11 @@ from peft_harness import adapted, parameters_of, train
 from tandem.refit.digests.comparison import compare
 from tandem.refit.planner import plan
 from tandem.refit.weights import Weights
-from tandem.rollout.engine import NotHeld, Request
+from tandem.rollout.engine import SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.adapters import AdaptersEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.openai_api.driver import EngineDriver
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.trainer import exposed_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 NUM_SETS = 3
 
 
-def of(version: int | None, one: Request, *kept: int, num_alternatives: int = 0) -> Request:
+def of(version: int | None, one: SequenceRequest, *kept: int, num_alternatives: int = 0) -> SequenceRequest:
     """Return a request that names a version."""
     fields = msgspec.structs.asdict(one.sampling)
     named = ServedSampling(
@@ -68,7 +68,7 @@ class Several:
         self.engine.apply(version, 60.0, joining_engines=() if self.versions else ("rollout-0",))
         self.versions[version] = copy.deepcopy(self.model).eval()
 
-    def gap(self, one: Request, completion: Any, version: int) -> float:
+    def gap(self, one: SequenceRequest, completion: Any, version: int) -> float:
         """Return the largest difference from the log-probabilities of a version's model."""
         assert completion.versions_T.tolist() == [version] * len(completion.token_ids_T)
         meant = reference_logprobs(self.versions[version], one.prompt_ids, completion.token_ids_T)
@@ -133,7 +133,7 @@ def test_running_requests_go_on_with_their_version_while_newer_ones_come(several
     for version in range(20, 20 + NUM_SETS):
         several.publish(version)
         run_all(several.engine, [of(version, request(9, prompts[0]))])
-    with pytest.raises(NotHeld, match="does not hold weight version 1"):
+    with pytest.raises(VersionNotHeld, match="does not hold weight version 1"):
         several.engine.add_request(requests[0])
 
 
@@ -145,7 +145,7 @@ def test_the_version_that_was_named_longest_ago_makes_room(several: Several) -> 
     several.publish(4)
     for version in (1, 3, 4):
         several.engine.add_request(of(version, request(version, prompt)))
-    with pytest.raises(NotHeld):
+    with pytest.raises(VersionNotHeld):
         several.engine.add_request(of(2, request(9, prompt)))
     assert several.engine.num_unfinished == 3
 
@@ -189,9 +189,9 @@ def test_another_program_forgets_all_versions(several: Several) -> None:
     several.publish(1)
     several.engine.install([several.plan.programs["rollout-0"]])
     several.versions.clear()
-    with pytest.raises(NotHeld):
+    with pytest.raises(VersionNotHeld):
         several.engine.add_request(of(1, request(0, (1, 2))))
-    with pytest.raises(NotHeld):
+    with pytest.raises(VersionNotHeld):
         several.engine.add_request(request(0, (1, 2)))
     several.publish(1)
     one = of(1, request(0, (1, 2)), num_alternatives=2)
@@ -228,18 +228,18 @@ def test_versions_have_equal_shares_of_the_places_and_a_broken_one_is_told(sever
         while not all(task.done() for task in broken):
             await asyncio.sleep(0)
             driver.work()
-        with pytest.raises(Refused, match="not numbers"):
+        with pytest.raises(OpenAIRefused, match="not numbers"):
             await broken[0]
         await broken[1]
 
     asyncio.run(all_of_them())
     assert max(place for place, version in enumerate(ended) if version == 2 and place < 24) < 12, ended
-    with pytest.raises(Refused) as error:
+    with pytest.raises(OpenAIRefused) as error:
         asyncio.run(_one(driver, of(7, request(0, (3, 4)))))
     assert error.value.status == 409
 
 
-async def _one(driver: EngineDriver, one: Request) -> None:
+async def _one(driver: EngineDriver, one: SequenceRequest) -> None:
     async def work() -> None:
         while True:
             driver.work()

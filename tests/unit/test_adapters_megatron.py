@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
 from tandem.refit.adapters.catalogue import from_config
-from tandem.refit.adapters.deployment import Hosts
-from tandem.refit.adapters.megatron import Coordinates, Megatron
+from tandem.refit.adapters.deployment import HostNames
+from tandem.refit.adapters.megatron import Megatron, MegatronCoordinates
 
 BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
 CASES = {
@@ -65,7 +65,7 @@ CASES = {
 class Reference:
     """Parameters of a rank, made from whole tensors."""
 
-    def __init__(self, config: dict[str, Any], sizes: Megatron, at: Coordinates, weights: Weights) -> None:
+    def __init__(self, config: dict[str, Any], sizes: Megatron, at: MegatronCoordinates, weights: Weights) -> None:
         self.config, self.sizes, self.at, self.weights = config, sizes, at, weights
         self.parameters: Weights = {}
 
@@ -195,7 +195,7 @@ def test_every_parameter_is_that_of_megatron(config: dict[str, Any], sizes: Mega
     model = model_of(config)
     weights = weights_of(model)
     seen = set()
-    for rank, layout in enumerate(sizes.layouts(model, Hosts("here"))):
+    for rank, layout in enumerate(sizes.layouts(model, HostNames("here"))):
         at = sizes.coordinates(rank)
         if at not in seen:
             seen.add(at)
@@ -209,7 +209,7 @@ def test_every_element_is_held_by_each_replica_once(config: dict[str, Any], size
     expert_dp = sizes.num_ranks // (etp * sizes.ep * sizes.pp)
     cut = ["embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj.weight", "q_b_proj", "kv_b_proj"]
     cut += ["gate_proj", "up_proj", "down_proj.weight"]
-    for name, counts in replicas(sizes.layouts(model, Hosts("here"))).items():
+    for name, counts in replicas(sizes.layouts(model, HostNames("here"))).items():
         is_cut = any(part in name for part in cut)
         expected = sizes.dp * sizes.cp * (1 if is_cut else sizes.tp)
         if ".experts." in name:
@@ -283,7 +283,9 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(RefitError, match="must name tp, cp, ep, dp and pp once each, not 'tp-dp'"):
         Megatron(tp=2, order="tp-dp").layout(model, 0, "here")
     with pytest.raises(RefitError, match="let the order end in pp"):
-        Megatron(tp=2, dp=2, pp=2, ep=2, etp=1, order="tp-pp-dp-ep-cp").layouts(from_config(QWEN3_MOE), Hosts("here"))
+        Megatron(tp=2, dp=2, pp=2, ep=2, etp=1, order="tp-pp-dp-ep-cp").layouts(
+            from_config(QWEN3_MOE), HostNames("here")
+        )
 
 
 def test_a_checkpoint_that_fuses_layers_is_cut_as_one_that_does_not() -> None:

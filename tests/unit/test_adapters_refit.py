@@ -24,15 +24,15 @@ from adapters_harness import (
     weights_of,
 )
 
-from tandem.refit.adapters.deployment import Deployment, Hosts
+from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import SharedMemory
-from tandem.refit.planner import Plan, plan, survey
-from tandem.refit.transfer import Transfer
+from tandem.refit.planner import TransferPlan, plan, survey
+from tandem.refit.transfer import LinkTransfer
 
 PAIRS = {
     "Megatron TP × PP to vLLM TP": (LLAMA, Megatron(tp=2, pp=2), Vllm(tp=4)),
@@ -70,7 +70,7 @@ PAIRS = {
 }
 
 
-def run(transfer: Transfer, memory: Mapping[str, Arrays]) -> None:
+def run(transfer: LinkTransfer, memory: Mapping[str, Arrays]) -> None:
     """Copy integers as the transfer says."""
     at = transfer.copies
     for row in range(len(at)):
@@ -92,17 +92,19 @@ def run(transfer: Transfer, memory: Mapping[str, Arrays]) -> None:
         to[...] = from_
 
 
-def refit(planned: Plan, memory: Mapping[str, Arrays]) -> None:
+def refit(planned: TransferPlan, memory: Mapping[str, Arrays]) -> None:
     transfers = [transfer for program in planned.programs.values() for transfer in program.receives]
     for transfer in sorted(transfers, key=lambda transfer: transfer.round):
         run(transfer, memory)
 
 
 @pytest.mark.parametrize(("config", "trainer", "engine"), PAIRS.values(), ids=PAIRS)
-def test_what_arrives_is_what_was_meant(config: dict[str, Any], trainer: Deployment, engine: Deployment) -> None:
+def test_what_arrives_is_what_was_meant(
+    config: dict[str, Any], trainer: ParallelDeployment, engine: ParallelDeployment
+) -> None:
     model = model_of(config)
     weights = weights_of(model)
-    hosts = Hosts("trainers", per_host=4), Hosts("engines", per_host=4)
+    hosts = HostNames("trainers", per_host=4), HostNames("engines", per_host=4)
     sources, wanted = (
         {f"{hosts.name}-{rank}": layout for rank, layout in enumerate(sizes.layouts(model, hosts))}
         for sizes, hosts in zip((trainer, engine), hosts, strict=True)
@@ -134,10 +136,10 @@ ONE_GROUP = UNPADDED | {"num_key_value_heads": 1}
     ids=["like to like", "vLLM fuses", "Megatron fuses", "both fuse", "both fuse, one group of heads"],
 )
 def test_an_engine_reads_in_place_what_is_fused_alike(
-    config: dict[str, Any], trainer: Deployment, engine: Deployment, copied: tuple[str, ...]
+    config: dict[str, Any], trainer: ParallelDeployment, engine: ParallelDeployment, copied: tuple[str, ...]
 ) -> None:
     """Megatron-Core has queries, keys and values by groups of heads, vLLM one after the other."""
-    model, host = model_of(config), Hosts("node", has_gpus=False)
+    model, host = model_of(config), HostNames("node", has_gpus=False)
     (held,), (wanted,) = (sizes.layouts(model, host) for sizes in (trainer, engine))
     storages = tuple(msgspec.structs.replace(each, address=SharedMemory(0, 0, 0)) for each in held.storages)
     held = msgspec.structs.replace(held, storages=storages)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tandem.refit.adapters.catalogue import ModelShape, from_config
-from tandem.refit.adapters.deployment import Deployment, Hosts
+from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
@@ -55,10 +55,10 @@ def num_elements(layouts: Sequence[Layout], among: np.ndarray[tuple[int], np.dty
 
 
 @pytest.mark.parametrize(("name", "sizes", "copies"), DEPLOYMENTS.values(), ids=DEPLOYMENTS)
-def test_a_deployment_is_laid_out_whole_in_seconds(name: str, sizes: Deployment, copies: int) -> None:
+def test_a_deployment_is_laid_out_whole_in_seconds(name: str, sizes: ParallelDeployment, copies: int) -> None:
     model = example(name)
     begun = time.process_time()
-    layouts = sizes.layouts(model, Hosts("host"))
+    layouts = sizes.layouts(model, HostNames("host"))
     # A few seconds on one quiet core, where most take under one.
     assert time.process_time() - begun < 20
     assert len(layouts) == sizes.num_ranks
@@ -78,7 +78,7 @@ def test_a_deployment_is_laid_out_whole_in_seconds(name: str, sizes: Deployment,
 
 
 def test_columns_of_replicas_are_shared() -> None:
-    layouts = Vllm(tp=2, replicas=3).layouts(example("Qwen3-30B-A3B"), Hosts("host"))
+    layouts = Vllm(tp=2, replicas=3).layouts(example("Qwen3-30B-A3B"), HostNames("host"))
     assert layouts[0].pieces is layouts[2].pieces is layouts[4].pieces
     assert layouts[0].pieces is not layouts[1].pieces
 
@@ -86,7 +86,7 @@ def test_columns_of_replicas_are_shared() -> None:
 def test_memory_is_that_of_the_columns() -> None:
     model = example("DeepSeek-V3")
     tracemalloc.start()
-    layouts = Vllm(tp=8).layouts(model, Hosts("host"))
+    layouts = Vllm(tp=8).layouts(model, HostNames("host"))
     held, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     columns = sum(layout.pieces.tensor_P.nbytes * 9 for layout in layouts)

@@ -12,7 +12,7 @@ import transformers
 from tandem.common.errors import ModelError, RefitError
 from tandem.config.models.families import VLLM_SEEING
 from tandem.refit.adapters.catalogue import from_checkpoint, from_config
-from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace, is_of_tower
 from tandem.refit.adapters.vllm import Vllm
@@ -63,7 +63,7 @@ def test_vllms_workers_hold_every_tensor_under_its_names(family: str, tmp_path: 
     folder = write_vision_files(family, tmp_path)
     model = from_config(json.loads((folder / "config.json").read_text()))
     for ranks in (1, 2):
-        layouts = Vllm(tp=ranks).layouts(model, Hosts("host"))  # which raises if one is lost
+        layouts = Vllm(tp=ranks).layouts(model, HostNames("host"))  # which raises if one is lost
         assert all(layout.tensors == model.tensors for layout in layouts)
         names = {storage.name for storage in layouts[0].storages}
         assert len(names) < len(model.tensors), "some are fused"
@@ -71,7 +71,7 @@ def test_vllms_workers_hold_every_tensor_under_its_names(family: str, tmp_path: 
         assert f"{language}layers.0.self_attn.qkv_proj.weight" in names
         assert all(name.startswith((language, "visual.", "model.vision_model.", "model.connector.")) for name in names)
     with pytest.raises(RefitError, match=f"pipeline stages of a {family}, which sees, are not built"):
-        Vllm(pp=2).layouts(model, Hosts("host"))
+        Vllm(pp=2).layouts(model, HostNames("host"))
 
 
 def test_a_tower_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_tower_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {"num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 192}
     with pytest.raises(RefitError, match="32 elements cannot be split evenly over 3 ranks"):
-        Vllm(tp=3).layouts(from_config(config), Hosts("host"))
+        Vllm(tp=3).layouts(from_config(config), HostNames("host"))
 
 
 def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:

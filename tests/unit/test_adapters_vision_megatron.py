@@ -11,7 +11,7 @@ import transformers
 from tandem.config.models.families import MEGATRON_VISION
 from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters.catalogue import ModelShape, from_config
-from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron, linear_layers
 from tandem.refit.adapters.vision import as_seeing, as_text, is_of_tower, names_in_checkpoint
 from tests.harness.vision_models import write_vision_files, write_vision_model
@@ -38,7 +38,7 @@ def test_each_replica_has_every_element_once_and_first_stages_the_whole_tower(
     towers = {tensor.name for tensor in model.tensors if is_of_tower(tensor.name, VISION[family])}
     assert len(towers) > 10
     held: dict[str, dict[object, int]] = {tensor.name: {} for tensor in model.tensors}
-    for rank, layout in enumerate(sizes.layouts(model, Hosts("here"))):
+    for rank, layout in enumerate(sizes.layouts(model, HostNames("here"))):
         assert layout.tensors is model.tensors
         at = sizes.coordinates(rank)
         here = set()

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 from tandem.common.errors import RefitError
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import from_config
-from tandem.refit.adapters.deployment import Hosts
-from tandem.refit.adapters.vllm import Coordinates, Vllm
+from tandem.refit.adapters.deployment import HostNames
+from tandem.refit.adapters.vllm import Vllm, VllmCoordinates
 
 BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
 CASES = {
@@ -59,7 +59,7 @@ CASES = {
 class Loader:
     """Parameters of a rank, allocated and then filled tensor by tensor."""
 
-    def __init__(self, config: dict[str, Any], sizes: Vllm, at: Coordinates, weights: Weights) -> None:
+    def __init__(self, config: dict[str, Any], sizes: Vllm, at: VllmCoordinates, weights: Weights) -> None:
         self.config, self.sizes, self.at, self.weights = config, sizes, at, weights
         self.parameters: Weights = {}
 
@@ -178,7 +178,7 @@ class Loader:
 def test_every_parameter_is_as_vllm_loads_it(config: dict[str, Any], sizes: Vllm) -> None:
     model = model_of(config)
     weights = weights_of(model)
-    for rank, layout in enumerate(sizes.layouts(model, Hosts("here"))):
+    for rank, layout in enumerate(sizes.layouts(model, HostNames("here"))):
         expected = Loader(config, sizes, sizes.coordinates(rank), weights).load()
         assert_holds(layout, weights, expected)
         assert {storage.name for storage in layout.storages} == set(expected), "those that are only padding as well"
@@ -190,7 +190,7 @@ def test_every_element_is_held_as_often_as_it_is_read(config: dict[str, Any], si
     engines = sizes.dp * sizes.replicas
     cut = ["embed_tokens", "lm_head", "gate_proj", "up_proj", "down_proj.weight", "o_proj.weight"]
     cut += [".q_proj", "q_b_proj", "kv_b_proj"]
-    for name, counts in replicas(sizes.layouts(model, Hosts("here"))).items():
+    for name, counts in replicas(sizes.layouts(model, HostNames("here"))).items():
         expected = engines * (1 if any(part in name for part in cut) else sizes.tp)
         if ".k_proj" in name or ".v_proj" in name:
             expected = engines * max(1, sizes.tp // config["num_key_value_heads"])
@@ -212,7 +212,7 @@ def test_ranks_stand_where_vllm_puts_them() -> None:
         for dp in range(2):
             for pp in range(2):
                 for tp in range(2):
-                    assert places[int(ranks[replica, dp, pp, tp])] == Coordinates(tp, pp, dp * 2 + tp)
+                    assert places[int(ranks[replica, dp, pp, tp])] == VllmCoordinates(tp, pp, dp * 2 + tp)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_scales_lie_beside_the_blocks_that_they_scale(config: dict[str, Any], si
     for tensor in model.tensors:
         if tensor.scales:
             weights[tensor.scales] = weights[tensor.name][::4, ::4].to(torch.float32) + 1
-    for rank, layout in enumerate(sizes.layouts(model, Hosts("here"))):
+    for rank, layout in enumerate(sizes.layouts(model, HostNames("here"))):
         plain = {name: weights[name] for name in model_of(config).index}
         expected = Loader(config, sizes, sizes.coordinates(rank), plain).load()
         scaled = {
@@ -296,7 +296,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(RefitError, match="192 elements cannot be split evenly over 5 ranks"):
         Vllm(tp=5).layout(model, 0, "here")
     with pytest.raises(RefitError, match=r"Vllm has no place for 12 tensors, the first is .*q_a_proj.bias"):
-        Vllm().layouts(model_of(DEEPSEEK | {"attention_bias": True}), Hosts("here"))
+        Vllm().layouts(model_of(DEEPSEEK | {"attention_bias": True}), HostNames("here"))
     with pytest.raises(RefitError, match=r"q_proj.weight\[0:2, 0:16\] does not end where its blocks of 4 elements do"):
         Vllm(tp=8).layout(model.quantised((4, 4)), 0, "here")
 

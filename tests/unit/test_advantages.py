@@ -26,7 +26,7 @@ from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advanta
 from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_PROMPT
 
 EPSILON = 1e-6
@@ -141,7 +141,7 @@ def records_of(rewards: list[list[float]] = REWARDS) -> list[SampleRecord]:
     return records
 
 
-def batch_with(config: Config, records: list[SampleRecord]) -> tuple[Batch, dict[str, float]]:
+def batch_with(config: Config, records: list[SampleRecord]) -> tuple[SampleBatch, dict[str, float]]:
     batch, metrics = training_batch(config, 1, records, {0: "a prompt", 1: "another"})
     return batch, metrics
 

@@ -13,10 +13,10 @@ from tandem.common.errors import ConfigError, WireError
 from tandem.common.messages import Problem, PromptGroup
 from tandem.config import build_config
 from tandem.config.schema import NewModel
-from tandem.rollout.agents.session import Session
-from tandem.rollout.engine import Completion
+from tandem.rollout.agents.session import EpisodeSession
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import BatchSharding, batches_of_samples
 from tandem.samples.model_files import load_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
@@ -42,14 +42,16 @@ class Play:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         problem = Problem(problem_id="p", question="", answer="", metadata={})
-        self.session = Session(PromptGroup(group=0, problem=problem, prompt_ids=(5, 6), seeds=(1,)), 0, tokenizer)
+        self.session = EpisodeSession(
+            PromptGroup(group=0, problem=problem, prompt_ids=(5, 6), seeds=(1,)), 0, tokenizer
+        )
 
     def ask(self, *said: str, answer: str, version: int = 0, **variables: Any) -> list[int]:
         """Ask with what users and the policy said by turns; return the tokens of the prompt."""
         messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(said)]
         prompt_ids = self.session.prompt_of(messages, variables)
         token_ids = np.array([*self.tokenizer.encode(answer), self.tokenizer.eos_id], dtype=np.int32)
-        completion = Completion(
+        completion = EngineCompletion(
             request_id=0,
             token_ids_T=token_ids,
             logprobs_T=np.full(len(token_ids), -0.5, dtype=np.float32),
@@ -147,7 +149,7 @@ def test_global_batches_are_so_many_samples_whatever_branches_they_have() -> Non
 
 def test_branches_in_a_table_follow_one_another() -> None:
     column = np.zeros(2, dtype=np.int32)
-    table = Batch(
+    table = SampleBatch(
         lengths_S=column + 3,
         num_valid_S=column + 1,
         prompt_S=column - 1,

@@ -30,10 +30,10 @@ from tandem.common.values.json_values import LargeInteger, WrittenFloat
 from tandem.rollout.environments import printing
 from tandem.rollout.environments.faults import FaultPolicy
 from tandem.rollout.environments.outcomes import Failure
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.descriptors import descriptors_left
 
-Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
+Samples = dict[tuple[int, int], tuple[SampleScored, SampleBatch]]
 
 TREE = """
 first = [user("12")]
@@ -64,7 +64,7 @@ def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def played(samples: Samples) -> Iterator[tuple[SampleScored, Batch, list[dict[str, Any]]]]:
+def played(samples: Samples) -> Iterator[tuple[SampleScored, SampleBatch, list[dict[str, Any]]]]:
     """Yield each sample with what its agent was sent."""
     answers = {(order["problem"]["metadata"]["number"], order["sample"]): answers for order, answers in seen()}
     assert answers.keys() == samples.keys()

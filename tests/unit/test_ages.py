@@ -19,7 +19,7 @@ from tandem.config import Config, config_to_json, load_config
 from tandem.coordinator.cli import main
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.refit.forecast.ages import Rates, most_times_as_fast, predict
+from tandem.refit.forecast.ages import StepRates, most_times_as_fast, predict
 from tandem.refit.forecast.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +46,11 @@ def generation_s(simulated: Simulated) -> float:
     return synchronous.period_s() - simulated.training_s - simulated.refit_s
 
 
-def measure(simulated: Simulated) -> tuple[Simulation, Rates]:
+def measure(simulated: Simulated) -> tuple[Simulation, StepRates]:
     """Simulate; return that, and the rates that a journal of the synchronous run would have."""
     simulation = Simulation(simulated)
     simulation.run()
-    rates = Rates(
+    rates = StepRates(
         generation_s=generation_s(msgspec.structs.replace(simulated, age=0, in_flight=False, training_s=1)),
         training_s=simulated.training_s,
         refit_s=simulated.refit_s,
@@ -115,7 +115,7 @@ def test_without_updates_in_flight_several_engines_are_no_slower_than_predicted(
 
 
 def test_closed_forms() -> None:
-    even = Rates(generation_s=20, training_s=15, refit_s=1)
+    even = StepRates(generation_s=20, training_s=15, refit_s=1)
     assert [predict(even, age, in_flight=True).period_s for age in (0, 1, 4)] == pytest.approx([36, 21, 21])
     found = predict(even, 1, in_flight=True)
     assert found.limit == "engines"
@@ -141,7 +141,7 @@ def test_no_rates_make_an_age_worth_more_than_it_can_be(age: int) -> None:
     for longest in (1.0, 3.0, 50.0):
         for training_s in (1e-6, 1.0, 30.0):
             for refit_s in (0.0, 5.0):
-                rates = Rates(
+                rates = StepRates(
                     generation_s=20, training_s=training_s, refit_s=refit_s, longest_over_mean=longest, verify_s=1
                 )
                 for in_flight in (False, True):
@@ -210,7 +210,7 @@ def test_rates_are_those_of_the_run_before(tmp_path: Path) -> None:
     assert found.source == f"medians of 3 steps of the run in {tmp_path}"
     text = printed(config, predicted_refit_s=9.0)
     assert "from generation 27 s, training 16 s, refit 0.5 s, the longest response 3.5 × the mean: medians" in text
-    rates = Rates(**found.rates, samples_per_place=1.0)
+    rates = StepRates(**found.rates, samples_per_place=1.0)
     for age in (1, 2, 4):
         predicted = predict(rates, age, in_flight=True)
         assert re.search(rf"^ *{age} +{predicted.period_s:.3g} s +{predicted.speedup:.2f} +\d+% ", text, re.MULTILINE)

@@ -19,18 +19,18 @@ from samples_harness import finished, records_of, scored
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
 from tandem.config import Config
-from tandem.config.schema import Tokenizer as TokenizerSettings
+from tandem.config.schema import TokenizerConfig as TokenizerSettings
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.extra_metrics import turn_metrics
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.step_batch import batch_of_samples
 from tandem.coordinator.data import worked
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import (
-    Asked,
     ChatEncoder,
     ConversationWriter,
+    PromptedProblem,
     PromptEncoder,
     epoch_stream,
     sample_seed,
@@ -116,7 +116,7 @@ def test_no_two_samples_have_the_same_seed() -> None:
 
 def test_a_prompt_ends_where_the_model_goes_on() -> None:
     config, tokenizer = marked(data_config())
-    encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
+    encoded = PromptEncoder(config, tokenizer).encode(PromptedProblem(SUM, config.data))
     assert text(tokenizer, encoded.prompt_ids) == "u: 4 + 5\na: "
 
 
@@ -124,7 +124,7 @@ def test_prompt_files_are_read(tmp_path: Path) -> None:
     Path("prompt.txt").write_text("= {} =")
     Path("system.txt").write_text("0")
     config, tokenizer = marked(data_config(prompt_file="prompt.txt", system_prompt_file="system.txt"))
-    encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
+    encoded = PromptEncoder(config, tokenizer).encode(PromptedProblem(SUM, config.data))
     assert text(tokenizer, encoded.prompt_ids) == "s: 0\nu: = 4 + 5 =\na: "
 
 
@@ -233,7 +233,7 @@ def test_without_a_template_a_solution_follows_the_question(add_eos: bool, endin
     Path("model/chat_template.jinja").unlink()
     tokenizer = load_tokenizer(config)
     assert texts(tokenizer, given(config, tokenizer)) == ("<bos>4 + 5", " = 9" + ending)
-    rollout = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
+    rollout = PromptEncoder(config, tokenizer).encode(PromptedProblem(SUM, config.data))
     assert text(tokenizer, rollout.prompt_ids) == "<bos>4 + 5"
 
 
@@ -242,7 +242,7 @@ def test_the_new_models_template_begins_with_one_mark_and_ends_with_one() -> Non
         config = data_config(algorithm)
         Path("model").exists() or character_tokenizer(config)
         tokenizer = load_tokenizer(config)
-        encoded = PromptEncoder(config, tokenizer).encode(Asked(SUM, config.data))
+        encoded = PromptEncoder(config, tokenizer).encode(PromptedProblem(SUM, config.data))
         assert text(tokenizer, encoded.prompt_ids) == "<bos>4 + 5", algorithm
         assert texts(tokenizer, given(config, tokenizer)) == ("<bos>4 + 5", " = 9<eos>"), algorithm
 
@@ -486,7 +486,7 @@ def test_large_numbers_of_what_is_not_counted_take_no_time() -> None:
 # --- SFT -------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(batch: Batch | None) -> list[tuple[list[int], list[bool]]]:
+def rows_of(batch: SampleBatch | None) -> list[tuple[list[int], list[bool]]]:
     assert batch is not None
     ends = np.cumsum(batch.lengths_S)
     return [

@@ -11,16 +11,16 @@ from tandem.common.messages import SamplesFinished
 from tandem.coordinator.scheduler.events import (
     Action,
     DiscardSamples,
-    Dispatch,
+    DispatchCommand,
     DispatchPrompts,
-    Draining,
     DrawPrompts,
+    EngineDraining,
     GroupSize,
-    Replied,
-    Ticked,
+    ProcessReplied,
+    TimePassed,
 )
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.spec import Balance
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.spec import EngineBalance
 
 NUM_SAMPLES = 2
 
@@ -40,14 +40,14 @@ class Balanced(Cluster):
             validate_at_start=False,
             save_every=0,
             expected={"trainer": 1, "rollout": engines, "refit": 1},
-            balance=Balance(width=width, timeout_s=timeout_s),
+            balance=EngineBalance(width=width, timeout_s=timeout_s),
         )
         super().__init__(shape)
         self.tokens = tokens
         self.counted: dict[tuple[int, int], int] = {}
         """Samples of the step that count, and how often."""
         self.join_all()
-        self.run_until(Phase.GENERATING)
+        self.run_until(RunPhase.GENERATING)
         while self.verifying():
             self.answer_next()
 
@@ -57,7 +57,7 @@ class Balanced(Cluster):
 
     def verifying(self) -> bool:
         self.pending.sort(key=lambda a: isinstance(a, DispatchPrompts))
-        return isinstance(self.pending[0], Dispatch)
+        return isinstance(self.pending[0], DispatchCommand)
 
     def give(self, event: object) -> list[Action]:
         actions = super().give(event)
@@ -84,7 +84,7 @@ class Balanced(Cluster):
         reply = SamplesFinished(
             command_id=command.command_id, step=command.step, purpose=command.purpose, samples=scored
         )
-        return self.give(Replied(now=self.now, process=engine, reply=reply))
+        return self.give(ProcessReplied(now=self.now, process=engine, reply=reply))
 
     def complete(self, engine: str, group: int) -> list[Action]:
         """Have an engine finish a group, and answer its command if that was all of it."""
@@ -93,7 +93,7 @@ class Balanced(Cluster):
         assert isinstance(command, DispatchPrompts)
         if all((g, s) in self.counted for g in command.groups for s in range(NUM_SAMPLES)):
             self.pending.remove(command)
-            actions += self.give(Replied(now=self.now, process=engine, reply=answer(command)))
+            actions += self.give(ProcessReplied(now=self.now, process=engine, reply=answer(command)))
         return actions
 
     def waits_for(self, action: object) -> bool:
@@ -102,7 +102,7 @@ class Balanced(Cluster):
 
     def tick(self, seconds: float) -> list[Action]:
         self.now += seconds
-        return self.give(Ticked(now=self.now))
+        return self.give(TimePassed(now=self.now))
 
 
 def is_for(action: object, engine: str, group: int) -> bool:
@@ -146,13 +146,13 @@ def test_the_fast_engine_makes_more() -> None:
 def test_training_begins_when_every_group_is_done() -> None:
     cluster = Balanced([10] * 6, width=2)
     for _ in range(100):
-        if cluster.tables.phase is Phase.TRAINING:
+        if cluster.tables.phase is RunPhase.TRAINING:
             break
         engine, groups = next(iter(cluster.holds().items()))
         cluster.complete(engine, groups[0])
-    assert cluster.tables.phase is Phase.TRAINING
+    assert cluster.tables.phase is RunPhase.TRAINING
     assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
-    cluster.run_until(Phase.GENERATING)
+    cluster.run_until(RunPhase.GENERATING)
     assert cluster.tables.step == 2
     assert {a.step for a in cluster.pending if isinstance(a, DispatchPrompts)} == {2}
 
@@ -186,9 +186,9 @@ def test_what_a_slow_engine_holds_moves_on_when_another_has_waited_long_enough()
     cluster.pending = [moved]
     cluster.complete("rollout-1", 2)
     cluster.complete("rollout-1", 4)
-    assert cluster.tables.phase is Phase.TRAINING
+    assert cluster.tables.phase is RunPhase.TRAINING
     assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
-    cluster.run_until(Phase.GENERATING)
+    cluster.run_until(RunPhase.GENERATING)
     assert set(cluster.holds()) == {"rollout-0", "rollout-1"}  # it takes part in the next step
 
 
@@ -196,7 +196,7 @@ def test_without_a_timeout_everybody_is_waited_for() -> None:
     cluster = slow_one(timeout_s=None)
     for _ in range(20):
         assert cluster.tick(1.0) == []
-    assert cluster.tables.phase is Phase.GENERATING
+    assert cluster.tables.phase is RunPhase.GENERATING
 
 
 def test_nobody_is_slow_while_all_have_work() -> None:
@@ -221,7 +221,7 @@ def test_of_several_slow_engines_nothing_moves_to_one_of_them() -> None:
         assert cluster.tick(1.0) == []  # nobody is left who could take over
     for group in held["rollout-1"]:
         cluster.complete("rollout-2", group)
-    assert cluster.tables.phase is Phase.TRAINING
+    assert cluster.tables.phase is RunPhase.TRAINING
 
 
 def test_a_slow_engine_gets_what_nobody_else_is_there_for_any_more() -> None:
@@ -237,7 +237,7 @@ def test_a_slow_engine_gets_what_one_that_leaves_would_have_got() -> None:
     cluster.tick(0.0)
     cluster.tick(5.1)
     assert {process for process, _ in prompts(lose(cluster, "rollout-1"))} == {"rollout-2"}
-    assert {process for process, _ in prompts(cluster.give(Draining(now=cluster.now, process="rollout-2")))} == {
+    assert {process for process, _ in prompts(cluster.give(EngineDraining(now=cluster.now, process="rollout-2")))} == {
         "rollout-0"
     }
 
@@ -252,9 +252,9 @@ def test_what_a_lost_engine_held_moves_on_at_once() -> None:
     assert prompts(actions) == [("rollout-0", (1, 3, 5))]
     for group in (0, 2, 4, 1, 3, 5):
         cluster.complete("rollout-0", group)
-    assert cluster.tables.phase is Phase.GENERATING  # the next refit needs the engine
+    assert cluster.tables.phase is RunPhase.GENERATING  # the next refit needs the engine
     replace(cluster, "rollout-1")
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.TRAINING)
     assert cluster.counted == {(g, s): 1 for g in range(6) for s in range(NUM_SAMPLES)}
 
 

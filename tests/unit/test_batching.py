@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config import build_config
-from tandem.config.schema import Policy
-from tandem.samples.batch import Batch
+from tandem.config.schema import PolicyConfig
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW, BatchSharding, batches_of_samples, shards_by_tokens
-from tandem.trainer.backend import Replicas
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.backend import ModelReplicas
+from tandem.trainer.batching.shard import BatchShard
 from tandem.trainer.micro_batches import Groups
 
 MODES = ("sequences", "dynamic", "packed")
 
 
-def policy_of(mode: str, *, num_tokens: int = 64, size: int = 4, **settings: Any) -> Policy:
+def policy_of(mode: str, *, num_tokens: int = 64, size: int = 4, **settings: Any) -> PolicyConfig:
     policy: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": num_tokens, **settings}
     policy |= {"train_micro_batch_size": size, "logprob_batch_size": size}
     limits = {"enabled": True, "train_mb_tokens": num_tokens, "logprob_mb_tokens": 2 * num_tokens}
@@ -32,8 +32,8 @@ def policy_of(mode: str, *, num_tokens: int = 64, size: int = 4, **settings: Any
 
 
 def ranks_of(
-    policy: Policy, lengths: list[int], num_ranks: int, *, unit: int = 1, batch_size: int = 1000, divisor: int = 1
-) -> list[Shard]:
+    policy: PolicyConfig, lengths: list[int], num_ranks: int, *, unit: int = 1, batch_size: int = 1000, divisor: int = 1
+) -> list[BatchShard]:
     lengths_S = np.array(lengths, dtype=np.int32)
     sharding = BatchSharding(
         num_ranks=num_ranks,
@@ -43,15 +43,17 @@ def ranks_of(
         by_prompts=False,
     )
     rank_S = sharding.ranks(lengths_S, np.zeros(len(lengths), dtype=np.int32))
-    return shards_of(policy, Batch(lengths_S=lengths_S, rank_S=rank_S), num_ranks, unit, divisor)
+    return shards_of(policy, SampleBatch(lengths_S=lengths_S, rank_S=rank_S), num_ranks, unit, divisor)
 
 
-def shards_of(policy: Policy, whole: Batch, num_ranks: int, unit: int = 1, divisor: int = 1) -> list[Shard]:
+def shards_of(
+    policy: PolicyConfig, whole: SampleBatch, num_ranks: int, unit: int = 1, divisor: int = 1
+) -> list[BatchShard]:
     replicas = [
-        Replicas(sizes=(num_ranks,), rank=rank, size=num_ranks, sequence_divisor=divisor, sum=torch.Tensor.clone)
+        ModelReplicas(sizes=(num_ranks,), rank=rank, size=num_ranks, sequence_divisor=divisor, sum=torch.Tensor.clone)
         for rank in range(num_ranks)
     ]
-    return [Shard(policy, whole, whole.take(whole.rows_of(each.rank)), each, unit=unit) for each in replicas]
+    return [BatchShard(policy, whole, whole.take(whole.rows_of(each.rank)), each, unit=unit) for each in replicas]
 
 
 def rows_of(groups: Groups) -> list[int]:
@@ -136,7 +138,7 @@ def test_where_another_model_is_packed_ranks_with_more_sequences_do_not_wait_for
     assert sorted(map(len, shares)) == [1, 4]
     rank_S = np.array([int(row in shares[1]) for row in range(5)], dtype=np.int32)
     policy = policy_of("sequences", size=2)
-    ranks = shards_of(policy, Batch(lengths_S=lengths_S, rank_S=rank_S), 2)
+    ranks = shards_of(policy, SampleBatch(lengths_S=lengths_S, rank_S=rank_S), 2)
     for groups in ([each.training(range(5)) for each in ranks], [each.scoring([range(5)]) for each in ranks]):
         assert [len(group) for group in groups] == [2, 2]
         assert sorted(row for group in groups for row in rows_of(group)) == [0, 1, 2, 3, 4]

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import CheckpointError
 from tandem.refit.layout import Box, whole
-from tandem.trainer.files.box_files import BoxFiles, Part, boxes_of_range, snapshot, write
+from tandem.trainer.files.box_files import BoxFiles, BoxPart, boxes_of_range, snapshot, write
 
 WHOLE = torch.arange(48, dtype=torch.float32).reshape(6, 8)
 
 
-def part(start: tuple[int, int], shape: tuple[int, int]) -> Part:
+def part(start: tuple[int, int], shape: tuple[int, int]) -> BoxPart:
     rows, columns = (slice(a, a + n) for a, n in zip(start, shape, strict=True))
-    return Part("weight", (6, 8), Box(start, shape), WHOLE[rows, columns])
+    return BoxPart("weight", (6, 8), Box(start, shape), WHOLE[rows, columns])
 
 
 def test_any_box_is_read_from_the_boxes_that_several_wrote(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_any_box_is_read_from_the_boxes_that_several_wrote(tmp_path: Path) -> No
 
 def test_a_number_has_a_box_too(tmp_path: Path) -> None:
     number, box = torch.tensor(3.0), Box((), ())
-    write(tmp_path, 0, snapshot([Part("step", (), box, number)]), max_file_bytes=1)
+    write(tmp_path, 0, snapshot([BoxPart("step", (), box, number)]), max_file_bytes=1)
     found = torch.tensor(-1.0)
     BoxFiles(tmp_path).read("step", (), box, found)
     assert torch.equal(found, number)
@@ -44,7 +44,7 @@ def test_a_number_has_a_box_too(tmp_path: Path) -> None:
 
 def test_a_snapshot_does_not_change_with_what_it_was_made_of() -> None:
     live = torch.zeros(3)
-    (taken,) = snapshot([Part("bias", (3,), whole((3,)), live)])
+    (taken,) = snapshot([BoxPart("bias", (3,), whole((3,)), live)])
     live += 1
     assert not taken.elements.any()
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tandem.config import Config, build_config, config_to_json, notices
-from tandem.coordinator.loop.recorder import Recorder
-from tandem.coordinator.observers.observer import Observer, Observers
+from tandem.coordinator.loop.recorder import ResultRecorder
+from tandem.coordinator.observers.observer import Observer, ObserverGroup
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
@@ -51,7 +51,7 @@ def publish_all(folder: Path, metrics: dict[int, float | None], **checkpointing:
     )
     checkpoints.prepare()
     with Journal.create(folder, config_to_json(config), config.algorithm, "run-1") as journal:
-        recorder = Recorder(config, journal, checkpoints, SampleFolder(config.logger, []), Observers([notes]))
+        recorder = ResultRecorder(config, journal, checkpoints, SampleFolder(config.logger, []), ObserverGroup([notes]))
         for step in range(1, max(metrics) + 1):
             accuracy = metrics.get(step)
             measured = {} if accuracy is None else {"val_accuracy": accuracy}

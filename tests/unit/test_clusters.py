@@ -19,7 +19,7 @@ from tandem.common.keys import encode
 from tandem.config import config_to_json, load_config
 from tandem.launch.admission.admission import new_run_keys
 from tandem.launch.kubernetes import Manifest, PodNeeds, manifests, to_yaml
-from tandem.launch.nodes import Node, nodes_of
+from tandem.launch.nodes import NodeShare, nodes_of
 from tandem.launch.slurm import SlurmJob, batch_script
 
 ROOT = Path(__file__).parents[2]
@@ -233,5 +233,5 @@ def test_containers_are_built_from_files_without_a_known_mistake(name: str) -> N
 
 
 def test_a_node_says_what_it_launches() -> None:
-    node = Node(number=1, trainers=(2, 3), rollouts=(1,))
+    node = NodeShare(number=1, trainers=(2, 3), rollouts=(1,))
     assert node.processes == [("trainer", 2), ("trainer", 3), ("rollout", 1)]

@@ -9,10 +9,10 @@ from hypothesis import given
 
 from tandem.common.errors import RefitError
 from tandem.refit import column_encoding
-from tandem.refit.columns import Ints, Table, pad_dims
+from tandem.refit.columns import ColumnTable, Ints, pad_dims
 
 
-class Example(Table, frozen=True, eq=False):
+class Example(ColumnTable, frozen=True, eq=False):
     """A table of two columns."""
 
     a_N: Ints

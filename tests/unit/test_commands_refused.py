@@ -15,10 +15,10 @@ from rollout_harness import CHARACTERS, Rollout
 
 from tandem.common.errors import WireError
 from tandem.common.messages import Evaluate, Generate, Message, SamplingParameters, ToRollout, Train
-from tandem.common.wire import Codec, encode
+from tandem.common.wire import MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.samples.batch import TABLE, Batch
+from tandem.samples.batch import TABLE, SampleBatch
 from tandem.samples.given_table import given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer.service import TrainerService
@@ -28,7 +28,7 @@ VOCABULARY = len(CHARACTERS) + 3
 
 
 def batch() -> dict[str, Any]:
-    whole = Batch(
+    whole = SampleBatch(
         lengths_S=np.array([3, 2], np.int32),
         token_ids_T=np.array([1, 4, 5, 1, 6], np.int32),
         loss_mask_T=np.array([False, True, True, False, True]),
@@ -110,7 +110,7 @@ def test_a_batch_that_cannot_be(trainer: Callable[..., TrainerService], field: s
 
 
 def test_some_token_of_a_data_set_counts() -> None:
-    table = Batch.from_frames({name: array for name, array in batch().items() if name.endswith("_S")}, TABLE)
+    table = SampleBatch.from_frames({name: array for name, array in batch().items() if name.endswith("_S")}, TABLE)
     table.check_table(num_ranks=1)
     none = table.replace(num_valid_S=np.zeros(2, np.int32))
     none.check_table(num_ranks=1, may_mask_all=True)
@@ -172,5 +172,5 @@ def test_sampling_that_cannot_be_is_refused_by_the_name_of_the_command(field: st
     plain = msgspec.msgpack.decode(encode(GENERATE)[0])
     plain["sampling"][field] = value
     with pytest.raises(WireError, match=rf"^Generate.sampling.{field}: Expected `(float|int)` ") as caught:
-        Codec[Any](ToRollout).decode([msgspec.msgpack.encode(plain)])
+        MessageCodec[Any](ToRollout).decode([msgspec.msgpack.encode(plain)])
     assert caught.value.command_id == 7

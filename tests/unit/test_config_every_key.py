@@ -16,7 +16,7 @@ from msgspec.inspect import StructType
 
 from tandem.config.conform import config_type
 from tandem.config.moot_keys import MOOT
-from tandem.config.schema.base import Section
+from tandem.config.schema.base import ConfigSection
 from tandem.config.schema.data import OF_EACH_SET
 from tandem.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET
 from tests.harness.key_readers import CONFIG, ROOT, all_reads, readers_of
@@ -156,10 +156,10 @@ def structs_of(wanted: inspect.Type) -> Iterator[StructType]:
 
 
 @cache
-def keys() -> dict[str, tuple[type[Section], str]]:
+def keys() -> dict[str, tuple[type[ConfigSection], str]]:
     """Return the section and field of each key that is not a section; of several keys of one field, the first."""
-    found: dict[str, tuple[type[Section], str]] = {}
-    seen: set[tuple[type[Section], str]] = set()
+    found: dict[str, tuple[type[ConfigSection], str]] = {}
+    seen: set[tuple[type[ConfigSection], str]] = set()
 
     def walk(described: StructType, prefix: str) -> None:
         for field in described.fields:
@@ -175,11 +175,11 @@ def keys() -> dict[str, tuple[type[Section], str]]:
     return found
 
 
-def _declaring(section: type[Section], field: str) -> type[Section]:
+def _declaring(section: type[ConfigSection], field: str) -> type[ConfigSection]:
     """Return the section whose reader reads a field: itself where each algorithm is read apart, else its first base."""
     if section.__name__ in _APART:
         return section
-    bases = [each for each in section.__mro__ if issubclass(each, Section) and field in each.__struct_fields__]
+    bases = [each for each in section.__mro__ if issubclass(each, ConfigSection) and field in each.__struct_fields__]
     return bases[-1]
 
 
@@ -194,7 +194,7 @@ def read_keys() -> frozenset[str]:
     return frozenset(
         key
         for key, (owner, field) in keys().items()
-        if any((each.__name__, field) in readers for each in owner.__mro__ if issubclass(each, Section))
+        if any((each.__name__, field) in readers for each in owner.__mro__ if issubclass(each, ConfigSection))
     )
 
 
@@ -213,7 +213,7 @@ def told_keys() -> frozenset[str]:
     return _ROWS | named
 
 
-def _is_among(owner: type[Section], field: str, read: set[tuple[type[Section], str]]) -> bool:
+def _is_among(owner: type[ConfigSection], field: str, read: set[tuple[type[ConfigSection], str]]) -> bool:
     return any((each, field) in read for each in owner.__mro__)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, notices, to_plain
-from tandem.config.schema.distillation import DistillationLoss
+from tandem.config.schema.distillation import DistillationLossConfig
 
 
 def configure(loss_fn: dict[str, Any] | None = None, grpo: dict[str, Any] | None = None, **policy: Any) -> Config:
@@ -272,7 +272,7 @@ def test_the_names_of_later_releases_of_nemo_rl_are_known() -> None:
     config = configure(LATER_LOSS, LATER_GRPO)
     assert notices(config) == []
     of_trl = {"entropy_coef", "loss_type", "loss_scale_factor"}
-    besides = {"class_path", "kwargs", "columns", *of_trl, *DistillationLoss.__struct_fields__}
+    besides = {"class_path", "kwargs", "columns", *of_trl, *DistillationLossConfig.__struct_fields__}
     assert set(config.loss_fn.__struct_fields__) - besides == set(LATER_LOSS), "each of them, and no other of our own"
     assert config.grpo.num_prompts_per_batch == 12
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.config import build_config, load_config, notices
-from tandem.config.schema import Launch
+from tandem.config.schema import LaunchConfig
 
 SMALL = """
 grpo: {}
@@ -156,7 +156,7 @@ def test_overrides(here: Path, prefix: str) -> None:
     assert config.grpo.seed == 7
     assert config.policy.generation.stop_strings == (";", "a=b")
     assert config.policy.scheduler[0].kwargs == {"total_iters": 5, "factor": 0.5}
-    assert config.cluster.launch == Launch(trainers=1, rollouts=0, refit=True)
+    assert config.cluster.launch == LaunchConfig(trainers=1, rollouts=0, refit=True)
     assert config.cluster.address == "tcp://127.0.0.1:5555"
 
 

@@ -10,7 +10,7 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, notices
 from tandem.config.models.lora import chosen
-from tandem.config.schema.adapters import LoraCfg, Peft
+from tandem.config.schema.adapters import LoraCfg, PeftConfig
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.megatron import linear_layers
 
@@ -50,7 +50,7 @@ def test_megatrons_fused_layers_are_several_of_a_checkpoint() -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
     model = from_config({"model_type": "llama", **sizes, **heads})
     linear = linear_layers(model)
-    found = chosen(list(linear), Peft(exclude_modules=("*.layers.0.*",)), "peft")
+    found = chosen(list(linear), PeftConfig(exclude_modules=("*.layers.0.*",)), "peft")
     assert {name: linear[name] for name in found} == {
         "decoder.layers.1.self_attention.linear_qkv": tuple(f"model.layers.1.self_attn.{p}_proj" for p in "qkv"),
         "decoder.layers.1.self_attention.linear_proj": ("model.layers.1.self_attn.o_proj",),

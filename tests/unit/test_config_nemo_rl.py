@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config import Config, dump_yaml, load_config, notices, to_plain
-from tandem.config.schema import Launch
+from tandem.config.schema import LaunchConfig
 from tandem.coordinator.cli import main
 
 FILES = Path(__file__).parent / "nemo_rl"
@@ -170,12 +170,18 @@ def test_values_are_read_as_they_are_written() -> None:
 
 
 def test_trainers_and_engines_follow_the_gpus() -> None:
-    share = Launch(trainers=8, rollouts=2, refit=True)
+    share = LaunchConfig(trainers=8, rollouts=2, refit=True)
     for name, trainers, engines, shares, launch in (
         ("grpo_math_1B.yaml", 1, 1, 1, "all"),
         ("grpo_math_8B.yaml", 8, 8, 8, "all"),
         ("grpo_math_70B_megatron.yaml", 64, 16, 4, share),
-        ("recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml", 8, 8, 8, Launch(trainers=8, refit=True)),
+        (
+            "recipes/grpo-llama3.1-8b-instruct-2n8g-fsdp2tp1-noncolocated.yaml",
+            8,
+            8,
+            8,
+            LaunchConfig(trainers=8, refit=True),
+        ),
         (
             "recipes/grpo-qwen2.5-32b-32n8g-fsdp2tp8sp-actckpt.yaml",
             256,

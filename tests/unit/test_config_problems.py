@@ -14,7 +14,7 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.config import load_config, notices
 from tandem.coordinator.cli import main
-from tandem.launch.fork_server import ForkServer
+from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
 
 SMALL = """
@@ -262,7 +262,7 @@ def test_what_is_imported_before_trainers_are_forked_sees_their_environment(monk
     module.preload = preload_tells  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tandem.tells.cli", module)
     with (
-        ForkServer(partial(preload, ["tells"], {"TANDEM_TOLD": "yes"}), 30.0) as fork_server,
+        ServiceForkServer(partial(preload, ["tells"], {"TANDEM_TOLD": "yes"}), 30.0) as fork_server,
         Path("out").open("wb") as out,
     ):  # type: ignore[list-item]
         monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))

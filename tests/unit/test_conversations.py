@@ -17,7 +17,7 @@ from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.config import Config, notices
 from tandem.config.named import NAMED
 from tandem.coordinator.algorithms import make_algorithm
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import load_conversations
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def sequences(config: Config) -> list[tuple[str, str]]:
     return [parts(tokenizer, batch, row) for row in range(len(batch.lengths_S))]
 
 
-def parts(tokenizer: Tokenizer, batch: Batch, row: int) -> tuple[str, str]:
+def parts(tokenizer: Tokenizer, batch: SampleBatch, row: int) -> tuple[str, str]:
     end = int(batch.lengths_S[: row + 1].sum())
     tokens, mask = (values[end - batch.lengths_S[row] : end] for values in (batch.token_ids_T, batch.loss_mask_T))
     first = int(mask.argmax())

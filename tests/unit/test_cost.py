@@ -7,7 +7,7 @@ import pytest
 from tandem.config.schema import LinkRates
 from tandem.refit.cost import cost
 from tandem.refit.layout import Layout, LayoutBuilder
-from tandem.refit.planning.flows import Link
+from tandem.refit.planning.flows import FlowLink
 
 RATES = LinkRates(memory=5.0, same_gpu=1000.0, peer_gpu=100.0, network=10.0)
 
@@ -16,8 +16,10 @@ def on(host: str, device: str = "cpu") -> Layout:
     return LayoutBuilder(host, device).build()
 
 
-def link(source: str, destination: str, transport: str, gigabytes: float, round_: int = 0, widening: int = 1) -> Link:
-    return Link(
+def link(
+    source: str, destination: str, transport: str, gigabytes: float, round_: int = 0, widening: int = 1
+) -> FlowLink:
+    return FlowLink(
         source=source,
         destination=destination,
         transport=transport,

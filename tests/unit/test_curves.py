@@ -13,8 +13,8 @@ from page_harness import commit, make_run
 
 from tandem.observe.page import series, steps
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.series import Curves, bucketed
-from tandem.observe.page.steps import Steps
+from tandem.observe.page.series import RunCurves, bucketed
+from tandem.observe.page.steps import PageSteps
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.curves_table import CURVES_NAME, read_curves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
@@ -29,7 +29,7 @@ def history() -> list[StepRecord]:
 
 def curves_of(names: Sequence[str] = NAMES) -> dict[str, tuple[list[int], list[float]]]:
     """Return all that there is, as who has read nothing before sees it; not a number is told from nothing."""
-    found = Curves(RunReader(Path("run"))).series(names, 10**6, None, None)
+    found = RunCurves(RunReader(Path("run"))).series(names, 10**6, None, None)
     return {name: (each.step, [-1e9 if math.isnan(v) else v for v in each.mean]) for name, each in found.items()}
 
 
@@ -50,7 +50,7 @@ def test_with_the_file_the_journal_is_not_read_for_a_metric(monkeypatch: pytest.
     with make_run(num_steps=4) as journal:
         of_journal = curves_of()
         file = CurvesFile(Path("run"), history())
-        curves = Curves(RunReader(Path("run")))
+        curves = RunCurves(RunReader(Path("run")))
         names = {each.name for each in curves.names()}
         assert names >= {"reward", "val_accuracy", "seconds/total"}
         with monkeypatch.context() as patch:
@@ -91,7 +91,7 @@ def test_steps_are_taken_from_the_file_where_they_are_the_journals(monkeypatch: 
                 commit(journal, step)
                 file.append(history()[-1])
         commit(journal, 11)  # the file does not have it yet
-        known, none = Steps(), Steps()
+        known, none = PageSteps(), PageSteps()
         with RunReader(Path("run")).journal() as connection:
             table = read_curves(Path("run"))
             known._take(connection, table)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_names_are_known_of_a_long_run_without_the_file(monkeypatch: pytest.Monk
     monkeypatch.setattr(series, "_SPARSE", 5)
     monkeypatch.setattr(series, "_CHUNK", 7)
     make_run(num_steps=60).close()
-    curves = Curves(RunReader(Path("run")))
+    curves = RunCurves(RunReader(Path("run")))
     assert {each.name for each in curves.names()} >= {"reward", "val_accuracy", "seconds/total"}
     assert curves.series(["reward"], 100, None, None)["reward"].step == [*range(1, 61)]
 
@@ -150,7 +150,7 @@ def test_names_are_known_of_a_long_run_without_the_file(monkeypatch: pytest.Monk
 def test_no_more_is_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series, "_MAX_BYTES", 0.0)
     make_run(num_steps=4).close()
-    curves = Curves(RunReader(Path("run")))
+    curves = RunCurves(RunReader(Path("run")))
     for name, _ in itertools.product(("reward", "loss"), range(2)):
         assert [*curves.series([name], 10, None, None)] == [name]
         assert [*curves._columns] == [name]

@@ -17,7 +17,7 @@ from tandem.common.errors import CommandFailed, DamagedCheckpoint, ServiceLost
 from tandem.config import Config
 from tandem.coordinator.cli import main
 from tandem.coordinator.loop.run import recorded
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.diagnosis import CHECKS, diagnose, format_diagnosis
 from tandem.observe.diagnosis.evidence import SampleRow, gather
 from tandem.observe.health_conditions import LOW_ENTROPY
@@ -215,7 +215,7 @@ def test_the_failures_of_an_environment_are_counted_by_what_they_say() -> None:
 
 def test_what_follows_from_a_cause_comes_after_it() -> None:
     collapsed = {"entropy": LOW_ENTROPY / 2, "groups_without_spread": 1.0, "learning_rate": 5.0}
-    found = diagnose(write_run({"learning_rate": 5.0}, *[collapsed] * 6, finish=Finish(outcome="finished"))).findings
+    found = diagnose(write_run({"learning_rate": 5.0}, *[collapsed] * 6, finish=FinishRun(outcome="finished"))).findings
     assert [(finding.name, finding.explained_by) for finding in found] == [
         ("learning rate too large", ""),
         ("lost processes", ""),
@@ -227,7 +227,7 @@ def test_what_follows_from_a_cause_comes_after_it() -> None:
 def test_a_cause_explains_nothing_that_was_there_before_it() -> None:
     """Rewards were equal before the learning rate could have done anything."""
     flat = {"reward_min": 1.0, "learning_rate": 5.0}
-    found = diagnose(write_run(flat, *[flat | {"entropy": 0.001}] * 6, finish=Finish(outcome="finished"))).findings
+    found = diagnose(write_run(flat, *[flat | {"entropy": 0.001}] * 6, finish=FinishRun(outcome="finished"))).findings
     explained = {finding.name: finding.explained_by for finding in found}
     assert explained["equal rewards"] == ""
     assert explained["low entropy"] == "learning rate too large"
@@ -235,7 +235,7 @@ def test_a_cause_explains_nothing_that_was_there_before_it() -> None:
 
 def test_the_end_of_a_run_is_read_from_its_journal() -> None:
     error = ServiceLost("trainer-0", "training step 3", "killed by SIGKILL")
-    folder = write_run({}, {}, finish=Finish(outcome="failed", error=error))
+    folder = write_run({}, {}, finish=FinishRun(outcome="failed", error=error))
     Path("run/logs").mkdir()
     Path("run/logs/trainer-0.log").write_text("step 2\nOut of memory\ntrainer-0 leaves: the run was failed\n")
     found = diagnose(folder)
@@ -266,7 +266,7 @@ def test_a_run_without_an_end_was_killed_unless_it_goes_on() -> None:
 
 @pytest.mark.parametrize("outcome", ["finished", "interrupted"])
 def test_an_end_that_was_wanted_is_no_finding(outcome: Any) -> None:
-    found = diagnose(write_run({}, {}, finish=Finish(outcome=outcome)))
+    found = diagnose(write_run({}, {}, finish=FinishRun(outcome=outcome)))
     assert [finding.name for finding in found.findings] == ["lost processes"]
     assert found.findings[0].certainty == "possible"
 
@@ -282,7 +282,7 @@ def test_every_way_to_end_is_recognised() -> None:
 
 
 def test_the_command_prints_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    write_run({}, finish=Finish(outcome="finished"))
+    write_run({}, finish=FinishRun(outcome="finished"))
     assert main(["diagnose", "run", "--json"]) == 0
     (found,) = msgspec.json.decode(capsys.readouterr().out)
     assert found["findings"][0]["name"] == "lost processes"

@@ -9,10 +9,10 @@ from diagnosis_harness import Metrics, config_of, evidence_of, found_in, sample
 
 from tandem.config import Config
 from tandem.observe.diagnosis import _in_order
-from tandem.observe.diagnosis.evidence import Evidence
+from tandem.observe.diagnosis.evidence import RunEvidence
 
 
-def first(evidence: Evidence) -> str:
+def first(evidence: RunEvidence) -> str:
     found = _in_order([*found_in(evidence).values()])
     return found[0].name if found else ""
 
@@ -95,7 +95,7 @@ def test_a_distance_that_the_policy_may_have_gone_itself_is_no_sign(
 # --- leaked answers -------------------------------------------------------------------------------------------------
 
 
-def asked(*prompts: tuple[str, str]) -> Evidence:
+def asked(*prompts: tuple[str, str]) -> RunEvidence:
     rows = [
         sample(1, "x", problem_id=str(number), group=number, prompt=prompt, reference_answer=answer)
         for number, (prompt, answer) in enumerate(prompts)

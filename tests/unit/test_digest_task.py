@@ -18,11 +18,11 @@ from tandem.refit import weights as held
 from tandem.refit.digests import slices as digest_slices
 from tandem.refit.digests import task as digest_task
 from tandem.refit.digests.at_once import digest_box, digest_layout
-from tandem.refit.digests.slices import Sampling, everything
+from tandem.refit.digests.slices import ElementSampling, everything
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.planner import plan
-from tandem.refit.program import NOTHING, Places, Quantisation, Regions, Verification
+from tandem.refit.program import NOTHING, ProcessVerification, Quantisation, QuantisedRegions, QuantizedDestinations
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
@@ -74,7 +74,7 @@ def test_any_sharding_and_any_strides_give_the_same_numbers(
     one_in = data.draw(st.integers(1, 5))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest_slices, "_SMALL_TENSOR", 8)
-        for sampling in (None, Sampling(data.draw(st.integers(0, 99)), one_in)):
+        for sampling in (None, ElementSampling(data.draw(st.integers(0, 99)), one_in)):
             total = sum(digest_layout(*hold(weights, boxes, margin=margin), sampling=sampling) for boxes in held)
             assert np.array_equal(total, digest_layout(*hold(weights), sampling=sampling))
 
@@ -83,7 +83,7 @@ def test_a_trainer_digests_its_weights_as_engines_hold_them() -> None:
     weights = {"a": finite((300, 700)), "b": finite((2, 3, 5), 1), "c": finite((7,), 2), "unwanted": finite((4,), 3)}
     layout, storages = hold(weights, margin=1)
     held = {name: values.to(BFLOAT16) for name, values in weights.items()}
-    verification = Verification(np.arange(4), ("bfloat16", "bfloat16", "float32", ""))
+    verification = ProcessVerification(np.arange(4), ("bfloat16", "bfloat16", "float32", ""))
     expected = digests_of({"a": held["a"], "b": held["b"], "c": weights["c"]})
     assert digest_layout(layout, storages, verification).tolist() == [*expected, 0]
 
@@ -92,7 +92,7 @@ def test_only_the_rows_of_the_verification_are_digested() -> None:
     weights = {"a": random_tensor((6, 4), FLOAT32)}
     top, bottom = boxes_between([[0, 2, 6], [0, 4]])
     layout, storages = hold(weights, {"a": [top, bottom]})
-    share = digest_layout(layout, storages, Verification(np.array([1]), ("float32",)))
+    share = digest_layout(layout, storages, ProcessVerification(np.array([1]), ("float32",)))
     assert share.tolist() == [digest_box("a", (6, 4), bottom, part(weights["a"], bottom))]
     assert digest_layout(layout, storages, NOTHING).tolist() == [0]
 
@@ -113,8 +113,10 @@ def staged_member() -> tuple[LayoutBuilder, Weights, Quantisation]:
     builder.add(scale, Box((0, 1), (3, 3)), scales, 0, (12, 4))
     staging = torch.zeros(64 + 60, dtype=torch.uint8)
     staging[64:].view(BFLOAT16).view(5, 6).copy_(source[:, 2:])  # from where the first block starts
-    no_places = Places(*(np.zeros((0, 2) if name.endswith("D") else 0, int) for name in Places.__struct_fields__))
-    regions = Regions(np.array([0]), np.array([[0, 2]]), np.array([[5, 6]]), np.array([64]))
+    no_places = QuantizedDestinations(
+        *(np.zeros((0, 2) if name.endswith("D") else 0, int) for name in QuantizedDestinations.__struct_fields__)
+    )
+    regions = QuantisedRegions(np.array([0]), np.array([[0, 2]]), np.array([[5, 6]]), np.array([64]))
     quantisation = Quantisation(
         dtype="float8_e4m3fn",
         block=(2, 2),
@@ -143,7 +145,7 @@ def test_quantised_tensors_are_read_before_quantisation() -> None:
     box = Box((0, 3), (5, 5))
     expected = [*digests_of({"plain": memory["plain"]}), digest_box("w", (5, 8), box, part(source, box)), 0]
     assert digest_layout(layout, memory, quantisations=[quantisation]).tolist() == expected
-    sampled = digest_layout(layout, memory, quantisations=[quantisation], sampling=Sampling(1, 3))
+    sampled = digest_layout(layout, memory, quantisations=[quantisation], sampling=ElementSampling(1, 3))
     assert sampled.tolist() == expected  # small tensors are sampled whole
     memory["staging"][-1] ^= 1
     assert digest_layout(layout, memory, quantisations=[quantisation])[1] != expected[1]
@@ -173,28 +175,28 @@ def test_versions_in_succession_read_every_element() -> None:
     layout, storages = hold(weights)
     everywhere = digest_layout(layout, storages)
     for first in (0, 11):
-        samples = [digest_layout(layout, storages, sampling=Sampling(first + n, 8)) for n in range(8)]
+        samples = [digest_layout(layout, storages, sampling=ElementSampling(first + n, 8)) for n in range(8)]
         is_small = np.array([False, True, False, False])
         assert np.array_equal(sum(samples)[~is_small], everywhere[~is_small])
         # the large ones are touched at every version, the small one is read whole each time
         assert [sum(sample[n] != 0 for sample in samples) for n in range(4)] == [8, 8, 8, 8]
         assert all(sample[is_small] == everywhere[is_small] for sample in samples)
-    assert np.array_equal(digest_layout(layout, storages, sampling=Sampling(3, 1)), everywhere)
+    assert np.array_equal(digest_layout(layout, storages, sampling=ElementSampling(3, 1)), everywhere)
 
 
 def test_a_sample_is_read_alone_and_the_same_each_time() -> None:
     layout, storages = hold({"w": random_tensor((1024, 512), FLOAT32)})
-    tasks = [DigestTask(layout, storages, sampling=Sampling(5, 16)) for _ in range(2)]
+    tasks = [DigestTask(layout, storages, sampling=ElementSampling(5, 16)) for _ in range(2)]
     assert [task.expected_s for task in tasks] == [tasks[0].seconds_for(1024 * 512 * 4 // 16)] * 2
     assert tasks[0].result() == tasks[1].result()
-    first = Sampling(5, 16).first("w")
+    first = ElementSampling(5, 16).first("w")
     rows = torch.arange(first, 1024, 16)
-    before = digest_layout(layout, storages, sampling=Sampling(5, 16))
+    before = digest_layout(layout, storages, sampling=ElementSampling(5, 16))
     others = torch.ones(1024, dtype=torch.bool).index_fill_(0, rows, False)
     storages["w 0"][others] += 1.0
-    assert digest_layout(layout, storages, sampling=Sampling(5, 16)) == before
+    assert digest_layout(layout, storages, sampling=ElementSampling(5, 16)) == before
     storages["w 0"].view(torch.int32)[first + 16, 3] ^= 1
-    assert digest_layout(layout, storages, sampling=Sampling(5, 16)) != before
+    assert digest_layout(layout, storages, sampling=ElementSampling(5, 16)) != before
 
 
 def test_samples_of_more_than_a_slab_do_not_depend_on_sharding() -> None:
@@ -202,14 +204,14 @@ def test_samples_of_more_than_a_slab_do_not_depend_on_sharding() -> None:
     cuts = {"tall": [[0, 1001, 6000], [0, 300]], "vector": [[0, 7, 50_000]]}
     shards = hold(weights, {name: boxes_between(edges) for name, edges in cuts.items()})
     everywhere = digest_layout(*hold(weights))
-    samples = [digest_layout(*hold(weights), sampling=Sampling(version, 2)) for version in range(2)]
+    samples = [digest_layout(*hold(weights), sampling=ElementSampling(version, 2)) for version in range(2)]
     assert np.array_equal(samples[0] + samples[1], everywhere)
-    assert np.array_equal(digest_layout(*shards, sampling=Sampling(1, 2)), samples[1])
+    assert np.array_equal(digest_layout(*shards, sampling=ElementSampling(1, 2)), samples[1])
 
 
 def test_no_sample_is_smaller_than_nothing() -> None:
     with pytest.raises(RefitError, match="cannot sample one row in 0"):
-        digest_layout(*hold({"w": finite((4, 4))}), sampling=Sampling(0, 0))
+        digest_layout(*hold({"w": finite((4, 4))}), sampling=ElementSampling(0, 0))
 
 
 # --- a little at a time ---
@@ -256,7 +258,7 @@ def test_a_gpu_gives_the_same_numbers(dtype: torch.dtype) -> None:
     weights = {"w": random_tensor((300, 5000), dtype), "deep": random_tensor((3, 7, 90), dtype, 1)}
     layout, storages = hold(weights, margin=1)
     there = {name: storage.cuda() for name, storage in storages.items()}
-    for sampling in (None, Sampling(2, 4)):
+    for sampling in (None, ElementSampling(2, 4)):
         expected = digest_layout(layout, storages, sampling=sampling)
         assert np.array_equal(digest_layout(layout, there, sampling=sampling), expected)
     # How long an engine puts a digest off follows from where the weights are.
@@ -266,7 +268,7 @@ def test_a_gpu_gives_the_same_numbers(dtype: torch.dtype) -> None:
 def test_a_list_of_slices_serves_every_version() -> None:
     layout, storages = hold({"w": random_tensor([128, 64], FLOAT32, 1), "b": random_tensor([64], FLOAT32, 2)})
     first = DigestTask(layout, storages)
-    for sampling in (None, Sampling(3, 16), Sampling(4, 16)):
+    for sampling in (None, ElementSampling(3, 16), ElementSampling(4, 16)):
         again = DigestTask(layout, storages, sampling=sampling, digest_list=first.digest_list)
         assert again.digest_list is first.digest_list
         assert again.result().tolist() == DigestTask(layout, storages, sampling=sampling).result().tolist()
@@ -283,13 +285,13 @@ def test_weights_list_what_they_digest_once_a_program(monkeypatch: pytest.Monkey
 
     values = random_tensor([128, 64], FLOAT32, 1)
     layout, storages = hold({"w": values})
-    full, sampled = (digest_layout(layout, storages, sampling=each).tolist() for each in (None, Sampling(0, 16)))
+    full, sampled = (digest_layout(layout, storages, sampling=each).tolist() for each in (None, ElementSampling(0, 16)))
     monkeypatch.setattr(digest_task, "DigestList", Counted)
     wanted, _ = hold({"w": values})
     programs = plan({"t": layout}, {"e": msgspec.structs.replace(wanted, host="b")}, allow_alias=False).programs
     weights = held.Weights(layout, storages)
     for expected in (1, 2):
         weights.install([programs["t"]])
-        found = [weights.digest_task(sampling).result().tolist() for sampling in (None, Sampling(0, 16), None)]
+        found = [weights.digest_task(sampling).result().tolist() for sampling in (None, ElementSampling(0, 16), None)]
         assert listed == expected
         assert found == [full, sampled, full]

@@ -17,10 +17,10 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.config.schema import LinkRates
 from tandem.coordinator import cli
 from tandem.launch.doctor.child import outcomes
-from tandem.launch.doctor.findings import Finding, Outcome, Report, links_section, report_of
+from tandem.launch.doctor.findings import DoctorFinding, DoctorReport, StepOutcome, links_section, report_of
 from tandem.launch.doctor.machine import look_at_machine
-from tandem.launch.doctor.network import Listener, measure_loopback, measure_peer, parse_address
-from tandem.launch.doctor.steps import Step
+from tandem.launch.doctor.network import ProbeServer, measure_loopback, measure_peer, parse_address
+from tandem.launch.doctor.steps import DoctorStep
 from tandem.refit.doctor_steps import STEPS
 from tests.harness.runs.pages_harness import DOCS, quoted
 from tests.harness.runs.running import write_config
@@ -48,7 +48,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_whole_of_it_on_this_machine(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ((words, quotes),) = quoted((DOCS / "monitoring.md").read_text())
     assert cli.main([*words[1:], str(write_config()), "--json"]) == 0
-    report = msgspec.json.decode(capfd.readouterr().out, type=Report)
+    report = msgspec.json.decode(capfd.readouterr().out, type=DoctorReport)
     found = {finding.name: finding for finding in report.findings}
     assert {"Python", "shared memory", "open files", "clocks", "disk", "network"} <= found.keys()
     assert {step.finding for step in STEPS.values()} <= found.keys()
@@ -67,7 +67,7 @@ def test_the_whole_of_it_on_this_machine(in_folder: Path, capfd: pytest.CaptureF
 def test_what_a_configuration_needs_and_is_missing_is_an_error(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [Outcome((Finding("vLLM", "missing", "not installed", "pip install it"),), {"memory": 4.0})]
+    found = [StepOutcome((DoctorFinding("vLLM", "missing", "not installed", "pip install it"),), {"memory": 4.0})]
     monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: found)
     assert cli.main(["doctor", str(write_config())]) == 0
     printed = capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_what_a_configuration_needs_and_is_missing_is_an_error(
     assert capsys.readouterr().err.endswith("config.yaml cannot run here: vLLM\n")
 
 
-def chosen(names: list[str]) -> dict[str, Step]:
+def chosen(names: list[str]) -> dict[str, DoctorStep]:
     return {name: STEPS[name] for name in names}
 
 
@@ -107,7 +107,7 @@ def test_a_folder_that_is_not_there_yet_is_on_some_disk(tmp_path: Path) -> None:
 
 
 def test_a_listener_is_measured_from_elsewhere_and_survives_strangers() -> None:
-    listener = Listener("127.0.0.1", 0)
+    listener = ProbeServer("127.0.0.1", 0)
     answering = threading.Thread(target=lambda: [listener.answer_next() for _ in range(3)])
     answering.start()
     try:
@@ -130,7 +130,7 @@ def test_the_rate_to_a_peer_is_for_the_planner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: [])
-    listener = Listener("127.0.0.1", 0)
+    listener = ProbeServer("127.0.0.1", 0)
     answering = threading.Thread(target=listener.answer_next)
     answering.start()
     try:
@@ -138,7 +138,7 @@ def test_the_rate_to_a_peer_is_for_the_planner(
     finally:
         answering.join(60)
         listener.close()
-    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    report = msgspec.json.decode(capsys.readouterr().out, type=DoctorReport)
     assert report.links["network"] > 0
     assert {finding.name: finding.status for finding in report.findings}["clock of peer"] == "ok"
     assert cli.main(["doctor", "--peer", "elsewhere"]) == 2
@@ -162,7 +162,7 @@ def test_the_section_for_the_planner() -> None:
 
 
 def test_the_report_keeps_what_was_found() -> None:
-    missing, fine = Finding("torch", "missing", "gone"), Finding("vLLM", "missing", "not installed")
-    report = report_of("here", [Outcome((missing, fine), {"memory": 1.0})], {"torch"})
+    missing, fine = DoctorFinding("torch", "missing", "gone"), DoctorFinding("vLLM", "missing", "not installed")
+    report = report_of("here", [StepOutcome((missing, fine), {"memory": 1.0})], {"torch"})
     assert report.needed_but_missing == ("torch",)
     assert report.links == {"memory": 1.0}

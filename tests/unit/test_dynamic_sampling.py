@@ -12,13 +12,13 @@ from samples_harness import finished, records_of
 
 from tandem.common.messages import SampleScored
 from tandem.config import Config
-from tandem.config.schema import AdvEstimator, Grpo, RewardScaling, RewardShaping
+from tandem.config.schema import AdvEstimator, GrpoConfig, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.events import DispatchPrompts, Finish
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
+from tandem.coordinator.scheduler.events import DispatchPrompts, FinishRun
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.spec import DynamicSampling, EngineBalance
 from tandem.refit.forecast.plan_summary import steps
 
 SHAPE = msgspec.structs.replace(
@@ -36,13 +36,13 @@ class Sampling(Cluster):
 
     num_samples = 2
 
-    def __init__(self, useful: Sequence[int], balance: Balance | None = None) -> None:
+    def __init__(self, useful: Sequence[int], balance: EngineBalance | None = None) -> None:
         shape = msgspec.structs.replace(SHAPE, balance=balance)
         super().__init__(shape)
         self.plan = Scheduler(shape, now=0.0, is_informative=lambda samples: len({s.reward for s in samples}) > 1)
         self.useful = useful
         self.join_all()
-        self.run_until(Phase.GENERATING)
+        self.run_until(RunPhase.GENERATING)
 
     def result(self, group: int, sample: int) -> SampleScored:
         return result(group, sample, float(sample * (group in self.useful)))
@@ -56,20 +56,20 @@ class Sampling(Cluster):
 )
 def test_a_step_generates_until_enough_groups_teach_something(useful: list[int], num_batches: int) -> None:
     cluster = Sampling(useful)
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.TRAINING)
     assert cluster.groups(1) == list(range(4 * num_batches))
     # The next step begins anew.
-    cluster.run_until(Phase.GENERATING)
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.GENERATING)
+    cluster.run_until(RunPhase.TRAINING)
     assert cluster.groups(2) == list(range(4 * num_batches))
 
 
 def test_a_step_that_may_not_go_on_ends_the_run() -> None:
     cluster = Sampling([0, 11])
-    cluster.run_until(Phase.FINISHED)
+    cluster.run_until(RunPhase.FINISHED)
     assert cluster.groups(1) == list(range(12))
     assert not any(isinstance(a, SentBatch) for a in cluster.commands)
-    (finish,) = (a for a in cluster.done if isinstance(a, Finish))
+    (finish,) = (a for a in cluster.done if isinstance(a, FinishRun))
     assert finish.outcome == "failed"
     assert str(finish.error) == (
         "coordinator failed while generating: the samples of 3 x 4 prompts have given 2 groups whose rewards differ, "
@@ -82,7 +82,7 @@ def test_without_it_a_step_generates_once_whatever_comes() -> None:
     cluster.plan = Scheduler(msgspec.structs.replace(SHAPE, dynamic_sampling=None), now=0.0)
     cluster.pending, cluster.commands = [], []
     cluster.join_all()
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.TRAINING)
     assert cluster.groups(1) == [0, 1, 2]
 
 
@@ -98,19 +98,19 @@ def test_samples_of_an_engine_that_is_lost_do_not_count() -> None:
     cluster.useful = [1, 5, 7]
     lose(cluster, "rollout-0")
     replace(cluster, "rollout-0")
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.TRAINING)
     assert max(cluster.groups(1)) == 7
 
 
 def test_engines_that_balance_their_work_go_on_with_a_second_batch() -> None:
-    cluster = Sampling([4, 5, 6], balance=Balance(width=1, timeout_s=None))
-    cluster.run_until(Phase.TRAINING)
+    cluster = Sampling([4, 5, 6], balance=EngineBalance(width=1, timeout_s=None))
+    cluster.run_until(RunPhase.TRAINING)
     assert cluster.groups(1) == list(range(8)), "each once"
 
 
 def test_a_second_batch_is_shared_among_all_engines() -> None:
     cluster = Sampling([4, 5, 6])
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.TRAINING)
     hands = [(a.process, a.groups) for a in cluster.commands if isinstance(a, DispatchPrompts)]
     assert hands == [("rollout-0", (0, 2)), ("rollout-1", (1, 3)), ("rollout-0", (4, 6)), ("rollout-1", (5, 7))]
 
@@ -121,13 +121,13 @@ def test_a_second_batch_is_shared_among_all_engines() -> None:
 @pytest.mark.parametrize(
     ("rewards", "grpo", "expected"),
     [
-        ([0.0, 1.0], Grpo(), True),
-        ([1.0, 1.0], Grpo(), False),
+        ([0.0, 1.0], GrpoConfig(), True),
+        ([1.0, 1.0], GrpoConfig(), False),
         # Clamped they are the same, and lengths alone are no reason.
-        ([1.0, 2.0], Grpo(reward_scaling=RewardScaling(enabled=True)), False),
+        ([1.0, 2.0], GrpoConfig(reward_scaling=RewardScaling(enabled=True)), False),
         (
             [1.0, 1.0],
-            Grpo(
+            GrpoConfig(
                 reward_shaping=RewardShaping(
                     enabled=True, max_response_length=2, overlong_buffer_length=2, overlong_buffer_penalty=1.0
                 )
@@ -136,14 +136,14 @@ def test_a_second_batch_is_shared_among_all_engines() -> None:
         ),
     ],
 )
-def test_groups_with_spread(rewards: list[float], grpo: Grpo, expected: bool) -> None:
+def test_groups_with_spread(rewards: list[float], grpo: GrpoConfig, expected: bool) -> None:
     assert has_spread(grpo, [result(0, i, reward) for i, reward in enumerate(rewards)]) is expected
 
 
 def test_for_gdpo_it_is_the_components_that_differ() -> None:
     samples = [result(0, 0, 1.0, right=1.0, short=0.0), result(0, 1, 1.0, right=0.0, short=1.0)]
-    assert not has_spread(Grpo(), samples)
-    assert has_spread(Grpo(adv_estimator=AdvEstimator(name="gdpo")), samples)
+    assert not has_spread(GrpoConfig(), samples)
+    assert has_spread(GrpoConfig(adv_estimator=AdvEstimator(name="gdpo")), samples)
 
 
 # --- its data --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 
 WAIT_S = 30.0
 RIGHT, WRONG = Score(1.0, True), Score(0.0, False)
@@ -164,13 +164,13 @@ def test_unknown_arguments_of_a_built_in_environment_are_named() -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Config], Scorer]]:
+def start() -> Iterator[Callable[[Config], EnvironmentScorer]]:
     Hangs.hangs.clear()
     Hangs.release.clear()
-    scorers: list[Scorer] = []
+    scorers: list[EnvironmentScorer] = []
 
-    def started(config: Config) -> Scorer:
-        scorers.append(Scorer(config))
+    def started(config: Config) -> EnvironmentScorer:
+        scorers.append(EnvironmentScorer(config))
         scorers[-1].await_ready()
         return scorers[-1]
 
@@ -180,7 +180,7 @@ def start() -> Iterator[Callable[[Config], Scorer]]:
         scorer.close()
 
 
-def poll_until(scorer: Scorer, count: int) -> dict[int, Score]:
+def poll_until(scorer: EnvironmentScorer, count: int) -> dict[int, Score]:
     scores: dict[int, Score] = {}
     deadline = time.monotonic() + WAIT_S
     while len(scores) < count:
@@ -193,35 +193,35 @@ def poll_until(scorer: Scorer, count: int) -> dict[int, Score]:
     return scores
 
 
-def poll_until_it_raises(scorer: Scorer) -> None:
+def poll_until_it_raises(scorer: EnvironmentScorer) -> None:
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         scorer.poll()
         time.sleep(0.001)
 
 
-def error_from(scorer: Scorer) -> str:
+def error_from(scorer: EnvironmentScorer) -> str:
     with pytest.raises(RewardError) as caught:
         poll_until_it_raises(scorer)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_every_response_comes_back_once_with_its_own_score(start: Callable[[Config], Scorer]) -> None:
+def test_every_response_comes_back_once_with_its_own_score(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Length", num_workers=4))
     for key in range(200):
         scorer.submit(key, problem(), said("x" * key))
     assert poll_until(scorer, 200) == {key: Score(float(key), key > 2) for key in range(200)}
 
 
-def test_components_come_with_the_score(start: Callable[[Config], Scorer]) -> None:
+def test_components_come_with_the_score(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Returns", kwargs={"reward": "1", "components": {"right": 1, "short": 0.5}}))
     scorer.submit(0, problem(), said("x"))
     assert poll_until(scorer, 1)[0].components == {"right": 1.0, "short": 0.5}
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_so_many_are_scored_at_once(start: Callable[[Config], Scorer], num_workers: int) -> None:
+def test_so_many_are_scored_at_once(start: Callable[[Config], EnvironmentScorer], num_workers: int) -> None:
     scorer = start(here("Counts", num_workers=num_workers))
     for key in range(9):
         scorer.submit(key, problem(), said(""))
@@ -240,7 +240,7 @@ def test_so_many_are_scored_at_once(start: Callable[[Config], Scorer], num_worke
     ],
 )
 def test_what_is_no_reward_is_named(
-    start: Callable[[Config], Scorer], name: str, kwargs: dict[str, Any], message: str
+    start: Callable[[Config], EnvironmentScorer], name: str, kwargs: dict[str, Any], message: str
 ) -> None:
     scorer = start(here(name, kwargs=kwargs))
     scorer.submit(0, problem(name="train.jsonl:12"), said("x"))
@@ -250,13 +250,13 @@ def test_what_is_no_reward_is_named(
     )
 
 
-def test_a_problem_at_fault_is_named_once(start: Callable[[Config], Scorer]) -> None:
+def test_a_problem_at_fault_is_named_once(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(config("exact_match"))
     scorer.submit(0, problem(""), said("x"))
     assert error_from(scorer) == "environment 'exact_match': problem 'p1' has no reference answer to compare with"
 
 
-def test_a_reward_that_takes_too_long_is_named(start: Callable[[Config], Scorer]) -> None:
+def test_a_reward_that_takes_too_long_is_named(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Hangs", timeout_s=3.0, num_workers=2))
     scorer.submit(0, problem(name="slow one"), said("hang"))
     scorer.submit(1, problem(name="quick one"), said("abc"))
@@ -266,14 +266,14 @@ def test_a_reward_that_takes_too_long_is_named(start: Callable[[Config], Scorer]
     )
 
 
-def test_waiting_for_a_turn_is_not_taking_long(start: Callable[[Config], Scorer]) -> None:
+def test_waiting_for_a_turn_is_not_taking_long(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Counts", timeout_s=2.0))
     for key in range(45):  # 2.25 s in all
         scorer.submit(key, problem(), said(""))
     assert len(poll_until(scorer, 45)) == 45
 
 
-def test_what_is_abandoned_does_not_come_back_under_a_new_name(start: Callable[[Config], Scorer]) -> None:
+def test_what_is_abandoned_does_not_come_back_under_a_new_name(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Hangs", num_workers=2))
     scorer.submit(0, problem(), said("hang"))
     scorer.submit(1, problem(), said("abandoned"))
@@ -287,7 +287,7 @@ def test_what_is_abandoned_does_not_come_back_under_a_new_name(start: Callable[[
     assert poll_until(scorer, 1) == {1: Score(3.0, True)}
 
 
-def test_a_stale_result_does_not_lose_a_new_one(start: Callable[[Config], Scorer]) -> None:
+def test_a_stale_result_does_not_lose_a_new_one(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Hangs"))
     scorer.submit(0, problem(), said("hang"))
     assert Hangs.hangs.wait(WAIT_S)
@@ -297,7 +297,7 @@ def test_a_stale_result_does_not_lose_a_new_one(start: Callable[[Config], Scorer
     assert poll_until(scorer, 1) == {0: Score(2.0, True)}
 
 
-def test_a_hung_thread_is_noticed_even_in_what_was_abandoned(start: Callable[[Config], Scorer]) -> None:
+def test_a_hung_thread_is_noticed_even_in_what_was_abandoned(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Hangs", timeout_s=0.2))
     scorer.submit(0, problem(name="slow one"), said("hang"))
     assert Hangs.hangs.wait(WAIT_S)
@@ -306,7 +306,7 @@ def test_a_hung_thread_is_noticed_even_in_what_was_abandoned(start: Callable[[Co
     assert "'slow one'" in error_from(scorer)
 
 
-def test_closing_does_not_wait_for_what_hangs(start: Callable[[Config], Scorer]) -> None:
+def test_closing_does_not_wait_for_what_hangs(start: Callable[[Config], EnvironmentScorer]) -> None:
     scorer = start(here("Hangs", num_workers=2))
     for key in range(50):
         scorer.submit(key, problem(), said("hang" if key == 0 else "x"))

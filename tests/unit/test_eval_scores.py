@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.observe.evaluation.scores import Answer, estimate, ks, majority_at, pass_at
+from tandem.observe.evaluation.scores import SampleVote, estimate, ks, majority_at, pass_at
 
 
-def voted(answers: Sequence[Answer]) -> float:
+def voted(answers: Sequence[SampleVote]) -> float:
     """What a vote is worth: the mean over winners, each as correct as those who give it are in all of the samples."""
     votes = Counter(answer.extracted for answer in answers if answer.extracted is not None)
     most = max(votes.values(), default=0)
@@ -32,25 +32,25 @@ def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num: int, corre
 def test_a_majority_vote_is_the_mean_over_all_choices(seed: int) -> None:
     draw = random.Random(seed)
     given = [draw.choice(["right", "right", "wrong", "other", "third", None]) for _ in range(draw.randint(1, 9))]
-    answers = [Answer(extracted, extracted == "right") for extracted in given]
+    answers = [SampleVote(extracted, extracted == "right") for extracted in given]
     for k in range(1, len(answers) + 1):
         choices = [voted(chosen) for chosen in itertools.combinations(answers, k)]
         assert majority_at(answers, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
 
 
 def test_a_vote_of_the_silent_elects_nobody() -> None:
-    assert majority_at([Answer(None, False)] * 3, 2) == 0.0
+    assert majority_at([SampleVote(None, False)] * 3, 2) == 0.0
 
 
 def test_an_answer_that_is_not_always_correct_is_worth_its_mean() -> None:
-    answers = [Answer("12", True), Answer("12", False), Answer("12", True), Answer("7", False)]
+    answers = [SampleVote("12", True), SampleVote("12", False), SampleVote("12", True), SampleVote("7", False)]
     assert majority_at(answers, 4) == pytest.approx(2 / 3)
 
 
 def test_many_samples_are_no_matter() -> None:
-    answers = [Answer(str(i % 20), i % 20 == 3) for i in range(64)]
+    answers = [SampleVote(str(i % 20), i % 20 == 3) for i in range(64)]
     assert 0.04 < majority_at(answers, 64) < 1.0
-    assert majority_at([Answer("a", True)] * 63 + [Answer("b", False)], 32) == pytest.approx(1.0)
+    assert majority_at([SampleVote("a", True)] * 63 + [SampleVote("b", False)], 32) == pytest.approx(1.0)
 
 
 def test_powers_of_two_and_what_is_asked_for_are_told() -> None:

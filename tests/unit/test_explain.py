@@ -17,10 +17,10 @@ from rich.console import Console
 
 from tandem.config import Config, load_config
 from tandem.coordinator.cli import main
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.forecast.plan import explain
-from tandem.refit.forecast.sides import Side, model_shape, sides
-from tandem.refit.forecast.transfers import Forecast, predict
+from tandem.refit.forecast.sides import ForecastSide, model_shape, sides
+from tandem.refit.forecast.transfers import RefitForecast, predict
 from tandem.refit.layout import ITEM_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +46,13 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def planned(name: str, *overrides: str) -> tuple[Side, Side, Forecast]:
+def planned(name: str, *overrides: str) -> tuple[ForecastSide, ForecastSide, RefitForecast]:
     config = load_config(PLANS / name, overrides, to_run=False)
     trainers, engines = laid_out(config)
     return trainers, engines, predict(config, trainers, engines)
 
 
-def laid_out(config: Config) -> tuple[Side, Side]:
+def laid_out(config: Config) -> tuple[ForecastSide, ForecastSide]:
     model = model_shape(config)
     assert not isinstance(model, str), model
     return sides(config, model)
@@ -82,7 +82,7 @@ def test_no_differences_are_predicted_where_none_are_sent() -> None:
         assert planned(name, "refit.differences=auto")[2].differences is None
 
 
-def wanted_bytes(engines: Side) -> dict[str, int]:
+def wanted_bytes(engines: ForecastSide) -> dict[str, int]:
     """What each engine rank wants, as it travels: what is quantised comes in 16 bits, and its scales do not come."""
     size_of: dict[str, int] = {
         tensor.name: 2 if tensor.block else ITEM_SIZES[tensor.dtype]
@@ -91,7 +91,7 @@ def wanted_bytes(engines: Side) -> dict[str, int]:
     }
     at_place: dict[Any, int] = {}
     found = {}
-    deployment: Deployment = engines.deployment
+    deployment: ParallelDeployment = engines.deployment
     for rank in range(deployment.num_ranks):
         place = deployment.place(rank)
         if place not in at_place:
@@ -146,7 +146,7 @@ def test_every_engine_receives_what_it_wants_and_no_more(name: str) -> None:
     assert row_of(name, explained) in page, "docs/refit.md says otherwise"
 
 
-def row_of(name: str, explained: Forecast) -> str:
+def row_of(name: str, explained: RefitForecast) -> str:
     """What the table of the documentation says of an example."""
     memory = [num for member, num in explained.memory.items() if member.startswith("rollout")]
     return row(name, explained.cost.seconds, explained.cost.bound_s, max(memory, default=0))

@@ -16,8 +16,8 @@ from samples_harness import RUN_ID, TRAINERS, sample_of
 
 from tandem.common.errors import WireError
 from tandem.common.messages import FetchSamples, Goodbye, Listener, SamplesFetched
-from tandem.common.wire import Codec, Frames, encode
-from tandem.samples.batch import Batch
+from tandem.common.wire import Frames, MessageCodec, encode
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer import fetching
@@ -42,13 +42,13 @@ def stores() -> Iterator[list[SampleStore]]:
         store.close()
 
 
-def table_of(**changes: Any) -> Batch:
+def table_of(**changes: Any) -> SampleBatch:
     """Six samples of three groups; ranks 0 and 1 take turns by pairs."""
 
     def column(*values: int) -> Any:
         return np.array(values, dtype=np.int32)
 
-    table = Batch(
+    table = SampleBatch(
         lengths_S=column(*LENGTHS),
         num_valid_S=column(*(length - PROMPT for length in LENGTHS)),
         prompt_S=column(0, 0, 2, 2, 4, 4),
@@ -84,7 +84,7 @@ def test_a_share_is_what_the_table_says(fetcher: SampleFetcher, stores: list[Sam
     assert share.advantages_S.tolist() == [0, 1, 4, 5]
     assert share.rewards_S.tolist() == [0, 0.5, 2, 2.5]
     assert share.num_valid().tolist() == [3, 0, 6, 3], "the second is masked whole"
-    expected = Batch.concatenate([sample_of(length, prompt_length=PROMPT) for length in [5, 9, 8, 5]])
+    expected = SampleBatch.concatenate([sample_of(length, prompt_length=PROMPT) for length in [5, 9, 8, 5]])
     np.testing.assert_array_equal(share.token_ids_T, expected.token_ids_T)
     np.testing.assert_array_equal(share.generation_logprobs_T, expected.generation_logprobs_T)
 
@@ -123,12 +123,12 @@ def test_connections_stay_open_while_the_rollouts_are_the_same(
 ) -> None:
     connected: list[list[str]] = []
 
-    class Counted(fetching.Callers):
+    class Counted(fetching.CallerConnections):
         def __init__(self, listeners: dict[str, Listener], *others: Any, **settings: Any) -> None:
             connected.append(sorted(listeners))
             super().__init__(listeners, *others, **settings)
 
-    monkeypatch.setattr(fetching, "Callers", Counted)
+    monkeypatch.setattr(fetching, "CallerConnections", Counted)
     table, sources = table_of(), sources_of(stores)
     for step in (1, 2, 3):
         share, missing = fetcher.fetch(step, table, table.rows_of(0), sources, 10.0)
@@ -152,7 +152,7 @@ def test_many_tokens_come_in_several_requests(
     requests: list[int] = []
     find = SampleStore._found
 
-    def counting(store: SampleStore, request: FetchSamples) -> Batch:
+    def counting(store: SampleStore, request: FetchSamples) -> SampleBatch:
         requests.append(len(request.keys))
         return find(store, request)
 
@@ -191,7 +191,7 @@ def test_an_address_that_is_none_is_missing_too(fetcher: SampleFetcher) -> None:
 def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: float = 10.0) -> dict[str, str]:
     """Fetch what one rollout has, in whose place `answer` answers; return what is missing."""
     hub, is_over = open_hub(), threading.Event()
-    codec: Codec[FetchSamples] = Codec(FetchSamples)
+    codec: MessageCodec[FetchSamples] = MessageCodec(FetchSamples)
 
     def serve() -> None:
         while not is_over.is_set():
@@ -214,13 +214,13 @@ def answered(answer: Callable[[FetchSamples], Frames | None], *, timeout_s: floa
     return missing
 
 
-def right(**changes: Any) -> Batch:
+def right(**changes: Any) -> SampleBatch:
     """What rank 1 is to get, but for these changes."""
-    arrays = Batch.concatenate([sample_of(length, prompt_length=PROMPT) for length in LENGTHS[2:4]])
+    arrays = SampleBatch.concatenate([sample_of(length, prompt_length=PROMPT) for length in LENGTHS[2:4]])
     return arrays.replace(**changes)
 
 
-def with_samples(arrays: Batch) -> Callable[[FetchSamples], Frames]:
+def with_samples(arrays: SampleBatch) -> Callable[[FetchSamples], Frames]:
     return lambda request: encode(SamplesFetched(request_id=request.request_id), arrays.columns)
 
 
@@ -228,7 +228,7 @@ def test_what_is_as_announced_is_taken() -> None:
     assert answered(with_samples(right())) == {}
 
 
-def changed(name: str, place: int, value: Any) -> Batch:
+def changed(name: str, place: int, value: Any) -> SampleBatch:
     array = getattr(right(), name).copy()
     array[place] = value
     return right(**{name: array})
@@ -243,7 +243,7 @@ def unmade(name: str, place: int) -> Any:
 
 TOKENS, MASK, LOGPROBS, VERSIONS = "token_ids_T", "loss_mask_T", "generation_logprobs_T", "versions_T"
 NAN, INF = float("nan"), float("inf")
-WRONG: dict[str, tuple[Batch, str]] = {
+WRONG: dict[str, tuple[SampleBatch, str]] = {
     "another sample": (sample_of(6), "lengths_S: not the lengths that were announced"),
     "shifted": (right(lengths_S=np.array([7, 6], dtype=np.int32)), "lengths_S: not the lengths"),
     "lengths too long": (changed("lengths_S", 1, 500), f"{TOKENS}: 13 numbers, does not fit lengths_S"),
@@ -273,7 +273,7 @@ WRONG: dict[str, tuple[Batch, str]] = {
 
 
 @pytest.mark.parametrize(("arrays", "why"), WRONG.values(), ids=WRONG)
-def test_what_is_not_as_announced_is_missing(arrays: Batch, why: str) -> None:
+def test_what_is_not_as_announced_is_missing(arrays: SampleBatch, why: str) -> None:
     missing = answered(with_samples(arrays))
     assert missing["rollout-0"].startswith(f"it sent what is not asked for: {why}")
 
@@ -311,7 +311,7 @@ def test_samples_of_a_group_must_have_its_prompt() -> None:
     table = table_of(prompt_S=np.array([0, 0, 2, 2, 4, 4], dtype=np.int32))
     one, other = (sample_of(length, prompt_length=PROMPT, first_token=place) for place, length in enumerate((6, 7)))
     assert table.prompt_S[2] == table.prompt_S[3] != NO_PROMPT
-    missing = answered(with_samples(Batch.concatenate([one, other])))
+    missing = answered(with_samples(SampleBatch.concatenate([one, other])))
     assert missing == {"rollout-0": "the prompt of a sample is not that of its group"}
 
 
@@ -340,7 +340,7 @@ def test_a_rollout_that_never_answers_is_missing_at_the_deadline() -> None:
 def test_a_request_whose_connection_breaks_is_made_again(fetcher: SampleFetcher) -> None:
     hub = open_hub()
     address, asked = hub.address, []
-    codec: Codec[FetchSamples] = Codec(FetchSamples)
+    codec: MessageCodec[FetchSamples] = MessageCodec(FetchSamples)
 
     def serve() -> None:
         """Hear a request, vanish, come back at the same address, and answer it there."""

@@ -21,8 +21,8 @@ import pytest
 
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.launch import fork_server as module
-from tandem.launch.child import Child
-from tandem.launch.fork_server import ForkServer
+from tandem.launch.child import ForkedChild
+from tandem.launch.fork_server import ServiceForkServer
 
 PATIENCE_S = 20.0
 SERVICE = """
@@ -82,18 +82,18 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def fork_server() -> Iterator[ForkServer]:
-    with ForkServer(lambda: None, PATIENCE_S) as made:
+def fork_server() -> Iterator[ServiceForkServer]:
+    with ServiceForkServer(lambda: None, PATIENCE_S) as made:
         yield made
 
 
-def born(fork_server: ForkServer, *words: str) -> tuple[Child, Path]:
+def born(fork_server: ServiceForkServer, *words: str) -> tuple[ForkedChild, Path]:
     log = Path(f"{words[0]}.log")
     with log.open("wb") as out:
         return fork_server.start("family.member", words, out), log
 
 
-def told(fork_server: ForkServer) -> dict[str, object]:
+def told(fork_server: ServiceForkServer) -> dict[str, object]:
     child, log = born(fork_server, "tell", "a b")
     assert child.wait(PATIENCE_S) == 3
     found: dict[str, object] = json.loads(log.read_text())
@@ -101,7 +101,7 @@ def told(fork_server: ForkServer) -> dict[str, object]:
 
 
 def test_a_child_is_given_what_a_command_would_be(
-    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: ServiceForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MARK", "set after the fork_server was made")
     (tmp_path / "elsewhere").mkdir()
@@ -117,7 +117,7 @@ def test_a_child_is_given_what_a_command_would_be(
     }
 
 
-def test_keys_come_by_a_descriptor_and_by_nothing_else(fork_server: ForkServer) -> None:
+def test_keys_come_by_a_descriptor_and_by_nothing_else(fork_server: ServiceForkServer) -> None:
     for text in ("the keys of one", "those of another"):
         with Path("keys.log").open("wb") as out:
             child = fork_server.start("family.member", ["keys"], out, keys=text.encode())
@@ -139,7 +139,7 @@ def test_what_was_imported_before_is_not_imported_again(tmp_path: Path) -> None:
         importlib.import_module("family.member")
         raise ImportError("what is missing is for the service to report")
 
-    with ForkServer(preload, PATIENCE_S) as made:
+    with ServiceForkServer(preload, PATIENCE_S) as made:
         assert told(made)["imported_here"] is False
 
 
@@ -147,7 +147,7 @@ def test_it_releases_what_it_has_made_and_nothing_that_was_imported_before() -> 
     def preload() -> None:
         weakref.finalize(weakref, lambda: print("imported", flush=True))
 
-    with ForkServer(preload, PATIENCE_S) as made:
+    with ServiceForkServer(preload, PATIENCE_S) as made:
         child, out = born(made, "release")
         assert child.wait(PATIENCE_S) == 3
     assert out.read_text() == "its own\n"
@@ -161,25 +161,25 @@ def test_an_import_that_begins_to_use_a_gpu_is_undone(tmp_path: Path, monkeypatc
         importlib.import_module("family.member")
         os.open(tmp_path / "gpu", os.O_RDWR | os.O_CREAT)
 
-    with ForkServer(preload, PATIENCE_S) as made:
+    with ServiceForkServer(preload, PATIENCE_S) as made:
         assert told(made)["imported_here"] is True
 
 
 @pytest.mark.parametrize(("word", "code", "says"), [("fail", 1, "ValueError: on purpose"), ("leave", 7, "")])
-def test_how_it_ends_is_known(fork_server: ForkServer, word: str, code: int, says: str) -> None:
+def test_how_it_ends_is_known(fork_server: ServiceForkServer, word: str, code: int, says: str) -> None:
     child, log = born(fork_server, word)
     assert child.wait(PATIENCE_S) == code
     assert says in log.read_text()
 
 
-def test_a_module_that_is_not_there_is_named_in_the_log(fork_server: ForkServer) -> None:
+def test_a_module_that_is_not_there_is_named_in_the_log(fork_server: ServiceForkServer) -> None:
     with Path("log").open("wb") as out:
         child = fork_server.start("family.stranger", [], out)
     assert child.wait(PATIENCE_S) == 1
     assert "No module named 'family.stranger'" in Path("log").read_text()
 
 
-def test_a_child_that_is_killed_tells_by_what(fork_server: ForkServer) -> None:
+def test_a_child_that_is_killed_tells_by_what(fork_server: ServiceForkServer) -> None:
     child, log = born(fork_server, "wait")
     while not log.read_text():
         time.sleep(0.01)
@@ -193,7 +193,7 @@ def test_a_child_that_is_killed_tells_by_what(fork_server: ForkServer) -> None:
 
 def test_who_does_not_heed_signals_goes_on_from_its_first_moment_on_and_so_does_what_forks() -> None:
     before = set(psutil.Process().children())
-    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
+    with ServiceForkServer(lambda: None, PATIENCE_S) as fork_server:
         (forking,) = set(psutil.Process().children()) - before
         for number, heeds_signals in product((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), (True, False)):
             told(fork_server)  # so that it is there
@@ -215,7 +215,7 @@ def test_who_does_not_heed_signals_goes_on_from_its_first_moment_on_and_so_does_
 
 def test_children_live_on_and_others_are_born_after_the_server_was_killed() -> None:
     before = set(psutil.Process().children())
-    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
+    with ServiceForkServer(lambda: None, PATIENCE_S) as fork_server:
         (forking,) = set(psutil.Process().children()) - before
         child, _ = born(fork_server, "wait")
         forking.kill()
@@ -229,7 +229,7 @@ def test_others_are_born_after_the_server_was_stopped(monkeypatch: pytest.Monkey
     """Who was there before, and hangs, is waited for no longer than a fork takes, and ended."""
     monkeypatch.setattr(module, "_FORK_S", 0.5)
     before = set(psutil.Process().children())
-    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
+    with ServiceForkServer(lambda: None, PATIENCE_S) as fork_server:
         (forking,) = set(psutil.Process().children()) - before
         told(fork_server)
         forking.suspend()
@@ -239,7 +239,7 @@ def test_others_are_born_after_the_server_was_stopped(monkeypatch: pytest.Monkey
 
 def test_a_server_that_is_stopped_while_it_imports_is_replaced() -> None:
     before = set(psutil.Process().children())
-    with ForkServer(lambda: None, 4.0) as fork_server:
+    with ServiceForkServer(lambda: None, 4.0) as fork_server:
         (forking,) = set(psutil.Process().children()) - before
         forking.suspend()
         assert told(fork_server)["parent"] == os.getpid()
@@ -248,7 +248,7 @@ def test_a_server_that_is_stopped_while_it_imports_is_replaced() -> None:
 
 def test_a_process_that_was_forked_late_is_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children())
-    with ForkServer(lambda: None, PATIENCE_S) as fork_server:
+    with ServiceForkServer(lambda: None, PATIENCE_S) as fork_server:
         (forking,) = set(psutil.Process().children()) - before
         told(fork_server)
         monkeypatch.setattr(module, "_FORK_S", 0.2)
@@ -276,7 +276,7 @@ def test_something_else_is_done_while_it_imports() -> None:
     """As the coordinator tells its services that it is there."""
     times: list[float] = []
     with (
-        ForkServer(lambda: time.sleep(1.0), PATIENCE_S) as fork_server,
+        ServiceForkServer(lambda: time.sleep(1.0), PATIENCE_S) as fork_server,
         fork_server.meanwhile(lambda: times.append(time.monotonic())),
     ):
         told(fork_server)
@@ -284,7 +284,7 @@ def test_something_else_is_done_while_it_imports() -> None:
 
 
 def test_an_import_that_does_not_end_is_named() -> None:
-    with ForkServer(lambda: time.sleep(60), 0.3) as made, pytest.raises(DeadlineExceeded) as caught:
+    with ServiceForkServer(lambda: time.sleep(60), 0.3) as made, pytest.raises(DeadlineExceeded) as caught:
         born(made, "tell")
     assert re.search(r"while importing modules: it did not fork family.member within 0.3 s", str(caught.value))
 
@@ -294,14 +294,14 @@ def test_an_import_that_kills_is_named() -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    with ForkServer(preload, PATIENCE_S) as made, pytest.raises(ServiceLost) as caught:
+    with ServiceForkServer(preload, PATIENCE_S) as made, pytest.raises(ServiceLost) as caught:
         born(made, "tell")
     assert "while starting family.member: it ended repeatedly, last with code -11" in str(caught.value)
 
 
 def test_nothing_holds_what_its_owner_held() -> None:
     read, write = os.pipe()
-    with ForkServer(lambda: None, PATIENCE_S) as made:
+    with ServiceForkServer(lambda: None, PATIENCE_S) as made:
         child, _ = born(made, "wait")
         os.close(write)
         assert os.read(read, 1) == b""  # which waits for as long as someone could write

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.config import Config, build_config
-from tandem.observe.health import NUM_STEPS, Health
+from tandem.observe.health import NUM_STEPS, RunHealth
 from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, conditions
 
 WELL = {
@@ -37,7 +37,7 @@ def config_of(algorithm: str = "grpo", *, policy: dict[str, Any] | None = None, 
 
 def said(config: Config, *steps: dict[str, float]) -> list[list[str]]:
     """What is said after each step; metrics that are not given are those of a run that learns."""
-    health = Health(conditions(config))
+    health = RunHealth(conditions(config))
     return [health.warnings(WELL | step) for step in steps]
 
 
@@ -113,7 +113,7 @@ def test_a_step_in_between_at_the_threshold_says_that_all_is_well(
 
 
 def test_a_step_without_a_metric_that_the_evidence_names_is_ignored() -> None:
-    health = Health(conditions(config_of()))
+    health = RunHealth(conditions(config_of()))
     for metrics in ({"grad_norm": 0.0}, {"reward_max": 1.0}):  # as where a front end's clients train
         assert [health.warnings(metrics) for _ in range(2 * NUM_STEPS)] == [[]] * 2 * NUM_STEPS
 
@@ -131,7 +131,7 @@ def test_a_cause_that_clears_leaves_what_it_explained_to_be_said() -> None:
 
 
 def test_a_step_that_does_not_report_a_metric_says_nothing_of_it() -> None:
-    health = Health(conditions(config_of()))
+    health = RunHealth(conditions(config_of()))
     for _ in range(NUM_STEPS - 1):
         assert health.warnings({"entropy": 0.0}) == []
         assert health.warnings({"val_loss": 1.0}) == []
@@ -140,7 +140,7 @@ def test_a_step_that_does_not_report_a_metric_says_nothing_of_it() -> None:
 
 def test_entropy_of_a_step_without_a_token_in_the_loss_says_nothing() -> None:
     """As where an agent crashed before it asked for anything, or every response was cut off and filtered."""
-    health = Health(conditions(config_of()))
+    health = RunHealth(conditions(config_of()))
     for _ in range(NUM_STEPS):
         said = health.warnings({"entropy": 0.0, "num_valid_tokens": 0.0})
         assert not [line for line in said if "entropy" in line]

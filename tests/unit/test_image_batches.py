@@ -9,10 +9,10 @@ import pytest
 
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
-from tandem.samples.batch import IMAGES, TOKENS, Batch
+from tandem.samples.batch import IMAGES, TOKENS, SampleBatch
 from tandem.samples.given_table import given_table, images_of
 from tandem.samples.images.columns import check_images, image_columns
-from tandem.samples.images.markers import Marked, marked_in, marker, shown, split_at_markers
+from tandem.samples.images.markers import MarkedImage, marked_in, marker, shown, split_at_markers
 
 
 def image(number: int) -> ImageRef:
@@ -20,9 +20,9 @@ def image(number: int) -> ImageRef:
     return ImageRef(digest=digest, width=8 * number, height=16, grid=(1, 2, number), num_tokens=number)
 
 
-def batch_of(*images: tuple[ImageRef, ...], tokens: tuple[int, ...] = (5, 6, 7)) -> Batch:
+def batch_of(*images: tuple[ImageRef, ...], tokens: tuple[int, ...] = (5, 6, 7)) -> SampleBatch:
     num = len(images)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.full(num, len(tokens), np.int32),
         token_ids_T=np.tile(np.array(tokens, np.int32), num),
         loss_mask_T=np.tile(np.arange(len(tokens)) == len(tokens) - 1, num),
@@ -32,7 +32,7 @@ def batch_of(*images: tuple[ImageRef, ...], tokens: tuple[int, ...] = (5, 6, 7))
     )
 
 
-def digests_of(batch: Batch) -> list[list[str]]:
+def digests_of(batch: SampleBatch) -> list[list[str]]:
     return [
         [images_of(batch, row)[start : start + 32].hex() for start in range(0, 32 * int(count), 32)]
         for row, count in enumerate(batch.num_images_S)
@@ -46,7 +46,7 @@ def test_images_go_with_their_sequences() -> None:
     assert digests_of(batch.take([2, 0])) == [[three.digest], [one.digest, two.digest]]
     assert digests_of(batch.take(slice(1, 3))) == [[], [three.digest]]
     assert batch.take([2]).image_grids_IX.tolist() == [[1, 2, 3]]
-    joined = Batch.concatenate([batch.take([2]), batch.take([1, 0])])
+    joined = SampleBatch.concatenate([batch.take([2]), batch.take([1, 0])])
     assert digests_of(joined) == [[three.digest], [], [one.digest, two.digest]]
 
 
@@ -73,7 +73,7 @@ def test_grids_of_families_with_fewer_numbers_are_padded() -> None:
 def test_impossible_images_are_refused(name: str, value: np.ndarray, told: str) -> None:
     columns = batch_of((image(1),), (image(2),)).only((*TOKENS, *IMAGES)).columns | {name: value}
     with pytest.raises(WireError) as caught:
-        check_images(Batch.from_frames(columns, (*TOKENS, *IMAGES)))
+        check_images(SampleBatch.from_frames(columns, (*TOKENS, *IMAGES)))
     assert told in str(caught.value)
 
 
@@ -81,10 +81,10 @@ def test_markers_stand_in_a_text() -> None:
     first, second = marker("a" * 64, 640, 480), marker("b" * 64, 1, 2)
     text = f"{first}What is it? {second}{first} Say."
     assert split_at_markers(text) == [
-        Marked("a" * 64, 640, 480),
+        MarkedImage("a" * 64, 640, 480),
         "What is it? ",
-        Marked("b" * 64, 1, 2),
-        Marked("a" * 64, 640, 480),
+        MarkedImage("b" * 64, 1, 2),
+        MarkedImage("a" * 64, 640, 480),
         " Say.",
     ]
     assert [each.digest[0] for each in marked_in(text)] == ["a", "b", "a"]

@@ -11,7 +11,7 @@ import pytest
 from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import expansion, grid_of, read_settings
-from tandem.samples.images.markers import Marked, marker
+from tandem.samples.images.markers import MarkedImage, marker
 from tandem.samples.images.parts import with_markers
 from tandem.samples.images.reading import described
 from tandem.samples.model_files import load_model_tokenizer
@@ -30,15 +30,15 @@ def tokenizer(folder: Path) -> VisionTokenizer:
     return VisionTokenizer(load_model_tokenizer(folder), folder)
 
 
-def image(width: int = 48, height: int = 40, seed: int = 0) -> Marked:
-    return Marked(hashlib.sha256(f"{width} {height} {seed}".encode()).hexdigest(), width, height)
+def image(width: int = 48, height: int = 40, seed: int = 0) -> MarkedImage:
+    return MarkedImage(hashlib.sha256(f"{width} {height} {seed}".encode()).hexdigest(), width, height)
 
 
-def user(*parts: Marked | str) -> dict[str, Any]:
-    return {"role": "user", "content": "".join(marker(*p) if isinstance(p, Marked) else p for p in parts)}
+def user(*parts: MarkedImage | str) -> dict[str, Any]:
+    return {"role": "user", "content": "".join(marker(*p) if isinstance(p, MarkedImage) else p for p in parts)}
 
 
-def expanded_in(text: str, tokenizer: VisionTokenizer, shown: Marked) -> str:
+def expanded_in(text: str, tokenizer: VisionTokenizer, shown: MarkedImage) -> str:
     settings = tokenizer.settings
     return text.replace(settings.family.placeholder, expansion(settings, grid_of(settings, shown.width, shown.height)))
 

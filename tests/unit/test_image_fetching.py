@@ -15,7 +15,7 @@ from samples_harness import RUN_ID, TRAINERS
 
 from tandem.common.curve import new_key_pair
 from tandem.common.messages import FetchImages, ImagesFetched, Listener
-from tandem.common.wire import Codec, Frames, Hub, encode
+from tandem.common.wire import Frames, Hub, MessageCodec, encode
 from tandem.samples.images import fetching, serving
 from tandem.samples.images.fetching import ImageFetcher
 from tandem.samples.images.serving import ImageServer
@@ -79,7 +79,7 @@ def test_what_is_lacking_comes_in_messages_of_bounded_size(
 
     def counted(*args: object) -> Frames:
         frames = answer(*args)  # type: ignore[arg-type]
-        reply = Codec[ImagesFetched](ImagesFetched).decode(frames)
+        reply = MessageCodec[ImagesFetched](ImagesFetched).decode(frames)
         sent.append((len(reply.message.digests), len(reply.arrays["bytes_B"])))
         return frames
 
@@ -134,7 +134,7 @@ def answering(answer: Callable[[FetchImages], Frames | None]) -> Iterator[Listen
     def serve() -> None:
         while not ended.is_set():
             for peer, frames in hub.receive(0.05):
-                reply = answer(Codec[FetchImages](FetchImages).decode(frames).message)
+                reply = answer(MessageCodec[FetchImages](FetchImages).decode(frames).message)
                 if reply is not None:
                     hub.send(peer, reply)
         hub.close()

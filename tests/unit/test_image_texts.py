@@ -8,7 +8,7 @@ import pytest
 
 from tandem.common.messages import ImageRef
 from tandem.samples.images.chat import VisionTokenizer
-from tandem.samples.images.markers import Marked, marked_in, marker
+from tandem.samples.images.markers import MarkedImage, marked_in, marker
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.texts import MarkedTexts, marked_texts
@@ -24,14 +24,14 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> VisionTokenizer
     return VisionTokenizer(load_model_tokenizer(folder), folder)
 
 
-def keep(folder: ImageFolder) -> list[Marked]:
+def keep(folder: ImageFolder) -> list[MarkedImage]:
     found = [described(data, "here")[0] for data in PICTURES]
     for each, data in zip(found, PICTURES, strict=True):
         folder.put(each.digest, data)
     return found
 
 
-def asked(tokenizer: VisionTokenizer, *parts: str | Marked) -> tuple[list[int], tuple[ImageRef, ...]]:
+def asked(tokenizer: VisionTokenizer, *parts: str | MarkedImage) -> tuple[list[int], tuple[ImageRef, ...]]:
     """Return the tokens and images of a message."""
     content = "".join(part if isinstance(part, str) else marker(*part) for part in parts)
     messages = [{"role": "user", "content": content}]

@@ -14,9 +14,9 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
-from tandem.config.schema import Judge as Settings
+from tandem.config.schema import JudgeConfig as Settings
 from tandem.rollout.environments.environment import Score
-from tandem.rollout.environments.judge import Judge, JudgementError
+from tandem.rollout.environments.judge import JudgeEnvironment, JudgementError
 from tests.harness.judge_endpoint import JudgeEndpoint, judge_endpoint
 
 SUM = Problem(problem_id="1", question="2 + 3", answer="5", metadata={"level": "easy"})
@@ -28,11 +28,11 @@ def endpoint() -> Iterator[JudgeEndpoint]:
         yield endpoint
 
 
-def judge(endpoint: JudgeEndpoint, **settings: Any) -> Judge:
-    return Judge("mine", Settings(base_url=endpoint.url, model="grader", **settings), None)
+def judge(endpoint: JudgeEndpoint, **settings: Any) -> JudgeEnvironment:
+    return JudgeEnvironment("mine", Settings(base_url=endpoint.url, model="grader", **settings), None)
 
 
-def scores(judge: Judge, *responses: str) -> list[Any]:
+def scores(judge: JudgeEnvironment, *responses: str) -> list[Any]:
     """Return what comes of responses that are judged at once."""
 
     async def ask() -> list[Any]:

@@ -17,22 +17,22 @@ from environment_harness import WAIT_S, config, problem, results, said
 from tandem.common.errors import HelperLost
 from tandem.config import Config
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import Unscored
-from tandem.rollout.environments.outcomes import Call, Job
+from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.rollout.environments.outcomes import EnvironmentCall, ScoringCall
 from tandem.rollout.environments.processes.guarded import GuardedProcess
 from tandem.rollout.environments.processes.workers import WorkerPool
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 
-Start = Callable[..., Scorer]
+Start = Callable[..., EnvironmentScorer]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    scorers: list[Scorer] = []
+    scorers: list[EnvironmentScorer] = []
 
-    def started(name: str, **settings: object) -> Scorer:
+    def started(name: str, **settings: object) -> EnvironmentScorer:
         made: Config = config("mine", {"class": f"own_environments.{name}", **settings})
-        scorers.append(Scorer(made))
+        scorers.append(EnvironmentScorer(made))
         scorers[-1].await_ready()
         return scorers[-1]
 
@@ -41,7 +41,7 @@ def start() -> Iterator[Start]:
         scorer.close()
 
 
-def kill_fork_server(scorer: Scorer) -> GuardedProcess:
+def kill_fork_server(scorer: EnvironmentScorer) -> GuardedProcess:
     """Kill the process that forks workers, the first child of its guardian; return what it was."""
     assert scorer._server is not None
     killed = scorer._server._process
@@ -53,7 +53,7 @@ def kill_fork_server(scorer: Scorer) -> GuardedProcess:
     return killed
 
 
-def await_another(scorer: Scorer, killed: GuardedProcess) -> None:
+def await_another(scorer: EnvironmentScorer, killed: GuardedProcess) -> None:
     """Wait until there is another fork server, which has imported the class."""
     assert scorer._server is not None
     deadline = time.monotonic() + WAIT_S
@@ -110,7 +110,7 @@ def test_a_call_whose_worker_is_killed_each_time_has_failed(start: Start) -> Non
     for count in (1, 2, 3):
         os.kill(callers(count)[-1], signal.SIGKILL)
     (failed,) = _all(scorer, 1)
-    assert isinstance(failed, Unscored)
+    assert isinstance(failed, UnscoredResponse)
     assert failed.failure == "environment 'mine', problem 'p1': its worker process ended: killed by SIGKILL"
     Path("go").touch()
     assert results(scorer, "ab") == [Score(2.0, True)]
@@ -144,16 +144,16 @@ def test_a_call_whose_worker_is_stopped_each_time_has_failed_and_code_that_is_sl
     for count in (1, 2, 3):
         os.kill(callers(count)[-1], signal.SIGSTOP)
     (failed,) = _all(scorer, 1)
-    assert isinstance(failed, Unscored)
+    assert isinstance(failed, UnscoredResponse)
     assert "its worker process was stopped from outside, and took longer than 2 s" in failed.failure
     scorer.submit(0, problem(), said("abc"))
     (slow,) = _all(scorer, 1)
-    assert isinstance(slow, Unscored)
+    assert isinstance(slow, UnscoredResponse)
     assert "took longer than 2 s" in slow.failure
     assert len(callers(4)) == 4
 
 
-def _all(scorer: Scorer, count: int) -> list[object]:
+def _all(scorer: EnvironmentScorer, count: int) -> list[object]:
     found: dict[int, object] = {}
     deadline = time.monotonic() + WAIT_S
     while len(found) < count:
@@ -192,10 +192,10 @@ class Made:
 def held(monkeypatch: pytest.MonkeyPatch) -> Start:
     """Begin to make a scorer whose class is imported, or made, only once the file ``go`` is there."""
 
-    def begin(when: str, **settings: object) -> Scorer:
+    def begin(when: str, **settings: object) -> EnvironmentScorer:
         Path("held.py").write_text(MADE_IN_ITS_TIME.format(when=when, wait_s=WAIT_S))
         monkeypatch.syspath_prepend(os.getcwd())
-        return Scorer(config("mine", {"class": "held.Made", "num_workers": 1, **settings}))
+        return EnvironmentScorer(config("mine", {"class": "held.Made", "num_workers": 1, **settings}))
 
     return begin
 
@@ -203,7 +203,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Start:
 class Ready:
     """Waits in a thread until a scorer can score."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: EnvironmentScorer) -> None:
         self.error: Exception | None = None
         self._scorer = scorer
         self._thread = threading.Thread(target=self._await)
@@ -287,7 +287,7 @@ def test_a_response_that_no_worker_can_be_made_for_is_no_failure_of_the_environm
             results(scorer, "abc")
 
 
-def patient(scorer: Scorer) -> WorkerPool:
+def patient(scorer: EnvironmentScorer) -> WorkerPool:
     """Return the pool, whose thread looks for jobs only when it is woken: a lost wake-up is never made up for."""
     pool = scorer._pool
     assert isinstance(pool, WorkerPool)
@@ -299,7 +299,7 @@ def patient(scorer: Scorer) -> WorkerPool:
 def test_no_wake_up_is_lost_however_often_jobs_come(start: Start) -> None:
     pool = patient(start("Length", num_workers=1))
     for number in range(10, 3000):  # each comes when the thread may just have looked
-        job = Job(0, Call(number, problem(), said("x")))
+        job = EnvironmentCall(0, ScoringCall(number, problem(), said("x")))
         pool.submit(job)
         assert pool.done.get(timeout=WAIT_S) == (job, Score(1.0, False))
 
@@ -317,7 +317,7 @@ def test_a_wake_up_that_comes_while_another_is_heeded_is_kept(start: Start) -> N
     pool._assign = slowly  # type: ignore[method-assign]
     os.eventfd_write(pool._woken, 1)
     assert heeding.wait(WAIT_S)
-    job = Job(0, Call(10, problem(), said("abc")))
+    job = EnvironmentCall(0, ScoringCall(10, problem(), said("abc")))
     pool.submit(job)  # the thread has looked for jobs, and does not wait yet
     goes_on.set()
     assert pool.done.get(timeout=WAIT_S) == (job, Score(3.0, True))

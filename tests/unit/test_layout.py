@@ -19,7 +19,7 @@ from tandem.refit.layout import (
     Box,
     Layout,
     LayoutBuilder,
-    Piece,
+    LayoutPiece,
     PrivateMemory,
     SharedMemory,
     Storage,
@@ -71,7 +71,7 @@ def test_a_scalar_is_a_box_of_one_element() -> None:
 
 def test_a_box_inside_a_piece_lies_where_the_strides_say() -> None:
     memory = np.arange(400, dtype=np.uint8)
-    piece = Piece(Box((2, 3), (5, 6)), "p", 12, (48, 4))
+    piece = LayoutPiece(Box((2, 3), (5, 6)), "p", 12, (48, 4))
     inner = Box((4, 5), (2, 2))
     of_piece = np.ndarray((5, 6), np.int32, memory, 12, (48, 4))
     of_inner = np.ndarray((2, 2), np.int32, memory, piece.offset_of(inner), (48, 4))
@@ -96,9 +96,9 @@ def mixed() -> Layout:
 def test_pieces_are_as_they_were_added_and_empty_ones_are_left_out() -> None:
     layout = mixed()
     check(layout, "trainer-0")
-    assert layout.pieces_of("w") == tuple(Piece(Box((row, 0), (2, 6)), "p", row * 24, (24, 4)) for row in (0, 2))
-    assert layout.pieces_of("scale") == (Piece(whole(()), "q", 96, ()),)
-    assert layout.pieces_of("norm") == (Piece(whole((6,)), "q", 0, (2,)),)
+    assert layout.pieces_of("w") == tuple(LayoutPiece(Box((row, 0), (2, 6)), "p", row * 24, (24, 4)) for row in (0, 2))
+    assert layout.pieces_of("scale") == (LayoutPiece(whole(()), "q", 96, ()),)
+    assert layout.pieces_of("norm") == (LayoutPiece(whole((6,)), "q", 0, (2,)),)
     assert layout.storages == (Storage("p", 96, SharedMemory(pid=1, fd=3, inode=5)), Storage("q", 100, PrivateMemory()))
     with pytest.raises(KeyError):
         layout.pieces_of("nothing")

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
 from tandem.refit.checks import check, check_writable
-from tandem.refit.layout import Box, Layout, LayoutBuilder, Piece, whole
+from tandem.refit.layout import Box, Layout, LayoutBuilder, LayoutPiece, whole
 from tandem.refit.planner import plan
 
 
-def one_storage(num_bytes: int, *pieces: Piece, shape: tuple[int, ...] = (4, 4), dtype: str = "float32") -> Layout:
+def one_storage(
+    num_bytes: int, *pieces: LayoutPiece, shape: tuple[int, ...] = (4, 4), dtype: str = "float32"
+) -> Layout:
     """One tensor in one storage."""
     builder = LayoutBuilder("host")
     tensor, storage = builder.tensor("q", shape, dtype), builder.storage("s", num_bytes)
@@ -25,8 +27,10 @@ def one_storage(num_bytes: int, *pieces: Piece, shape: tuple[int, ...] = (4, 4),
     return builder.build()
 
 
-def piece(start: tuple[int, ...], shape: tuple[int, ...], offset: int = 0, strides: tuple[int, ...] = (16, 4)) -> Piece:
-    return Piece(Box(start, shape), "s", offset, strides)
+def piece(
+    start: tuple[int, ...], shape: tuple[int, ...], offset: int = 0, strides: tuple[int, ...] = (16, 4)
+) -> LayoutPiece:
+    return LayoutPiece(Box(start, shape), "s", offset, strides)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_shared_memory_is_found_exactly(data: st.DataObject) -> None:
     for index in range(data.draw(st.integers(2, 3))):
         shape = (1, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
         strides = (0, *(2 * data.draw(st.integers(0, 9)) for _ in range(2)))
-        place = Piece(Box((index, 0, 0), shape), "s", 2 * data.draw(st.integers(0, 20)), strides)
+        place = LayoutPiece(Box((index, 0, 0), shape), "s", 2 * data.draw(st.integers(0, 20)), strides)
         pieces.append(place)
         num_bytes = max(num_bytes, place.last + 2)
     counts = np.zeros(num_bytes, np.int64)
@@ -119,7 +123,7 @@ def test_shared_memory_is_found_exactly(data: st.DataObject) -> None:
         check_writable(tested, "rollout-0")
 
 
-def _refused_although_disjoint(place: Piece) -> bool:
+def _refused_although_disjoint(place: LayoutPiece) -> bool:
     """Say whether no order of its dimensions nests: such a piece is refused, whether or not two elements collide."""
     dims = sorted((s, n) for n, s in zip(place.box.shape, place.strides, strict=True) if n > 1)
     return any(outer < inner * n for (inner, n), (outer, _) in itertools.pairwise([(2, 1), *dims]))

@@ -12,13 +12,13 @@ from rich.console import Console
 from run_harness import build_config
 
 from tandem.common.messages import Hello
-from tandem.common.wire import Peer
+from tandem.common.wire import HubPeer
 from tandem.coordinator.observers import live_file
 from tandem.coordinator.observers.live_file import LiveFile
-from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.progress import ProgressDisplay
 from tandem.coordinator.observers.watching import NOT_UP
-from tandem.coordinator.processes.registry import Registry
-from tandem.coordinator.scheduler.events import DispatchPrompts, Draining, Joined
+from tandem.coordinator.processes.registry import ProcessRegistry
+from tandem.coordinator.scheduler.events import DispatchPrompts, EngineDraining, ProcessJoined
 from tandem.launch.admission.admission import RegisteredProcess
 from tandem.observe.exporters.prometheus import _of_run
 from tandem.observe.lines import seconds_left
@@ -33,8 +33,8 @@ SETTINGS = {
 QUIET = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
 
 
-def processes(num_engines: int) -> Registry:
-    registry = Registry.__new__(Registry)  # who looks on needs no socket, only who is in the run
+def processes(num_engines: int) -> ProcessRegistry:
+    registry = ProcessRegistry.__new__(ProcessRegistry)  # who looks on needs no socket, only who is in the run
     registry.processes = {}
     for service, count in (("trainer", 2), ("rollout", num_engines)):
         for index in range(count):
@@ -42,7 +42,7 @@ def processes(num_engines: int) -> Registry:
                 {"protocol_version": 1, "service": service, "host": f"node{index}", "pid": 1}, Hello
             )
             registry.processes[f"{service}-{index}"] = RegisteredProcess(
-                hello, f"{service}-{index}", Peer(b"", ""), 0.0
+                hello, f"{service}-{index}", HubPeer(b"", ""), 0.0
             )
     return registry
 
@@ -92,8 +92,8 @@ def test_it_says_what_the_tables_have(live: LiveFile) -> None:
 
 def test_it_shows_engines_that_come_and_go(live: LiveFile) -> None:
     cluster = cluster_of(2)
-    cluster.give(Joined(now=cluster.now, process="rollout-2", kind="rollout"))
-    cluster.give(Draining(now=cluster.now, process="rollout-1"))
+    cluster.give(ProcessJoined(now=cluster.now, process="rollout-2", kind="rollout"))
+    cluster.give(EngineDraining(now=cluster.now, process="rollout-1"))
     said = live.look(cluster.plan, processes(3))
     shown = [(engine.name, engine.status, engine.host) for engine in said.engines]
     assert shown[1:] == [("rollout-1", "leaving", "node1"), ("rollout-2", "building", "node2")]
@@ -163,7 +163,7 @@ def test_the_console_and_the_page_expect_the_end_at_the_same_time(monkeypatch: p
     monkeypatch.setattr("tandem.coordinator.observers.live_file.time.monotonic", lambda: now[0])
     config, cluster, out = build_config(SETTINGS), cluster_of(2), io.StringIO()
     live = LiveFile(config, Path.cwd(), 8, history)
-    progress = Progress(config, cluster.tables.spec, history, Console(file=out, width=200), lambda: now[0])
+    progress = ProgressDisplay(config, cluster.tables.spec, history, Console(file=out, width=200), lambda: now[0])
     now[0] += 30.0  # of the 20 s that each of four steps takes
     registry = processes(2)
     assert live.look(cluster.plan, registry).eta_s == 50.0

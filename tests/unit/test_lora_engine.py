@@ -13,7 +13,7 @@ from engine_harness import make_model, random_prompts, reference_logprobs, reque
 from lora_harness import mark
 from peft_harness import adapted, parameters_of, train
 
-from tandem.refit.planner import Plan, plan
+from tandem.refit.planner import TransferPlan, plan
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.trainer import exposed_weights
 
@@ -29,7 +29,7 @@ class Served:
         exposed_weights.share(parameters)
         engine = TransformersEngine(folder, num_slots=8, max_total_sequence_length=64, dtype=dtype)  # type: ignore[arg-type]
         source = mark(exposed_weights.weights_of(parameters).layout)
-        self.plan: Plan = plan(
+        self.plan: TransferPlan = plan(
             {"trainer-0": source}, {"rollout-0": engine.layouts()[0]}, allow_alias=False, alias_frozen=in_place
         )
         self.engine = engine

@@ -9,7 +9,7 @@ from lora_harness import HOST, MODEL, LoraRefit, targeted
 
 from tandem.common.errors import CoverageError, RefitError
 from tandem.refit import program as programs
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.megatron import Megatron
@@ -71,7 +71,7 @@ def test_only_layers_that_have_an_adapter_are_held_twice() -> None:
 @pytest.mark.parametrize(
     ("engine", "copied"), [(HuggingFace(), ()), (Vllm(), ("lm_head", "model.embed_tokens"))], ids=["one", "fused"]
 )
-def test_a_frozen_base_on_the_same_host_is_read_in_place(engine: Deployment, copied: tuple[str, ...]) -> None:
+def test_a_frozen_base_on_the_same_host_is_read_in_place(engine: ParallelDeployment, copied: tuple[str, ...]) -> None:
     """Also where the engine fuses weights, because it is merging that fuses them; vLLM pads the vocabulary."""
     refit = LoraRefit(DTensor(), engine, MODEL, allow_alias=True)
     matrices = sum(matrix.nbytes for matrix in refit.adapters.values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from loss_harness import COUNTS, CPU, CURRENT_BT, ENTROPY_BT, MASK_BT, micro_batch, scores, settings
 
-from tandem.config.schema import LossFn, Sft
+from tandem.config.schema import LossFn, SftConfig
 from tandem.trainer.losses import Counts, aggregate
 from tandem.trainer.losses.kl import kl_penalty
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss, importance_weights, surrogate
@@ -212,7 +212,7 @@ def test_the_report_sums_over_counted_tokens() -> None:
 
 
 def test_negative_log_likelihood() -> None:
-    loss = NegativeLogLikelihood(Sft(), Counts(tokens=8, sequences=4), CPU)
+    loss = NegativeLogLikelihood(SftConfig(), Counts(tokens=8, sequences=4), CPU)
     assert float(loss(micro_batch(), scores(CURRENT_BT))) == pytest.approx((1.0 + 2.0 + 0.3 + 1.7) / 8)
     assert loss.report.names == ("entropy", "token_accuracy")
     assert loss.report.sums.tolist() == [5.0, 2.0]

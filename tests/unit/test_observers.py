@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.observers.observer import Observer, Observers
+from tandem.coordinator.observers.observer import Observer, ObserverGroup
 from tandem.observe.run_folder.journal import StepRecord
 
 RECORD = StepRecord(step=1, version=1, metrics={}, seconds={})
@@ -54,7 +54,7 @@ class Counting(Observer):
 
 def test_an_exception_in_one_observer_is_counted_and_said_and_the_others_are_told() -> None:
     before, after = Counting(), Counting()
-    observers = Observers([before, Failing(), after])
+    observers = ObserverGroup([before, Failing(), after])
     observers.committed(RECORD)
     assert (before.num_steps, after.num_steps) == (1, 1)
     lines = observers.take_news()
@@ -76,7 +76,7 @@ def test_an_exception_in_one_observer_is_counted_and_said_and_the_others_are_tol
 
 
 def test_a_console_that_fails_on_each_line_is_not_told_of_it_for_ever() -> None:
-    observers = Observers([Failing()])
+    observers = ObserverGroup([Failing()])
     num_lines = 0
     for _ in range(50):  # as the loop does: each line of news is a line of the console
         observers.noted("a line of the run")

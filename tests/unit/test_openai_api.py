@@ -26,7 +26,7 @@ from tandem.config.schema.policy import NewModel
 from tandem.rollout.engines.masks import restrict
 from tandem.rollout.openai_api.bodies import MAX_BODY_BYTES
 from tandem.rollout.openai_api.generator import ServedModel
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.model_files import load_model_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
 
@@ -210,7 +210,7 @@ def test_json_is_written_by_a_model_whose_tokens_are_characters(tiny: Tiny, tmp_
     model = ServedModel(NAME, tokenizer, tiny.driving.driver, max_length=MAX_LENGTH, vocabulary=15)
     model.grammar_of({"type": "integer"})
     with pytest.raises(
-        Refused, match=r"each is a character, and there is none for '\{' or '\}' or '\"' or ':' or ',' or ' '"
+        OpenAIRefused, match=r"each is a character, and there is none for '\{' or '\}' or '\"' or ':' or ',' or ' '"
     ):
         model.grammar_of({"type": "object"})
 

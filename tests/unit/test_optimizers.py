@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.common.errors import ConfigError
-from tandem.config.schema import Optimizer, SchedulerEntry
+from tandem.config.schema import OptimizerConfig, SchedulerEntry
 from tandem.trainer.backends.held import advance
 from tandem.trainer.optimizers import make_optimizer, make_scheduler
 
@@ -18,7 +18,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def optimizer(name: str = "torch.optim.AdamW", **kwargs: Any) -> torch.optim.Optimizer:
-    return make_optimizer(Optimizer(name=name, kwargs={"lr": 0.1, **kwargs}), [parameters()])
+    return make_optimizer(OptimizerConfig(name=name, kwargs={"lr": 0.1, **kwargs}), [parameters()])
 
 
 def entry(name: str, **kwargs: Any) -> SchedulerEntry:

@@ -18,13 +18,13 @@ from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.observe.diagnosis.optimisation import outlying_steps
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
 NEARLY_EQUAL = [0.8, 0.8001, 0.8, 1.0]
 REWARDS = [[1.0, 0.0, 0.0, 1.0], NEARLY_EQUAL, [0.0, 1.0, 1.0, 0.0]]
 
 
-def batch_of(rewards: list[list[float]], **grpo: Any) -> tuple[Batch, dict[str, float]]:
+def batch_of(rewards: list[list[float]], **grpo: Any) -> tuple[SampleBatch, dict[str, float]]:
     config = config_with(len(rewards), **grpo)
     records = [
         SampleRecord(scored(group, place, reward=reward, prompt_length=2, response_length=3), "rollout-0", 1)

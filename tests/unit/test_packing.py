@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from packing_harness import CPU, batch_of
 
 from tandem.config.schema.columns import ADVANTAGES, GENERATION_LOGPROBS, PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW, batches_of_samples, shards_by_count
 from tandem.trainer.batching.shard import micro_batches_of, pad, unpad_into
 from tandem.trainer.micro_batches import Columns
 
 
-def columns_of(batch: Batch) -> Columns:
+def columns_of(batch: SampleBatch) -> Columns:
     """Return what comes with a batch."""
     return {column: batch.of_tokens(column.name) for column in (GENERATION_LOGPROBS, ADVANTAGES)}
 

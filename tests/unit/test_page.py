@@ -16,12 +16,12 @@ from page_harness import a_refit, a_sample, client, commit, get, make_run, recor
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import build_config
 from tandem.coordinator.loop.run import recorded
-from tandem.coordinator.scheduler.events import Finish
-from tandem.observe.page.gpus import Gpus
+from tandem.coordinator.scheduler.events import FinishRun
+from tandem.observe.page.gpus import GpuReader
 from tandem.observe.page.server import make_app
 from tandem.observe.run_folder.ending import Outcome
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.observe.run_folder.live import LIVE_NAME, Live
+from tandem.observe.run_folder.live import LIVE_NAME, RunStatus
 
 SETTINGS = {
     "grpo": {},
@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def say_live(**fields: object) -> None:
-    live = msgspec.convert({"at": 5.0, "step": 3, "num_steps": 9, "phase": "training"} | fields, Live)
+    live = msgspec.convert({"at": 5.0, "step": 3, "num_steps": 9, "phase": "training"} | fields, RunStatus)
     Path("run", LIVE_NAME).write_bytes(msgspec.json.encode(live))
 
 
@@ -54,7 +54,7 @@ def test_runs_are_listed_with_how_they_are() -> None:
 def test_how_a_run_ended_is_what_its_journal_says_last(outcome: Outcome) -> None:
     with make_run() as journal:
         say_live()
-        recorded(journal, lambda: Finish(outcome=outcome))
+        recorded(journal, lambda: FinishRun(outcome=outcome))
         page = client("run")
         assert get(page, "/api/runs")[0]["state"] == outcome, "before its coordinator is gone"
         assert get(page, "/api/runs/0/live") is None
@@ -358,7 +358,7 @@ def test_a_driver_that_hangs_holds_one_request(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(library, "nvmlInit", hang)
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    gpus = Gpus()
+    gpus = GpuReader()
     first = threading.Thread(target=gpus.read)
     first.start()
     assert is_asked.wait(60)

@@ -16,7 +16,7 @@ import pytest
 from page_harness import client, make_run
 from starlette.testclient import TestClient
 
-from tandem.observe.page.table import Column, csv_parts
+from tandem.observe.page.table import CurveColumn, csv_parts
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.curves_table import CURVES_NAME
 from tandem.observe.run_folder.journal import StepRecord
@@ -98,7 +98,7 @@ def test_a_malformed_request_is_one_line(query: str, said: str) -> None:
 
 def test_it_is_written_in_parts() -> None:
     places = np.arange(20_000.0)
-    parts = [*csv_parts("steps", [Column("x", places, places / 3), Column("none", np.zeros(0), np.zeros(0))])]
+    parts = [*csv_parts("steps", [CurveColumn("x", places, places / 3), CurveColumn("none", np.zeros(0), np.zeros(0))])]
     assert len(parts) == 1 + 4
     rows = [*csv.reader(io.StringIO("".join(parts)))]
     assert len(rows) == 1 + 20_000

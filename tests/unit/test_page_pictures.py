@@ -21,7 +21,7 @@ from PIL import Image
 from tandem.common.errors import DataError
 from tandem.common.process_lifetime import is_stopped
 from tandem.observe.page import worker as module
-from tandem.observe.page.thumbnails import Thumbnails
+from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.side_by_side import load_runs
 from tandem.samples.images.columns import image_columns
@@ -33,8 +33,8 @@ RUN = Path("run")
 
 
 @pytest.fixture
-def thumbnails() -> Iterator[Thumbnails]:
-    made = Thumbnails()
+def thumbnails() -> Iterator[ImageThumbnails]:
+    made = ImageThumbnails()
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def pixels(data: bytes) -> Any:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def test_a_thumbnail_is_a_png_of_at_most_96_pixels(thumbnails: Thumbnails) -> None:
+def test_a_thumbnail_is_a_png_of_at_most_96_pixels(thumbnails: ImageThumbnails) -> None:
     for kind, size, expected in (("PNG", (480, 400), (96, 80)), ("JPEG", (48, 40), (48, 40)), ("WEBP", (9, 900), None)):
         made = Image.open(io.BytesIO(thumbnails.of(RUN, keep(encoded(picture(*size), kind)))))
         assert made.format == "PNG"
@@ -59,7 +59,7 @@ def test_a_thumbnail_is_a_png_of_at_most_96_pixels(thumbnails: Thumbnails) -> No
     assert (pixels(thumbnails.of(RUN, keep(encoded(small)))) == np.asarray(small)).all()
 
 
-def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thumbnails: Thumbnails) -> None:
+def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thumbnails: ImageThumbnails) -> None:
     whole = encoded(picture())
     page_of_text = b"<svg xmlns='http://www.w3.org/2000/svg'><script>window.ran='it'</script></svg>"
     for data in (whole[:100], b"", page_of_text, encoded(Image.new("L", (1, 8_000)).resize((8_000, 8_000)))):
@@ -78,7 +78,7 @@ def test_what_is_no_picture_of_the_run_is_refused_and_the_next_one_is_shown(thum
 
 
 def test_a_picture_is_asked_of_another_process_where_one_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Thumbnails(deadline_s=60.0)
+    made = ImageThumbnails(deadline_s=60.0)
     made.of(RUN, keep(encoded(picture())))
     worker = made._worker._process
     assert worker is not None
@@ -100,7 +100,7 @@ def test_a_picture_is_asked_of_another_process_where_one_is_stopped(monkeypatch:
 
 
 def test_a_picture_that_hangs_is_given_up_and_its_process_ended() -> None:
-    thumbnails = Thumbnails(deadline_s=60.0)
+    thumbnails = ImageThumbnails(deadline_s=60.0)
     thumbnails.of(RUN, keep(encoded(picture())))
     worker = thumbnails._worker._process
     assert worker is not None
@@ -116,7 +116,7 @@ def test_a_picture_that_hangs_is_given_up_and_its_process_ended() -> None:
     thumbnails.close()
 
 
-def test_a_process_that_has_ended_is_replaced(thumbnails: Thumbnails) -> None:
+def test_a_process_that_has_ended_is_replaced(thumbnails: ImageThumbnails) -> None:
     thumbnails.of(RUN, keep(encoded(picture())))
     worker = thumbnails._worker._process
     assert worker is not None

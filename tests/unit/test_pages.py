@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.coordinator.scheduler.rule import Mode
+from tandem.coordinator.scheduler.rule import RuleMode
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.rollout.engine import Engine
 
@@ -72,7 +72,7 @@ def test_the_rules_of_the_architecture_are_the_schedulers() -> None:
 
 def test_the_table_of_rules_has_them_in_the_order_in_which_they_are_asked() -> None:
     names = re.findall(r"^\| ([a-z ]+?) \|", rules.__doc__ or "", re.MULTILINE)
-    asked = [rule.name for mode in (Mode.SETTING_UP, Mode.GOING_ON) for rule in rules.RULES[mode]]
+    asked = [rule.name for mode in (RuleMode.SETTING_UP, RuleMode.GOING_ON) for rule in rules.RULES[mode]]
     assert names == ["rule", *asked]
 
 

@@ -23,7 +23,7 @@ from tandem.samples.data_sets.sources import hub
 from tandem.samples.images.markers import marked_in, marker
 from tandem.samples.images.rows import ImageRows
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.images.stored import Stored
+from tandem.samples.images.stored import StoredMedia
 from tests.harness.pictured_data import ASKED, PICTURES, clevr_rows, geometry_rows, refcoco_rows, write_coco, write_set
 from tests.harness.vision_models import write_vision_files
 
@@ -214,7 +214,7 @@ def test_images_of_the_hub_stay_in_their_files_until_they_are_read() -> None:
     Path("set").mkdir()
     datasets.Dataset.from_list(rows, features=kind).to_parquet("set/train.parquet")
     (_, first), (_, second), (_, third) = hub("set", "train", None)
-    assert all(isinstance(image, Stored) for image in first["images"])
+    assert all(isinstance(image, StoredMedia) for image in first["images"])
     assert [image.read() for image in first["images"]] == PICTURES[:2]
     assert (second["images"], third["images"]) == ([], None)
     assert first["input"] == "two?"

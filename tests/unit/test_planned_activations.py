@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config import load_config
-from tandem.refit.forecast.memory import Memory, memory_of
+from tandem.refit.forecast.memory import RankMemory, memory_of
 from tandem.refit.forecast.sides import model_shape, sides
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
@@ -20,14 +20,14 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PLANS.parents[1])
 
 
-def planned(plan: str, *overrides: str) -> Memory:
+def planned(plan: str, *overrides: str) -> RankMemory:
     config = load_config(PLANS / plan, list(overrides), to_run=False)
     shape = model_shape(config)
     assert not isinstance(shape, str)
     return memory_of(config, sides(config, shape)[0])
 
 
-def held(memory: Memory, what: str, phase: str = PASSES) -> float:
+def held(memory: RankMemory, what: str, phase: str = PASSES) -> float:
     return next(each.held.get(what, 0.0) for each in memory.phases if each.name == phase)
 
 

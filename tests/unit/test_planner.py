@@ -15,9 +15,9 @@ from plan_harness import ADDRESSES, CUDA, PRIVATE, SHARED, Values, fill, number,
 from tandem.common.errors import CoverageError, RefitError
 from tandem.refit import planner
 from tandem.refit.layout import ITEM_SIZES, Address, Box, Layout, LayoutBuilder, whole
-from tandem.refit.planner import Plan, plan, survey
+from tandem.refit.planner import TransferPlan, plan, survey
 from tandem.refit.planning.destination_shards import DestinationShards, resolve
-from tandem.refit.planning.names import Tensors
+from tandem.refit.planning.names import PairedTensors
 from tandem.refit.planning.source_shards import SourceShards
 
 FLOATS = ("float64", "float32", "float16")
@@ -165,7 +165,7 @@ def test_every_wanted_element_arrives_and_nothing_else_is_written(data: st.DataO
 
 
 def check_verification(
-    planned: Plan,
+    planned: TransferPlan,
     sources: dict[str, Layout],
     engines: dict[str, Layout],
     wanted: dict[str, tuple[int, ...]],
@@ -187,7 +187,9 @@ def check_verification(
         assert planned.programs[engine].verification.rows.tolist() == list(range(len(layout.pieces)))
 
 
-def check_fan_out(planned: Plan, sources: dict[str, Layout], engines: dict[str, Layout], there: dict[str, str]) -> None:
+def check_fan_out(
+    planned: TransferPlan, sources: dict[str, Layout], engines: dict[str, Layout], there: dict[str, str]
+) -> None:
     """To a host without trainers every distinct part of a held box that is wanted there is sent once."""
     trainer_hosts = {layout.host for layout in sources.values()}
     for host in {layout.host for layout in engines.values()} - trainer_hosts:
@@ -242,7 +244,7 @@ def rows(name: str, shape: tuple[int, int], spans: list[tuple[int, int]], host: 
     return builder.build()
 
 
-def only(planned: Plan, engine: str = "rollout-0") -> tuple[int, ...]:
+def only(planned: TransferPlan, engine: str = "rollout-0") -> tuple[int, ...]:
     """Return the shape of the only copy of an engine."""
     (transfer,) = planned.programs[engine].receives
     assert len(transfer.copies) == 1
@@ -507,7 +509,7 @@ def test_replicas_digest_even_shares() -> None:
 def test_replicas_are_planned_once_as_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved: list[str] = []
 
-    def counted(engine: str, layout: Layout, tensors: Tensors, holdings: SourceShards) -> DestinationShards:
+    def counted(engine: str, layout: Layout, tensors: PairedTensors, holdings: SourceShards) -> DestinationShards:
         resolved.append(engine)
         return resolve(engine, layout, tensors, holdings)
 

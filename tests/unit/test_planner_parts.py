@@ -12,7 +12,7 @@ from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES
 from tandem.refit.planning import merge, sweep
 from tandem.refit.planning.choose import fill
-from tandem.refit.transfer import Copies
+from tandem.refit.transfer import CopyColumns
 
 FLOAT32 = DTYPES.index("float32")
 
@@ -39,7 +39,7 @@ def test_merged_copies_move_the_same_bytes(data: st.DataObject) -> None:
     places = data.draw(st.permutations(range(20)))[:num] if data.draw(st.booleans()) else cells
     links = [data.draw(st.integers(0, 1)) for _ in cells]
     strides = [shape[1] * 4, 4]
-    copies = Copies(
+    copies = CopyColumns(
         tensor_C=np.arange(num),
         source_C=np.zeros(num, np.int64),
         destination_C=np.zeros(num, np.int64),
@@ -56,7 +56,7 @@ def test_merged_copies_move_the_same_bytes(data: st.DataObject) -> None:
     assert moves(merged, link_C) == moves(copies, np.array(links))
 
 
-def moves(copies: Copies, link_C: Ints) -> list[tuple[int, int, int]]:
+def moves(copies: CopyColumns, link_C: Ints) -> list[tuple[int, int, int]]:
     """Every element that moves: link, from which byte, to which."""
     found = []
     for row in range(len(copies)):
@@ -70,7 +70,7 @@ def moves(copies: Copies, link_C: Ints) -> list[tuple[int, int, int]]:
 def test_a_lattice_of_blocks_is_one_copy() -> None:
     """Two rows of three blocks of 2 × 2, as a column shard of two experts lies."""
     starts = np.array([expert * 1000 + row * 100 for expert in range(2) for row in range(3)])
-    columns = {name: np.zeros(6, np.int64) for name in Copies.__struct_fields__ if name.endswith("_C")}
+    columns = {name: np.zeros(6, np.int64) for name in CopyColumns.__struct_fields__ if name.endswith("_C")}
     columns |= {"source_offset_C": starts * 4, "destination_offset_C": np.arange(6) * 16, "tensor_C": np.arange(6)}
     columns |= {"source_dtype_C": np.full(6, FLOAT32), "destination_dtype_C": np.full(6, FLOAT32)}
     shapes = {
@@ -78,7 +78,7 @@ def test_a_lattice_of_blocks_is_one_copy() -> None:
         "source_strides_CD": np.tile([40, 4], (6, 1)),
         "destination_strides_CD": np.tile([8, 4], (6, 1)),
     }
-    merged, _ = merge.merge(Copies(**columns, **shapes), np.zeros(6, np.int64))
+    merged, _ = merge.merge(CopyColumns(**columns, **shapes), np.zeros(6, np.int64))
     assert merged.shape_CD.tolist() == [[2, 3, 2, 2]]
 
 

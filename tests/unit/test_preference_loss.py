@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.config.schema import Dpo, Rm
+from tandem.config.schema import DpoConfig, RewardModelConfig
 from tandem.trainer.losses import Counts
 from tandem.trainer.losses.preference import BradleyTerryLoss, PreferenceLoss
 from tandem.trainer.micro_batches import MicroBatch
@@ -54,7 +54,7 @@ def of_row(table: list[list[float]], row: int, *, average: bool) -> float:
 def test_the_loss_and_its_parts_are_the_closed_form(
     average_preference: bool, average_sft: bool, preference_weight: float, sft_weight: float
 ) -> None:
-    settings = Dpo(
+    settings = DpoConfig(
         reference_policy_kl_penalty=0.3,
         preference_average_log_probs=average_preference,
         sft_average_log_probs=average_sft,
@@ -86,7 +86,7 @@ def test_the_gradient_is_the_papers() -> None:
     """Equation after (7): beta * sigma(reward of rejected - reward of chosen), up on the chosen, down on the other."""
     beta = 0.3
     logprobs_BT = torch.tensor(LOGPROBS_BT, requires_grad=True)
-    loss = PreferenceLoss(Dpo(reference_policy_kl_penalty=beta), COUNTS, CPU)
+    loss = PreferenceLoss(DpoConfig(reference_policy_kl_penalty=beta), COUNTS, CPU)
     run(loss, micro_batch(), logprobs_BT).backward()
     assert logprobs_BT.grad is not None
     for pair in range(2):
@@ -101,7 +101,7 @@ def test_the_gradient_is_the_papers() -> None:
 
 
 def test_micro_batches_add_up_and_empty_pairs_count_nothing() -> None:
-    settings = Dpo(sft_loss_weight=0.5)
+    settings = DpoConfig(sft_loss_weight=0.5)
     logprobs_BT = torch.tensor(LOGPROBS_BT)
     whole, split = (PreferenceLoss(settings, COUNTS, CPU) for _ in range(2))
     expected = run(whole, micro_batch(), logprobs_BT)
@@ -113,7 +113,7 @@ def test_micro_batches_add_up_and_empty_pairs_count_nothing() -> None:
 
 
 def test_at_the_reference_the_loss_is_log_two_and_no_pair_is_right() -> None:
-    loss = PreferenceLoss(Dpo(), COUNTS, CPU)
+    loss = PreferenceLoss(DpoConfig(), COUNTS, CPU)
     value = float(run(loss, micro_batch(), torch.tensor(REFERENCE_BT)))
     assert value == pytest.approx(math.log(2))
     means: dict[str, Any] = dict(zip(loss.report.names, (loss.report.sums / loss.report.count).tolist(), strict=True))
@@ -135,7 +135,7 @@ def test_the_loss_of_a_reward_model_is_the_closed_form() -> None:
         loss_mask_BT=mask_BT,
         columns={"rewards": rewards_BT},
     )
-    loss = BradleyTerryLoss(Rm(), Counts(tokens=4, sequences=4), CPU)
+    loss = BradleyTerryLoss(RewardModelConfig(), Counts(tokens=4, sequences=4), CPU)
     value = loss(batch, TokenValues(values_BT))
     ahead = [scores[0] - scores[1], scores[2] - scores[3] - margin]
     assert float(value.detach()) == pytest.approx(sum(math.log(1 + math.exp(-each)) for each in ahead) / 2, rel=1e-6)

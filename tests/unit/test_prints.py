@@ -12,9 +12,9 @@ from environment_harness import WAIT_S, config, problem, said
 from tandem.common.messages import Problem
 from tandem.rollout.environments import printing
 from tandem.rollout.environments.environment import Score
-from tandem.rollout.environments.outcomes import Call, outcome_of
+from tandem.rollout.environments.outcomes import ScoringCall, outcome_of
 from tandem.rollout.environments.printing import MOST, bounded
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tandem.samples.tokenizer import Messages
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\u202e\x9b31m" * 500_000
@@ -36,10 +36,10 @@ def calls(text: str, *steps: int | None) -> None:
         return Score(reward=1.0, correct=True)
 
     for step in steps:
-        outcome_of(Call(1, problem(), (), step), prints, is_multi_turn=False, module="")
+        outcome_of(ScoringCall(1, problem(), (), step), prints, is_multi_turn=False, module="")
 
 
-def await_all(scorer: Scorer, num: int) -> None:
+def await_all(scorer: EnvironmentScorer, num: int) -> None:
     """Wait until so many responses are scored."""
     deadline = time.monotonic() + WAIT_S
     while num:
@@ -104,7 +104,7 @@ def test_wherever_an_environment_runs_its_prints_are_bounded_by_step(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings: dict[str, Any] = {"class": f"own_environments.{name}", "num_workers": 1}
-    scorer = Scorer(config("mine", settings))
+    scorer = EnvironmentScorer(config("mine", settings))
     try:
         scorer.await_ready()
         for step, letter in ((1, "q"), (2, "z")):

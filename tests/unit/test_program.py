@@ -12,7 +12,7 @@ from plan_harness import PRIVATE, simple
 from tandem.common.errors import RefitError
 from tandem.refit import program as programs
 from tandem.refit.planner import plan
-from tandem.refit.program import TransferProgram, Verification
+from tandem.refit.program import ProcessVerification, TransferProgram
 
 
 def example() -> TransferProgram:
@@ -35,7 +35,7 @@ def test_programs_are_compared_by_what_they_do() -> None:
     moved = msgspec.structs.replace(first.copies, source_offset_C=first.copies.source_offset_C + 4)
     receives = (msgspec.structs.replace(first, copies=moved), *program.receives[1:])
     assert msgspec.structs.replace(program, receives=receives) != program
-    less = Verification(program.verification.rows[:-1], program.verification.dtypes)
+    less = ProcessVerification(program.verification.rows[:-1], program.verification.dtypes)
     assert msgspec.structs.replace(program, verification=less) != program
     assert program.verification != "something else"
 
@@ -62,4 +62,4 @@ def test_a_damaged_program_is_refused() -> None:
 
 
 def test_nothing_to_verify() -> None:
-    assert Verification(np.zeros(0, np.int64), ()) == programs.NOTHING
+    assert ProcessVerification(np.zeros(0, np.int64), ()) == programs.NOTHING

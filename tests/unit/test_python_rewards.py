@@ -24,32 +24,32 @@ from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener, Problem, ResponseToScore
 from tandem.config import Config, build_config
 from tandem.coordinator.api.configuration import of_rewards
-from tandem.coordinator.api.reward_server import RewardServer
+from tandem.coordinator.api.reward_server import ProgramRewardServer
 from tandem.coordinator.api.rewards import check_columns, reward_functions
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import Unscored
-from tandem.rollout.environments.program import Program
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.rollout.environments.program import RewardProgram
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.members import MEMBER, open_hub
 
-Start = Callable[..., Scorer]
+Start = Callable[..., EnvironmentScorer]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Return what starts a scorer whose functions these are; settings are those of the environment."""
-    scorers: list[Scorer] = []
-    servers: list[RewardServer] = []
+    scorers: list[EnvironmentScorer] = []
+    servers: list[ProgramRewardServer] = []
 
     def started(
         *rewards: Any, weights: Sequence[float] | None = None, own: KeyPair | None = None, **over: Any
-    ) -> Scorer:
+    ) -> EnvironmentScorer:
         functions = reward_functions(list(rewards), weights)
         made = config_of(of_rewards(functions, 1.0), **over)
-        servers.append(RewardServer(functions, made))
+        servers.append(ProgramRewardServer(functions, made))
         at = servers[-1].at
         listener = Listener(address=f"tcp://127.0.0.1:{at.port}", public_key=at.public_key)
-        scorers.append(Scorer(made, Program(listener, own or at.callers)))
+        scorers.append(EnvironmentScorer(made, RewardProgram(listener, own or at.callers)))
         scorers[-1].await_ready()
         return scorers[-1]
 
@@ -75,7 +75,7 @@ def problem(name: str = "p1", **metadata: Any) -> Problem:
     return Problem(problem_id=name, question="3 + 4", answer="7", metadata=metadata)
 
 
-def failure_of(scorer: Scorer, *responses: str) -> str:
+def failure_of(scorer: EnvironmentScorer, *responses: str) -> str:
     """Return the error that ends the run."""
     with pytest.raises(RewardError) as caught:
         results(scorer, *responses)
@@ -230,7 +230,7 @@ def test_a_failure_costs_one_sample_where_the_configuration_says_so(start: Start
 
     good, bad = results(start(picky, on_error=on_error), "7", "8")
     assert good == Score(1.0, correct=True, components={"picky": 1.0})
-    assert isinstance(bad, Unscored)
+    assert isinstance(bad, UnscoredResponse)
     assert bad.dropped == (on_error == "drop")
     assert "cannot read '8'" in bad.failure
 
@@ -262,7 +262,7 @@ def test_a_function_that_hangs_costs_its_deadline_and_its_thread_is_replaced(sta
         bad, good = results(start(hangs, on_error="zero", timeout_s=3.0), "hang", "7")
     finally:
         release.set()
-    assert isinstance(bad, Unscored)
+    assert isinstance(bad, UnscoredResponse)
     assert bad.timed_out
     assert bad.failure.startswith("environment 'python_rewards' took longer than 3 s in hangs to score a response")
     assert good == Score(1.0, correct=True, components={"hangs": 1.0})
@@ -279,7 +279,7 @@ def test_a_coroutine_that_blocks_all_others_is_left_behind(start: Start) -> None
     scorer = start(blocks, on_error="zero", timeout_s=3.0)
     try:
         (bad,) = results(scorer, "block")
-        assert isinstance(bad, Unscored)
+        assert isinstance(bad, UnscoredResponse)
         assert bad.timed_out
         assert results(scorer, "7") == [Score(1.0, correct=True, components={"blocks": 1.0})]
     finally:
@@ -290,7 +290,9 @@ def test_a_program_that_falls_silent_ends_the_run() -> None:
     """As one does that is stopped, or whose code lets no other thread run."""
     functions = reward_functions([lambda response: 1.0], None)
     with contextlib.closing(open_hub()) as listens:
-        scorer = Scorer(config_of(of_rewards(functions, 1.0), silence_s=1.0), Program(listens.at, MEMBER))
+        scorer = EnvironmentScorer(
+            config_of(of_rewards(functions, 1.0), silence_s=1.0), RewardProgram(listens.at, MEMBER)
+        )
         with contextlib.closing(scorer):
             scorer.await_ready()
             said_of_it = failure_of(scorer, "7")
@@ -304,7 +306,7 @@ def test_what_nobody_expected_is_said_and_not_waited_for(start: Start) -> None:
         poll_for_long(scorer)
 
 
-def poll_for_long(scorer: Scorer) -> None:
+def poll_for_long(scorer: EnvironmentScorer) -> None:
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         scorer.poll()

@@ -15,10 +15,10 @@ from data_harness import character_tokenizer
 from run_harness import Run, make_config, record, samples_of_step
 from samples_harness import fetch
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import SamplesError
 from tandem.config import Config
-from tandem.config.schema import Replay
+from tandem.config.schema import ReplayConfig
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.recorded import SOURCE, RecordedAlgorithm, is_whole
 from tandem.coordinator.algorithms.step_batch import training_batch
@@ -29,12 +29,12 @@ from tandem.samples.sample_record import RecordedSample
 from tests.harness.members import MEMBER
 
 RUN_ID = "the replay"
-TRAINERS = Admitted([MEMBER.public])
+TRAINERS = AdmittedKeys([MEMBER.public])
 
 
 def config_of(run: Run, to_step: int = 4, **grpo: Any) -> Config:
     config = make_config()
-    replay = Replay(run="run", run_id=run.journal.run_id, from_step=0, to_step=to_step)
+    replay = ReplayConfig(run="run", run_id=run.journal.run_id, from_step=0, to_step=to_step)
     return msgspec.structs.replace(config, replay=replay, grpo=msgspec.structs.replace(config.grpo, **grpo))
 
 

@@ -11,7 +11,7 @@ from data_harness import data_config
 
 from tandem.common.messages import Problem, PromptGroup
 from tandem.config import Config, build_config
-from tandem.coordinator.preparing.reference_rewards import Rewards, reference_rewards
+from tandem.coordinator.preparing.reference_rewards import ReferenceRewards, reference_rewards
 
 OWN = """
 import time
@@ -60,7 +60,7 @@ def config_of(*names: str, join_s: float = 120.0, **env: Any) -> Config:
     )
 
 
-def rewards_of(config: Config, *answers: tuple[str, object]) -> Rewards:
+def rewards_of(config: Config, *answers: tuple[str, object]) -> ReferenceRewards:
     groups = [
         PromptGroup(
             group=number,
@@ -138,4 +138,4 @@ def test_what_never_answers_and_what_ends_its_process_do_not_hold_up_the_check()
 
 def test_nothing_is_scored_where_no_environment_scores() -> None:
     config = data_config("sft")
-    assert rewards_of(config, ("", "7")) == Rewards((), ())
+    assert rewards_of(config, ("", "7")) == ReferenceRewards((), ())

@@ -17,7 +17,7 @@ from tandem.common.messages import CommitVersion, Message, PlanTransfers, Transf
 from tandem.config import build_config
 from tandem.refit import layout, program
 from tandem.refit.adapters.catalogue import from_config
-from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests import comparison
@@ -70,7 +70,7 @@ class Service:
     def __init__(self, address: Any = SHARED) -> None:
         self.context = Context()
         self.service = RefitService(self.context)  # type: ignore[arg-type]
-        hosts = Hosts("host", per_host=8, has_gpus=False)
+        hosts = HostNames("host", per_host=8, has_gpus=False)
         (held,) = HuggingFace(1).layouts(MODEL, hosts)
         storages = tuple(msgspec.structs.replace(storage, address=address) for storage in held.storages)
         self.source = msgspec.structs.replace(held, storages=storages)

@@ -16,7 +16,7 @@ from tandem.config import Config, build_config, change_config, changed_keys, con
 from tandem.coordinator.cli import main
 from tandem.coordinator.preparing.comparison import compare
 from tandem.coordinator.preparing.replay import begin_replay, continue_replay, origin_of, source_of
-from tandem.coordinator.preparing.resuming import Start
+from tandem.coordinator.preparing.resuming import StartingPoint
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_file import RESOLVED_FROM
 from tandem.observe.run_folder.journal_writer import Journal
@@ -74,7 +74,7 @@ def test_it_begins_as_early_as_all_samples_are_there(
     assert (replay.from_step, replay.to_step) == expected
     start = expected[0]
     folder = str((run.root / f"step_{start}").absolute()) if start else ""
-    assert origin_of(config) == Start(first_step=start + 1, resume_from=folder)
+    assert origin_of(config) == StartingPoint(first_step=start + 1, resume_from=folder)
 
 
 @pytest.mark.parametrize(

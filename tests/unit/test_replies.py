@@ -59,15 +59,15 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.common.wire import Frames, encode
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.sample_limits import Limits
-from tandem.coordinator.scheduler.events import Erred, Event, Joined, Lost, Replied
-from tandem.launch.admission.admission import HeartbeatSettings, Listening
+from tandem.coordinator.processes.sample_limits import SampleLimits
+from tandem.coordinator.scheduler.events import CommandErred, Event, ProcessJoined, ProcessLost, ProcessReplied
+from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
 from tandem.refit import layout
 from tests.harness.members import at, dealer_to, open_listening
 
-LIMITS = Limits(vocabulary=50, max_tokens=12, max_turns=2)
+LIMITS = SampleLimits(vocabulary=50, max_tokens=12, max_turns=2)
 LAYOUT = layout.encode(simple({"a": ((2, 3), "float32"), "b": ((4,), "float32")}))
 MEMORY = MemoryUse(peak=10, held=5)
 PROMPTS = {4: (1, 5, 7), 6: (1, 9)}
@@ -215,14 +215,14 @@ _PEERS: list[Peer] = []
 class Room:
     """A coordinator's registry, and one member on a socket of its own, which may send anything."""
 
-    def __init__(self, hub: Listening, kind: ServiceKind, index: int = 0) -> None:
+    def __init__(self, hub: ListeningSocket, kind: ServiceKind, index: int = 0) -> None:
         heartbeat = HeartbeatSettings(interval_s=100.0, timeout_s=100.0)
-        self.registry = Registry(hub, {kind: index + 1}, b"{}", "run", heartbeat, Replies(LIMITS))
+        self.registry = ProcessRegistry(hub, {kind: index + 1}, b"{}", "run", heartbeat, Replies(LIMITS))
         self.members = [Peer(self.registry) for _ in range(index + 1)]
         for number, process in enumerate(self.members):
             process.send(encode(Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1)))
             event = self.next()
-            assert isinstance(event, Joined)
+            assert isinstance(event, ProcessJoined)
             assert event.process == f"{kind}-{number}"
         self.name = f"{kind}-{index}"
 
@@ -249,14 +249,14 @@ class Room:
                 if type(answer) is until:
                     return
                 event = self.say(encode(answer, came))
-                assert isinstance(event, Replied), event
+                assert isinstance(event, ProcessReplied), event
         raise AssertionError(f"no {until.__name__}")
 
 
 class Peer:
     """A socket such as a process has; closed after the test."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: ProcessRegistry) -> None:
         own = new_key_pair()
         registry.names.register(own.public)
         self._context, self._socket = dealer_to(registry.address, own)
@@ -278,7 +278,7 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Listening]:
+def hub() -> Iterator[ListeningSocket]:
     listening = open_listening()
     yield listening
     listening.hub.close()
@@ -308,19 +308,19 @@ def answer(kind: ServiceKind, message: type[Message]) -> tuple[Message, Mapping[
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_what_is_right_is_accepted_and_what_is_over_is_dropped(hub: Listening, kind: ServiceKind) -> None:
+def test_what_is_right_is_accepted_and_what_is_over_is_dropped(hub: ListeningSocket, kind: ServiceKind) -> None:
     room = Room(hub, kind)
     for command, answers in EXCHANGES[kind]:
         room.command(command)
         for message, came in answers:
             event = room.say(encode(message, came))
-            assert isinstance(event, Replied)
+            assert isinstance(event, ProcessReplied)
             assert event.reply == message
     for _, answers in EXCHANGES[kind]:
         for message, came in answers:  # once more, as after a command that was sent twice
             room.members[-1].send(encode(message, came))
     event = room.say([b"junk"])
-    assert isinstance(event, Lost), "nothing of it is an event"
+    assert isinstance(event, ProcessLost), "nothing of it is an event"
 
 
 def say(field: str, value: object) -> Tampering:
@@ -392,12 +392,12 @@ SENT: dict[str, tuple[Tampering, str]] = {
 
 
 @pytest.mark.parametrize(("tamper", "what"), SENT.values(), ids=SENT)
-def test_samples_that_cannot_be_are_one_line(hub: Listening, tamper: Tampering, what: str) -> None:
+def test_samples_that_cannot_be_are_one_line(hub: ListeningSocket, tamper: Tampering, what: str) -> None:
     room = Room(hub, "rollout")
     room.talk("rollout", SamplesFinished)
     room.command(InstallProgram(**command(14), programs=(b"p",)))
     event = room.say(tampered(FINISHED, {}, tamper))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     assert event.process == "rollout-0"
     assert re.fullmatch(rf"it broke the protocol: SamplesFinished\.{what}", event.why), event.why
 
@@ -488,62 +488,62 @@ SAID: list[tuple[ServiceKind, type[Message], Tampering, str]] = [
     ("kind", "message", "tamper", "what"), SAID, ids=[f"{s[1].__name__}-{s[3][:30]}" for s in SAID]
 )
 def test_an_answer_that_cannot_be_is_one_line(
-    hub: Listening, kind: ServiceKind, message: type[Message], tamper: Tampering, what: str
+    hub: ListeningSocket, kind: ServiceKind, message: type[Message], tamper: Tampering, what: str
 ) -> None:
     room = Room(hub, kind)
     room.talk(kind, message)
     event = room.say(tampered(*answer(kind, message), tamper))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     assert event.process == f"{kind}-0"
     assert re.fullmatch(rf"it broke the protocol: {message.__name__}(\.|: ){what}", event.why), event.why
 
 
-def test_generated_before_any_sample(hub: Listening) -> None:
+def test_generated_before_any_sample(hub: ListeningSocket) -> None:
     room = Room(hub, "rollout")
     room.talk("rollout", SamplesFinished)
     event = room.say(encode(GENERATED))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     assert (
         event.why == "it broke the protocol: Generated.command_id: 13, must be of a command whose 4 samples were sent"
     )
 
 
-def test_the_answer_to_another_members_command(hub: Listening) -> None:
+def test_the_answer_to_another_members_command(hub: ListeningSocket) -> None:
     room = Room(hub, "trainer", index=1)
     room.registry.command("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
     event = room.say(encode(TRAINED))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     assert (event.process, event.why) == (
         "trainer-1",
         "it broke the protocol: Trained.command_id: 23, must be of a command to trainer-1, not to trainer-0",
     )
     event = room.say(encode(Failed(command_id=23, phase="", error="", expected=True)))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     assert "Failed.command_id: 23, must be of a command to trainer-1" in event.why
 
 
-def test_only_one_rank_has_metrics(hub: Listening) -> None:
+def test_only_one_rank_has_metrics(hub: ListeningSocket) -> None:
     room = Room(hub, "trainer", index=1)
     room.command(Train(**command(23), step=STEP, sources=SOURCES))
     event = room.say(encode(TRAINED))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     assert "Trained.metrics: {'loss': 0.5, 'reward/a': -1.0}, must be empty: trainer-0 has them" in event.why
 
 
-def test_texts_that_are_too_long(hub: Listening) -> None:
+def test_texts_that_are_too_long(hub: ListeningSocket) -> None:
     for message in (Heartbeat(phase="x" * 10_001), Failed(command_id=1, phase="", error="x" * 10_001, expected=True)):
         room = Room(hub, "trainer")
         event = room.say(encode(message))
-        assert isinstance(event, Lost)
+        assert isinstance(event, ProcessLost)
         assert f"{type(message).__name__}." in event.why
         assert event.why.endswith("Expected `str` of length <= 10000")
 
 
-def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Listening) -> None:
+def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: ListeningSocket) -> None:
     room = Room(hub, "rollout")
     room.command(BuildEngine(**command(10)))
     event = room.say(encode(EngineBuilt(command_id=10, layouts=(), samples_at=at("tcp://10.0.0.1:1"))))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     headers = room.members[0].told()
     assert msgspec.msgpack.decode(headers[-1], type=Shutdown).reason == event.why
     room.registry.dismiss("rollout-0", "another takes its place")
@@ -551,7 +551,7 @@ def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Listeni
     assert list(room.registry.receive(0.2)) == []
 
 
-def test_a_member_that_is_dismissed_is_told_to_go(hub: Listening) -> None:
+def test_a_member_that_is_dismissed_is_told_to_go(hub: ListeningSocket) -> None:
     room = Room(hub, "trainer")
     room.members[0].told()
     room.registry.dismiss("trainer-0", "another takes its place")
@@ -560,7 +560,7 @@ def test_a_member_that_is_dismissed_is_told_to_go(hub: Listening) -> None:
     assert room.registry.processes == {}
 
 
-def test_what_was_asked_before_a_term_is_answered_in_vain(hub: Listening) -> None:
+def test_what_was_asked_before_a_term_is_answered_in_vain(hub: ListeningSocket) -> None:
     room = Room(hub, "rollout")
     room.command(BuildEngine(**command(10)))
     (joined,) = room.registry.begin_attempt()
@@ -569,15 +569,15 @@ def test_what_was_asked_before_a_term_is_answered_in_vain(hub: Listening) -> Non
     assert list(room.registry.receive(0.2)) == []
     room.command(BuildEngine(**command(11)))
     event = room.say(encode(msgspec.structs.replace(BUILT, command_id=11)))
-    assert isinstance(event, Replied)
+    assert isinstance(event, ProcessReplied)
 
 
-def test_a_failure_closes_its_command(hub: Listening) -> None:
+def test_a_failure_closes_its_command(hub: ListeningSocket) -> None:
     room = Room(hub, "rollout")
     room.command(BuildEngine(**command(10)))
     failed = Failed(command_id=10, phase="building", error="no", expected=True)
     event = room.say(encode(failed))
-    assert isinstance(event, Erred)
+    assert isinstance(event, CommandErred)
     room.members[0].send(encode(failed))
     assert list(room.registry.receive(0.2)) == []
 
@@ -627,16 +627,16 @@ def test_an_engine_may_take_a_version_while_it_generates() -> None:
         replies.take("rollout-0", msgspec.structs.replace(mixed, command_id=18), {})
 
 
-def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: Listening) -> None:
+def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: ListeningSocket) -> None:
     room = Room(hub, "trainer")
     room.command(Train(**command(23), step=STEP, sources=SOURCES))
     missing = SamplesMissing(command_id=23, step=STEP, rollouts={"rollout-0": "it is gone"})
     event = room.say(encode(missing))
-    assert isinstance(event, Replied)
+    assert isinstance(event, ProcessReplied)
     assert event.reply == missing
     room.command(Train(**command(25), step=STEP, sources=SOURCES))
     event = room.say(encode(SamplesMissing(command_id=25, step=STEP, rollouts={"rollout-1": "it is gone"})))
-    assert isinstance(event, Lost)
+    assert isinstance(event, ProcessLost)
     assert "SamplesMissing.rollouts: rollout-1, must be one of those in the command" in event.why
 
 

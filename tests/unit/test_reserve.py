@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_writer import Reserve
+from tandem.observe.run_folder.journal_writer import DescriptorReserve
 from tests.harness.descriptors import descriptors_left, said_by_limited
 
 RECORDING = textwrap.dedent(
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_published_from_the_reserve(tmp_path: Path) -> None:
 
 
 def test_what_is_lent_can_be_opened_and_comes_back(tmp_path: Path) -> None:
-    reserve = Reserve(2)
+    reserve = DescriptorReserve(2)
     try:
         with descriptors_left(0):
             with pytest.raises(OSError, match="Too many open files"):

@@ -18,7 +18,7 @@ from tandem.config.schema import NewModel
 from tandem.coordinator.api.rewards import reward_functions
 from tandem.rollout.environments import Score, Turn, make_environment
 from tandem.rollout.environments.environment import whole_text
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tandem.rollout.response_messages import ResponseMessages, response_messages
 from tandem.samples.model_files import load_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def outcome(environment: str, *conversation: dict[str, Any]) -> Any:
     """Return what a custom or built-in environment makes of a conversation, called as in a run."""
     is_custom = environment[0].isupper()
     named = {"class": f"{__name__}.{environment}"} if is_custom else {}
-    scorer = Scorer(config("mine" if is_custom else environment, named))
+    scorer = EnvironmentScorer(config("mine" if is_custom else environment, named))
     try:
         scorer.await_ready()
         scorer.submit(0, PROBLEM, conversation)

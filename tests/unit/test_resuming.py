@@ -11,8 +11,8 @@ from run_harness import WEIGHTS, Run, make_config
 
 from tandem.common.errors import CheckpointError, DamagedCheckpoint, ServiceError
 from tandem.config import config_to_json
-from tandem.coordinator.preparing.resuming import Start, refuse_other_weights
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.preparing.resuming import StartingPoint, refuse_other_weights
+from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.run_folder.journal import RefitRecord
 from tandem.samples import manifest
 from tests.harness.trainers.damage import flip_bit, flip_in_tensor, replace
@@ -20,7 +20,7 @@ from tests.harness.trainers.damage import flip_bit, flip_in_tensor, replace
 
 def test_a_run_goes_on_from_its_newest_checkpoint() -> None:
     run = Run()
-    assert run.start() == Start(first_step=7, resume_from=str((run.root / "step_6").absolute()))
+    assert run.start() == StartingPoint(first_step=7, resume_from=str((run.root / "step_6").absolute()))
     assert run.said == []
 
 
@@ -165,18 +165,18 @@ def test_what_a_trainer_finds_damaged_is_told_from_other_failures() -> None:
         (f"cannot read {path}: No space left on device", False),
         ("elsewhere/policy/model.safetensors is damaged: second is not what was written", False),
     ]:
-        finish = Finish(outcome="failed", error=ServiceError("trainer-1", "building the trainer", what))
+        finish = FinishRun(outcome="failed", error=ServiceError("trainer-1", "building the trainer", what))
         found = run.resuming().damage_in(finish, start)
         assert (found is not None) == is_damage, what
         if found is not None:
             assert str(found) == f"{path} is damaged: second is not what was written"
-    assert run.resuming().damage_in(Finish(outcome="finished"), start) is None
+    assert run.resuming().damage_in(FinishRun(outcome="finished"), start) is None
 
 
 def test_a_run_that_starts_over_is_held_against_no_earlier_weights() -> None:
     run = Run(steps=range(0))
     run.journal.record_refit(refit(version=0))
-    assert run.start() == Start(first_step=1, resume_from="")
+    assert run.start() == StartingPoint(first_step=1, resume_from="")
     assert run.journal.refits() == []
 
 

@@ -19,10 +19,10 @@ from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import Unscored
+from tandem.rollout.environments.faults import UnscoredResponse
 from tandem.rollout.environments.making import make_reward_model
 from tandem.rollout.environments.reward_model import RewardModel
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.reward_models import plain_reward, write_reward_model
 
 ASKED = "3 + 4"
@@ -132,12 +132,12 @@ def test_it_has_a_process_of_its_own_which_is_replaced(folder: Path) -> None:
     responses = ["".join(draw.choices("0123456789+-= ", k=draw.randrange(1, 50))) for _ in range(60)]
     expected = [Score(reward, correct=reward >= 0.5) for reward in rewards(model, responses)]
     others = below()
-    scorer = Scorer(described(folder, timeout_s=5.0, correct_from=0.5))
+    scorer = EnvironmentScorer(described(folder, timeout_s=5.0, correct_from=0.5))
     with contextlib.closing(scorer):
         scorer.await_ready()
         *found, unknown = results(scorer, *responses, "abc", of=SUM)
         assert found == expected
-        assert isinstance(unknown, Unscored)
+        assert isinstance(unknown, UnscoredResponse)
         assert unknown.dropped
         assert "does not know the characters 'abc'" in unknown.failure
         killed = worker(others)
@@ -156,33 +156,35 @@ def test_samples_are_dropped_while_it_cannot_be_loaded_again(tmp_path: Path) -> 
     """Where nothing else is said of samples that it does not score."""
     folder, others = write_reward_model(tmp_path / "rm"), below()
     expected = [Score(reward, correct=reward >= 0.5) for reward in rewards(made(folder), RESPONSES)]
-    scorer = Scorer(described(folder, correct_from=0.5))
+    scorer = EnvironmentScorer(described(folder, correct_from=0.5))
     with contextlib.closing(scorer):
         scorer.await_ready()
         weights = folder / "model.safetensors"
         weights.rename(folder / "elsewhere")
         worker(others).kill()
         lost = results(scorer, "1", "2", of=SUM)
-        assert all(isinstance(each, Unscored) and each.dropped for each in lost)
+        assert all(isinstance(each, UnscoredResponse) and each.dropped for each in lost)
         said_of = (
             f"attempts: env.reward_model.model_name: cannot load '{folder}': Error no file named model.safetensors"
         )
-        assert all(isinstance(each, Unscored) and said_of in each.failure for each in lost), lost
+        assert all(isinstance(each, UnscoredResponse) and said_of in each.failure for each in lost), lost
         (folder / "elsewhere").rename(weights)
         assert results(scorer, *RESPONSES, of=SUM) == expected
 
 
 def test_what_takes_too_long_again_and_again_is_not_scored(folder: Path) -> None:
     """It is tried among others, once more, and then by itself."""
-    scorer = Scorer(described(folder, timeout_s=0.0001))
+    scorer = EnvironmentScorer(described(folder, timeout_s=0.0001))
     with contextlib.closing(scorer):
         scorer.await_ready()
         found = results(scorer, "1", "2", of=SUM)
     late = "took longer than 0.0001 s to score a response to problem 'p1' (env.reward_model.timeout_s)"
-    assert [each.failure for each in found if isinstance(each, Unscored)] == [f"environment 'reward_model' {late}"] * 2
+    assert [each.failure for each in found if isinstance(each, UnscoredResponse)] == [
+        f"environment 'reward_model' {late}"
+    ] * 2
 
 
-def collected(scorer: Scorer, count: int) -> list[Any]:
+def collected(scorer: EnvironmentScorer, count: int) -> list[Any]:
     found: dict[int, Any] = {}
     deadline = time.monotonic() + WAIT_S
     while len(found) < count:

@@ -26,13 +26,13 @@ from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.faults import Unscored
+from tandem.rollout.environments.faults import UnscoredResponse
 from tandem.rollout.environments.outcomes import checked
 from tandem.rollout.environments.processes.workers import WorkerPool
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.leaks import gone, is_alive
 
-Start = Callable[[Config], Scorer]
+Start = Callable[[Config], EnvironmentScorer]
 
 
 def here(name: str, **settings: Any) -> Config:
@@ -41,10 +41,10 @@ def here(name: str, **settings: Any) -> Config:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    scorers: list[Scorer] = []
+    scorers: list[EnvironmentScorer] = []
 
-    def started(config: Config) -> Scorer:
-        scorers.append(Scorer(config))
+    def started(config: Config) -> EnvironmentScorer:
+        scorers.append(EnvironmentScorer(config))
         scorers[-1].await_ready()
         return scorers[-1]
 
@@ -53,8 +53,8 @@ def start() -> Iterator[Start]:
         scorer.close()
 
 
-def failures(found: list[Score | Turn | Unscored]) -> list[str | None]:
-    return [result.failure if isinstance(result, Unscored) else None for result in found]
+def failures(found: list[Score | Turn | UnscoredResponse]) -> list[str | None]:
+    return [result.failure if isinstance(result, UnscoredResponse) else None for result in found]
 
 
 def written(count: int = 3) -> list[int]:
@@ -133,7 +133,7 @@ def test_the_rollout_process_keeps_running_while_a_worker_is_frozen(start: Start
         longest = max(longest, time.monotonic() - before)
     assert 2.9 < time.monotonic() - began < 20
     assert longest < 2.5
-    assert isinstance(found[0][1], Unscored)
+    assert isinstance(found[0][1], UnscoredResponse)
 
 
 @pytest.mark.parametrize("metadata", [{"n": 10**40}, {"s": "\ud800"}, {"o": object()}], ids=["int", "text", "object"])
@@ -231,7 +231,7 @@ def test_a_worker_that_is_killed_takes_all_that_it_has_started_along(
     worker = psutil.Process(others[0]).ppid()
     Path("pids").unlink()
     (late,) = results(scorer, "start and sleep")
-    assert isinstance(late, Unscored)
+    assert isinstance(late, UnscoredResponse)
     assert gone(written())
     stack = capfd.readouterr().err  # which is printed before anything is killed
     assert re.search(r'own_environments\.py", line \d+ in score', stack), "where it was stuck"
@@ -379,7 +379,7 @@ def test_a_problem_that_a_built_in_environment_cannot_score_ends_the_run_unless_
                 scorer.poll()
         else:
             ((_, result),) = scorer.poll()
-            assert isinstance(result, Unscored)
+            assert isinstance(result, UnscoredResponse)
             assert result.dropped
 
 
@@ -409,7 +409,7 @@ def test_a_class_that_cannot_be_used_is_said_before_anything_is_scored(
 ) -> None:
     Path("bad.py").write_text(source)
     monkeypatch.syspath_prepend(os.getcwd())
-    scorer = Scorer(config("mine", {"class": "bad.Bad"}))
+    scorer = EnvironmentScorer(config("mine", {"class": "bad.Bad"}))
     with pytest.raises(ConfigError) as caught:
         scorer.await_ready()
     scorer.close()

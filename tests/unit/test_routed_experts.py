@@ -20,11 +20,11 @@ from tandem.common.errors import ModelError, SamplesError, WireError
 from tandem.common.messages import Problem, PromptGroup
 from tandem.common.routers import intercept
 from tandem.config.checks.router_replay import ROUTERS
-from tandem.rollout.agents.session import Session
-from tandem.rollout.engine import Completion
+from tandem.rollout.agents.session import EpisodeSession
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score
-from tandem.samples.batch import SAMPLES, Batch
+from tandem.samples.batch import SAMPLES, SampleBatch
 from tandem.samples.routed_experts import COLUMN, DTYPE, RoutedExperts, as_trained_on, experts_in
 from tandem.trainer.fetching import SampleFormat
 
@@ -85,15 +85,15 @@ def test_what_no_router_chooses_is_refused(wrong: list[int], why: str) -> None:
 def test_samples_travel_with_the_column_or_without() -> None:
     column_TX = SMALL.encode(routes(SMALL, 5))
     sample = sample_of(5).replace(**{COLUMN: column_TX})
-    both = Batch.concatenate([sample, sample])
-    found = Batch.from_frames(both.columns, SAMPLES, {COLUMN: DTYPE}).take([1])
+    both = SampleBatch.concatenate([sample, sample])
+    found = SampleBatch.from_frames(both.columns, SAMPLES, {COLUMN: DTYPE}).take([1])
     assert np.array_equal(found.columns[COLUMN], column_TX)
     with pytest.raises(WireError, match=f"{COLUMN}: is missing"):
-        Batch.from_frames(sample_of(5).columns, SAMPLES, {COLUMN: DTYPE})
+        SampleBatch.from_frames(sample_of(5).columns, SAMPLES, {COLUMN: DTYPE})
     with pytest.raises(WireError, match=f"{COLUMN}: is uint8 .5,., must be uint8 of 2 dimensions"):
-        Batch.from_frames({**sample.columns, COLUMN: column_TX[:, 0]}, SAMPLES, {COLUMN: DTYPE})
+        SampleBatch.from_frames({**sample.columns, COLUMN: column_TX[:, 0]}, SAMPLES, {COLUMN: DTYPE})
     with pytest.raises(WireError, match=f"{COLUMN}: 4 numbers, does not fit lengths_S"):
-        Batch.from_frames({**sample.columns, COLUMN: column_TX[1:]}, SAMPLES, {COLUMN: DTYPE})
+        SampleBatch.from_frames({**sample.columns, COLUMN: column_TX[1:]}, SAMPLES, {COLUMN: DTYPE})
     assert [*as_trained_on(sample, None).columns] == [*SAMPLES]
     with pytest.raises(SamplesError, match=r"policy\.router_replay was off"):
         as_trained_on(sample_of(5), SMALL)
@@ -187,9 +187,9 @@ class Said:
 
     routed_TX: NDArray[np.uint8] | None
 
-    def completion(self, *token_ids: int) -> Completion:
+    def completion(self, *token_ids: int) -> EngineCompletion:
         token_ids_T = np.array(token_ids, np.int32)
-        return Completion(
+        return EngineCompletion(
             request_id=0,
             token_ids_T=token_ids_T,
             logprobs_T=np.zeros(len(token_ids), np.float32),
@@ -211,7 +211,7 @@ class Texts:
 def test_an_agents_branches_have_the_routes_of_all_that_they_repeat() -> None:
     problem = Problem(problem_id="p", question="", answer="", metadata={})
     group = PromptGroup(group=0, problem=problem, prompt_ids=(5, 6), seeds=(1,))
-    session = Session(group, 0, Texts(), SMALL)  # type: ignore[arg-type]
+    session = EpisodeSession(group, 0, Texts(), SMALL)  # type: ignore[arg-type]
     first, second, third = (SMALL.encode(routes(SMALL, size, seed)) for seed, size in enumerate((3, 6, 5)))
     session.add([5, 6], Said(first).completion(7, 8))
     session.add([5, 6, 7, 8, 9], Said(second).completion(10, 11))
@@ -223,5 +223,5 @@ def test_an_agents_branches_have_the_routes_of_all_that_they_repeat() -> None:
     # Of what was repeated the first answer says where it went: the second's tokens were drawn from another pass.
     expected = [first, second[3:], unknown, first, third[3:], unknown, SMALL.nothing(3)]
     assert np.array_equal(arrays.columns[COLUMN], np.concatenate(expected))
-    _, arrays = Session(group, 0, Texts(), SMALL).finish(Score(0.0, correct=False), 0)  # type: ignore[arg-type]
+    _, arrays = EpisodeSession(group, 0, Texts(), SMALL).finish(Score(0.0, correct=False), 0)  # type: ignore[arg-type]
     assert np.array_equal(arrays.columns[COLUMN], SMALL.nothing(2))

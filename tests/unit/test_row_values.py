@@ -20,13 +20,13 @@ from tandem.common.messages import Problem, ResponseToScore, ScoreResponses, ToR
 from tandem.common.values.answer_texts import answer_texts
 from tandem.common.values.json_values import LargeInteger, WrittenFloat, encode_json, plain_object
 from tandem.common.values.texts import text_of
-from tandem.common.wire import Codec, encode
+from tandem.common.wire import MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.api.rewards import reward_functions
 from tandem.coordinator.api.rows import rows_of
 from tandem.rollout.environments import Score, make_environment
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tandem.samples.data_sets import ConversationWriter, PromptEncoder, load_problems
 from tandem.samples.data_sets.sources import file_rows
 from tandem.samples.data_sets.sources import problem as problem_of
@@ -213,7 +213,7 @@ def test_a_number_that_is_out_of_range_is_refused_with_its_line(value: str) -> N
 def test_an_answer_travels_as_it_is(value: str) -> None:
     read = of_file(f'{{"input": "x", "output": {value}}}')
     sent = ScoreResponses(responses=(ResponseToScore(number=1, problem=read, response="r"),))
-    codec: Codec[ScoreResponses] = Codec(ToRewardServer)
+    codec: MessageCodec[ScoreResponses] = MessageCodec(ToRewardServer)
     (response,) = codec.decode([bytes(frame) for frame in encode(sent)]).message.responses
     assert response.problem == read
     assert text_of(response.problem.answer) == text_of(read.answer)
@@ -224,7 +224,7 @@ def test_an_extension_that_is_no_number_is_refused(data: bytes) -> None:
     response = ResponseToScore(number=1, problem=problem("?"), response="r")
     frame = msgspec.msgpack.encode(ScoreResponses(responses=(response,)))
     number = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, data))
-    codec: Codec[ScoreResponses] = Codec(ToRewardServer)
+    codec: MessageCodec[ScoreResponses] = MessageCodec(ToRewardServer)
     with pytest.raises(WireError, match="is not a number"):
         codec.decode([frame.replace(msgspec.msgpack.encode("?"), number)])
 
@@ -289,7 +289,7 @@ class Typed:
 )
 def test_a_custom_environment_gets_the_value_in_its_process(value: str, told: str) -> None:
     read = of_file(f'{{"input": "x", "output": {value}}}')
-    scorer = Scorer(config("mine", {"class": "test_row_values.Typed"}))
+    scorer = EnvironmentScorer(config("mine", {"class": "test_row_values.Typed"}))
     try:
         scorer.await_ready()
         (score,) = results(scorer, told, of=read)

@@ -14,22 +14,22 @@ from environment_harness import config
 
 from tandem.common.errors import DataError
 from tandem.common.messages import ResponseToScore
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.coordinator.api.configuration import of_rows, row_keys
 from tandem.coordinator.api.rewards import reward_functions
-from tandem.coordinator.api.rows import Rows, rows_of
+from tandem.coordinator.api.rows import CheckedRows, rows_of
 from tandem.samples.data_sets import sources
 
 ROWS = [{"problem": f"{number} + 1", "answer": number + 1, "tags": ["sum"]} for number in range(3)]
 
 
-def data(**over: Any) -> Data:
+def data(**over: Any) -> DataConfig:
     made = config("exact_match").data
 
     return msgspec.structs.replace(made, **over)
 
 
-def read_back(rows: Rows) -> list[dict[str, Any]]:
+def read_back(rows: CheckedRows) -> list[dict[str, Any]]:
     """Return what a reward function is given of each row, by way of the file."""
     path = rows.path(Path("run"), "train")
     rows.write(path)

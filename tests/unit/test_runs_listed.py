@@ -14,7 +14,7 @@ from page_harness import make_run
 from tandem.coordinator import cli
 from tandem.coordinator.cli import main
 from tandem.coordinator.loop.run import recorded
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import FinishRun
 from tandem.coordinator.sweeping.combinations import parse_sweep
 from tandem.observe.listing.notes import NOTES_NAME
 from tandem.observe.listing.runs import curve_of
@@ -40,7 +40,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ):
         journal = make_run(f"results/{name}", num_steps, settings(lr, seed, name), run_id=f"id-{number}")
         if name == "a":
-            recorded(journal, lambda: Finish(outcome="finished"))
+            recorded(journal, lambda: FinishRun(outcome="finished"))
         if name != "c":
             journal.close()
         else:

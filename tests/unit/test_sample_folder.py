@@ -10,7 +10,7 @@ import pytest
 from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.messages import Purpose
-from tandem.config.schema import Logger
+from tandem.config.schema import LoggerConfig
 from tandem.samples import sample_files
 from tandem.samples.folders_aside import RestoreLimits, read_limits
 from tandem.samples.recorded_shards import steps
@@ -47,8 +47,8 @@ def begin(folder: Path, step: int, purpose: Purpose = "train") -> Path:
     return path
 
 
-def settings(run: Path, samples: str | float = "all") -> Logger:
-    return Logger(log_dir=str(run), samples=samples)  # type: ignore[arg-type]
+def settings(run: Path, samples: str | float = "all") -> LoggerConfig:
+    return LoggerConfig(log_dir=str(run), samples=samples)  # type: ignore[arg-type]
 
 
 def test_the_oldest_steps_are_deleted_whole_and_never_the_newest(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, ImageRef, SampleScored
-from tandem.samples.batch import IMAGES, SAMPLES, Batch
+from tandem.samples.batch import IMAGES, SAMPLES, SampleBatch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.recorded_shards import read_shard, read_step, samples_of, steps
 from tandem.samples.routed_experts import COLUMN, as_trained_on
@@ -196,7 +196,7 @@ def test_images_of_an_agents_branches_stay_with_their_branch(tmp_path: Path, cou
     ]
     one, two = sample_of(4), sample_of(3)
     own = [one.replace(**image_columns([refs[: counts[0]]])), two.replace(**image_columns([refs[: counts[1]]]))]
-    expected = recorded(FULL, Batch.concatenate(own))
+    expected = recorded(FULL, SampleBatch.concatenate(own))
     (found,) = samples_of(read_shard(write(tmp_path, [expected]), RUN_ID))
     assert_same(found, expected)
     assert found.arrays.num_images_S.tolist() == [*counts]

@@ -15,12 +15,12 @@ from samples_harness import RUN_ID, fetch
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Generated, RecordedGroup, SampleScored, SamplesFinished
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.recorded_shards import read_step, steps
 from tandem.samples.sample_files import STREAM, UNFINISHED, files, shard_path
 from tandem.samples.sample_writing import keys_of, read_unfinished, table_of, write_shard
 
-Samples = dict[tuple[int, int], tuple[SampleScored, Batch]]
+Samples = dict[tuple[int, int], tuple[SampleScored, SampleBatch]]
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_groups_are_taken_from_disk_as_if_they_had_been_made_now(
     }
     places = [(finished.command_id, sample.group, sample.sample) for sample in finished.samples]
     found = fetch(second.samples_at, places)
-    assert isinstance(found, Batch)
+    assert isinstance(found, SampleBatch)
     restored = {key[1:]: (samples[key[1:]][0], found.take([row])) for row, key in enumerate(places)}
     assert tokens_of(restored) == {key: tokens for key, tokens in tokens_of(samples).items() if key[0] != 1}
     groups = all_of(finished.command_id, restored)

@@ -14,7 +14,7 @@ from samples_harness import RUN_ID, TRAINERS, ask, fetch, sample_of
 from tandem.common.errors import SamplesError
 from tandem.common.messages import MAX_TOKENS_FETCHED, FetchSamples
 from tandem.common.wire import encode
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.sample_store import SampleStore
 
 
@@ -25,8 +25,8 @@ def store() -> Iterator[SampleStore]:
     store.close()
 
 
-def tokens(found: Batch | str) -> list[int]:
-    assert isinstance(found, Batch), found
+def tokens(found: SampleBatch | str) -> list[int]:
+    assert isinstance(found, SampleBatch), found
     return found.token_ids_T.tolist()
 
 
@@ -35,8 +35,8 @@ def test_samples_come_in_the_order_asked_as_they_were_put(store: SampleStore) ->
     store.put((3, 0, 0), first)
     store.put((3, 0, 1), second)
     found = fetch(store.at, [(3, 0, 1), (3, 0, 0)])
-    assert isinstance(found, Batch)
-    expected = Batch.concatenate([second, first]).columns
+    assert isinstance(found, SampleBatch)
+    expected = SampleBatch.concatenate([second, first]).columns
     for name, array in found.columns.items():
         np.testing.assert_array_equal(array, expected[name])
 
@@ -49,11 +49,11 @@ def test_a_sample_that_comes_again_stays_as_it_was(store: SampleStore) -> None:
 
 
 def test_branches_of_a_sample_come_one_by_one(store: SampleStore) -> None:
-    store.put((3, 0, 0), Batch.concatenate([sample_of(5), sample_of(7, first_token=10)]))
+    store.put((3, 0, 0), SampleBatch.concatenate([sample_of(5), sample_of(7, first_token=10)]))
     assert store.num_tokens == 12
     assert tokens(fetch(store.at, [(3, 0, 0, 1)])) == [*range(10, 17)]
     both = fetch(store.at, [(3, 0, 0, 1), (3, 0, 0, 0)])
-    assert isinstance(both, Batch)
+    assert isinstance(both, SampleBatch)
     assert both.lengths_S.tolist() == [7, 5]
     assert fetch(store.at, [(3, 0, 0, 2)]) == "it does not have branch 2 of sample 0 of group 0 of command 3"
 

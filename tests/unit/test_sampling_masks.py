@@ -18,14 +18,14 @@ from samples_harness import RUN_ID, recorded, scored
 from tandem.common.errors import SamplesError, WireError
 from tandem.common.messages import Problem, PromptGroup
 from tandem.rollout.agents.episodes import _masks_of
-from tandem.rollout.agents.session import Session
-from tandem.rollout.conversation import Conversation
-from tandem.rollout.engine import Completion
+from tandem.rollout.agents.session import EpisodeSession
+from tandem.rollout.conversation import SampleConversation
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.masks import masks_of, restrict
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.environments import Score
-from tandem.rollout.openai_api.generator import Chunk
-from tandem.samples.batch import MASKS, SAMPLES, Batch
+from tandem.rollout.openai_api.generator import ResponseChunk
+from tandem.samples.batch import MASKS, SAMPLES, SampleBatch
 from tandem.samples.recorded_shards import read_step
 from tandem.samples.routed_experts import as_trained_on
 from tandem.samples.sample_files import shard_path
@@ -48,7 +48,7 @@ def kept_sets(num: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
     return is_kept_RV
 
 
-def batch_of(is_kept_RV: torch.Tensor, lengths: list[int]) -> Batch:
+def batch_of(is_kept_RV: torch.Tensor, lengths: list[int]) -> SampleBatch:
     """Return sequences with a token out of each of these sets, all of which count but the first of each sequence."""
     masks = SamplingMasks.join(masks_of(is_kept_RV, MaskFormat(vocabulary=is_kept_RV.shape[1])))
     ends = np.cumsum(lengths)
@@ -58,7 +58,7 @@ def batch_of(is_kept_RV: torch.Tensor, lengths: list[int]) -> Batch:
         words = SamplingMasks(own.lengths_T[:length], own.words_W[: own.lengths_T[:length].sum()])
         parts.append(mask_columns(length, [(0, words)]))
     num_tokens = int(ends[-1])
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array(lengths, dtype=np.int32),
         token_ids_T=is_kept_RV.int().argmax(dim=1).numpy().astype(np.int32),
         loss_mask_T=np.ones(num_tokens, dtype=np.bool_),
@@ -149,8 +149,8 @@ def test_impossible_masks_are_refused(name: str, changes: dict[int, int], expect
 def test_samples_travel_with_masks() -> None:
     batch = batch_of(kept_sets(9, 70), [4, 5])
     sample_format = SampleFormat(vocabulary=70, masks=MaskFormat(vocabulary=70))
-    joined = Batch.concatenate([sample_format.nothing(), batch, batch]).take([3, 0])
-    received = Batch.from_frames(joined.columns, (*SAMPLES, *MASKS))
+    joined = SampleBatch.concatenate([sample_format.nothing(), batch, batch]).take([3, 0])
+    received = SampleBatch.from_frames(joined.columns, (*SAMPLES, *MASKS))
     sample_format.masks.check(received)  # type: ignore[union-attr]
     assert received.mask_words_W.tolist() == batch.take([1, 0]).mask_words_W.tolist()
     assert SampleFormat(vocabulary=2**20, masks=MaskFormat(vocabulary=2**20)).most_tokens == 2**28 // 2**17
@@ -210,10 +210,10 @@ class Texts:
         return " ".join(map(str, token_ids))
 
 
-def completion_of(*token_ids: int, is_cut: bool = True) -> Completion:
+def completion_of(*token_ids: int, is_cut: bool = True) -> EngineCompletion:
     """Return a response whose tokens were each drawn from two: itself and the next."""
     words = [np.array([token, token + 1], dtype=np.int32) for token in token_ids]
-    return Completion(
+    return EngineCompletion(
         request_id=0,
         token_ids_T=np.array(token_ids, dtype=np.int32),
         logprobs_T=np.full(len(token_ids), -0.5, dtype=np.float32),
@@ -224,7 +224,7 @@ def completion_of(*token_ids: int, is_cut: bool = True) -> Completion:
 
 
 def test_conversations_have_masks_where_the_policy_drew() -> None:
-    conversation = Conversation(GROUP, 0, keeps_masks=True)
+    conversation = SampleConversation(GROUP, 0, keeps_masks=True)
     conversation.add_response(completion_of(7, 8), {"role": "assistant", "content": ""})
     conversation.add_answer([{"role": "user", "content": "no"}], [9, 10])
     conversation.take_back_answer()
@@ -235,12 +235,12 @@ def test_conversations_have_masks_where_the_policy_drew() -> None:
     assert arrays.mask_lengths_T.tolist() == [0, 0, 2, 2, 0, 2]
     assert arrays.mask_words_W.tolist() == [7, 8, 8, 9, 20, 21]
     MaskFormat(vocabulary=128).check(arrays)
-    _, arrays = Conversation(GROUP, 0, keeps_masks=True).finish(Score(0.0, correct=False), "score")
+    _, arrays = SampleConversation(GROUP, 0, keeps_masks=True).finish(Score(0.0, correct=False), "score")
     assert (arrays.mask_lengths_T.tolist(), arrays.num_mask_words_S.tolist()) == ([0, 0], [0])
 
 
 def test_an_agents_branches_have_masks_where_they_count() -> None:
-    session = Session(GROUP, 0, Texts(), keeps_masks=True)  # type: ignore[arg-type]
+    session = EpisodeSession(GROUP, 0, Texts(), keeps_masks=True)  # type: ignore[arg-type]
     session.add([5, 6], completion_of(7, 8))
     session.add([5, 6, 7, 8, 9], completion_of(10))
     session.add([5, 6, 7, 8, 3], completion_of(4, is_cut=False))
@@ -257,7 +257,8 @@ def test_an_agents_response_has_the_masks_of_its_pieces() -> None:
     first = SamplingMasks(whole.lengths_T[:1], whole.words_W[:2])
     pieces = [([7], first), ([], None), ([4, 4], None), ([8, 9], whole.from_token(1))]
     chunks = [
-        Chunk(token_ids=ids, logprobs=[-0.5] * len(ids), versions=[0] * len(ids), masks=masks) for ids, masks in pieces
+        ResponseChunk(token_ids=ids, logprobs=[-0.5] * len(ids), versions=[0] * len(ids), masks=masks)
+        for ids, masks in pieces
     ]
     joined = _masks_of(chunks)
     assert joined is not None

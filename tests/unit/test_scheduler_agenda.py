@@ -9,25 +9,25 @@ import msgspec
 import pytest
 from cluster_harness import GRPO, Cluster
 
-from tandem.coordinator.scheduler.agenda import Agenda, Entry, no_agenda
+from tandem.coordinator.scheduler.agenda import AgendaEntry, RuleAgenda, no_agenda
 from tandem.coordinator.scheduler.events import Action, CommitStep
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.rule import Mode, Table
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.rule import RuleMode, RuleTables
 from tandem.coordinator.scheduler.rules import order as rules
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import Checked
 
 STEADY = msgspec.structs.replace(GRPO, last_step=6, validate_every=0, validate_at_start=False, save_every=0)
 
 
-class Counted(Agenda[Tables]):
+class Counted(RuleAgenda[SchedulerTables]):
     """Counts how often each rule is called."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.calls: Counter[str] = Counter()
 
-    def _ask(self, entry: Entry[Tables], tables: Tables) -> list[Action] | None:
+    def _ask(self, entry: AgendaEntry[SchedulerTables], tables: SchedulerTables) -> list[Action] | None:
         fired = super()._ask(entry, tables)
         if entry.is_open:
             self.calls[entry.rule.name] += 1
@@ -40,7 +40,7 @@ def test_a_steady_step_calls_no_rule_about_what_does_not_happen_in_it(age: int) 
     agenda = cluster.plan.agenda
     assert isinstance(agenda, Counted)
     cluster.join_all()
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.TRAINING)
     while cluster.tables.step < 3:
         cluster.answer_next()
     agenda.calls.clear()
@@ -51,11 +51,11 @@ def test_a_steady_step_calls_no_rule_about_what_does_not_happen_in_it(age: int) 
 
 def run(cluster: Cluster) -> None:
     cluster.join_all()
-    while cluster.tables.phase is not Phase.FINISHED:
+    while cluster.tables.phase is not RunPhase.FINISHED:
         cluster.answer_next()
 
 
-def without(name: str, table: Table) -> type[Checked]:
+def without(name: str, table: RuleTables) -> type[Checked]:
     """Return an agenda of the rules as they would be if one of them did not declare one of its tables."""
 
     class Lacking(Checked):
@@ -86,9 +86,14 @@ def without(name: str, table: Table) -> type[Checked]:
         for rule in (rules.PUBLISH, rules.OFFER, rules.DRAW, rules.ASSIGN, rules.TRAIN)
         for table in rule.opens_with
     ]
-    + [("train", Table.READY), ("train", Table.ENGINES), ("offer", Table.REQUESTS), ("finish", Table.REQUESTS)],
+    + [
+        ("train", RuleTables.READY),
+        ("train", RuleTables.ENGINES),
+        ("offer", RuleTables.REQUESTS),
+        ("finish", RuleTables.REQUESTS),
+    ],
 )
-def test_a_table_that_a_rule_does_not_declare_is_found(name: str, table: Table) -> None:
+def test_a_table_that_a_rule_does_not_declare_is_found(name: str, table: RuleTables) -> None:
     with pytest.raises(AssertionError, match=f"the rule '{name}' (opens with|reads) .*{table.name}"):
         run(Cluster(STEADY, agenda=without(name, table)))
 
@@ -101,14 +106,14 @@ def test_a_change_that_a_table_does_not_tell_of_is_found() -> None:
 
 
 def test_every_rule_is_in_force_at_some_time_and_declares_each_table_once() -> None:
-    assert set(rules.RULES) == {*Mode} - {Mode.OVER}
+    assert set(rules.RULES) == {*RuleMode} - {RuleMode.OVER}
     for rule in (rule for of_mode in rules.RULES.values() for rule in of_mode):
         declared = [*rule.opens_with, *rule.reads]
         assert len(declared) == len({*declared}), rule.name
 
 
 def test_checking_the_agenda_changes_nothing() -> None:
-    plain, checked = Cluster(STEADY, agenda=Agenda), Cluster(STEADY, agenda=Checked)
+    plain, checked = Cluster(STEADY, agenda=RuleAgenda), Cluster(STEADY, agenda=Checked)
     for cluster in (plain, checked):
         run(cluster)
     assert plain.log == checked.log

@@ -20,23 +20,23 @@ from tandem.common.messages import (
     ReportDigests,
     VersionCommitted,
 )
-from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.events import (
     Action,
+    CommandErred,
     CommitStep,
     DiscardSamples,
-    Dispatch,
     DispatchBatch,
+    DispatchCommand,
     DispatchPrompts,
-    Erred,
-    Finish,
+    FinishRun,
+    ProcessReplied,
     RecordRefit,
-    Replied,
-    Ticked,
+    TimePassed,
 )
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import recovery
-from tandem.coordinator.scheduler.spec import Balance, DynamicSampling
+from tandem.coordinator.scheduler.spec import DynamicSampling, EngineBalance
 from tandem.coordinator.scheduler.steps.progress import StepState
 
 LAST_STEP = 6
@@ -49,7 +49,7 @@ class Aged(Cluster):
         self,
         seed: int,
         age: int,
-        balance: Balance | None,
+        balance: EngineBalance | None,
         dynamic: DynamicSampling | None = None,
         *,
         in_flight: bool = False,
@@ -91,11 +91,11 @@ class Aged(Cluster):
                 self.generated_while_training |= self.tables.progress.state is StepState.TRAINING
             if isinstance(action, DispatchBatch) and action.purpose == "train":
                 self.check_trained_on(action.step)
-            if isinstance(action, Dispatch):
+            if isinstance(action, DispatchCommand):
                 self.check_order(action)
         return actions
 
-    def check_order(self, action: Dispatch) -> None:
+    def check_order(self, action: DispatchCommand) -> None:
         """Assert that engines read what stands still, and that what is to be compared has digests."""
         engines = self.tables.engines
         match action.command:
@@ -104,10 +104,12 @@ class Aged(Cluster):
                 self.refitted_while_training |= self.tables.progress.state is StepState.TRAINING
                 if self.tables.spec.keeps_copy:
                     assert self.copied[-1] == version, "engines read the newest copy"
-                    assert not any(isinstance(a, Dispatch) and isinstance(a.command, CopyWeights) for a in self.pending)
+                    assert not any(
+                        isinstance(a, DispatchCommand) and isinstance(a.command, CopyWeights) for a in self.pending
+                    )
             case CopyWeights(version=version):
-                assert not engines.num_having(Status.REFITTING)
-                assert engines.num_verified == engines.num_having(Status.HOLDING)
+                assert not engines.num_having(EngineStatus.REFITTING)
+                assert engines.num_verified == engines.num_having(EngineStatus.HOLDING)
                 assert version == self.tables.step
                 if version not in self.copied:
                     self.copied.append(version)
@@ -126,14 +128,14 @@ class Aged(Cluster):
         """Assert that what a step trains on is young enough and proven, and that no engine reads what it changes."""
         engines, of_step = self.tables.engines, self.tables.groups.of_step(step, "train")
         assert of_step is not None
-        behind = [engines[name].version < self.tables.weights.version for name in engines.having(Status.HOLDING)]
+        behind = [engines[name].version < self.tables.weights.version for name in engines.having(EngineStatus.HOLDING)]
         if self.tables.spec.keeps_copy and self.age:
             assert self.copied[-1] == step - 1
-            assert not self.tables.requests.num_for(Phase.COPYING)
-            self.refitted_while_training |= engines.num_having(Status.REFITTING) > 0
+            assert not self.tables.requests.num_for(RunPhase.COPYING)
+            self.refitted_while_training |= engines.num_having(EngineStatus.REFITTING) > 0
             self.trained_with_one_behind |= any(behind)
         else:
-            assert not engines.num_having(Status.REFITTING)
+            assert not engines.num_having(EngineStatus.REFITTING)
             assert not any(behind)
         for group in of_step.groups:
             assert step - 1 - self.age <= group.oldest_version <= group.newest_version < step
@@ -144,7 +146,7 @@ class Aged(Cluster):
         self.join_all()
         absent: list[str] = []
         for _ in range(5000):
-            if self.tables.phase is Phase.FINISHED:
+            if self.tables.phase is RunPhase.FINISHED:
                 return
             if absent and (not self.pending or self.random.random() < 0.2):
                 replace(self, absent.pop())
@@ -157,14 +159,14 @@ class Aged(Cluster):
         raise AssertionError(f"the run stands still in step {self.tables.step}, {self.tables.phase.value}")
 
 
-@pytest.mark.parametrize("balance", [None, Balance(width=2, timeout_s=None)])
+@pytest.mark.parametrize("balance", [None, EngineBalance(width=2, timeout_s=None)])
 @pytest.mark.parametrize(
     ("age", "keeps_copy"), [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 )
 @pytest.mark.parametrize("chance_of_loss", [0.0, 0.03])
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_every_step_is_done_once_with_samples_that_are_young_enough(
-    age: int, keeps_copy: bool, balance: Balance | None, chance_of_loss: float, in_flight: bool
+    age: int, keeps_copy: bool, balance: EngineBalance | None, chance_of_loss: float, in_flight: bool
 ) -> None:
     ages, overlaps, refitted = set(), False, False
     with_one_behind, while_training = False, False
@@ -172,7 +174,7 @@ def test_every_step_is_done_once_with_samples_that_are_young_enough(
         cluster = Aged(seed, age, balance, in_flight=in_flight, keeps_copy=keeps_copy)
         cluster.run(chance_of_loss=chance_of_loss)
         assert cluster.commits() == list(range(seed % 2, LAST_STEP + 1))
-        assert cluster.done[-1] == Finish(outcome="finished")
+        assert cluster.done[-1] == FinishRun(outcome="finished")
         trained = [a.step for a in cluster.commands if isinstance(a, SentBatch) and a.process == "trainer-0"]
         assert trained == list(range(1, LAST_STEP + 1))
         ages |= cluster.ages
@@ -211,10 +213,10 @@ def test_dynamic_sampling_draws_more_for_the_step_in_progress(age: int) -> None:
 
 # --- one trouble at a time -------------------------------------------------------------------------------------------
 
-BALANCED = Balance(width=8, timeout_s=None)
+BALANCED = EngineBalance(width=8, timeout_s=None)
 
 
-def begun(age: int = 1, *, in_flight: bool = False, balance: Balance | None = BALANCED, **over: Any) -> Aged:
+def begun(age: int = 1, *, in_flight: bool = False, balance: EngineBalance | None = BALANCED, **over: Any) -> Aged:
     """A run in its first training step; engines generate for the next, and nothing is validated unless asked for."""
     cluster = Aged(0, age, balance, in_flight=in_flight)
     quiet: dict[str, Any] = {"validate_every": 0, "validate_at_start": False, "save_every": 0}
@@ -239,11 +241,11 @@ def until(cluster: Cluster, holds: Callable[[], bool], answers: Callable[[Any], 
 
 
 def is_order(action: Any, kind: type[object]) -> bool:
-    return isinstance(action, Dispatch) and isinstance(action.command, kind)
+    return isinstance(action, DispatchCommand) and isinstance(action.command, kind)
 
 
 def orders_to(cluster: Cluster, process: str, kind: type[object], since: int = 0) -> list[Any]:
-    found = [a for a in cluster.commands[since:] if isinstance(a, Dispatch) and a.process == process]
+    found = [a for a in cluster.commands[since:] if isinstance(a, DispatchCommand) and a.process == process]
     return [a.command for a in found if isinstance(a.command, kind)]
 
 
@@ -256,8 +258,8 @@ def no_step(action: Any) -> bool:
 
 
 def finishes(cluster: Cluster) -> None:
-    until(cluster, lambda: cluster.tables.phase is Phase.FINISHED)
-    assert cluster.done[-1] == Finish(outcome="finished")
+    until(cluster, lambda: cluster.tables.phase is RunPhase.FINISHED)
+    assert cluster.done[-1] == FinishRun(outcome="finished")
     assert [step for step in cluster.commits() if step] == list(range(1, LAST_STEP + 1))
 
 
@@ -271,7 +273,7 @@ def differ_while_training(cluster: Aged) -> list[Action]:
     reply = VersionCommitted(
         command_id=commit.command.command_id, version=1, differing={"rollout-1": "q_proj"}, digest=9
     )
-    return cluster.give(Replied(now=cluster.now, process="refit-0", reply=reply))
+    return cluster.give(ProcessReplied(now=cluster.now, process="refit-0", reply=reply))
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -279,7 +281,7 @@ def test_an_engine_whose_weights_are_wrong_waits_for_the_end_of_the_step(in_flig
     cluster = begun(in_flight=in_flight)
     differ_while_training(cluster)
     since = len(cluster.commands)
-    until(cluster, lambda: not cluster.tables.requests.num_for(Phase.GENERATING), no_step)
+    until(cluster, lambda: not cluster.tables.requests.num_for(RunPhase.GENERATING), no_step)
     assert cluster.tables.progress.state is StepState.TRAINING
     assert orders_to(cluster, "rollout-1", Refit, since) == [], "the weights that it needs are not there"
     until(cluster, lambda: bool(orders_to(cluster, "rollout-1", Refit, since)))
@@ -292,7 +294,7 @@ def test_what_an_engine_with_wrong_weights_generates_is_given_up() -> None:
     late = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
     until(cluster, lambda: cluster.tables.groups.num_in_flight("rollout-1") > 0, late)
     recovery.quarantine(cluster.tables, cluster.tables.engines["rollout-1"], "testing", "wrong")
-    stops, *_ = [a for a in cluster.give(Ticked(now=cluster.now)) if isinstance(a, DispatchPrompts)]
+    stops, *_ = [a for a in cluster.give(TimePassed(now=cluster.now)) if isinstance(a, DispatchPrompts)]
     assert (stops.process, stops.groups) == ("rollout-1", ())
     generating = [a.command_id for a in cluster.commands if isinstance(a, DispatchPrompts) and a.groups]
     assert stops.cancel_before > max(generating)
@@ -306,7 +308,7 @@ def test_trouble_with_a_version_does_not_count_against_the_next() -> None:
         (refit,) = [a for a in cluster.pending if is_order(a, Refit) and a.process == "rollout-1"]
         cluster.pending.remove(refit)
         failed = Failed(command_id=refit.command.command_id, phase="refitting", error="partial", expected=True)
-        cluster.give(Erred(now=cluster.now, process="rollout-1", failed=failed))
+        cluster.give(CommandErred(now=cluster.now, process="rollout-1", failed=failed))
     finishes(cluster)
     told = [a for a in cluster.done if isinstance(a, RecordRefit) and a.quarantined]
     assert [(a.version, a.quarantined) for a in told] == [(v, {"rollout-1": "partial"}) for v in (1, 2, 3)]
@@ -317,7 +319,7 @@ def test_all_engines_may_be_lost_while_a_step_trains() -> None:
     for engine in ("rollout-0", "rollout-1"):
         lose(cluster, engine)
     until(cluster, lambda: 1 in cluster.commits())
-    assert cluster.tables.phase is Phase.GENERATING, "the step that trained is done"
+    assert cluster.tables.phase is RunPhase.GENERATING, "the step that trained is done"
     assert not cluster.pending
     for engine in ("rollout-0", "rollout-1"):
         replace(cluster, engine)
@@ -328,7 +330,7 @@ def test_an_engine_lost_before_it_has_finished_what_it_has_holds_nobody_up() -> 
     cluster = begun()
     others = lambda action: no_generation(action) or action.process == "rollout-0"  # noqa: E731
     until(cluster, lambda: cluster.tables.engines["rollout-0"].version == 1, others)
-    until(cluster, lambda: not cluster.tables.requests.num_for(Phase.REFITTING, Phase.VERIFYING), others)
+    until(cluster, lambda: not cluster.tables.requests.num_for(RunPhase.REFITTING, RunPhase.VERIFYING), others)
     assert cluster.tables.engines["rollout-1"].version == 0
     assert not cluster.tables.weights.may_step, "rollout-1 is still to read them"
     lose(cluster, "rollout-1")
@@ -346,9 +348,9 @@ def test_an_engine_that_never_finishes_what_it_has_is_named() -> None:
     until(cluster, stands_still, others)
     assert cluster.tables.engines["rollout-0"].version == 1
     asked_at = cluster.now
-    cluster.give(Ticked(now=asked_at + 2 * GRPO.deadlines.generate))  # of this batch, and of the one before
+    cluster.give(TimePassed(now=asked_at + 2 * GRPO.deadlines.generate))  # of this batch, and of the one before
     finish = cluster.done[-1]
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, FinishRun)
     assert str(finish.error) == "rollout-1 failed while generating: no answer within 60 s"
 
 
@@ -360,7 +362,7 @@ def test_each_batch_that_is_asked_for_at_once_has_its_time(age: int) -> None:
 
 
 def test_validation_comes_before_what_later_steps_need() -> None:
-    cluster = begun(2, validate_every=2, balance=Balance(width=1, timeout_s=None))
+    cluster = begun(2, validate_every=2, balance=EngineBalance(width=1, timeout_s=None))
     until(cluster, lambda: cluster.tables.progress.state is StepState.VALIDATING)
     since = len(cluster.commands)
     until(cluster, lambda: 2 in cluster.commits())
@@ -376,7 +378,7 @@ def test_a_store_that_is_full_while_an_engine_comes_back_ends_no_run() -> None:
     lose(cluster, "rollout-1")
     until(cluster, lambda: not cluster.pending)
     assert cluster.tables.full == {"rollout-0": None}
-    assert cluster.give(Ticked(now=cluster.now)) == []
+    assert cluster.give(TimePassed(now=cluster.now)) == []
     replace(cluster, "rollout-1")
     finishes(cluster)
 
@@ -393,9 +395,9 @@ def test_after_an_interrupt_no_proof_is_waited_for(what: str) -> None:
     else:
         cluster.pending.remove(verify)
         failed = Failed(command_id=verify.command.command_id, phase="verifying", error="no memory", expected=True)
-        cluster.give(Erred(now=cluster.now, process="rollout-1", failed=failed))
-    until(cluster, lambda: cluster.tables.phase is Phase.FINISHED)
-    assert cluster.done[-1] == Finish(outcome="interrupted")
+        cluster.give(CommandErred(now=cluster.now, process="rollout-1", failed=failed))
+    until(cluster, lambda: cluster.tables.phase is RunPhase.FINISHED)
+    assert cluster.done[-1] == FinishRun(outcome="interrupted")
     assert cluster.commits() == [1, 2]
 
 
@@ -407,7 +409,7 @@ def test_a_proof_is_of_the_process_that_was_asked_for_it() -> None:
     replace(cluster, "rollout-1")
     engine = cluster.tables.engines["rollout-1"]
     others = lambda action: no_generation(action) and not is_commit(action)  # noqa: E731
-    until(cluster, lambda: engine.status is Status.HOLDING, others)
+    until(cluster, lambda: engine.status is EngineStatus.HOLDING, others)
     until(cluster, lambda: not any(map(is_commit, cluster.pending)), is_commit)
     assert cluster.tables.engines["rollout-0"].is_verified
     assert not engine.is_verified, "it was another process that was found right"

@@ -34,34 +34,34 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.agenda import Agenda
-from tandem.coordinator.scheduler.engines.processes import Replacements
+from tandem.coordinator.scheduler.agenda import RuleAgenda
+from tandem.coordinator.scheduler.engines.processes import CountedReplacements
 from tandem.coordinator.scheduler.engines.transfers import processes_in
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
+    CommandErred,
     CommitStep,
-    Dispatch,
     DispatchBatch,
+    DispatchCommand,
     DispatchPrompts,
-    Draining,
     DrawPrompts,
-    Erred,
-    Finish,
+    EngineDraining,
+    FinishRun,
     GroupSize,
-    Interrupted,
-    Joined,
     LetGo,
-    Lost,
+    ProcessJoined,
+    ProcessLost,
+    ProcessReplied,
     PublishCheckpoint,
     RecordRefit,
-    Replace,
-    Replied,
-    Ticked,
+    ReplaceEngine,
+    StopRequested,
+    TimePassed,
 )
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.spec import CommandDeadlines, DynamicSampling, EngineBalance, RunSpec
+from tandem.coordinator.scheduler.tables import SchedulerTables
 from tests.harness.agendas import AskEverything, Checked
 
 LAST_STEP = 6
@@ -73,10 +73,12 @@ JOIN_S = 1e6
 """Longer than a run takes, unless nobody comes in the place of who is lost."""
 MESHES = (PlannedTransferGroup(name="the mesh", members=("trainer-0", "rollout-0", "rollout-1")),)
 """The third engine copies."""
-FOREVER = Deadlines(join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S)
+FOREVER = CommandDeadlines(
+    join=JOIN_S, build=1e9, generate=1e9, train=1e9, evaluate=1e9, refit=1e9, save=1e9, leave=LEAVE_S
+)
 BACKGROUND = (ReportDigests, ConnectTransferGroup)
 
-AnyCommand: TypeAlias = Dispatch | DispatchPrompts | SentBatch
+AnyCommand: TypeAlias = DispatchCommand | DispatchPrompts | SentBatch
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +128,9 @@ class Harried(Cluster):
 
     num_samples = 2
 
-    def __init__(self, seed: int, spec: RunSpec, troubles: Troubles, agenda: type[Agenda[Tables]] = Checked) -> None:
+    def __init__(
+        self, seed: int, spec: RunSpec, troubles: Troubles, agenda: type[RuleAgenda[SchedulerTables]] = Checked
+    ) -> None:
         self.random = random.Random(seed)
         self.troubles = troubles
         self.history: dict[str, list[Weights]] = {}
@@ -181,12 +185,12 @@ class Harried(Cluster):
                 for sent in sent_batches(action):
                     self.forget_pending(sent, ReportDigests)
                 self.check_batch(action.step)
-            case Dispatch(command=ReportDigests()):
+            case DispatchCommand(command=ReportDigests()):
                 self.forget_pending(action, ReportDigests)
-            case Dispatch(command=Refit(only=only)) if not only or action.process in only:
+            case DispatchCommand(command=Refit(only=only)) if not only or action.process in only:
                 self.forget_pending(action, ReportDigests)
                 self.check_mesh(action.process, action.command)
-            case Dispatch(command=ConnectTransferGroup(transfer_group=transfer_group, epoch=epoch)):
+            case DispatchCommand(command=ConnectTransferGroup(transfer_group=transfer_group, epoch=epoch)):
                 self.forget_pending(action, ConnectTransferGroup)
                 self.epochs.setdefault((transfer_group, epoch), set()).add(action.process)
             case LetGo(process=process, is_awaited=is_awaited):
@@ -195,7 +199,7 @@ class Harried(Cluster):
                 self.num_let_go += 1
                 if is_awaited:
                     self.absent.append(process)
-            case Replace(process=process) if process not in self.absent and process in self.tables.engines:
+            case ReplaceEngine(process=process) if process not in self.absent and process in self.tables.engines:
                 self.end(process)  # its samples could not be used
                 self.absent.append(process)
             case CommitStep(step=step, validated=validated):
@@ -233,13 +237,15 @@ class Harried(Cluster):
         self.jobs.pop(command_id, None)
         self.pending = [action for action in self.pending if self.id_of(action) != command_id]
 
-    def forget_pending(self, action: Dispatch | SentBatch, kind: type[object]) -> None:
+    def forget_pending(self, action: DispatchCommand | SentBatch, kind: type[object]) -> None:
         """A command takes the place of earlier ones of a kind, which are never answered."""
         self.pending = [
             each
             for each in self.pending
             if each is action
-            or not (isinstance(each, Dispatch) and each.process == action.process and isinstance(each.command, kind))
+            or not (
+                isinstance(each, DispatchCommand) and each.process == action.process and isinstance(each.command, kind)
+            )
         ]
 
     def check_batch(self, step: int) -> None:
@@ -252,14 +258,14 @@ class Harried(Cluster):
             oldest, newest = made_with[0].version, made_with[-1].version
             assert (oldest, newest) == (record.scored.oldest_version, record.scored.newest_version)
             assert step - 1 - spec.max_trajectory_age_steps <= oldest <= newest < step
-        refitting = [a for a in self.pending if isinstance(a, Dispatch) and isinstance(a.command, Refit)]
+        refitting = [a for a in self.pending if isinstance(a, DispatchCommand) and isinstance(a.command, Refit)]
         assert not [a for a in refitting if not a.command.only or a.process in a.command.only], (
             "nobody reads what changes"
         )
 
     @staticmethod
     def id_of(action: AnyCommand) -> int:
-        return action.command.command_id if isinstance(action, Dispatch) else action.command_id
+        return action.command.command_id if isinstance(action, DispatchCommand) else action.command_id
 
     def size_of(self, drawn: DrawPrompts, group: int) -> GroupSize:
         return GroupSize(num_samples=self.num_samples, num_tokens=4)
@@ -271,11 +277,11 @@ class Harried(Cluster):
             if earlier is action:
                 break
             holds_up = isinstance(earlier, SentBatch) or (
-                isinstance(earlier, Dispatch) and not isinstance(earlier.command, BACKGROUND)
+                isinstance(earlier, DispatchCommand) and not isinstance(earlier.command, BACKGROUND)
             )
             if holds_up and earlier.process == action.process:
                 return False
-        if isinstance(action, Dispatch) and isinstance(action.command, ConnectTransferGroup):
+        if isinstance(action, DispatchCommand) and isinstance(action.command, ConnectTransferGroup):
             transfer_group = next(
                 transfer_group for transfer_group in MESHES if transfer_group.name == action.command.transfer_group
             )
@@ -292,30 +298,30 @@ class Harried(Cluster):
         if self.absent and (not can or chance() < 0.1):
             name = self.absent.pop(self.random.randrange(len(self.absent)))
             self.present |= {name} - {"refit-0"}
-            self.tell(Joined(now=self.now, process=name, kind="refit" if name == "refit-0" else "rollout"))
+            self.tell(ProcessJoined(now=self.now, process=name, kind="refit" if name == "refit-0" else "rollout"))
         elif troubles.join and free and self.may_lose("") and chance() < troubles.join:
             self.join(self.random.choice(free))
         elif troubles.leave and engines and self.may_lose("") and chance() < troubles.leave:
-            self.tell(Draining(now=self.now, process=self.random.choice(engines)))
+            self.tell(EngineDraining(now=self.now, process=self.random.choice(engines)))
         elif troubles.hangs and (not can or chance() < troubles.hangs) and self.tables.engines.draining:
             self.now += LEAVE_S
-            self.tell(Ticked(now=self.now))
+            self.tell(TimePassed(now=self.now))
         elif troubles.nobody_comes and self.may_do_without() and chance() < troubles.nobody_comes:
             self.absent = []
             self.now += JOIN_S + 1.0
-            self.tell(Ticked(now=self.now))
+            self.tell(TimePassed(now=self.now))
         elif engines and self.tables.steps.has_started and chance() < troubles.loss:
             self.lose(self.random.choice(engines))
         elif troubles.service_loss and self.may_lose("refit-0") and chance() < troubles.service_loss:
             self.lose("refit-0")
         elif troubles.trainer_loss and self.may_lose("trainer-1") and chance() < troubles.trainer_loss:
             self.pending = [action for action in self.pending if action.process != "trainer-1"]
-            self.tell(Lost(now=self.now, process="trainer-1", why="killed by SIGKILL"))
+            self.tell(ProcessLost(now=self.now, process="trainer-1", why="killed by SIGKILL"))
         elif chance() < troubles.interrupt and not self.is_interrupted:
             self.is_interrupted = True
-            self.tell(Interrupted(now=self.now))
+            self.tell(StopRequested(now=self.now))
         elif chance() < troubles.tick or (not can and self.tables.full):
-            self.tell(Ticked(now=self.now))
+            self.tell(TimePassed(now=self.now))
         elif can:
             self.answer_one(self.random.choice(can))
         else:
@@ -334,13 +340,13 @@ class Harried(Cluster):
     def join(self, name: str) -> None:
         self.num_joined += 1
         self.present.add(name)
-        self.tell(Joined(now=self.now, process=name, kind="rollout"))
+        self.tell(ProcessJoined(now=self.now, process=name, kind="rollout"))
 
     def lose(self, name: str) -> None:
         self.end(name)
         if name not in self.tables.engines.draining:
             self.absent.append(name)
-        self.tell(Lost(now=self.now, process=name, why="killed by SIGKILL"))
+        self.tell(ProcessLost(now=self.now, process=name, why="killed by SIGKILL"))
         if self.troubles.join and self.random.random() < 0.5:
             self.tell(AwaitedByHand(now=self.now, process=name))
 
@@ -369,10 +375,10 @@ class Harried(Cluster):
         self.history, self.is_partial, self.lacking, self.num_missing = {}, set(), {}, {}
         self.commands.clear()
         for name in self.present:
-            self.give(Joined(now=self.now, process=name, kind="rollout"))
+            self.give(ProcessJoined(now=self.now, process=name, kind="rollout"))
         for kind, name in (("trainer", "trainer-0"), ("trainer", "trainer-1"), ("refit", "refit-0")):
             if name not in self.absent:
-                self.give(Joined(now=self.now, process=name, kind=kind))
+                self.give(ProcessJoined(now=self.now, process=name, kind=kind))
 
     def commits(self) -> list[int]:
         """Return the steps that count: those of this term, and those before that it went on from."""
@@ -384,23 +390,23 @@ class Harried(Cluster):
         self.pending.remove(action)
         reply = self.reply_to(action)
         if isinstance(reply, Failed):
-            self.tell(Erred(now=self.now, process=action.process, failed=reply))
+            self.tell(CommandErred(now=self.now, process=action.process, failed=reply))
         else:
-            self.tell(Replied(now=self.now, process=action.process, reply=reply))
+            self.tell(ProcessReplied(now=self.now, process=action.process, reply=reply))
 
-    def reply_to(self, action: Dispatch | SentBatch) -> Reply | Failed:
+    def reply_to(self, action: DispatchCommand | SentBatch) -> Reply | Failed:
         reply = answer(action)
         match action:
             case SentBatch():
                 return self.train(action, reply)
-            case Dispatch(process=process, command=Refit()) if process.startswith("rollout"):
+            case DispatchCommand(process=process, command=Refit()) if process.startswith("rollout"):
                 return self.refit(process, action.command, reply)
-            case Dispatch(process=process, command=ReportDigests()) if process.startswith("rollout"):
+            case DispatchCommand(process=process, command=ReportDigests()) if process.startswith("rollout"):
                 digest = f"{process}, {len(self.digests)}".encode()
                 self.digests[digest] = self.history[process][-1]
                 assert isinstance(reply, DigestsReported)
                 return msgspec.structs.replace(reply, digests=(digest,))
-            case Dispatch(command=CommitVersion(digests=digests)):
+            case DispatchCommand(command=CommitVersion(digests=digests)):
                 differing = {}
                 for part, digest in digests.items():
                     if (weights := self.digests.get(digest)) is not None:
@@ -460,12 +466,12 @@ class Harried(Cluster):
             news = SamplesFinished(
                 command_id=command.command_id, step=command.step, purpose=command.purpose, samples=samples
             )
-            self.tell(Replied(now=self.now, process=command.process, reply=news))
+            self.tell(ProcessReplied(now=self.now, process=command.process, reply=news))
         if not job.samples and command.command_id in self.jobs:
             self.give_up(command.command_id)
             reply = answer(command)
             assert isinstance(reply, Generated)
-            self.tell(Replied(now=self.now, process=command.process, reply=reply))
+            self.tell(ProcessReplied(now=self.now, process=command.process, reply=reply))
 
     def finished(self, group: int, number: int, history: list[Weights], begun_with: int) -> SampleScored:
         made_with = history[self.random.randint(begun_with, len(history) - 1) :]
@@ -483,13 +489,13 @@ class Harried(Cluster):
 
     # --- the whole run -----------------------------------------------------------------------------------------------
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRun:
         self.join_all()
         self.present |= {*self.tables.processes.of_kind["rollout"]}
         for _ in range(20_000):
-            if self.tables.phase is Phase.FINISHED:
+            if self.tables.phase is RunPhase.FINISHED:
                 finish = self.done[-1]
-                assert isinstance(finish, Finish)
+                assert isinstance(finish, FinishRun)
                 if not isinstance(finish.error, ServiceLost) or self.is_interrupted:
                     return finish
                 self.begin_attempt()
@@ -512,7 +518,7 @@ def make(
     has_room: bool = True,
     loses_others: bool = False,
     comes_and_goes: bool = False,
-    agenda: type[Agenda[Tables]] | None = None,
+    agenda: type[RuleAgenda[SchedulerTables]] | None = None,
 ) -> Harried:
     """A run of which everything is drawn from its number. The agenda of every third is checked, which takes time."""
     draw = random.Random(seed)
@@ -524,7 +530,7 @@ def make(
         updates_in_flight=draw.random() < 0.5,
         max_replacements=1000,
         max_stored_tokens=None if has_room else draw.randint(8, 80),
-        balance=draw.choice([None, Balance(width=3, timeout_s=None), Balance(width=4, timeout_s=9.0)]),
+        balance=draw.choice([None, EngineBalance(width=3, timeout_s=None), EngineBalance(width=4, timeout_s=9.0)]),
         dynamic_sampling=draw.choice([None, None, DynamicSampling(num_groups=4, max_batches=5)]),
         validate_at_start=draw.random() < 0.5,
         save_every=draw.choice([0, 2]),
@@ -548,7 +554,7 @@ def make(
             "nobody_comes": draw.choice([0.0, 0.3]),
         }
         troubles = msgspec.structs.replace(troubles, **rates)
-    cluster = Harried(seed, spec, troubles, agenda or (Agenda if seed % 3 else Checked))
+    cluster = Harried(seed, spec, troubles, agenda or (RuleAgenda if seed % 3 else Checked))
     if draw.random() < 0.5:
         cluster.adjust = with_mesh
     return cluster
@@ -568,7 +574,7 @@ CHUNK = 8
 def test_every_step_is_done_once_with_samples_of_proven_weights(chunk: int) -> None:
     for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
         cluster = make(seed)
-        assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
+        assert cluster.run() == FinishRun(outcome="finished"), f"seed {seed}"
         first = 0 if cluster.tables.spec.validate_at_start else 1
         assert cluster.commits() == list(range(first, LAST_STEP + 1)), f"seed {seed}"
         assert cluster.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
@@ -584,7 +590,7 @@ def test_what_is_proven_is_recorded_whenever_engines_are_lost(stream: int) -> No
         cluster = make(seed)
         cluster.random = random.Random(f"{stream}/{seed}")
         cluster.troubles = msgspec.structs.replace(cluster.troubles, loss=0.05, wrong=0.3)
-        assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
+        assert cluster.run() == FinishRun(outcome="finished"), f"seed {seed}"
         recorded = {action.version for action in cluster.done if isinstance(action, RecordRefit)}
         assert recorded >= cluster.verified, f"seed {seed}"
 
@@ -594,13 +600,15 @@ def test_every_step_is_done_once_however_often_trainers_and_the_refit_service_ar
     num_terms, num_services = 0, 0
     for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
         cluster = make(seed, loses_others=True)
-        assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
+        assert cluster.run() == FinishRun(outcome="finished"), f"seed {seed}"
         assert cluster.commits()[-LAST_STEP:] == list(range(1, LAST_STEP + 1)), f"seed {seed}"
         assert cluster.trained() == list(range(cluster.tables.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
-        ids = [cluster.id_of(action) for action in cluster.done if isinstance(action, Dispatch | DispatchPrompts)]
+        ids = [
+            cluster.id_of(action) for action in cluster.done if isinstance(action, DispatchCommand | DispatchPrompts)
+        ]
         assert len(ids) == len({*ids}), "no id is given twice, in whatever term"
         num_terms += cluster.num_terms
-        num_services += sum(isinstance(a, Replace) and a.process == "refit-0" for a in cluster.done)
+        num_services += sum(isinstance(a, ReplaceEngine) and a.process == "refit-0" for a in cluster.done)
     assert num_terms > CHUNK, "trainers were lost"
     assert num_services > 0, "and so was the service"
 
@@ -610,7 +618,7 @@ def test_every_step_is_done_once_whichever_engines_come_and_go(chunk: int) -> No
     num_joined = num_let_go = 0
     for seed in range(CHUNK * chunk, CHUNK * (chunk + 1)):
         cluster = make(seed, comes_and_goes=True, loses_others=chunk % 2 == 1)
-        assert cluster.run() == Finish(outcome="finished"), f"seed {seed}"
+        assert cluster.run() == FinishRun(outcome="finished"), f"seed {seed}"
         assert cluster.commits()[-LAST_STEP:] == list(range(1, LAST_STEP + 1)), f"seed {seed}"
         assert cluster.trained() == list(range(cluster.tables.spec.first_step, LAST_STEP + 1)), f"seed {seed}"
         num_joined += cluster.num_joined
@@ -626,7 +634,7 @@ def test_an_interrupt_at_any_moment_ends_the_run_with_what_was_trained_saved(chu
         cluster.tables.spec = cluster.tables.saving._spec = msgspec.structs.replace(cluster.tables.spec, save_every=2)
         cluster.troubles = msgspec.structs.replace(cluster.troubles, interrupt=0.005)
         finish = cluster.run()
-        assert finish == Finish(outcome="interrupted" if cluster.is_interrupted else "finished"), f"seed {seed}"
+        assert finish == FinishRun(outcome="interrupted" if cluster.is_interrupted else "finished"), f"seed {seed}"
         done = cluster.commits()
         assert done == list(range(done[0] if done else 0, len(done) + (done[0] if done else 0))), f"seed {seed}"
         assert cluster.trained() == [step for step in done if step], f"seed {seed}"
@@ -655,7 +663,7 @@ def test_the_agenda_decides_as_asking_every_rule_does_event_by_event(troubles: d
     options = {name: is_on for name, is_on in troubles.items() if name != "interrupt"}
     for seed in range(200, 206):
         asking_those_due, asking_all = [
-            make(seed, agenda=agenda, **options) for agenda in (Agenda[Tables], AskEverything)
+            make(seed, agenda=agenda, **options) for agenda in (RuleAgenda[SchedulerTables], AskEverything)
         ]
         for cluster in (asking_those_due, asking_all):
             if "interrupt" in troubles:
@@ -673,10 +681,10 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
         for _ in range(cluster.random.randrange(40, 200)):
             cluster.go_on()
         phase = cluster.tables.phase
-        cluster.tables.replacements = Replacements(0, 3600.0)
-        actions = cluster.give(Lost(now=cluster.now, process=kind, why="killed by SIGKILL"))
-        while cluster.tables.phase is Phase.WRITING:
+        cluster.tables.replacements = CountedReplacements(0, 3600.0)
+        actions = cluster.give(ProcessLost(now=cluster.now, process=kind, why="killed by SIGKILL"))
+        while cluster.tables.phase is RunPhase.WRITING:
             cluster.go_on()
         finish = cluster.done[-1]
-        assert isinstance(finish, Finish), f"seed {seed}: {actions}"
+        assert isinstance(finish, FinishRun), f"seed {seed}: {actions}"
         assert str(finish.error).startswith(f"{kind} failed while {phase.value}"), f"seed {seed}: {finish.error}"

@@ -9,17 +9,17 @@ from cluster_harness import GRPO, Cluster, SentBatch, answer, interrupt, lose, r
 from tandem.common.messages import Failed, SamplesRecorded, Trained
 from tandem.coordinator.scheduler.events import (
     Action,
+    CommandErred,
     DispatchRecord,
-    Erred,
-    Finish,
+    FinishRun,
+    ProcessReplied,
     PublishCheckpoint,
-    Replied,
-    Say,
     StepRecorded,
     StepValidated,
-    Ticked,
+    TellUser,
+    TimePassed,
 )
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.spec import RunSpec
 
 SPEC = msgspec.structs.replace(
@@ -49,13 +49,13 @@ def say_recorded(cluster: Cluster, commands: list[DispatchRecord], **fields: int
         reply = answer(command)
         assert isinstance(reply, SamplesRecorded)
         told = msgspec.structs.replace(reply, **fields)
-        actions += cluster.give(Replied(now=cluster.now, process=command.process, reply=told))
+        actions += cluster.give(ProcessReplied(now=cluster.now, process=command.process, reply=told))
     return actions
 
 
 def fail(cluster: Cluster, command: DispatchRecord, error: str = "no space left") -> list[Action]:
     failed = Failed(command_id=command.command_id, phase="recording samples", error=error, expected=True)
-    return cluster.give(Erred(now=cluster.now, process=command.process, failed=failed))
+    return cluster.give(CommandErred(now=cluster.now, process=command.process, failed=failed))
 
 
 def recorded(cluster: Cluster) -> list[int]:
@@ -67,13 +67,13 @@ def published(cluster: Cluster) -> list[int]:
 
 
 def said(cluster: Cluster) -> list[str]:
-    return [action.text for action in cluster.done if isinstance(action, Say)]
+    return [action.text for action in cluster.done if isinstance(action, TellUser)]
 
 
 def test_every_rollout_records_what_each_step_had_of_it() -> None:
     cluster = Cluster(SPEC)
     cluster.join_all()
-    cluster.run_until(Phase.FINISHED)
+    cluster.run_until(RunPhase.FINISHED)
     commands = [action for action in cluster.commands if isinstance(action, DispatchRecord)]
     assert [(o.step, o.rollout, o.process) for o in commands] == [
         (step, rollout, rollout) for step in (1, 2, 3) for rollout in ("rollout-0", "rollout-1")
@@ -86,7 +86,7 @@ def test_every_rollout_records_what_each_step_had_of_it() -> None:
 def test_nothing_is_recorded_before_every_rank_has_trained_nor_where_no_record_is_kept() -> None:
     cluster = Cluster(SPEC)
     cluster.join_all()
-    cluster.run_until(Phase.TRAINING)
+    cluster.run_until(RunPhase.TRAINING)
     last = [action for action in cluster.pending if isinstance(action, SentBatch)][-1]
     while cluster.pending[0] is not last:
         cluster.answer_next()
@@ -95,11 +95,11 @@ def test_nothing_is_recorded_before_every_rank_has_trained_nor_where_no_record_i
     assert isinstance(reply, Trained)
     assert any(
         isinstance(action, DispatchRecord)
-        for action in cluster.give(Replied(now=cluster.now, process=last.process, reply=reply))
+        for action in cluster.give(ProcessReplied(now=cluster.now, process=last.process, reply=reply))
     )
     off = Cluster(msgspec.structs.replace(SPEC, samples_folder=""))
     off.join_all()
-    off.run_until(Phase.FINISHED)
+    off.run_until(RunPhase.FINISHED)
     assert not [action for action in off.commands if isinstance(action, DispatchRecord)]
 
 
@@ -135,7 +135,7 @@ def test_what_validated_a_step_is_recorded_like_what_it_trained_on_and_holds_up_
     ]  # fmt: skip
     off = Cluster(msgspec.structs.replace(SPEC, samples_folder="", validate_at_start=True))
     off.join_all()
-    off.run_until(Phase.FINISHED)
+    off.run_until(RunPhase.FINISHED)
     assert not [action for action in off.done if isinstance(action, StepValidated)]
 
 
@@ -148,13 +148,13 @@ def test_the_next_steps_do_not_wait_but_checkpoints_and_the_end_do() -> None:
         owed += held(cluster)
     assert cluster.commits() == [1, 2, 3], "all that is left is the record"
     assert sorted({command.step for command in owed}) == [1, 2, 3]
-    assert cluster.tables.phase is not Phase.FINISHED
+    assert cluster.tables.phase is not RunPhase.FINISHED
     assert published(cluster) == []
     say_recorded(cluster, [command for command in owed if command.step == 3])
     assert published(cluster) == [], "it is made of step 1 as well"
     actions = say_recorded(cluster, [command for command in owed if command.step < 3])
     assert published(cluster) == [3]
-    assert actions[-1] == Finish(outcome="finished")
+    assert actions[-1] == FinishRun(outcome="finished")
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -191,12 +191,12 @@ def test_a_part_that_cannot_be_written_is_said_once_and_stops_nothing() -> None:
         StepRecorded(step=1, rollouts=("rollout-1",), num_bytes=100)
     ]
     for _ in range(200):
-        if cluster.tables.phase is Phase.FINISHED:
+        if cluster.tables.phase is RunPhase.FINISHED:
             break
         for command in held(cluster):
             fail(cluster, command, "no space left")
         cluster.answer_next()
-    assert cluster.done[-1] == Finish(outcome="finished")
+    assert cluster.done[-1] == FinishRun(outcome="finished")
     assert published(cluster) == [1, 2, 3]
     assert said(cluster) == [
         f"samples of step {step} are missing in the record: those of {rollout}: no space left"
@@ -217,13 +217,13 @@ def test_samples_that_were_never_written_are_said() -> None:
 def test_what_is_late_is_given_up() -> None:
     deadlines = msgspec.structs.replace(SPEC.deadlines, save=2)
     cluster, owed = until_recording(msgspec.structs.replace(SPEC, save_every=0, deadlines=deadlines))
-    assert cluster.give(Ticked(now=cluster.now + 1.5)) == []
-    assert cluster.give(Ticked(now=cluster.now + 2.5))[-1] == StepRecorded(step=1, rollouts=(), num_bytes=0)
+    assert cluster.give(TimePassed(now=cluster.now + 1.5)) == []
+    assert cluster.give(TimePassed(now=cluster.now + 2.5))[-1] == StepRecorded(step=1, rollouts=(), num_bytes=0)
     assert said(cluster) == [
         f"samples of step 1 are missing in the record: those of rollout-{i}: no answer within 2 s" for i in range(2)
     ]
     assert say_recorded(cluster, owed) == [], "it comes too late"
-    cluster.run_until(Phase.FINISHED)
+    cluster.run_until(RunPhase.FINISHED)
     assert cluster.commits() == [1, 2, 3]
 
 
@@ -234,19 +234,19 @@ def test_an_interrupted_run_is_recorded_before_it_ends_and_waits_for_nobody_who_
         lose(cluster, rollout)
     while cluster.pending:
         cluster.answer_next()
-    assert cluster.tables.phase is not Phase.FINISHED
-    given_up = cluster.give(Ticked(now=cluster.now + 61))
+    assert cluster.tables.phase is not RunPhase.FINISHED
+    given_up = cluster.give(TimePassed(now=cluster.now + 61))
     assert StepRecorded(step=1, rollouts=(), num_bytes=0) in given_up
-    assert cluster.done[-1] == Finish(outcome="interrupted")
+    assert cluster.done[-1] == FinishRun(outcome="interrupted")
     assert published(cluster) == cluster.commits() == [1]
 
     calm, owed = until_recording()
     interrupt(calm)
     while calm.pending:
         calm.answer_next()
-    assert calm.tables.phase is not Phase.FINISHED
+    assert calm.tables.phase is not RunPhase.FINISHED
     say_recorded(calm, owed)
-    assert calm.done[-1] == Finish(outcome="interrupted")
+    assert calm.done[-1] == FinishRun(outcome="interrupted")
     assert recorded(calm) == published(calm) == [1]
 
 
@@ -255,5 +255,5 @@ def test_a_run_that_fails_does_not_wait_for_its_record() -> None:
     while cluster.tables.step == 1:
         cluster.answer_next()
     lose(cluster, "trainer-0")
-    assert isinstance(cluster.done[-1], Finish)
+    assert isinstance(cluster.done[-1], FinishRun)
     assert cluster.done[-1].outcome == "failed"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from engine_harness import make_engine, make_model, random_prompts, request, run_all
 
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.served import ServedSampling
 
 
-def asking(one: Request, **penalties: float) -> Request:
+def asking(one: SequenceRequest, **penalties: float) -> SequenceRequest:
     sampling = ServedSampling(**{**msgspec.structs.asdict(one.sampling), **penalties})
     return msgspec.structs.replace(one, sampling=sampling)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.common.errors import WireError
 from tandem.config import build_config
 from tandem.coordinator.loop.batches import shards_of
-from tandem.samples.batch import TABLE, TOKENS, Batch
+from tandem.samples.batch import TABLE, TOKENS, SampleBatch
 from tandem.samples.batch_sharding import BatchSharding, batches_of_samples, data_parallel_ranks
 from tandem.samples.given_table import given_table
 
@@ -75,11 +75,11 @@ def test_every_sequence_has_one_rank_and_shares_of_a_global_batch_are_even(
             assert counts.max() <= -(-len(rows) // num_ranks)
 
 
-def batch_of(num_pairs: int, seed: int = 0) -> Batch:
+def batch_of(num_pairs: int, seed: int = 0) -> SampleBatch:
     random = np.random.default_rng(seed)
     lengths = random.integers(3, 9, 2 * num_pairs).astype(np.int32)
     mask_T = np.concatenate([np.arange(length) >= 2 for length in lengths])
-    return Batch(
+    return SampleBatch(
         lengths_S=lengths,
         token_ids_T=random.integers(3, 20, len(mask_T)).astype(np.int32),
         loss_mask_T=mask_T,
@@ -98,13 +98,15 @@ def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
     shares = shards_of(table, 3)
     for rank, frames in enumerate(shares):
         rows = table.rows_of(rank)
-        given_tokens = Batch.from_frames({"lengths_S": table.lengths_S[rows], **frames}, TOKENS, may_be_empty=True)
+        given_tokens = SampleBatch.from_frames(
+            {"lengths_S": table.lengths_S[rows], **frames}, TOKENS, may_be_empty=True
+        )
         given_tokens.check_tokens(20, table.num_valid_S[rows])
         np.testing.assert_array_equal(given_tokens.token_ids_T, batch.take(rows).token_ids_T)
     assert sum(len(frames["token_ids_T"]) for frames in shares) == len(batch.token_ids_T)
     lengths_S = table.lengths_S[table.rows_of(0)]
     with pytest.raises(WireError, match="token_ids_T"):
-        Batch.from_frames({"lengths_S": lengths_S, **shares[1], "token_ids_T": np.zeros(3, np.int32)}, TOKENS)
+        SampleBatch.from_frames({"lengths_S": lengths_S, **shares[1], "token_ids_T": np.zeros(3, np.int32)}, TOKENS)
 
 
 def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> None:
@@ -118,14 +120,14 @@ def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> 
 
 def test_a_table_survives_the_wire_and_what_is_none_is_refused() -> None:
     table = given_table(batch_of(2))
-    again = Batch.from_frames(table.columns, TABLE)
+    again = SampleBatch.from_frames(table.columns, TABLE)
     again.check_table(num_ranks=1)
     for name, array in table.columns.items():
         np.testing.assert_array_equal(again.columns[name], array)
     with pytest.raises(WireError, match=r"^rank_S: is missing$"):
-        Batch.from_frames({name: array for name, array in table.columns.items() if name != "rank_S"}, TABLE)
+        SampleBatch.from_frames({name: array for name, array in table.columns.items() if name != "rank_S"}, TABLE)
     with pytest.raises(WireError, match=r"^group_S: 3 numbers, does not fit the 4 sequences$"):
-        Batch.from_frames(table.columns | {"group_S": np.zeros(3, np.int32)}, TABLE)
+        SampleBatch.from_frames(table.columns | {"group_S": np.zeros(3, np.int32)}, TABLE)
     nan_S = np.array([1, 1, np.nan, 1], dtype=np.float32)
     with pytest.raises(WireError, match=r"^rewards_S: nan for sequence 2, must be finite$"):
         table.replace(rewards_S=nan_S).check_table(num_ranks=1)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT, by_prompt, shards_by_count
 from tandem.samples.given_table import given_table
 from tandem.trainer.batching.shard import micro_batches_of, pad
@@ -16,10 +16,10 @@ from tandem.trainer.batching.shared_prompts import prompts_of
 CPU = torch.device("cpu")
 
 
-def batch_of(*sequences: str) -> Batch:
+def batch_of(*sequences: str) -> SampleBatch:
     """One sequence a string: lower-case letters are prompt tokens, capital ones count; the ids are character codes."""
     text = "".join(sequences)
-    batch = Batch(
+    batch = SampleBatch(
         lengths_S=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
         token_ids_T=np.array([ord(token) for token in text], dtype=np.int32),
         loss_mask_T=np.array([token.isupper() for token in text]),

@@ -19,11 +19,11 @@ from hypothesis.extra.numpy import arrays
 from samples_harness import scored
 
 from tandem.common.numeric.spread import ROUNDING, differ
-from tandem.config.schema import AdvEstimator, Grpo
+from tandem.config.schema import AdvEstimator, GrpoConfig
 from tandem.coordinator.algorithms.advantages import advantages, group_advantages
 from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advantages
 from tandem.coordinator.algorithms.rewards import has_spread
-from tandem.observe.health import Condition
+from tandem.observe.health import HealthCondition
 from tandem.trainer.advantages import explained_variance, whitened
 
 ROUNDED = [0.8, 0.7 + 0.1, 0.8, 1.0]
@@ -71,7 +71,7 @@ def test_rounding_of_rewards_changes_no_advantage(
 def test_rounding_is_no_spread_for_dynamic_sampling_and_gdpo(rewards_GN: Any, noise_GN: Any) -> None:
     equal_GN = np.repeat(rewards_GN[:, :1], 4, axis=1) * (1 + noise_GN)
     for equal_N in equal_GN:
-        assert not has_spread(Grpo(), [scored(0, i, reward=reward) for i, reward in enumerate(equal_N)])
+        assert not has_spread(GrpoConfig(), [scored(0, i, reward=reward) for i, reward in enumerate(equal_N)])
     components_GNC = np.stack([equal_GN, 2 * equal_GN], axis=-1)
     assert not decoupled_advantages(components_GNC, AdvEstimator(name="gdpo")).any()
     assert not advantages(equal_GN, AdvEstimator(name="reinforce_plus_plus"), np.ones((2, 4), dtype=np.bool_)).any()
@@ -80,7 +80,7 @@ def test_rounding_is_no_spread_for_dynamic_sampling_and_gdpo(rewards_GN: Any, no
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
 def test_real_spreads_are_untouched(size: float) -> None:
     rewards = size * np.array([1.0, 1.0 + 1e-5, 1.0, 1.0])
-    assert has_spread(Grpo(), [scored(0, i, reward=reward) for i, reward in enumerate(rewards)])
+    assert has_spread(GrpoConfig(), [scored(0, i, reward=reward) for i, reward in enumerate(rewards)])
     found_GN = group_advantages(rewards[None], leave_one_out=False, normalize=True)
     np.testing.assert_allclose(found_GN[0, 1], 3**0.5 / (1 + 1e-6 / rewards.std()), rtol=1e-4)
 
@@ -103,10 +103,10 @@ def test_trainers_do_not_whiten_rounding(size: float) -> None:
 
 
 def test_a_warning_takes_rounded_rewards_for_equal() -> None:
-    condition = Condition(metric="reward_max", equals="reward_min", evidence="", look_at="")
+    condition = HealthCondition(metric="reward_max", equals="reward_min", evidence="", look_at="")
     assert condition.holds({"reward_max": 0.8, "reward_min": 0.7 + 0.1})
     assert not condition.holds({"reward_max": 0.8, "reward_min": 0.8 - 1e-5})
-    assert not Condition(metric="grad_norm", equals=0.0, evidence="", look_at="").holds({"grad_norm": 1e-12})
+    assert not HealthCondition(metric="grad_norm", equals=0.0, evidence="", look_at="").holds({"grad_norm": 1e-12})
 
 
 def test_the_size_may_be_that_of_larger_numbers() -> None:

@@ -21,21 +21,23 @@ from rollout_harness import Rollout
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.processes import guarded, workers
 from tandem.rollout.environments.processes.workers import WorkerPool
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.leaks import gone
 from tests.harness.runs.running import wait_until
 
-Start = Callable[..., Scorer]
+Start = Callable[..., EnvironmentScorer]
 LIMIT_S = 12.0
 """A limit that only what is stopped exceeds, also on a machine with much else to do."""
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    scorers: list[Scorer] = []
+    scorers: list[EnvironmentScorer] = []
 
-    def started(name: str, **settings: object) -> Scorer:
-        scorers.append(Scorer(config("mine", {"class": f"own_environments.{name}", "num_workers": 1, **settings})))
+    def started(name: str, **settings: object) -> EnvironmentScorer:
+        scorers.append(
+            EnvironmentScorer(config("mine", {"class": f"own_environments.{name}", "num_workers": 1, **settings}))
+        )
         scorers[-1].await_ready()
         return scorers[-1]
 
@@ -44,7 +46,7 @@ def start() -> Iterator[Start]:
         scorer.close()
 
 
-def server_of(scorer: Scorer) -> psutil.Process:
+def server_of(scorer: EnvironmentScorer) -> psutil.Process:
     """Return the process that forks workers, the first child of its guardian."""
     assert scorer._server is not None
     guardian = psutil.Process(scorer._server._process._process.pid)
@@ -52,7 +54,7 @@ def server_of(scorer: Scorer) -> psutil.Process:
     return min(guardian.children(), key=psutil.Process.create_time)
 
 
-def worker_of(scorer: Scorer) -> workers.Worker:
+def worker_of(scorer: EnvironmentScorer) -> workers.EnvironmentWorker:
     """Return the only worker of a scorer."""
     assert isinstance(scorer._pool, WorkerPool)
     (worker,) = scorer._pool._workers
@@ -142,7 +144,7 @@ def test_a_helper_that_is_stopped_while_it_begins_is_replaced(
     made = config("mine", {"class": "held.Made", "num_workers": 1})
     deadlines = msgspec.structs.replace(made.cluster.deadlines, build_s=LIMIT_S if when == "made" else WAIT_S)
     made = msgspec.structs.replace(made, cluster=msgspec.structs.replace(made.cluster, deadlines=deadlines))
-    scorer = Scorer(made)
+    scorer = EnvironmentScorer(made)
     try:
 
         def stop_the_first() -> None:
@@ -217,7 +219,7 @@ def test_an_episode_whose_program_is_stopped_is_played_again(
     assert Path("begun").read_text() == "xxx"
 
 
-def _only(scorer: Scorer) -> object:
+def _only(scorer: EnvironmentScorer) -> object:
     """Return the outcome of the only call."""
     deadline = time.monotonic() + WAIT_S
     while not (outcomes := scorer.poll()):

@@ -13,19 +13,19 @@ import msgspec
 import pytest
 
 from tandem.common.process_lifetime import reaper
-from tandem.config.schema import Cluster, Deadlines
+from tandem.config.schema import ClusterConfig, ReplyDeadlines
 from tandem.launch.exit_codes import FAILED
 from tandem.launch.supervisor import Supervisor
 
 START_S, ROUND_S = 8.0, 1.0
 """The first is longer than a machine that has much to do takes to start Python."""
-CLUSTER = Cluster(
+CLUSTER = ClusterConfig(
     trainers=1,
     rollouts=1,
     launch="all",
     max_replacements=3,
     heartbeat_timeout_s=ROUND_S / 2,
-    deadlines=Deadlines(join_s=START_S),
+    deadlines=ReplyDeadlines(join_s=START_S),
 )
 BEGINS = f"""
 import os, signal, sys, time

@@ -14,13 +14,13 @@ from tandem.common.returned import line
 from tandem.common.texts import last_lines, shortened, visible
 from tandem.coordinator.processes.registry import _readable
 from tandem.rollout.environments.environment import Score
-from tandem.rollout.environments.outcomes import Call, Failure, outcome_of
+from tandem.rollout.environments.outcomes import Failure, ScoringCall, outcome_of
 from tandem.samples.tokenizer import Messages
 
 ESC = "\x1b"
 LONG = "\x1b[2J\x1b]0;mine\x07\u202e\x9b31m" * 500_000
 """Clears the screen, names the window, turns the writing round: 8 MB."""
-CALL = Call(number=1, problem=Problem(problem_id="1", question="1+1", answer="2", metadata={}), conversation=())
+CALL = ScoringCall(number=1, problem=Problem(problem_id="1", question="1+1", answer="2", metadata={}), conversation=())
 
 
 def is_harmless(text: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.common.messages import CheckpointSaved, SaveCheckpoint
 from tandem.config import build_config
-from tandem.coordinator.loop.interrupts import Interrupts
+from tandem.coordinator.loop.interrupts import PendingInterrupts
 from tandem.coordinator.observers.time_limit import TimeLimit, seconds_of
 from tandem.observe.run_folder.journal import StepRecord
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_is_begun_later_is_timed_on_its_own() -> None:
 
 def test_a_run_does_a_step_and_who_asked_it_to_end_is_not_asked_again() -> None:
     assert Run().said(1e6) is None, "there is nothing to save"
-    interrupts = Interrupts()
+    interrupts = PendingInterrupts()
     interrupts.ask("its time is over")
     assert interrupts.take() == "its time is over"
     assert not interrupts.were_heard

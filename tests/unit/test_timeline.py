@@ -11,8 +11,8 @@ from page_harness import make_run
 
 from tandem.common.messages import Evaluated, Generate, Generated, MemoryUse, Refit, SamplingParameters, Train, Trained
 from tandem.coordinator.observers import timeline as recording
-from tandem.coordinator.observers.timeline import Timeline
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.observers.timeline import TimelineWriter
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.observe.page.reader import RunReader
 from tandem.observe.timeline import TIMELINE_NAME, read_timeline
 from tandem.observe.timeline_view import flame, timeline
@@ -29,8 +29,8 @@ SAMPLING = {
 
 
 @pytest.fixture
-def recorded() -> Timeline:
-    return Timeline(Path.cwd(), 1)
+def recorded() -> TimelineWriter:
+    return TimelineWriter(Path.cwd(), 1)
 
 
 def train(command_id: int, step: int = 1) -> Train:
@@ -51,7 +51,7 @@ def trained(command_id: int, **seconds: float) -> Trained:
     )
 
 
-def test_a_rank_waits_for_samples_scores_them_and_trains(recorded: Timeline) -> None:
+def test_a_rank_waits_for_samples_scores_them_and_trains(recorded: TimelineWriter) -> None:
     recorded.sent("trainer-0", train(1), 10.0)
     recorded.answered("trainer-0", trained(1, policy_training=3.0, logprobs=1.0, reference_logprobs=1.0), 18.0)
     recorded.commit(1, 10.0, 20.0)
@@ -65,8 +65,13 @@ def test_a_rank_waits_for_samples_scores_them_and_trains(recorded: Timeline) -> 
     recorded.close()
 
 
-def test_what_was_before_a_step_is_no_part_of_it(recorded: Timeline) -> None:
-    for phase, now in ((Phase.JOINING, 1.0), (Phase.BUILDING, 3.0), (Phase.GENERATING, 5.0), (Phase.TRAINING, 8.0)):
+def test_what_was_before_a_step_is_no_part_of_it(recorded: TimelineWriter) -> None:
+    for phase, now in (
+        (RunPhase.JOINING, 1.0),
+        (RunPhase.BUILDING, 3.0),
+        (RunPhase.GENERATING, 5.0),
+        (RunPhase.TRAINING, 8.0),
+    ):
         recorded.enter(phase, now)
     recorded.commit(1, 4.0, 9.0)
     before, step = read_timeline(Path.cwd(), 5, None)
@@ -80,7 +85,7 @@ def test_what_was_before_a_step_is_no_part_of_it(recorded: Timeline) -> None:
     recorded.close()
 
 
-def test_commands_that_nobody_waits_for_end_where_they_were_given_up(recorded: Timeline) -> None:
+def test_commands_that_nobody_waits_for_end_where_they_were_given_up(recorded: TimelineWriter) -> None:
     recorded.sent("rollout-0", Refit(command_id=1, deadline_s=9.0, version=2), 10.0)
     recorded.sent("rollout-1", Refit(command_id=2, deadline_s=9.0, version=2), 10.0)
     recorded.give_up({2}.__contains__, 12.0)
@@ -90,7 +95,7 @@ def test_commands_that_nobody_waits_for_end_where_they_were_given_up(recorded: T
     recorded.close()
 
 
-def test_a_cancellation_is_no_span(recorded: Timeline) -> None:
+def test_a_cancellation_is_no_span(recorded: TimelineWriter) -> None:
     sampling = msgspec.convert(SAMPLING, SamplingParameters)
     command = Generate(
         command_id=1, deadline_s=9.0, cancel_before=1, step=1, purpose="train", sampling=sampling, groups=()
@@ -103,7 +108,7 @@ def test_a_cancellation_is_no_span(recorded: Timeline) -> None:
     recorded.close()
 
 
-def test_the_newest_steps_stay(recorded: Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_steps_stay(recorded: TimelineWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MAX_STEPS", 5)
     for step in range(1, 21):
         recorded.commit(step, 1.0, float(step))
@@ -112,11 +117,11 @@ def test_the_newest_steps_stay(recorded: Timeline, monkeypatch: pytest.MonkeyPat
     assert [step.step for step in read_timeline(Path.cwd(), 2, 18)] == [17, 18]
 
 
-def test_a_resumed_run_forgets_what_it_does_again(recorded: Timeline) -> None:
+def test_a_resumed_run_forgets_what_it_does_again(recorded: TimelineWriter) -> None:
     for step in (1, 2, 3):
         recorded.commit(step, 1.0, float(step))
     recorded.close()
-    again = Timeline(Path.cwd(), 2)
+    again = TimelineWriter(Path.cwd(), 2)
     again.commit(2, 1.0, 50.0)
     again.close()
     assert [step.step for step in read_timeline(Path.cwd(), 5, None)] == [1, 2]
@@ -126,13 +131,13 @@ def test_a_resumed_run_forgets_what_it_does_again(recorded: Timeline) -> None:
 def test_a_file_that_cannot_be_read_is_made_anew() -> None:
     Path(TIMELINE_NAME).write_bytes(b"no database" * 1000)
     assert read_timeline(Path.cwd(), 5, None) == []
-    again = Timeline(Path.cwd(), 1)
+    again = TimelineWriter(Path.cwd(), 1)
     again.commit(1, 1.0, 50.0)
     again.close()
     assert [step.step for step in read_timeline(Path.cwd(), 5, None)] == [1]
 
 
-def test_a_disk_that_refuses_is_said_once_and_stops_nothing(recorded: Timeline) -> None:
+def test_a_disk_that_refuses_is_said_once_and_stops_nothing(recorded: TimelineWriter) -> None:
     with sqlite3.connect(TIMELINE_NAME) as other:
         other.execute("DROP TABLE steps")
     other.close()
@@ -143,7 +148,7 @@ def test_a_disk_that_refuses_is_said_once_and_stops_nothing(recorded: Timeline) 
     assert "the timeline is not recorded any further: no such table" in notes[0]
 
 
-def test_lanes_are_full_of_waiting_and_cut_to_the_steps(recorded: Timeline) -> None:
+def test_lanes_are_full_of_waiting_and_cut_to_the_steps(recorded: TimelineWriter) -> None:
     recorded.sent("rollout-0", Refit(command_id=1, deadline_s=9.0, version=1), 8.0)
     recorded.sent("rollout-10", Refit(command_id=2, deadline_s=9.0, version=1), 12.0)
     recorded.sent("rollout-9", Refit(command_id=3, deadline_s=9.0, version=1), 12.0)

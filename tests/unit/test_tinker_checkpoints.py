@@ -8,14 +8,14 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tandem.serving.tinker import checkpoints
-from tandem.serving.tinker.checkpoints import Checkpoints
-from tandem.serving.tinker.requests import Refused, SetTtl
-from tandem.serving.tinker.states import Record, States, check_ttl, now
+from tandem.serving.tinker.checkpoints import SavedStates
+from tandem.serving.tinker.requests import SetTtl, TinkerRefused
+from tandem.serving.tinker.states import StateFolder, StateRecord, check_ttl, now
 
 MODEL = "session-1:train:0"
 
 
-def save(states: States, name: str = "kept") -> Record:
+def save(states: StateFolder, name: str = "kept") -> StateRecord:
     """Save a state as trainers do."""
     folder = states.folder_for(MODEL, name)
     for part in ("policy", "optimizer"):
@@ -25,7 +25,7 @@ def save(states: States, name: str = "kept") -> Record:
     if states.kind == "external_weights":
         assert states.strip(MODEL, name) == 7
         assert [path.name for path in folder.iterdir()] == ["policy"]
-    record = Record(
+    record = StateRecord(
         owner="me",
         model_id=MODEL,
         name=name,
@@ -39,26 +39,26 @@ def save(states: States, name: str = "kept") -> Record:
     return record
 
 
-def refusal(status: int) -> pytest.RaisesExc[Refused]:
-    return pytest.RaisesExc(Refused, check=lambda error: error.status == status)
+def refusal(status: int) -> pytest.RaisesExc[TinkerRefused]:
+    return pytest.RaisesExc(TinkerRefused, check=lambda error: error.status == status)
 
 
 @pytest.fixture
-def saved() -> Checkpoints:
-    states = States(Path("states").absolute())
-    found = Checkpoints(states)
+def saved() -> SavedStates:
+    states = StateFolder(Path("states").absolute())
+    found = SavedStates(states)
     save(states)
     save(found.external, "whole")
     return found
 
 
-def test_kinds_of_states_are_kept_apart(saved: Checkpoints) -> None:
+def test_kinds_of_states_are_kept_apart(saved: SavedStates) -> None:
     assert [each["checkpoint_id"] for each in saved.of("me", None)] == ["weights/kept", "external_weights/whole"]
     assert saved.of("me", "session-2:train:0") == saved.of("another", None) == []
     for path in ("weights/whole", "external_weights/kept", "weights/whole/policy"):
-        with pytest.raises(Refused):
+        with pytest.raises(TinkerRefused):
             saved.find(f"tinker://{MODEL}/{path}", "me")
-    with pytest.raises(Refused):
+    with pytest.raises(TinkerRefused):
         saved.find(f"tinker://external/weights/{MODEL}", "me")
     save(saved.external, "kept")
     saved.delete("me", MODEL, "external_weights/kept")
@@ -67,7 +67,7 @@ def test_kinds_of_states_are_kept_apart(saved: Checkpoints) -> None:
 
 @pytest.mark.parametrize("checkpoint_id", ["weights/kept", "external_weights/whole"])
 def test_what_is_published_is_found_by_others_and_changed_by_its_owner_alone(
-    saved: Checkpoints, checkpoint_id: str
+    saved: SavedStates, checkpoint_id: str
 ) -> None:
     path = f"tinker://{MODEL}/{checkpoint_id}"
     with refusal(404):
@@ -109,7 +109,7 @@ def parts_of(link: str) -> dict[str, str]:
     return {"model_id": model_id, "name": name, "file": file, **query}
 
 
-def test_a_link_is_for_one_file_of_one_state_of_one_server(saved: Checkpoints) -> None:
+def test_a_link_is_for_one_file_of_one_state_of_one_server(saved: SavedStates) -> None:
     found = saved.links("me", MODEL, "external_weights/whole", "http://host/")
     assert [*found["urls"]] == ["a b.safetensors"]
     parts = parts_of(found["urls"]["a b.safetensors"])
@@ -119,7 +119,7 @@ def test_a_link_is_for_one_file_of_one_state_of_one_server(saved: Checkpoints) -
         with refusal(403):
             saved.linked(**{**parts, name: value})
     with refusal(403):
-        Checkpoints(States(Path("states").absolute())).linked(**parts)
+        SavedStates(StateFolder(Path("states").absolute())).linked(**parts)
     with refusal(404):
         saved.links("another", MODEL, "external_weights/whole", "http://host/")
     with refusal(400):
@@ -129,8 +129,8 @@ def test_a_link_is_for_one_file_of_one_state_of_one_server(saved: Checkpoints) -
         saved.linked(**parts)
 
 
-def test_a_link_expires(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_expires(saved: SavedStates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "_LINK_S", -1.0)
     (link,) = saved.links("me", MODEL, "external_weights/whole", "http://host/")["urls"].values()
-    with pytest.raises(Refused, match="has expired"):
+    with pytest.raises(TinkerRefused, match="has expired"):
         saved.linked(**parts_of(link))

@@ -20,14 +20,22 @@ from tandem.common.errors import ConfigError
 from tandem.coordinator.tinker.driving import load
 from tandem.serving.tinker import proto, requests
 from tandem.serving.tinker.api_keys import add_key, read_keys
-from tandem.serving.tinker.calls import RECALLS, CallFailed, Desk, Publish, PublishedSet, Recall, Save
-from tandem.serving.tinker.futures import About, Futures, Result
-from tandem.serving.tinker.gradients import Limits, gradient_call
-from tandem.serving.tinker.placing import LatestWeights, Sampler
-from tandem.serving.tinker.requests import Refused
-from tandem.serving.tinker.sampling import Engines
-from tandem.serving.tinker.service import Service
-from tandem.serving.tinker.states import Record, States, now
+from tandem.serving.tinker.calls import (
+    RECALLS,
+    CallDesk,
+    CallFailed,
+    PublishedSet,
+    PublishWeights,
+    RecallWeights,
+    SaveState,
+)
+from tandem.serving.tinker.futures import FinishedRequest, RequestFutures, RequestSummary
+from tandem.serving.tinker.gradients import ClientLimits, gradient_call
+from tandem.serving.tinker.placing import LatestWeights, SamplingSession
+from tandem.serving.tinker.requests import TinkerRefused
+from tandem.serving.tinker.sampling import SamplingEngines
+from tandem.serving.tinker.service import TinkerService
+from tandem.serving.tinker.states import StateFolder, StateRecord, now
 from tandem.trainer.calls.losses import LOSSES
 
 
@@ -91,45 +99,45 @@ def test_what_is_wrong_with_a_request_is_said_and_its_number_is_known(datum: byt
 @given(st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     for each in (body, request(body), request(TOKENS + field(2, body))):
-        with contextlib.suppress(proto.Malformed):
+        with contextlib.suppress(proto.MalformedMessage):
             proto.read_gradient_request(each)
 
 
 def test_calls_wait_for_an_attempt_and_fail_with_it() -> None:
-    desk, answers = Desk(), list[Any]()
-    desk.put(Publish(), answers.append)
+    desk, answers = CallDesk(), list[Any]()
+    desk.put(PublishWeights(), answers.append)
     assert not desk.is_open
     desk.open(3)
-    assert (desk.version, desk.first_version, [each.call for each in desk.next()]) == (3, 3, [Publish()])
+    assert (desk.version, desk.first_version, [each.call for each in desk.next()]) == (3, 3, [PublishWeights()])
     desk.take(0).answer(4)
-    desk.put(Publish(), answers.append)
+    desk.put(PublishWeights(), answers.append)
     attempt = desk.attempt
     desk.close("lost")
     assert desk.attempt == attempt + 1
-    desk.put(Publish(), answers.append)
+    desk.put(PublishWeights(), answers.append)
     assert len(answers) == 2, "the third waits for the next attempt"
     desk.close("over", is_over=True)
-    desk.put(Publish(), answers.append)
+    desk.put(PublishWeights(), answers.append)
     assert answers[0] == 4
     assert [str(each) for each in answers[1:]] == ["lost", "over", "over"]
     assert all(isinstance(each, CallFailed) for each in answers[1:])
 
 
 def test_models_take_turns_and_the_calls_of_each_stay_in_their_order() -> None:
-    desk = Desk(3)
+    desk = CallDesk(3)
     for model, folder in ((0, "a"), (0, "b"), (0, "c"), (2, "d"), (2, "e")):
-        desk.put(Save(folder=folder), lambda answer: None, model)
+        desk.put(SaveState(folder=folder), lambda answer: None, model)
     taken = [desk.take(desk.next()[0].turn).call for _ in range(3)]
-    desk.put(Recall(), lambda answer: None, desk.published_of(2)[0], RECALLS)
+    desk.put(RecallWeights(), lambda answer: None, desk.published_of(2)[0], RECALLS)
     taken += [desk.take(desk.next()[0].turn).call for _ in range(3)]
-    assert taken == [*(Save(folder=folder) for folder in "adbec"), Recall()]
+    assert taken == [*(SaveState(folder=folder) for folder in "adbec"), RecallWeights()]
     assert not desk.next()
     desk.open(1)
     assert (desk.holding, desk.newest) == (3, {3: 1})
 
 
 def test_the_published_version_that_was_used_longest_ago_makes_room() -> None:
-    desk = Desk(2, 3)
+    desk = CallDesk(2, 3)
     desk.open(0)
     assert [[*desk.published_of(model)] for model in range(2)] == [[3, 4, 5], [6, 7, 8]]
     assert [desk.model_of(number) for number in (2, 3, 5, 6, 8)] == [2, 0, 0, 1, 1]
@@ -143,11 +151,11 @@ def test_the_published_version_that_was_used_longest_ago_makes_room() -> None:
     assert desk.newest == {2: 0, 6: 1, 7: 8, 8: 7}
     assert desk.latest == {1: 7}
     assert desk.place_of_next(0) == 3, "what another model publishes takes nothing of this one's"
-    of = {version: Sampler("s", "me", 0, PublishedSet(7, version), None) for version in (6, 8)}
+    of = {version: SamplingSession("s", "me", 0, PublishedSet(7, version), None) for version in (6, 8)}
     of[8].check(desk)
     with pytest.raises(CallFailed, match=r"version 6 are not kept any more: .* keeps 3 published versions of a model"):
         of[6].check(desk)
-    follows = Sampler("s", "me", 0, LatestWeights(1, "session:train:0"), None)
+    follows = SamplingSession("s", "me", 0, LatestWeights(1, "session:train:0"), None)
     desk.model_ids[1] = "session:train:0"
     follows.check(desk)
     assert follows.number_in(desk) == 7
@@ -164,10 +172,10 @@ def test_a_request_that_never_comes_fails_those_that_wait_for_it_and_the_model_g
     new = {"characters": "01", "config": {"model_type": "qwen3", "num_hidden_layers": 2}}
     Path("tinker.yaml").write_text(yaml.safe_dump({"policy": {"model_name": "model", "new_model": new}}))
     config = load("tinker.yaml", ())
-    desk = Desk()
+    desk = CallDesk()
 
     async def scenario() -> None:
-        service = Service(desk, config, Engines(tmp_path, 32, 1.0), States(tmp_path), 1000)
+        service = TinkerService(desk, config, SamplingEngines(tmp_path, 32, 1.0), StateFolder(tmp_path), 1000)
         session = service.create_session("me", requests.CreateSession(sdk_version="0.38.0"))["session_id"]
         asked = requests.CreateModel(session_id=session, model_seq_id=0, base_model="model")
         model = service.create_model("me", asked)["model_id"]
@@ -186,7 +194,7 @@ def test_a_request_that_never_comes_fails_those_that_wait_for_it_and_the_model_g
             assert "request 1 of" in result.why_failed
             assert "has not come" in result.why_failed
         assert desk.next() == [], "they were not carried out"
-        with pytest.raises(Refused, match="seq_id: 1, and the next request of"):
+        with pytest.raises(TinkerRefused, match="seq_id: 1, and the next request of"):
             step(1)
         after = step(4)
         desk.take(0).answer(0.5)
@@ -202,10 +210,10 @@ def test_a_request_that_never_comes_fails_those_that_wait_for_it_and_the_model_g
 def test_an_input_that_a_loss_does_not_take_is_refused(loss: str, name: str) -> None:
     inputs = {"cross_entropy": ("weights",)}.get(loss, ("logprobs", "advantages"))
     values: Any = {"target_tokens": np.array([5, 6]), **{each: np.ones(2, dtype=np.float32) for each in inputs}}
-    limits = Limits(max_length=8, vocabulary=17, most_tokens=100)
+    limits = ClientLimits(max_length=8, vocabulary=17, most_tokens=100)
 
     def call(**more: Any) -> Any:
-        datum = proto.Datum(token_ids=np.array([4, 5], dtype=np.int32), inputs={**values, **more})
+        datum = proto.TrainingDatum(token_ids=np.array([4, 5], dtype=np.int32), inputs={**values, **more})
         body = proto.GradientRequest(
             model_id="model", seq_id=1, data=(datum,), loss=loss, settings={}, is_forward=False
         )
@@ -213,7 +221,7 @@ def test_an_input_that_a_loss_does_not_take_is_refused(loss: str, name: str) -> 
 
     assert call().loss == loss
     if name not in inputs:
-        with pytest.raises(Refused, match=rf"data\[0\].{name}: {loss} takes target_tokens and {inputs[0]}"):
+        with pytest.raises(TinkerRefused, match=rf"data\[0\].{name}: {loss} takes target_tokens and {inputs[0]}"):
             call(**{name: np.ones(2, dtype=np.float32)})
 
 
@@ -221,18 +229,18 @@ def test_old_results_are_dropped_when_there_are_too_many(monkeypatch: pytest.Mon
     monkeypatch.setattr("tandem.serving.tinker.futures._MOST_BYTES", 10)
 
     async def check() -> None:
-        futures = Futures(lambda record: None)
+        futures = RequestFutures(lambda record: None)
         for name in ("a", "b"):
-            futures.begin(name, "me", About())
-            futures.finish(name, Result(b"x" * 8))
-            futures.finish(name, Result(b"another"))
+            futures.begin(name, "me", RequestSummary())
+            futures.finish(name, FinishedRequest(b"x" * 8))
+            futures.finish(name, FinishedRequest(b"another"))
         assert futures.get("a", "me") is None
         assert futures.is_dropped("a", "me")
         assert not futures.is_dropped("a", "another")
         assert futures.get("b", "another") is None
         kept = futures.get("b", "me")
         assert kept is not None
-        assert kept.result == Result(b"x" * 8), "once"
+        assert kept.result == FinishedRequest(b"x" * 8), "once"
         assert futures.num_unfinished == {"me": 0}
 
     asyncio.run(check())
@@ -242,31 +250,31 @@ def test_ends_of_a_batch_are_told_until_they_are_seen(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tandem.serving.tinker.futures._MOST_FINISHED", 3)
 
     async def scenario() -> None:
-        futures = Futures(lambda record: None)
+        futures = RequestFutures(lambda record: None)
         assert await futures.ends("a", 0, 0.0) == ({}, 0)
         for number in range(3):
-            futures.begin(f"a{number}", "me", About(), "a")
-        futures.begin("b0", "me", About(), "b")
+            futures.begin(f"a{number}", "me", RequestSummary(), "a")
+        futures.begin("b0", "me", RequestSummary(), "b")
         waiting = asyncio.create_task(futures.ends("a", 0, 60.0))
         await asyncio.sleep(0)
-        futures.finish("b0", Result(b"other"))
+        futures.finish("b0", FinishedRequest(b"other"))
         await asyncio.sleep(0)
         assert not waiting.done()
-        futures.finish("a1", Result(b"one"))
+        futures.finish("a1", FinishedRequest(b"one"))
         ended, seen = await waiting
-        assert ended == {"a1": Result(b"one")}
+        assert ended == {"a1": FinishedRequest(b"one")}
         assert await futures.ends("a", 0, 0.0) == (ended, seen), "an answer may be lost on its way"
         assert await futures.ends("a", seen, 0.0) == ({}, seen)
-        futures.finish("a0", Result(b"zero"))
+        futures.finish("a0", FinishedRequest(b"zero"))
         futures.drop_seen("b0", "a")
         assert futures.get("b0", "me") is not None, "it is of another batch"
         futures.drop_seen("a1", "a")
         futures.drop_seen("a2", "a")
         assert futures.is_dropped("a1", "me")
-        futures.finish("a2", Result(b"two"))
+        futures.finish("a2", FinishedRequest(b"two"))
         for number in range(3):
-            futures.begin(f"c{number}", "me", About())
-            futures.finish(f"c{number}", Result(b"more"))
+            futures.begin(f"c{number}", "me", RequestSummary())
+            futures.finish(f"c{number}", FinishedRequest(b"more"))
         ended, seen = await futures.ends("a", seen, 0.0)
         assert ended == {"a0": None, "a2": None}, "their results are dropped, and their client learns it"
         assert await futures.ends("a", seen, 0.0) == ({}, seen)
@@ -276,13 +284,13 @@ def test_ends_of_a_batch_are_told_until_they_are_seen(monkeypatch: pytest.Monkey
 
 
 def test_states_are_found_by_their_owner_alone() -> None:
-    states = States(Path("states"))
+    states = StateFolder(Path("states"))
     for name in ("..", "a/b", "", "x.unfinished", ".hidden"):
-        with pytest.raises(Refused, match="must be letters"):
+        with pytest.raises(TinkerRefused, match="must be letters"):
             states.folder_for("session-1:train:0", name)
     folder = states.folder_for("session-1:train:0", "one")
     folder.mkdir()
-    record = Record(
+    record = StateRecord(
         owner="me",
         model_id="session-1:train:0",
         name="one",
@@ -291,16 +299,16 @@ def test_states_are_found_by_their_owner_alone() -> None:
         created_at="2026-11-26T06:00:00+00:00",
         num_bytes=7,
     )
-    with pytest.raises(Refused, match="no saved weights"):
+    with pytest.raises(TinkerRefused, match="no saved weights"):
         states.find(record.path, "me")  # it has no record yet
     states.write(record)
     assert states.find(record.path, "me") == (record, folder)
     assert states.of("me") == states.of("me", record.model_id) == [record]
     assert states.of("another") == states.of("me", "session-2:train:0") == []
     for path, owner in ((record.path, "another"), ("tinker://../weights/one", "me"), ("tinker://x/weights/..", "me")):
-        with pytest.raises(Refused, match="no saved weights"):
+        with pytest.raises(TinkerRefused, match="no saved weights"):
             states.delete(path, owner)
-    with pytest.raises(Refused, match="held by engines only"):
+    with pytest.raises(TinkerRefused, match="held by engines only"):
         states.find("tinker://session-1:train:0/sampler_weights/one", "me")
     states.delete(record.path, "me")
     assert not folder.exists()
@@ -329,7 +337,7 @@ def test_keys_are_hashed_and_their_file_is_the_owners() -> None:
 
 def test_another_release_of_the_sdk_is_told_which_to_install() -> None:
     requests.check_version("0.38.4")
-    with pytest.raises(Refused, match=r"the client is tinker 0\.39\.0: pip install tinker==0\.38\.0"):
+    with pytest.raises(TinkerRefused, match=r"the client is tinker 0\.39\.0: pip install tinker==0\.38\.0"):
         requests.check_version("0.39.0")
 
 

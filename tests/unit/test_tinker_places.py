@@ -11,7 +11,7 @@ import yaml
 
 from tandem.common.errors import ConfigError
 from tandem.coordinator.tinker.driving import load
-from tandem.serving.tinker.placing import Shares
+from tandem.serving.tinker.placing import EqualShares
 
 ADAPTERS = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
 NEW = {"characters": "01", "config": {"model_type": "qwen3", "num_hidden_layers": 2}}
@@ -41,7 +41,7 @@ def test_engines_hold_several_versions_where_they_can_and_are_asked_to(
 
 
 def test_a_model_has_its_share_and_what_is_more_waits_in_its_order() -> None:
-    shares, begun, go_on = Shares(4), [], asyncio.Event()
+    shares, begun, go_on = EqualShares(4), [], asyncio.Event()
 
     async def take(number: int, name: str, count: int) -> None:
         async with shares.share(number, count):
@@ -67,7 +67,7 @@ def test_a_model_has_its_share_and_what_is_more_waits_in_its_order() -> None:
 
 
 def test_who_is_given_up_as_its_turn_comes_takes_nothing() -> None:
-    shares = Shares(4)
+    shares = EqualShares(4)
 
     async def take() -> None:
         async with shares.share(0, 4):
@@ -85,6 +85,6 @@ def test_who_is_given_up_as_its_turn_comes_takes_nothing() -> None:
     assert asyncio.run(all_of_them()) == "whole"
 
 
-async def _taken(shares: Shares) -> str:
+async def _taken(shares: EqualShares) -> str:
     async with shares.share(0, 4):
         return "whole"

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tandem.config import build_config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.serving.tinker.prefixes import prefixes_of
-from tandem.trainer.backend import Replicas
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.backend import ModelReplicas
+from tandem.trainer.batching.shard import BatchShard
 
 
 def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
@@ -65,14 +65,14 @@ def test_trainers_compute_prefixes_once() -> None:
     token_ids.append(np.array([9, 8, 7, 6], dtype=np.int32))
     table = {"lengths_S": lengths_S, "rank_S": np.zeros(4, np.int32), **prefixes_of(token_ids)._asdict()}
     token_ids_T = np.concatenate(token_ids)
-    own = Batch(
+    own = SampleBatch(
         **table, token_ids_T=token_ids_T, loss_mask_T=np.concatenate([np.arange(each) > 0 for each in lengths_S])
     )
     model = {"model_name": "model", "max_total_sequence_length": 32, "train_micro_batch_size": 4}
     data = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
     policy = build_config({"grpo": {}, "policy": model, "data": data}).policy
-    replicas = Replicas(sizes=(1,), rank=0, size=1, sequence_divisor=1, sum=torch.Tensor.clone)
-    shard = Shard(policy, Batch(**table), own, replicas, shares_prompts=True)
+    replicas = ModelReplicas(sizes=(1,), rank=0, size=1, sequence_divisor=1, sum=torch.Tensor.clone)
+    shard = BatchShard(policy, SampleBatch(**table), own, replicas, shares_prompts=True)
     (micro_batch,) = shard.laid_out(shard.training(range(4)), torch.device("cpu"))
     assert micro_batch.row is not None
     # Nothing is predicted by the last token of a sequence.

@@ -18,24 +18,24 @@ from tandem.common.errors import RunFolderError
 from tandem.coordinator.replaying.calls import read_records
 from tandem.observe.run_folder.journal import read_journal
 from tandem.serving.tinker import call_files, recording
-from tandem.serving.tinker.call_files import Ended, GradientDone, Head, RestoreDone, StepDone
+from tandem.serving.tinker.call_files import CallHead, GradientDone, RecordEnd, RestoreDone, StepDone
 from tandem.serving.tinker.calls import (
     INPUTS,
     AddGradients,
     Answer,
     CallFailed,
     GivenSequence,
-    Publish,
-    Restore,
-    Save,
-    Scored,
+    GradientsScored,
+    PublishWeights,
+    RestoreState,
+    SaveState,
     TakeStep,
 )
-from tandem.serving.tinker.comparing import Comparison
-from tandem.serving.tinker.recording import Record, RecordingDesk
+from tandem.serving.tinker.comparing import CallComparison
+from tandem.serving.tinker.recording import ModelRecords, RecordingDesk
 
 STEP = TakeStep(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
-FIRST = Restore(folder="", with_optimizer=False)
+FIRST = RestoreState(folder="", with_optimizer=False)
 
 
 def gradient(lengths: Sequence[int] = (3, 2), *, others: bool = False, value: float = 0.5) -> AddGradients:
@@ -50,10 +50,10 @@ def gradient(lengths: Sequence[int] = (3, 2), *, others: bool = False, value: fl
     return AddGradients(sequences=sequences, loss="cross_entropy", settings={"a": 0.1}, has_gradient=True)
 
 
-def scored(call: AddGradients, loss: float = 0.25) -> Scored:
+def scored(call: AddGradients, loss: float = 0.25) -> GradientsScored:
     """Return an answer to a gradient."""
     logprobs = [-np.ones(len(each.token_ids), dtype=np.float32) for each in call.sequences]
-    return Scored(loss=loss, logprobs=logprobs)
+    return GradientsScored(loss=loss, logprobs=logprobs)
 
 
 class Server:
@@ -62,7 +62,7 @@ class Server:
     def __init__(self, most_bytes: int = 10**9) -> None:
         self.run = Run("run")
         self.said: list[str] = []
-        self.record = Record(Path("run"), most_bytes, self.said.append)
+        self.record = ModelRecords(Path("run"), most_bytes, self.said.append)
         self.desk = RecordingDesk(4, 1, self.record)
 
     def call(self, model: str, call: Any, answer: Answer | CallFailed, number: int = 0) -> None:
@@ -114,7 +114,7 @@ def test_calls_of_models_are_recorded_in_their_order_and_nothing_else_is() -> No
     server.call("a", call, scored(call))
     server.call("b", forward, scored(call), 1)
     server.call("", call, scored(call), 2)  # of a sample
-    server.call("b", Publish(), 7, 1)
+    server.call("b", PublishWeights(), 7, 1)
     server.call("a", call, CallFailed("not finite"))
     server.call("a", STEP, 1.5)
     server.call("b", STEP, 2.5, 1)
@@ -170,7 +170,7 @@ def test_the_record_of_a_model_that_is_trained_is_not_deleted() -> None:
         server.call("b", call, scored(call), 1)
     found = server.close()
     assert [type(each) for each in found["a"]] == [RestoreDone, GradientDone]
-    assert isinstance(found["b"][-1], Ended)
+    assert isinstance(found["b"][-1], RecordEnd)
 
 
 def test_a_record_that_ends_says_so_in_its_file() -> None:
@@ -181,7 +181,7 @@ def test_a_record_that_ends_says_so_in_its_file() -> None:
     for _ in range(9):
         server.call("a", call, scored(call))
     (calls,) = server.close().values()
-    assert isinstance(calls[-1], Ended)
+    assert isinstance(calls[-1], RecordEnd)
     assert len(calls) < 6
     (record,) = read_records(Path("run"), run_id())
     assert "as --record says" in record.why_over
@@ -201,7 +201,7 @@ def test_a_slow_disk_ends_the_record_and_keeps_no_client_waiting(monkeypatch: py
         server.call("a", call, scored(call))
     gate.set()
     calls = server.close()["a"]
-    assert isinstance(calls[-1], Ended)
+    assert isinstance(calls[-1], RecordEnd)
     assert "too slow" in calls[-1].why
 
 
@@ -218,7 +218,7 @@ def test_a_run_without_a_folder_to_write_to_goes_on() -> None:
 def small_file() -> bytes:
     call = gradient()
     frames = [
-        Head(run_id="of a run", model="a", began_at=1.0),
+        CallHead(run_id="of a run", model="a", began_at=1.0),
         RestoreDone(index=0, folder="", with_optimizer=False, state=""),
         call_files.gradient_done(1, call, scored(call)),
         StepDone(index=2, step=STEP, norm=1.5),
@@ -288,7 +288,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
 def test_a_state_has_the_digest_of_its_tensors() -> None:
     folder = Path("state").absolute()
     folder.mkdir()
-    call = Save(folder=str(folder))
+    call = SaveState(folder=str(folder))
     assert call_files.digest_of_state(call) == ""
     parts = {
         "manifest-00000.json": '{"policy/a.safetensors": {"tensors": {"w": "1"}, "size": 1}}',
@@ -299,7 +299,7 @@ def test_a_state_has_the_digest_of_its_tensors() -> None:
     digest = call_files.digest_of_state(call)
     assert digest
     (folder / "manifest-00001.json").write_text(parts["manifest-00001.json"].replace('"2"', '"3"'))
-    assert call_files.digest_of_state(Restore(folder=call.folder, with_optimizer=True)) not in ("", digest)
+    assert call_files.digest_of_state(RestoreState(folder=call.folder, with_optimizer=True)) not in ("", digest)
     (folder / "manifest-00001.json").write_text("[")
     assert call_files.digest_of_state(call) == ""
 
@@ -308,7 +308,7 @@ def test_a_comparison_says_what_differs_first() -> None:
     call = gradient()
     done = call_files.gradient_done(0, call, scored(call))
     step = StepDone(index=1, step=STEP, norm=float("nan"))
-    comparison = Comparison("a", "")
+    comparison = CallComparison("a", "")
     comparison.gradient(done, scored(call), "")
     comparison.step(step, float("nan"), "")
     assert comparison.describe(Path("run"), ()) == "a: 1 gradient and 1 step: equal to the bit to those of run"
@@ -318,7 +318,7 @@ def test_a_comparison_says_what_differs_first() -> None:
     assert "2 of 3 are equal" in said
     assert "as cluster.trainers changed" in said
     assert "call 0, a gradient: its loss is 0.25000000000000006, and was 0.25" in said
-    other = Comparison("a", "the record is full")
+    other = CallComparison("a", "the record is full")
     other.step(StepDone(index=1, step=STEP, norm=1.0), None, "a trainer was lost")
     assert other.has_failed
     assert "it has failed: a trainer was lost" in other.describe(Path("run"), ())

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.refit.layout import DTYPES
-from tandem.refit.transfer import Copies
+from tandem.refit.transfer import CopyColumns
 from tandem.refit.transports import buckets
-from tandem.refit.transports.buckets import Buckets, divide
+from tandem.refit.transports.buckets import MessageBuckets, divide
 from tandem.refit.transports.memory import (
-    Memory,
-    Side,
+    CopySide,
+    NamedStorages,
     destination_side,
     item_sizes,
     source_side,
@@ -26,7 +26,7 @@ from tandem.refit.transports.sizes import bucket_bytes
 TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def make_copies(shapes: list[tuple[int, ...]], types: list[tuple[str, str]], commands: list[bool]) -> Copies:
+def make_copies(shapes: list[tuple[int, ...]], types: list[tuple[str, str]], commands: list[bool]) -> CopyColumns:
     """Return copies whose sources lie row-major, one after the other; destinations transposed where `commands` says."""
     num_dims = max(len(shape) for shape in shapes)
     rows: list[list[object]] = []
@@ -47,18 +47,18 @@ def make_copies(shapes: list[tuple[int, ...]], types: list[tuple[str, str]], com
         num = int(np.prod(padded))
         for end, code in enumerate(codes):
             offsets[end] += num * int(item_sizes(np.array([code]))[0])
-    return Copies(*(np.array(column, np.int64) for column in zip(*rows, strict=True)))
+    return CopyColumns(*(np.array(column, np.int64) for column in zip(*rows, strict=True)))
 
 
-def extent(side: Side) -> int:
+def extent(side: CopySide) -> int:
     ends = side.offset_C + ((side.shape_CD - 1) * side.strides_CD).sum(axis=1) + item_sizes(side.dtype_C)
     return int(ends.max())
 
 
-def send_and_receive(copies: Copies, found: Buckets, memory: torch.Tensor, into: torch.Tensor) -> None:
+def send_and_receive(copies: CopyColumns, found: MessageBuckets, memory: torch.Tensor, into: torch.Tensor) -> None:
     """Move bytes as two ends would that share nothing but messages."""
-    there = Memory("a", {"s": memory}).views(source_side(found.copies, ["s"]), ["t"], found.copies.tensor_C)
-    here = Memory("b", {"d": into}).views(destination_side(found.copies, ["d"]), ["t"], found.copies.tensor_C)
+    there = NamedStorages("a", {"s": memory}).views(source_side(found.copies, ["s"]), ["t"], found.copies.tensor_C)
+    here = NamedStorages("b", {"d": into}).views(destination_side(found.copies, ["d"]), ["t"], found.copies.tensor_C)
     for number, num_bytes in enumerate(found.num_bytes_B):
         message = torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
         for views, is_send in ((there, True), (here, False)):
@@ -81,11 +81,11 @@ def test_messages_move_every_element_and_fit(data: st.DataObject) -> None:
 
     source, destination = source_side(copies, ["s"]), destination_side(copies, ["d"])
     memory, into, meant = (torch.zeros(extent(side), dtype=torch.uint8) for side in (source, destination, destination))
-    for number, view in enumerate(Memory("a", {"s": memory}).views(source, ["t"], copies.tensor_C)):
+    for number, view in enumerate(NamedStorages("a", {"s": memory}).views(source, ["t"], copies.tensor_C)):
         view.copy_(torch.arange(view.numel()).reshape(view.shape) + 1000 * number)
     send_and_receive(copies, found, memory, into)
-    wanted = Memory("b", {"d": meant}).views(destination, ["t"], copies.tensor_C)
-    given_ = Memory("a", {"s": memory}).views(source, ["t"], copies.tensor_C)
+    wanted = NamedStorages("b", {"d": meant}).views(destination, ["t"], copies.tensor_C)
+    given_ = NamedStorages("a", {"s": memory}).views(source, ["t"], copies.tensor_C)
     for to, from_, (source_type, destination_type) in zip(wanted, given_, types, strict=True):
         # Numbers this small are exact in float16 and rounded once in bfloat16, whichever end it is at.
         assert {str(from_.dtype), str(to.dtype)} == {f"torch.{source_type}", f"torch.{destination_type}"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.transports.encoding import INTEGERS, Change, Kind, advance, apply, num_bytes, whole
+from tandem.refit.transports.encoding import INTEGERS, EncodingKind, MessageDifference, advance, apply, num_bytes, whole
 
 LENGTH = 300_001
 
@@ -37,16 +37,16 @@ def test_every_share_arrives_to_the_bit(share: float, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("share", "kind", "at_most"),
     [
-        (0.0, Kind.NOTHING, 0.0),
-        (1e-3, Kind.GAPS_16, 0.0025),
-        (0.01, Kind.GAPS_8, 0.018),
-        (0.05, Kind.GAPS_8, 0.08),
-        (0.1, Kind.BITMAP, 0.17),
-        (0.3, Kind.BITMAP, 0.38),
-        (1.0, Kind.WHOLE, 1.0),
+        (0.0, EncodingKind.NOTHING, 0.0),
+        (1e-3, EncodingKind.GAPS_16, 0.0025),
+        (0.01, EncodingKind.GAPS_8, 0.018),
+        (0.05, EncodingKind.GAPS_8, 0.08),
+        (0.1, EncodingKind.BITMAP, 0.17),
+        (0.3, EncodingKind.BITMAP, 0.38),
+        (1.0, EncodingKind.WHOLE, 1.0),
     ],
 )
-def test_the_smallest_kind_is_taken(share: float, kind: Kind, at_most: float) -> None:
+def test_the_smallest_kind_is_taken(share: float, kind: EncodingKind, at_most: float) -> None:
     old, new = messages(share, torch.int16)
     change = advance(old, new)
     assert change.kind is kind
@@ -57,9 +57,9 @@ def test_the_smallest_kind_is_taken(share: float, kind: Kind, at_most: float) ->
 def test_changes_that_are_larger_than_wanted_are_whole(share: float) -> None:
     old, new = messages(share, torch.int16)
     change = advance(old, new, 1 / 16)
-    assert (change.kind is Kind.WHOLE) == (share > 1 / 16)
+    assert (change.kind is EncodingKind.WHOLE) == (share > 1 / 16)
     assert torch.equal(old, new)
-    if change.kind is Kind.WHOLE:
+    if change.kind is EncodingKind.WHOLE:
         assert torch.equal(change.bytes_.view(torch.int16), new)
 
 
@@ -93,7 +93,7 @@ def test_long_gaps_are_found_among_many(num: int) -> None:
     new[: 17 * num : 17] = 1
     new[17 * num + 400] = 1
     change = advance(old, new)
-    assert (change.kind, change.num_changed, change.num_gaps) == (Kind.GAPS_8, num + 1, num + 2)
+    assert (change.kind, change.num_changed, change.num_gaps) == (EncodingKind.GAPS_8, num + 1, num + 2)
     apply(change, target)
     assert torch.equal(target, new)
 
@@ -146,7 +146,7 @@ def test_a_change_that_cannot_be_is_refused(share: float) -> None:
     for wrong in (
         change._replace(bytes_=change.bytes_[:-1]),
         change._replace(num_changed=change.num_changed + 8),
-        change._replace(kind=Kind.WHOLE, num_changed=0, num_gaps=0),
+        change._replace(kind=EncodingKind.WHOLE, num_changed=0, num_gaps=0),
     ):
         with pytest.raises(RefitError, match="another number of bytes"):
             apply(wrong, target)
@@ -172,5 +172,5 @@ def test_a_whole_message_is_one_too() -> None:
     old, new = messages(0.5, torch.int32)
     apply(whole(new), old)
     assert torch.equal(old, new)
-    apply(Change(Kind.NOTHING, 0, 0, torch.empty(0, dtype=torch.uint8)), old)
+    apply(MessageDifference(EncodingKind.NOTHING, 0, 0, torch.empty(0, dtype=torch.uint8)), old)
     assert torch.equal(old, new)

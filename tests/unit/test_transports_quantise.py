@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
-from tandem.refit.program import Places, Quantisation, Regions
-from tandem.refit.quantise import Quantiser, quantise
-from tandem.refit.transports.memory import Memory
+from tandem.refit.program import Quantisation, QuantisedRegions, QuantizedDestinations
+from tandem.refit.quantise import BoundQuantisation, quantise
+from tandem.refit.transports.memory import NamedStorages
 
 FP8 = torch.float8_e4m3fn
 
@@ -66,12 +66,14 @@ def test_a_block_of_zeros_has_scale_one_and_an_outlier_stays_in_its_block() -> N
 def make() -> tuple[Quantisation, dict[str, torch.Tensor], torch.Tensor]:
     """Return one region (6, 4) of blocks (2, 2), whose values go to two places of one storage and scales to another."""
     column = np.array
-    regions = Regions(column([0]), column([[0, 0]]), column([[6, 4]]), column([64]))
-    values = Places(
+    regions = QuantisedRegions(column([0]), column([[0, 0]]), column([[6, 4]]), column([64]))
+    values = QuantizedDestinations(
         column([0, 0]), column([[0, 0], [2, 0]]), column([[2, 4], [4, 4]]), column([0, 0]), column([0, 40]),
         column([[4, 1], [1, 4]]),
     )  # fmt: skip
-    scales = Places(column([0]), column([[1, 0]]), column([[2, 2]]), column([1]), column([8]), column([[8, 4]]))
+    scales = QuantizedDestinations(
+        column([0]), column([[1, 0]]), column([[2, 2]]), column([1]), column([8]), column([[8, 4]])
+    )
     quantisation = Quantisation(
         dtype="float8_e4m3fn",
         block=(2, 2),
@@ -96,7 +98,7 @@ def make() -> tuple[Quantisation, dict[str, torch.Tensor], torch.Tensor]:
 
 def test_results_go_to_their_places() -> None:
     quantisation, storages, x = make()
-    Quantiser(quantisation, Memory("rollout-0", storages)).run()
+    BoundQuantisation(quantisation, NamedStorages("rollout-0", storages)).run()
     values, scales = quantise(x, (2, 2), FP8)
     held = storages["values"].view(FP8)
     assert torch.equal(held[:8].view(2, 4).float(), values[:2].float())
@@ -108,7 +110,7 @@ def test_results_go_to_their_places() -> None:
 @pytest.mark.parametrize(("storage", "byte"), [("values", 3), ("values", 55), ("scales", 9), ("staging", 64)])
 def test_one_bit_that_differs_is_found(storage: str, byte: int) -> None:
     quantisation, storages, _ = make()
-    quantiser = Quantiser(quantisation, Memory("rollout-0", storages))
+    quantiser = BoundQuantisation(quantisation, NamedStorages("rollout-0", storages))
     assert quantiser.wrong() == ("w",), "nothing has been written"
     quantiser.run()
     assert quantiser.wrong() == ()

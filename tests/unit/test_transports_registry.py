@@ -25,7 +25,7 @@ from tandem.refit.layout import (
     whole,
 )
 from tandem.refit.planner import plan, survey
-from tandem.refit.planning.flows import Link
+from tandem.refit.planning.flows import FlowLink
 from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
@@ -87,7 +87,7 @@ def test_a_transport_that_is_registered_has_a_price() -> None:
 
 @pytest.mark.usefixtures("spool")
 def test_where_a_transport_does_not_reach_another_is_taken() -> None:
-    links: tuple[Link, ...] = survey({"t": make("a")}, {"e": make("b")}, allow_alias=False).links
+    links: tuple[FlowLink, ...] = survey({"t": make("a")}, {"e": make("b")}, allow_alias=False).links
     assert [(link.transport, link.why) for link in links] == [("stream", "different hosts")]
 
 

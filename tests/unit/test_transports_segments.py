@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tandem.refit.transports import segments
 from tandem.refit.transports.gpu_copy import by_types, rows_of, strided
-from tandem.refit.transports.segments import Tiles, tiles
+from tandem.refit.transports.segments import CopyTiles, tiles
 
 NUMBERS = {8: ctypes.c_int64, 4: ctypes.c_int32, 2: ctypes.c_int16, 1: ctypes.c_int8}
 
 
-def run_kernel(table: Tiles, to_size: int, from_size: int, convert: bool) -> None:
+def run_kernel(table: CopyTiles, to_size: int, from_size: int, convert: bool) -> None:
     """Do what `gpu_kernel.copy_tiles` does, word by word; `convert` is float32 to float64."""
     to_type = ctypes.c_double if convert else NUMBERS[to_size]
     from_type = ctypes.c_float if convert else NUMBERS[from_size]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.turns.flaws import CALL_PATTERNS, THINKING_TAGS, FlawFinder, TurnFlaws, divide_turn, flaws_of
 from tandem.trainer.advantages import ScoredShard
@@ -137,13 +137,13 @@ def test_thinking_that_the_prompt_opens_is_thinking() -> None:
     assert finder.find(tokenizer.encode("<user>two<a>"), text) == (False, True)
 
 
-def batch_of(config: Config, sequences: list[list[tuple[str, bool]]]) -> Batch:
+def batch_of(config: Config, sequences: list[list[tuple[str, bool]]]) -> SampleBatch:
     """Sequences of texts, of which some were generated."""
     tokenizer = load_tokenizer(config)
     parts = [[(tokenizer.encode(text), is_made) for text, is_made in sequence] for sequence in sequences]
     lengths = [sum(len(token_ids) for token_ids, _ in sequence) for sequence in parts]
     flat = [(token, is_made) for sequence in parts for token_ids, is_made in sequence for token in token_ids]
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array(lengths, dtype=np.int32),
         token_ids_T=np.array([token for token, _ in flat], dtype=np.int32),
         loss_mask_T=np.array([is_made for _, is_made in flat], dtype=np.bool_),

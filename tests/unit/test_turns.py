@@ -17,7 +17,7 @@ from rollout_harness import Rollout, tokens_of
 
 from tandem.common.messages import PromptGroup, SamplesFinished
 from tandem.rollout.conversation import turn_seed
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rollout]]:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def segments(rollout: Rollout, group: PromptGroup, arrays: Batch) -> list[tuple[int, int, bool]]:
+def segments(rollout: Rollout, group: PromptGroup, arrays: SampleBatch) -> list[tuple[int, int, bool]]:
     """Return the stretches after the prompt that the policy made, and those that it was told."""
     mask_T = arrays.loss_mask_T
     edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]

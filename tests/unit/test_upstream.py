@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tandem.common.messages import EngineServer
-from tandem.serving.upstream import BROKEN, Upstream
+from tandem.serving.upstream import BROKEN, UpstreamServers
 
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 _HANG_UP, _HALF = b"hang up", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"
@@ -26,11 +26,11 @@ class _Server:
         self._tasks: set[asyncio.Task[None] | None] = set()
 
     @contextlib.asynccontextmanager
-    async def listening(self) -> AsyncIterator[Upstream]:
+    async def listening(self) -> AsyncIterator[UpstreamServers]:
         """Listen, and yield what asks."""
         server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
         self.at = EngineServer(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", token="secret")
-        upstream = Upstream()
+        upstream = UpstreamServers()
         async with server:
             yield upstream
         upstream.close()
@@ -53,7 +53,7 @@ class _Server:
                 writer.write(answer)
 
 
-async def _ask(upstream: Upstream, server: _Server, body: str) -> bytes:
+async def _ask(upstream: UpstreamServers, server: _Server, body: str) -> bytes:
     async with upstream.asked(server.at, "POST", "/", {}, body.encode()) as answer:
         return b"".join([part async for part in answer.body()])
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tandem.common.errors import RefitError
 from tandem.refit.digests import comparison as digest_compare
 from tandem.refit.digests.at_once import digest_layout
-from tandem.refit.digests.comparison import Held, Verdict, compare, unchanged
-from tandem.refit.digests.slices import Sampling
+from tandem.refit.digests.comparison import DigestVerdict, Held, compare, unchanged
+from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.layout import Box, LayoutBuilder, whole
-from tandem.refit.program import Verification
+from tandem.refit.program import ProcessVerification
 
 NUM_RANKS = 2
 SAMPLED_ONE_IN = 4
@@ -35,13 +35,13 @@ def as_held(weights: Weights) -> Weights:
     return {name: values.to(torch.bfloat16) for name, values in weights.items()}
 
 
-def digest(member: Member, sampling: Sampling | None = None, dtype: str = "bfloat16") -> Held:
+def digest(member: Member, sampling: ElementSampling | None = None, dtype: str = "bfloat16") -> Held:
     layout, storages = member
-    verification = Verification(np.arange(len(layout.pieces)), (dtype,) * len(layout.tensors))
+    verification = ProcessVerification(np.arange(len(layout.pieces)), (dtype,) * len(layout.tensors))
     return layout, digest_layout(layout, storages, verification, sampling=sampling)
 
 
-def trainers(weights: Weights, sampling: Sampling | None = None) -> dict[str, Held]:
+def trainers(weights: Weights, sampling: ElementSampling | None = None) -> dict[str, Held]:
     """Two ranks with float32 shards: rows of each tensor, the norm on the first alone."""
     held = {}
     for rank in range(NUM_RANKS):
@@ -70,7 +70,7 @@ def test_an_engine_of_any_sharding_that_holds_the_version_passes() -> None:
         "part": {"part": digest(hold({Q: held[Q]}))},  # wants no more
     }
     verdict = compare(trainers(weights), engines)
-    assert verdict == Verdict((), digest=digest_compare.combine(*digest(hold(held))[1].tolist()))
+    assert verdict == DigestVerdict((), digest=digest_compare.combine(*digest(hold(held))[1].tolist()))
     assert verdict.differing == {}
 
 
@@ -159,7 +159,7 @@ def test_samples_catch_it_within_their_period(damage: Callable[[Weights], None],
     damage(held)
     caught = []
     for version in range(SAMPLED_ONE_IN):
-        sampling = Sampling(version, SAMPLED_ONE_IN)
+        sampling = ElementSampling(version, SAMPLED_ONE_IN)
         members = {name: digest(member, sampling) for name, member in tensor_parallel(held).items()}
         verdict = compare(trainers(weights, sampling), {"engine": members})
         caught.append({name for d in verdict.differences for name in d.tensors})

@@ -10,15 +10,15 @@ import pytest
 import torch
 from lora_harness import HOST, MODEL
 
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.binding import bind
 from tandem.refit.bound import BoundProgram
-from tandem.refit.digests.comparison import Verdict, compare
+from tandem.refit.digests.comparison import DigestVerdict, compare
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.layout import Layout
-from tandem.refit.planner import Plan, plan
+from tandem.refit.planner import TransferPlan, plan
 from tandem.refit.transports import shm
 
 Memory = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ Memory = dict[str, torch.Tensor]
 class Refit:
     """Two trainers and one engine of two ranks, in the memory of this process."""
 
-    def __init__(self, trainers: Deployment, engine: Deployment, wanted: Any) -> None:
+    def __init__(self, trainers: ParallelDeployment, engine: ParallelDeployment, wanted: Any) -> None:
         random = torch.Generator().manual_seed(0)
         self.sources: dict[str, Layout] = {}
         self.memory: dict[str, Memory] = {}
@@ -42,7 +42,7 @@ class Refit:
             self.memory[f"rollout-{rank}"] = {
                 s.name: torch.zeros(s.num_bytes, dtype=torch.uint8) for s in layout.storages
             }
-        self.plan: Plan = plan(self.sources, self.engines, allow_alias=False)
+        self.plan: TransferPlan = plan(self.sources, self.engines, allow_alias=False)
         self.bound: dict[str, BoundProgram] = {
             member: bind(program, self.memory[member]) for member, program in self.plan.programs.items()
         }
@@ -51,7 +51,7 @@ class Refit:
         for engine in self.engines:
             self.bound[engine].run(60.0)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DigestVerdict:
         held = {member: (layout, self._digests(member, layout)) for member, layout in self.sources.items()}
         engine = {member: (layout, self._digests(member, layout)) for member, layout in self.engines.items()}
         return compare(held, {"rollout": engine})

@@ -17,18 +17,18 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from tandem.common.messages import Generated, Hello, MemoryUse, Refitted, Trained
-from tandem.common.wire import Peer
+from tandem.common.wire import HubPeer
 from tandem.config import build_config
 from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.loop.spec import run_spec
 from tandem.coordinator.observers.drawing import ahead_line
-from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.progress import ProgressDisplay
 from tandem.coordinator.observers.quick_steps import STEP_LOG, QuickSteps, StepLog
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
 from tandem.launch.admission.admission import RegisteredProcess
-from tandem.observe.display import Display
+from tandem.observe.display import TerminalDisplay
 from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
 from tandem.observe.lines import clock, sparkline, step_line
 from tandem.observe.report.report import format_report, write_report
@@ -86,10 +86,10 @@ def test_dpos_lines_have_its_accuracy_and_its_report_the_rewards() -> None:
     assert "val_rewards_chosen_mean  0.250 → 0.250" in format_report(runs, Path("out"))
 
 
-def progress_on(console: Console) -> tuple[Progress, Scheduler]:
+def progress_on(console: Console) -> tuple[ProgressDisplay, Scheduler]:
     config = build_config(SETTINGS)
     shape = run_spec(config, first_step=1, last_step=8, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
-    return Progress(config, shape, [], console), Scheduler(shape, 0.0)
+    return ProgressDisplay(config, shape, [], console), Scheduler(shape, 0.0)
 
 
 SIZES = [(60, 20), (150, 30), (40, 25), (41, 25), (100, 24)]
@@ -107,7 +107,7 @@ def test_a_terminal_that_is_resized_keeps_every_line_and_no_ghost(reflows: bool)
         out.truncate()
 
     printed = []
-    display = Display(console)
+    display = TerminalDisplay(console)
     try:
         for count, size in enumerate([*SIZES, *SIZES]):
             for line in range(3):
@@ -143,7 +143,9 @@ def test_quick_steps_have_some_lines_on_the_console_and_all_in_a_file() -> None:
     out, time = io.StringIO(), [0.0]
     config = build_config(SETTINGS)
     spec = run_spec(config, first_step=1, last_step=660, num_validation=4, resume_from="", checkpoint_folder="c/{step}")
-    progress = Progress(config, spec, [], Console(file=out, width=200), lambda: time[0], is_due=QuickSteps(660).is_due)
+    progress = ProgressDisplay(
+        config, spec, [], Console(file=out, width=200), lambda: time[0], is_due=QuickSteps(660).is_due
+    )
     log = StepLog(Path(), spec.last_step)
     for step in range(1, 661):
         time[0] += 0.25
@@ -166,13 +168,13 @@ def test_quick_steps_have_some_lines_on_the_console_and_all_in_a_file() -> None:
     ]
 
 
-def a_registry(**phases: str) -> Registry:
+def a_registry(**phases: str) -> ProcessRegistry:
     """Who is in a run, and what they say they do."""
-    registry = Registry.__new__(Registry)  # a view needs no socket
+    registry = ProcessRegistry.__new__(ProcessRegistry)  # a view needs no socket
     registry.processes = {}
     for name, phase in phases.items():
         process = RegisteredProcess(
-            Hello(protocol_version=1, service="trainer", host="node7", pid=4321), name, Peer(b"", ""), 97.0
+            Hello(protocol_version=1, service="trainer", host="node7", pid=4321), name, HubPeer(b"", ""), 97.0
         )
         process.phase = phase
         registry.processes[name.replace("_", "-")] = process
@@ -182,7 +184,9 @@ def a_registry(**phases: str) -> Registry:
 def test_without_a_terminal_a_line_says_now_and_then_what_a_long_step_waits_for() -> None:
     out, time = io.StringIO(), [0.0]
     cluster = Cluster(GRPO)
-    progress = Progress(build_config(SETTINGS), cluster.tables.spec, [], Console(file=out, width=40), lambda: time[0])
+    progress = ProgressDisplay(
+        build_config(SETTINGS), cluster.tables.spec, [], Console(file=out, width=40), lambda: time[0]
+    )
 
     def lines_after(seconds: float) -> list[str]:
         out.seek(0)
@@ -213,7 +217,7 @@ def test_lines_say_how_long_a_run_has_taken_and_will_take() -> None:
     out, time = io.StringIO(), [0.0]
     config = build_config(SETTINGS)
     shape = run_spec(config, first_step=1, last_step=3000, num_validation=4, resume_from="", checkpoint_folder="c")
-    progress = Progress(config, shape, records()[:3], Console(file=out, width=40), lambda: time[0])
+    progress = ProgressDisplay(config, shape, records()[:3], Console(file=out, width=40), lambda: time[0])
     time[0] = 3723.0
     record = records()[3]
     metrics = record.metrics | {"kl": 0.125, "entropy": 1.5, "tokens_per_s": 1234.5}
@@ -228,8 +232,8 @@ def test_lines_say_how_long_a_run_has_taken_and_will_take() -> None:
 
 def test_on_a_terminal_the_display_shows_curves_and_health() -> None:
     hello = Hello(protocol_version=1, service="trainer", host="node7", pid=4321)
-    registry = Registry.__new__(Registry)  # a view needs no socket, only who is in the run
-    registry.processes = {"trainer-0": RegisteredProcess(hello, "trainer-0", Peer(b"", ""), 97.0)}
+    registry = ProcessRegistry.__new__(ProcessRegistry)  # a view needs no socket, only who is in the run
+    registry.processes = {"trainer-0": RegisteredProcess(hello, "trainer-0", HubPeer(b"", ""), 97.0)}
     out = io.StringIO()
     progress, plan = progress_on(Console(file=out, width=120, force_terminal=True))
     try:
@@ -266,8 +270,8 @@ def test_an_asynchronous_run_shows_what_is_generated_ahead_and_with_what() -> No
         "groups: 3 ready, 5 being generated, 2 waiting; newest weights: version 1; "
         "engines: version 1 on 1, version 0 on 1"
     )
-    progress = Progress(build_config(SETTINGS), cluster.tables.spec, [], Console(file=io.StringIO(), width=150))
-    registry = Registry.__new__(Registry)
+    progress = ProgressDisplay(build_config(SETTINGS), cluster.tables.spec, [], Console(file=io.StringIO(), width=150))
+    registry = ProcessRegistry.__new__(ProcessRegistry)
     registry.processes = {}
     page = Console(width=150, record=True, file=io.StringIO())
     page.print(progress.render(cluster.plan, registry, 100.0))

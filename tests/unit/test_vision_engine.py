@@ -15,7 +15,7 @@ from vision_harness import Seeing
 from tandem.common.errors import DataError
 from tandem.refit.adapters.huggingface import is_of_tower
 from tandem.refit.digests.at_once import digest_layout
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.vision import EncoderCache, VisionEngine
 from tandem.rollout.engines.weights import weights_of
 from tests.harness.vision_models import FAMILIES
@@ -29,7 +29,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
 
 
-def apart(seeing: Seeing, requests: list[Request], finished: dict[int, Completion], model: Any = None) -> float:
+def apart(
+    seeing: Seeing, requests: list[SequenceRequest], finished: dict[int, EngineCompletion], model: Any = None
+) -> float:
     """Return how far log-probabilities are from Hugging Face's, at most."""
     worst = 0.0
     for request in requests:
@@ -125,7 +127,7 @@ def test_recomputed_caches_see_the_images_with_the_new_tower(family: str, tmp_pa
     changed = Seeing(family, tmp_path / "changed", seed=1).model
     refit(engine, changed, 1)
     engine.recompute_caches()
-    finished: dict[int, Completion] = {}
+    finished: dict[int, EngineCompletion] = {}
     while engine.num_unfinished:
         finished |= {each.request_id: each for each in engine.step()}
     for request in requests:

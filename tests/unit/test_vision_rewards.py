@@ -14,7 +14,7 @@ from environment_harness import problem as problem_of
 from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 from tandem.rollout.environments.vision.rewards import bbox_giou, exact_alnum, has_format, math_expr
 
 CLEVR = [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]
@@ -187,7 +187,7 @@ def test_the_reward_is_the_mean_by_weight() -> None:
 def test_environments_score_in_their_processes(
     name: str, functions: list[dict[str, Any]], reference: str, response: str, reward: float
 ) -> None:
-    scorer = Scorer(environment(name, functions))
+    scorer = EnvironmentScorer(environment(name, functions))
     try:
         scorer.await_ready()
         (score,) = results(scorer, response, of=problem_of(reference))

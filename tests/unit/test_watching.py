@@ -16,16 +16,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Generated, MemoryUse, Trained
-from tandem.config.schema import GpuMonitoring, Logger, Prometheus
+from tandem.config.schema import GpuMonitoring, LoggerConfig, PrometheusConfig
 from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.observers.watching import NOT_UP
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.observe.exporters.nvml import GpuUse, Nvml
-from tandem.observe.exporters.prometheus import Exporter
-from tandem.observe.exporters.tracing import Tracing
+from tandem.observe.exporters.prometheus import MetricsExporter
+from tandem.observe.exporters.tracing import SpanSender
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.observe.run_folder.live import Live, LiveEngine
-from tandem.observe.timeline import Span, StepSpans
+from tandem.observe.run_folder.live import LiveEngine, RunStatus
+from tandem.observe.timeline import StepSpans, TimelineSpan
 from tests.harness.ports import free_port
 
 MEMORY = MemoryUse(peak=1, held=1)
@@ -60,7 +60,7 @@ def opened(driver: Driver) -> Nvml:
 def test_a_monitor_gives_means_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     driver = Driver()
-    logger = Logger(monitor_gpus=True, gpu_monitoring=GpuMonitoring(collection_interval=0.01))
+    logger = LoggerConfig(monitor_gpus=True, gpu_monitoring=GpuMonitoring(collection_interval=0.01))
     monitor = GpuMonitor(logger, lambda: opened(driver))
     assert monitor.means() == {}
     monitor.begin(1, 2)
@@ -73,9 +73,9 @@ def test_a_monitor_gives_means_and_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_monitor_without_gpus_or_that_is_off_does_nothing() -> None:
-    off = GpuMonitor(Logger(), lambda: pytest.fail("it is off"))
+    off = GpuMonitor(LoggerConfig(), lambda: pytest.fail("it is off"))
     off.begin(0, 1)
-    without = GpuMonitor(Logger(monitor_gpus=True), lambda: None)
+    without = GpuMonitor(LoggerConfig(monitor_gpus=True), lambda: None)
     without.begin(0, 1)
     for monitor in (off, without):
         monitor.close()
@@ -118,10 +118,10 @@ def test_what_gpus_did_is_in_a_steps_metrics() -> None:
 
 
 def test_what_prometheus_is_served() -> None:
-    exporter = Exporter(Prometheus(port=free_port()), NOT_UP)
+    exporter = MetricsExporter(PrometheusConfig(port=free_port()), NOT_UP)
     try:
         with pytest.raises(ConfigError, match=r"logger.prometheus.port: cannot listen on 127.0.0.1:\d+: "):
-            Exporter(Prometheus(port=int(exporter.url.split(":")[2].split("/")[0])), NOT_UP)
+            MetricsExporter(PrometheusConfig(port=int(exporter.url.split(":")[2].split("/")[0])), NOT_UP)
         exporter.name_run("a-run")
         exporter.commit(
             StepRecord(
@@ -135,7 +135,7 @@ def test_what_prometheus_is_served() -> None:
             LiveEngine(name=name, status=status, version=1, outstanding_tokens=7, in_flight=0, host="h", device="CPU")
             for name, status in (("rollout-0", "holding a version"), ("rollout-1", "waiting for a replacement"))
         )
-        exporter.show(Live(at=0.0, step=4, num_steps=9, phase="generating", engines=engines))
+        exporter.show(RunStatus(at=0.0, step=4, num_steps=9, phase="generating", engines=engines))
         exporter.replaced(1)
         with urllib.request.urlopen(exporter.url, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
@@ -161,8 +161,8 @@ STEPS = [
         start=100.0,
         end=110.0,
         spans=[
-            Span(process="rollout-0", what="generating", step=1, start=100.0, end=104.0, detail="4 groups"),
-            Span(process="coordinator", what="refitting", step=1, start=108.0, end=110.0),
+            TimelineSpan(process="rollout-0", what="generating", step=1, start=100.0, end=104.0, detail="4 groups"),
+            TimelineSpan(process="coordinator", what="refitting", step=1, start=108.0, end=110.0),
         ],
     )
 ]
@@ -170,7 +170,7 @@ STEPS = [
 
 def test_spans_of_a_step() -> None:
     kept, notes = InMemorySpanExporter(), list[str]()
-    tracing = Tracing("memory", "a-run", notes.append, kept)
+    tracing = SpanSender("memory", "a-run", notes.append, kept)
     tracing.send(STEPS)
     tracing.close()
     spans = {span.name: span for span in kept.get_finished_spans()}
@@ -203,7 +203,7 @@ class Refuses(SpanExporter):
 def test_a_collector_that_is_gone_is_said_once(raises: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAISES", raises)
     notes: list[str] = []
-    tracing = Tracing("http://nowhere", "a-run", notes.append, Refuses())
+    tracing = SpanSender("http://nowhere", "a-run", notes.append, Refuses())
     for step in range(2000):
         tracing.send([msgspec.structs.replace(STEPS[0], step=step)])
     tracing.close()

@@ -29,7 +29,7 @@ from tandem.common import web
 from tandem.common.errors import ConfigError
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.bodies import read_body
-from tandem.rollout.openai_api.refusals import Refused, as_response
+from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.serving.access_token import VARIABLE, add_token, token_of
 from tests.harness.runs.running import wait_until
@@ -45,7 +45,7 @@ LIMIT = 200
 async def _echo(request: Request) -> Response:
     try:
         return Response(await read_body(request))
-    except Refused as error:
+    except OpenAIRefused as error:
         return as_response(error)
 
 
@@ -144,7 +144,7 @@ def test_an_answer_over_a_kept_connection_is_sent_at_once() -> None:
             asking.request("GET", "/")
             assert asking.getresponse().read() == b""
             (connection,) = server._server.server_state.connections
-            assert isinstance(connection, web.Protocol)
+            assert isinstance(connection, web.TimedHttpProtocol)
             its = connection.transport.get_extra_info("socket")
             assert its.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "Nagle's algorithm is off"
 

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.common.messages import ImageRef, SamplingParameters
-from tandem.rollout.openai_api.generator import Chunk
+from tandem.rollout.openai_api.generator import ResponseChunk
 from tandem.samples.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|python_tag|>"]
@@ -157,11 +157,11 @@ class Scripted:
         images: tuple[ImageRef, ...] = (),
         *,
         is_streamed: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[ResponseChunk, None]:
         """Yield the next response."""
         self.prompts.append([*prompt_ids])
         token_ids = self.responses[next(self._number)]
         for place, token_id in enumerate(token_ids, 1):
             is_last = place == len(token_ids)
             reason = None if not is_last else "stop" if token_id in sampling.stop_token_ids else "length"
-            yield Chunk(token_ids=[token_id], logprobs=[-0.5], versions=[0], finish_reason=reason)  # type: ignore[arg-type]
+            yield ResponseChunk(token_ids=[token_id], logprobs=[-0.5], versions=[0], finish_reason=reason)  # type: ignore[arg-type]

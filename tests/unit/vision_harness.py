@@ -14,7 +14,7 @@ from engine_harness import refit, sampling
 from numpy.typing import NDArray
 
 from tandem.common.messages import ImageRef
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vision import VisionEngine
 from tandem.samples.images.families import expanded, grid_of, num_tokens, read_settings, undrawable_ids
 from tandem.samples.images.reading import decode, described
@@ -67,9 +67,9 @@ class Seeing:
 
     def request(
         self, number: int, text: str, images: Sequence[ImageRef] = (), *, seed: int | None = None, **changes: Any
-    ) -> Request:
+    ) -> SequenceRequest:
         """Build a request for a response to images and a text."""
-        return Request(
+        return SequenceRequest(
             request_id=number,
             prompt_ids=self.tokens(text, images),
             images=tuple(images),
@@ -77,13 +77,17 @@ class Seeing:
             seed=number if seed is None else seed,
         )
 
-    def logprobs(self, request: Request, token_ids_T: NDArray[np.int32], *, model: Any = None) -> NDArray[np.float32]:
+    def logprobs(
+        self, request: SequenceRequest, token_ids_T: NDArray[np.int32], *, model: Any = None
+    ) -> NDArray[np.float32]:
         """Return the log-probabilities of a response by Hugging Face's own forward pass over the whole sequence."""
         logprobs_TV = self.distributions(request, token_ids_T, model=model)
         result: NDArray[np.float32] = logprobs_TV.gather(1, torch.tensor(token_ids_T)[:, None].long())[:, 0].numpy()
         return result
 
-    def distributions(self, request: Request, token_ids_T: NDArray[np.int32], *, model: Any = None) -> torch.Tensor:
+    def distributions(
+        self, request: SequenceRequest, token_ids_T: NDArray[np.int32], *, model: Any = None
+    ) -> torch.Tensor:
         """Return the log-probabilities of every token at the positions of a response, likewise."""
         ids_1T = torch.tensor([[*request.prompt_ids, *token_ids_T.tolist()]])
         inputs: dict[str, Any] = {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}

@@ -22,7 +22,7 @@ from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.comparison import compare
 from tandem.refit.planner import plan
 from tandem.refit.weights import Weights
-from tandem.rollout.engine import Completion, NotHeld, Request
+from tandem.rollout.engine import EngineCompletion, SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.vllm.adapters import AdaptersVllmEngine
 from tandem.trainer import exposed_weights
@@ -35,7 +35,7 @@ _LAYERS = {"qwen3_moe": LAYERS[:4], "phi3": ("qkv_proj", "o_proj", "gate_up_proj
 """Layers with adapters, where these are not those of most: PEFT would adapt experts, too."""
 
 
-def of(version: int, one: Request) -> Request:
+def of(version: int, one: SequenceRequest) -> SequenceRequest:
     """Return a request that names a version."""
     sampling = ServedSampling(**msgspec.structs.asdict(one.sampling), weight_version=version)
     return msgspec.structs.replace(one, sampling=sampling)
@@ -83,7 +83,7 @@ class Several:
         self.engine.apply(version, 60.0, joining_engines=() if self.versions else ("rollout-0",))
         self.versions[version] = copy.deepcopy(self.model).float().merge_and_unload().eval()
 
-    def gap(self, one: Request, completion: Completion, version: int) -> float:
+    def gap(self, one: SequenceRequest, completion: EngineCompletion, version: int) -> float:
         """Return the largest difference from the log-probabilities of a version's merged model."""
         assert completion.versions_T.tolist() == [version] * len(completion.token_ids_T)
         meant = reference_logprobs(self.versions[version], one.prompt_ids, completion.token_ids_T)
@@ -174,7 +174,7 @@ def test_requests_of_a_version_are_the_same_to_the_bit_whatever_comes_and_goes(s
         assert again[one.request_id].logprobs_T.tolist() == before[one.request_id].logprobs_T.tolist()
         assert several.gap(one, again[one.request_id], 1 + one.request_id % 2) < _CLOSE
     several.publish(9)
-    with pytest.raises(NotHeld, match="does not hold weight version 1"):
+    with pytest.raises(VersionNotHeld, match="does not hold weight version 1"):
         several.engine.add_request(requests[0])
     one = of(9, request(0, prompts[0]))
     assert several.gap(one, run_all(several.engine, [one])[0], 9) < _CLOSE
@@ -236,7 +236,7 @@ def test_each_version_has_the_trainers_digests_and_a_damaged_one_is_dropped(work
         with pytest.raises(RefitError, match="the adapters of version 1 are lost"):
             several.engine.step()
         assert several.engine.abort(9) is not None
-        with pytest.raises(NotHeld):
+        with pytest.raises(VersionNotHeld):
             several.engine.add_request(of(1, request(0, (1, 2))))
         one = of(2, request(0, (1, 2)))
         assert several.gap(one, run_all(several.engine, [one])[0], 2) < _CLOSE
@@ -274,7 +274,7 @@ def test_another_program_forgets_all_versions(several: Several) -> None:
     run_all(several.engine, [one])
     several.install()
     for again in (one, request(0, prompt)):
-        with pytest.raises(NotHeld):
+        with pytest.raises(VersionNotHeld):
             several.engine.add_request(again)
     several.publish(1)  # another one of that number: nothing of the first is found in the cache
     assert several.gap(one, run_all(several.engine, [one])[0], 1) < _CLOSE

@@ -21,7 +21,7 @@ from engine_harness import (
 
 from tandem.common.errors import DataError
 from tandem.rollout.engines.masks import restrict
-from tandem.rollout.engines.served import Grammar, ServedSampling, penalised
+from tandem.rollout.engines.served import ResponseGrammar, ServedSampling, penalised
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.vllm.vllm_harness import refit, running, tiny_model
 
@@ -209,7 +209,7 @@ def test_alternatives_are_the_likeliest_tokens_of_the_model(filled: Filled, temp
 
 def test_a_grammar_is_refused(filled: Filled) -> None:
     plain = request(0, random_prompts(1, seed=11)[0])
-    sampling = ServedSampling(**{**msgspec.structs.asdict(plain.sampling), "grammar": cast(Grammar, object())})
+    sampling = ServedSampling(**{**msgspec.structs.asdict(plain.sampling), "grammar": cast(ResponseGrammar, object())})
     with pytest.raises(DataError, match="response_format: vLLM has no tokenizer here"):
         filled.engine.add_request(msgspec.structs.replace(plain, sampling=sampling))
 

@@ -12,7 +12,7 @@ import torch
 from engine_harness import request, run_all
 
 from tandem.common.routers import intercept
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.samples.routed_experts import RoutedExperts
 from tests.vllm.vllm_harness import refit, running, tiny_model, train
 
@@ -21,7 +21,7 @@ PREFIX = tuple(range(1, 41))
 """More than a block of the cache, which requests that begin with it share."""
 
 
-def assert_routed(model: Any, prompt: tuple[int, ...], completion: Completion) -> None:
+def assert_routed(model: Any, prompt: tuple[int, ...], completion: EngineCompletion) -> None:
     """Compare with what the model's own routers choose."""
     token_ids = torch.tensor([[*prompt, *completion.token_ids_T.tolist()]])
     chosen: dict[int, torch.Tensor] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_harness import request, run_all
 
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.masks import restrict
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.samples.sampling_masks import MaskFormat
@@ -42,7 +42,7 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Filled(engine, model)
 
 
-def logits_of(model: Any, completion: Completion) -> torch.Tensor:
+def logits_of(model: Any, completion: EngineCompletion) -> torch.Tensor:
     """Return the scaled logits from which the tokens of a response were drawn."""
     with torch.no_grad():
         logits_TV = model(input_ids=torch.tensor([[*PROMPT, *completion.token_ids_T.tolist()]])).logits[0]
@@ -50,13 +50,13 @@ def logits_of(model: Any, completion: Completion) -> torch.Tensor:
     return scaled_TV
 
 
-def masks_of(completion: Completion) -> torch.Tensor:
+def masks_of(completion: EngineCompletion) -> torch.Tensor:
     (is_kept_TV,) = kept_in(as_sample(PROMPT, completion), VOCABULARY)
     assert is_kept_TV is not None
     return is_kept_TV[len(PROMPT) :]
 
 
-def assert_drawn_from(completion: Completion, logits_TV: torch.Tensor, is_kept_TV: torch.Tensor) -> None:
+def assert_drawn_from(completion: EngineCompletion, logits_TV: torch.Tensor, is_kept_TV: torch.Tensor) -> None:
     logprobs_TV = logits_TV.masked_fill(~is_kept_TV, -torch.inf).log_softmax(dim=-1)
     token_ids_T = torch.from_numpy(completion.token_ids_T.astype(np.int64))
     logprobs_T = logprobs_TV.gather(1, token_ids_T[:, None])[:, 0].numpy()

@@ -21,7 +21,7 @@ from engine_harness import (
 )
 from safetensors.torch import load_file, save_file
 
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.harness.runs.running import coordinator, merged, write_config
 from tests.harness.trainers.trainer_harness import make_model
@@ -83,7 +83,7 @@ def greedy(model: Any, prompt: tuple[int, ...], num_new: int) -> list[int]:
     return sequence[len(prompt) :]
 
 
-def num_steps(engine: VllmEngine, requests: list[Request]) -> int:
+def num_steps(engine: VllmEngine, requests: list[SequenceRequest]) -> int:
     """Generate, and return how many steps that took."""
     for one in requests:
         engine.add_request(one)

@@ -11,12 +11,12 @@ import pytest
 from engine_harness import random_prompts, reference_logprobs, request, run_all
 
 from tandem.common.errors import ConfigError
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tests.vllm.vllm_harness import refit, running, tiny_model, train
 
 
-def furthest(model: Any, prompts: list[tuple[int, ...]], made: dict[int, Completion]) -> float:
+def furthest(model: Any, prompts: list[tuple[int, ...]], made: dict[int, EngineCompletion]) -> float:
     """Return how far log-probabilities are from those of a Hugging Face forward."""
     distances = [
         np.abs(one.logprobs_T - reference_logprobs(model, prompts[index], one.token_ids_T)).max()

@@ -15,7 +15,7 @@ from engine_harness import run_all, write_byte_tokenizer
 from vision_harness import Seeing
 
 from tandem.common.errors import DataError, ModelError
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine, largest
 from tandem.samples.images.families import num_tokens
 from tests.vllm.vllm_harness import refit, tiny_model
@@ -74,7 +74,7 @@ def test_images_that_cannot_be_read_are_refused_by_name(seeing: Seeing, filled: 
     request = seeing.request(0, "how many?", [image])
     wrong = msgspec.structs.replace(image, grid=(1, 4, 4), num_tokens=num_tokens(seeing.settings, (1, 4, 4)))
     of_another = msgspec.structs.replace(request, prompt_ids=seeing.tokens("x", [wrong]), images=(wrong,))
-    cases: list[tuple[Request, type[Exception], str]] = [
+    cases: list[tuple[SequenceRequest, type[Exception], str]] = [
         (msgspec.structs.replace(request, images=()), DataError, "has 30 image tokens, its 0 images need 0"),
         (msgspec.structs.replace(request, images=(image,) * 2), DataError, "has 30 image tokens, its 2 images need 60"),
         (of_another, ModelError, rf"tower makes 30 tokens of image 1 \({image.digest[:12]}\), the prompt has 4"),

@@ -18,8 +18,8 @@ from tandem.refit.adapters.huggingface import is_of_tower
 from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import compare
 from tandem.rollout.engines.vllm import engine as vllm_engine
-from tandem.rollout.engines.vllm.insides import Llm
-from tandem.rollout.engines.vllm.workers import Workers
+from tandem.rollout.engines.vllm.insides import InProcessLlm
+from tandem.rollout.engines.vllm.workers import EngineWorkers
 from tandem.rollout.engines.weights import weights_of
 from tests.harness.vision_models import write_vision_model
 from tests.vllm.vllm_harness import all_parameters, live_parameters, refit, train
@@ -65,14 +65,14 @@ def test_a_refit_equals_load_weights(
     model.save_pretrained(seeing.folder)
     loaded: list[dict[str, torch.Tensor]] = []
 
-    def look_first(llm: Llm) -> Workers:
+    def look_first(llm: InProcessLlm) -> EngineWorkers:
         loaded.extend(all_parameters(llm))
-        return Workers(llm)
+        return EngineWorkers(llm)
 
     with monkeypatch.context() as patch:
         given = vllm_engine.engine_arguments
         patch.setattr(vllm_engine, "engine_arguments", lambda *args: {**given(*args), "load_format": "safetensors"})
-        patch.setattr(vllm_engine, "Workers", look_first)
+        patch.setattr(vllm_engine, "EngineWorkers", look_first)
         with running(seeing) as engine:
             assert not any(held.any() for held in live_parameters(engine).values()), "described, and zero since then"
             refit(engine, model, 0)

@@ -34,7 +34,7 @@ SETTINGS = VllmCfg(precision="float32", max_model_len=128)
 def load(folder: Path) -> dict[str, torch.Tensor]:
     """Have vLLM load a checkpoint by itself; return its parameters."""
     arguments = engine_arguments(folder, SETTINGS, {"kv_cache_memory_bytes": 2**26})
-    llm = insides.Llm({**arguments, "load_format": "safetensors"})
+    llm = insides.InProcessLlm({**arguments, "load_format": "safetensors"})
     try:
         return all_parameters(llm)[0]
     finally:

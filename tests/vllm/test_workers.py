@@ -19,8 +19,8 @@ from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import compare
 from tandem.rollout.engines.vllm import engine as vllm_engine
 from tandem.rollout.engines.vllm.engine import VllmEngine
-from tandem.rollout.engines.vllm.insides import Llm
-from tandem.rollout.engines.vllm.workers import Workers
+from tandem.rollout.engines.vllm.insides import InProcessLlm
+from tandem.rollout.engines.vllm.workers import EngineWorkers
 from tandem.rollout.engines.weights import weights_of
 from tests.harness import leaks
 from tests.harness.runs import hosts_harness
@@ -49,15 +49,15 @@ def load_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, to
     loaded: list[list[dict[str, torch.Tensor]]] = []
     arguments = vllm_engine.engine_arguments
 
-    def look_first(llm: Llm) -> Workers:
+    def look_first(llm: InProcessLlm) -> EngineWorkers:
         loaded.append(all_parameters(llm))
-        return Workers(llm)
+        return EngineWorkers(llm)
 
     def loading(*given: Any) -> dict[str, Any]:
         return {**arguments(*given), "load_format": "safetensors"}
 
     monkeypatch.setattr(vllm_engine, "engine_arguments", loading)
-    monkeypatch.setattr(vllm_engine, "Workers", look_first)
+    monkeypatch.setattr(vllm_engine, "EngineWorkers", look_first)
     return loaded
 
 

@@ -83,7 +83,7 @@ def train(model: Any, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
 
 
-def all_parameters(llm: insides.Llm) -> list[dict[str, torch.Tensor]]:
+def all_parameters(llm: insides.InProcessLlm) -> list[dict[str, torch.Tensor]]:
     """Return, for each worker, a copy of what refits write, and beside it of whatever kernels read in its place."""
     found: list[dict[str, torch.Tensor]] = llm.engine.collective_rpc(_parameters_of)
     return found

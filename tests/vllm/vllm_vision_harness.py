@@ -11,7 +11,7 @@ from vision_harness import Seeing
 
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.at_once import digest_layout
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine
 from tandem.rollout.engines.weights import weights_of
@@ -36,7 +36,9 @@ def running(seeing: Seeing, settings: dict[str, Any] | None = None, **changes: A
         engine.close()
 
 
-def apart(seeing: Seeing, requests: Sequence[Request], finished: dict[int, Completion], model: Any = None) -> float:
+def apart(
+    seeing: Seeing, requests: Sequence[SequenceRequest], finished: dict[int, EngineCompletion], model: Any = None
+) -> float:
     """Return how far log-probabilities are from Hugging Face's, at most."""
     worst = 0.0
     for request in requests:
@@ -61,7 +63,7 @@ def passes_of(engine: VllmEngine) -> list[int]:
     return passes
 
 
-def questions(seeing: Seeing) -> list[Request]:
+def questions(seeing: Seeing) -> list[SequenceRequest]:
     """Return requests with images that some share, with several, and with none."""
     first, second, wide = seeing.image(48, 40, 1), seeing.image(48, 40, 2), seeing.image(64, 24, 3)
     return [

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.rollout import cli
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.transformers import TransformersEngine
 
 _real_step = TransformersEngine.step
 _absurd: dict[int, float] = {}
 
 
-def _step(engine: TransformersEngine) -> list[Completion]:
+def _step(engine: TransformersEngine) -> list[EngineCompletion]:
     """Make tokens for real, and say something else of one of them."""
     done = _real_step(engine)
     for completion in done:

@@ -48,20 +48,20 @@ def _note(name: str, **what: Any) -> None:
 
 
 def _trainer(arguments: Sequence[str]) -> int:
-    from tandem.samples.batch import Batch
+    from tandem.samples.batch import SampleBatch
     from tandem.trainer import cli, step
     from tandem.trainer.fetching import SampleFetcher
-    from tandem.trainer.files.saving import Saving
+    from tandem.trainer.files.saving import SavingReplies
     from tandem.trainer.losses import policy_gradient
 
-    train, fetch, save = step.train, SampleFetcher.fetch, Saving.save
+    train, fetch, save = step.train, SampleFetcher.fetch, SavingReplies.save
     weigh = policy_gradient.importance_weights
     seen: dict[str, Any] = {}
 
     def fetching(self: Any, number: int, *args: Any) -> Any:
         found = fetch(self, number, *args)
         if found[0] is not None:
-            seen.update(step=number, samples=Batch.concatenate(self._kept), weights=[])
+            seen.update(step=number, samples=SampleBatch.concatenate(self._kept), weights=[])
         return found
 
     def weighing(previous_BT: Any, generation_BT: Any, mask_BT: Any, settings: Any) -> Any:
@@ -84,7 +84,7 @@ def _trainer(arguments: Sequence[str]) -> int:
         _hold("save")
         save(*args)
 
-    step.train, SampleFetcher.fetch, Saving.save = training, fetching, saving  # type: ignore[method-assign]
+    step.train, SampleFetcher.fetch, SavingReplies.save = training, fetching, saving  # type: ignore[method-assign]
     policy_gradient.importance_weights = weighing
     return cli.main(arguments)
 
@@ -94,9 +94,9 @@ def _rollout(arguments: Sequence[str]) -> int:
     from tandem.launch.service import ServiceContext
     from tandem.rollout import cli
     from tandem.rollout.engines.transformers import TransformersEngine
-    from tandem.rollout.generating import Generating
+    from tandem.rollout.generating import RunningGenerations
 
-    apply, start, reply = TransformersEngine.apply, Generating.start, ServiceContext.reply
+    apply, start, reply = TransformersEngine.apply, RunningGenerations.start, ServiceContext.reply
 
     def applying(self: Any, version: int, *args: Any) -> Any:
         if version > 1 and self.num_unfinished:
@@ -114,7 +114,7 @@ def _rollout(arguments: Sequence[str]) -> int:
             versions = {"oldest": sample.oldest_version, "newest": sample.newest_version}
             _note("sent", at=time.monotonic(), step=message.step, purpose=message.purpose, **versions)
 
-    TransformersEngine.apply, Generating.start = applying, starting  # type: ignore[method-assign]
+    TransformersEngine.apply, RunningGenerations.start = applying, starting  # type: ignore[method-assign]
     ServiceContext.reply = replying  # type: ignore[method-assign]
     return cli.main(arguments)
 

@@ -33,8 +33,8 @@ _FOR_EVER_S = 1e6
 _TOLD = (1, 10, 20)
 
 _real_init = ServiceContext.__init__
-_real_pump_init = pump.Pump.__init__
-_real_forward = pump.Pump._forward_incoming
+_real_pump_init = pump.FramePump.__init__
+_real_forward = pump.FramePump._forward_incoming
 _real_found = SampleStore._found
 
 
@@ -96,7 +96,7 @@ def _found(store: Any, request: Any) -> Any:
 
 if __name__ == "__main__":
     ServiceContext.__init__ = _init  # type: ignore[method-assign]
-    pump.Pump.__init__ = _pump_init  # type: ignore[method-assign]
-    pump.Pump._forward_incoming = _forward  # type: ignore[method-assign]
+    pump.FramePump.__init__ = _pump_init  # type: ignore[method-assign]
+    pump.FramePump._forward_incoming = _forward  # type: ignore[method-assign]
     SampleStore._found = _found  # type: ignore[method-assign]
     sys.exit(importlib.import_module(f"tandem.{sys.argv[1]}.cli").main(sys.argv[2:]))

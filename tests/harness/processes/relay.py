@@ -14,10 +14,10 @@ import msgspec
 import zmq
 
 from tandem.common import keys
-from tandem.common.curve import Admitted, hear_processes, new_key_pair, prove
+from tandem.common.curve import AdmittedKeys, hear_processes, new_key_pair, prove
 from tandem.common.keys import KeyPair, ProcessKeys, RunKeys, read_run_keys
 from tandem.common.messages import PROTOCOL_VERSION, Hello, KeyAccepted, Refused, ServiceKind
-from tandem.common.wire import Codec, Frames, encode
+from tandem.common.wire import Frames, MessageCodec, encode
 from tandem.common.wire.gatekeeper import Gatekeeper
 
 Tampering = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -34,7 +34,7 @@ def registered(coordinator: str, kind: ServiceKind, run: RunKeys) -> KeyPair:
         hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host="here", pid=1, registers=own.public)
         socket.send_multipart(encode(hello))
         assert socket.poll(10_000), "the coordinator does not answer"
-        answer = Codec[KeyAccepted | Refused](KeyAccepted | Refused).decode(socket.recv_multipart()).message
+        answer = MessageCodec[KeyAccepted | Refused](KeyAccepted | Refused).decode(socket.recv_multipart()).message
         assert isinstance(answer, KeyAccepted), answer
     return own
 
@@ -56,14 +56,14 @@ class Relay:
         file = Path(f"relayed-{own.public[:4].encode().hex()}.json")
         file.touch(mode=0o600)
         file.write_bytes(keys.encode(ProcessKeys(coordinator=run.coordinator.public, own=own, is_joining=False)))
-        self._codec: Codec[Any] = Codec(union)
+        self._codec: MessageCodec[Any] = MessageCodec(union)
         self._is_wanted, self._tamper = is_wanted, tamper
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.ROUTER)
         self._back = self._context.socket(zmq.DEALER)
         for socket in (self._front, self._back):
             socket.setsockopt(zmq.LINGER, 0)
-        Gatekeeper(self._context, Admitted([own.public]))
+        Gatekeeper(self._context, AdmittedKeys([own.public]))
         hear_processes(self._front, run.coordinator)
         prove(self._back, own, run.coordinator.public)
         port = self._front.bind_to_random_port("tcp://127.0.0.1")

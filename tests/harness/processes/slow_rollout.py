@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 
 from tandem.rollout import cli
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.transformers import TransformersEngine
 
 _WAITS_S = 0.1
 _real_step = TransformersEngine.step
 
 
-def _step(engine: TransformersEngine) -> list[Completion]:
+def _step(engine: TransformersEngine) -> list[EngineCompletion]:
     """Make a token of each request for real, late."""
     time.sleep(_WAITS_S)
     return _real_step(engine)

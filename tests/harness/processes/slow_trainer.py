@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tandem.common.messages import Train
 from tandem.common.wire import Arrays
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer import cli
 from tandem.trainer.files import checkpoints
 from tandem.trainer.service import TrainerService
@@ -36,7 +36,7 @@ def training_file(step: int) -> Path:
     return Path(f"training_{step}")
 
 
-def _train(service: TrainerService, command: Train, table: Batch, arrays: Arrays) -> None:
+def _train(service: TrainerService, command: Train, table: SampleBatch, arrays: Arrays) -> None:
     """Train for real, once nothing keeps the step from it."""
     while training_file(command.step).exists():
         time.sleep(0.02)

@@ -30,15 +30,15 @@ from tandem.common.curve import new_key_pair
 from tandem.common.errors import RefitError
 from tandem.common.keys import KeyPair
 from tandem.common.worker_shards import process_of
-from tandem.launch.child import Child
+from tandem.launch.child import ForkedChild
 from tandem.refit import layout, program
 from tandem.refit.binding import bind
 from tandem.refit.bound import BoundProgram
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides, whole
-from tandem.refit.planner import Plan
+from tandem.refit.planner import TransferPlan
 from tandem.refit.program import Merging
 from tandem.refit.transports import process_group, tcp_group
-from tandem.refit.transports.process_group import Group, GroupKeys
+from tandem.refit.transports.process_group import ConnectedGroup, GroupKeys
 from tests.harness.processes import wires
 from tests.harness.processes.stream_harms import HARMS
 from tests.harness.processes.wires import TIMEOUT_S, Wire
@@ -86,7 +86,7 @@ def tensor_parallel(rank: int, size: int, shapes: Shapes, dtype: str = "float32"
     return builder.build()
 
 
-def planned(plan: Plan, member: str) -> dict[str, int]:
+def planned(plan: TransferPlan, member: str) -> dict[str, int]:
     """Return the bytes that a plan has for each link of a member."""
     found: dict[str, int] = {}
     for link in plan.links:
@@ -208,7 +208,7 @@ class Member:
         self.layout = layout.decode((folder / f"{name}.layout").read_bytes())
         self.program = program.decode((folder / f"{name}.program").read_bytes())
         self.storages = allocate(self.layout)
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, ConnectedGroup] = {}
         self.hosted: list[TCPStore] = []
         self.bound: BoundProgram = bind(self.program, self.storages, self.groups)
 
@@ -280,7 +280,7 @@ class Remote:
         os.kill(self.pid, number)
 
 
-def save(folder: Path, plan: Plan, layouts: Mapping[str, Layout], *, largest_difference: float = 0.0) -> None:
+def save(folder: Path, plan: TransferPlan, layouts: Mapping[str, Layout], *, largest_difference: float = 0.0) -> None:
     """Write what members need to know."""
     for name, described in layouts.items():
         made = msgspec.structs.replace(plan.programs[name], largest_difference=largest_difference)
@@ -301,7 +301,7 @@ def remotes(folder: Path, names: list[str], prefix: tuple[str, ...] = ()) -> Ite
         yield {name: Remote(wire) for name, wire in found.items()}
 
 
-def _start(prefix: tuple[str, ...], words: list[str]) -> subprocess.Popen[bytes] | Child:
+def _start(prefix: tuple[str, ...], words: list[str]) -> subprocess.Popen[bytes] | ForkedChild:
     """Start `main`: in a fork of what has imported all that members need, or in a program where it has to be one."""
     if prefix:
         return subprocess.Popen(
@@ -313,7 +313,7 @@ def _start(prefix: tuple[str, ...], words: list[str]) -> subprocess.Popen[bytes]
     return consoles.fork_server().start(__name__, words, out, errors)
 
 
-def _end(process: subprocess.Popen[bytes] | Child, members: Sequence[int]) -> None:
+def _end(process: subprocess.Popen[bytes] | ForkedChild, members: Sequence[int]) -> None:
     """Wait for the process whose members have no wire any more, and for these; kill them all if one does not end."""
     try:
         process.wait(TIMEOUT_S)

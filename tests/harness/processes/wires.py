@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tandem.launch.child import Child
+from tandem.launch.child import ForkedChild
 
 TIMEOUT_S = 60.0
 """Longest time until processes have connected, and until one replies or ends."""
@@ -62,7 +62,7 @@ class Wires:
         self._listening.settimeout(_LOOK_S)
 
     def accept(
-        self, names: Sequence[str], process: subprocess.Popen[bytes] | Child, stack: contextlib.ExitStack
+        self, names: Sequence[str], process: subprocess.Popen[bytes] | ForkedChild, stack: contextlib.ExitStack
     ) -> dict[str, Wire]:
         """Return the wires of all that `process` connects, which the stack closes."""
         found: dict[str, Wire] = {}

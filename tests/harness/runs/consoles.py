@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from tandem.launch.child import Child
-from tandem.launch.fork_server import ForkServer, serve
+from tandem.launch.child import ForkedChild
+from tandem.launch.fork_server import ServiceForkServer, serve
 from tandem.launch.launch import preload
 from tests.harness.runs import whole_pages
 
@@ -40,24 +40,24 @@ _MODULES = (
 )
 
 
-def start(command: str, arguments: Sequence[str], out: IO[bytes], errors: IO[bytes] | None = None) -> Child:
+def start(command: str, arguments: Sequence[str], out: IO[bytes], errors: IO[bytes] | None = None) -> ForkedChild:
     """Start a console command with this process's folder and environment."""
     return fork_server().start(f"tandem.{command}.cli", arguments, out, errors)
 
 
 @cache
-def fork_server() -> ForkServer:
+def fork_server() -> ServiceForkServer:
     """Return what commands are forked from; it ends with this process."""
     return _OfAnInterpreter(_preload, _DEADLINE_S)
 
 
 @cache
-def fork_server_of_hub() -> ForkServer:
+def fork_server_of_hub() -> ServiceForkServer:
     """Return what commands are forked from that ask the Hub which the environment named at the first call."""
     return _OfAnInterpreter(_preload_of_hub, _DEADLINE_S)
 
 
-class _OfAnInterpreter(ForkServer):
+class _OfAnInterpreter(ServiceForkServer):
     """A fork_server that is a new interpreter and no fork of this process."""
 
     def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket]:

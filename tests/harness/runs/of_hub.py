@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.child import Child
+from tandem.launch.child import ForkedChild
 from tests.harness.hub_server import HubServer, hub_server
 from tests.harness.runs import consoles
 from tests.harness.runs.running import BIN, TIMEOUT_S
@@ -80,17 +80,17 @@ def program_of_hub(text: str) -> subprocess.CompletedProcess[str]:
     return _ended(_PROGRAM, [sys.executable, "-c"], [text])
 
 
-def start_of_hub(*arguments: str | Path) -> Child:
+def start_of_hub(*arguments: str | Path) -> ForkedChild:
     """Start the command, to be killed while it asks the Hub of the test; what it prints is nobody's concern."""
     return _started(_COMMAND, [str(word) for word in arguments])
 
 
-def start_program(text: str) -> Child:
+def start_program(text: str) -> ForkedChild:
     """Start a program, likewise."""
     return _started(_PROGRAM, [text])
 
 
-def _started(module: str, arguments: Sequence[str]) -> Child:
+def _started(module: str, arguments: Sequence[str]) -> ForkedChild:
     assert _settings() == _served
     with Path(os.devnull).open("wb") as nowhere:
         return consoles.fork_server_of_hub().start(module, arguments, nowhere)

@@ -12,9 +12,9 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
 from tests.harness.trainers.trainer_harness import make_model
 
@@ -28,7 +28,7 @@ Given = dict[bytes, NDArray[np.int16]]
 """Of each sequence, by its tokens, where they went: ``[T, L, K]``."""
 
 
-def routed(batch: Batch, *, seed: int = 0, num_alike: int = 0, experts: RoutedExperts = EXPERTS) -> Batch:
+def routed(batch: SampleBatch, *, seed: int = 0, num_alike: int = 0, experts: RoutedExperts = EXPERTS) -> SampleBatch:
     """Return a batch whose tokens went anywhere.
 
     The last of each sequence went to nobody knows where. The first `num_alike` tokens of all sequences went to the same
@@ -57,7 +57,7 @@ def make_sharp_model(folder: Path, scale: float = 2.0) -> Path:
     return folder
 
 
-def given_of(batches: Iterable[Batch], experts: RoutedExperts = EXPERTS) -> Given:
+def given_of(batches: Iterable[SampleBatch], experts: RoutedExperts = EXPERTS) -> Given:
     given = {}
     for batch in batches:
         experts_TLK = experts.decode(batch.columns[COLUMN])
@@ -108,7 +108,7 @@ def generated(
     num_samples: int = 8,
     num_tokens: int = 16,
     experts: RoutedExperts = EXPERTS,
-) -> Batch:
+) -> SampleBatch:
     """Return samples that the embedded engine has made with the weights in a folder, two of each prompt."""
     engine = TransformersEngine(
         folder, num_slots=4, max_total_sequence_length=64, dtype=dtype, with_weights=True, experts=experts
@@ -118,7 +118,7 @@ def generated(
     )
     prompts = [tuple(range(3, 8 + sample // 2 % 4)) for sample in range(num_samples)]
     for sample, prompt in enumerate(prompts):
-        engine.add_request(Request(request_id=sample, prompt_ids=prompt, sampling=sampling, seed=sample))
+        engine.add_request(SequenceRequest(request_id=sample, prompt_ids=prompt, sampling=sampling, seed=sample))
     found = []
     while engine.num_unfinished:
         found += engine.step()
@@ -133,7 +133,7 @@ def generated(
         logprobs.append(np.concatenate([before, completion.logprobs_T]))
         columns.append(experts.of_sequence([completion.routed_experts_TX], len(token_ids[-1])))
     random = np.random.default_rng(0)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
         token_ids_T=np.concatenate(token_ids).astype(np.int32),
         loss_mask_T=np.concatenate(masks),

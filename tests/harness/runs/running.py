@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from tandem.common.keys import key_file
-from tandem.launch.child import Child
+from tandem.launch.child import ForkedChild
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.harness.runs import consoles
 from tests.simulated_gpu.run import IS_RUNNING
@@ -217,7 +217,7 @@ class Command:
         self._log = Path(f"output-{time.monotonic_ns()}.txt")
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))
         command, arguments = words[0], [str(word) for word in words[1:]]
-        self.process: Child | subprocess.Popen[bytes]
+        self.process: ForkedChild | subprocess.Popen[bytes]
         with self._log.open("wb") as out, pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", path)
             if command in consoles.COMMANDS:

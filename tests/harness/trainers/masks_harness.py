@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.samples.batch import MASKS, Batch
+from tandem.samples.batch import MASKS, SampleBatch
 from tandem.samples.sampling_masks import MaskFormat, SamplingMasks, mask_columns
 
 
@@ -28,7 +28,7 @@ def words_of(kept: NDArray[np.bool_]) -> NDArray[np.int32]:
     return np.array(bitmap, dtype=np.uint32).view(np.int32)
 
 
-def masked(batch: Batch, vocabulary: int, *, seed: int = 0) -> Batch:
+def masked(batch: SampleBatch, vocabulary: int, *, seed: int = 0) -> SampleBatch:
     """Return a batch in which each counted token has a random mask: of itself alone, of few, of many, of all tokens."""
     random = np.random.default_rng(seed)
     parts = []
@@ -43,7 +43,7 @@ def masked(batch: Batch, vocabulary: int, *, seed: int = 0) -> Batch:
     return batch.replace(**joined)
 
 
-def kept_in(batch: Batch, vocabulary: int) -> list[torch.Tensor | None]:
+def kept_in(batch: SampleBatch, vocabulary: int) -> list[torch.Tensor | None]:
     """Return for each sequence the tokens, ``[T, V]``, that each of its tokens was drawn from, read word by word."""
     if MASKS[0] not in batch.columns:
         return [None] * len(batch)
@@ -61,7 +61,7 @@ def kept_in(batch: Batch, vocabulary: int) -> list[torch.Tensor | None]:
 
 def drawn(
     folder: Path, vocabulary: int, requests: Sequence[Mapping[str, Any]], *, num_tokens: int = 16, num_samples: int = 8
-) -> Batch:
+) -> SampleBatch:
     """Return samples that the embedded engine draws with the weights in a folder, some by each of these changes of the
     sampling parameters."""
     mask_format = MaskFormat(vocabulary=vocabulary)
@@ -72,20 +72,20 @@ def drawn(
     for sample, prompt in enumerate(prompts):
         changes = requests[sample % len(requests)]
         sampling = SamplingParameters(**{**plain, "max_new_tokens": num_tokens, **changes})
-        engine.add_request(Request(request_id=sample, prompt_ids=prompt, sampling=sampling, seed=sample))
+        engine.add_request(SequenceRequest(request_id=sample, prompt_ids=prompt, sampling=sampling, seed=sample))
     completions = []
     while engine.num_unfinished:
         completions += engine.step()
     engine.close()
     completions.sort(key=lambda completion: completion.request_id)
-    return Batch.concatenate([as_sample(*pair) for pair in zip(prompts, completions, strict=True)])
+    return SampleBatch.concatenate([as_sample(*pair) for pair in zip(prompts, completions, strict=True)])
 
 
-def as_sample(prompt: tuple[int, ...], completion: Completion) -> Batch:
+def as_sample(prompt: tuple[int, ...], completion: EngineCompletion) -> SampleBatch:
     """Return a response as a rollout keeps it, with a reward and an advantage."""
     token_ids_T = np.array([*prompt, *completion.token_ids_T.tolist()], dtype=np.int32)
     is_made_T = np.arange(len(token_ids_T)) >= len(prompt)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(token_ids_T)], dtype=np.int32),
         token_ids_T=token_ids_T,
         loss_mask_T=is_made_T,

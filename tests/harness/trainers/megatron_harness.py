@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tandem.config import Config
 from tandem.config.schema import NewModel
 from tandem.samples.model_files import write_new_model
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.trainer_harness import ADAMW, make_batch, make_config
 
@@ -126,6 +126,6 @@ def config_for(folder: Path, num_ranks: int, megatron: dict[str, Any], **policy:
     )
 
 
-def make(config: Config, checkpoint: Path | None = None) -> Backend:
+def make(config: Config, checkpoint: Path | None = None) -> TrainerBackend:
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     return make_backend(config, checkpoint=checkpoint)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tandem.config import Config
 from tandem.config.models.hf_config import model_class
-from tandem.samples.batch import Batch
-from tandem.trainer.backend import Backend
+from tandem.samples.batch import SampleBatch
+from tandem.trainer.backend import TrainerBackend
 from tests.harness.trainers.masks_harness import kept_in
 from tests.harness.trainers.trainer_harness import (
     ADAMW,
@@ -37,7 +37,7 @@ def trained_weights(folder: Path, name: str = "policy") -> dict[str, torch.Tenso
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def sequences_of(batch: Batch) -> list[dict[str, torch.Tensor]]:
+def sequences_of(batch: SampleBatch) -> list[dict[str, torch.Tensor]]:
     """The batch's arrays, a dict a sequence."""
     ends = np.cumsum(batch.lengths_S)
     return [
@@ -72,7 +72,7 @@ def adamw(model: Any, *, decays_vectors: bool = True) -> torch.optim.Optimizer:
 
 def plain_grpo(
     model: Any,
-    batches: Sequence[Batch],
+    batches: Sequence[SampleBatch],
     *,
     size: int,
     temperature: float = 1.0,
@@ -155,7 +155,7 @@ class Numbers(NamedTuple):
 
 def plain_numbers(
     source: Any,
-    batches: Sequence[Batch],
+    batches: Sequence[SampleBatch],
     *,
     temperature: float,
     kl: float,
@@ -176,9 +176,9 @@ def plain_numbers(
 
 def numbers_of(
     world_size: int,
-    make: Callable[[Config], Backend],
+    make: Callable[[Config], TrainerBackend],
     config: Config,
-    batches: Sequence[Batch],
+    batches: Sequence[SampleBatch],
     folder: Path,
 ) -> Numbers:
     """Train a backend on ranks of their own, one optimizer step a batch; the policy is saved to `folder`."""
@@ -210,7 +210,7 @@ def assert_same_numbers(found: Numbers, expected: Numbers, tolerance: float) -> 
 
 
 def train_one_rank(
-    rank: int, make: Callable[[Config], Backend], config: Config, batches: Sequence[Batch], folder: Path
+    rank: int, make: Callable[[Config], TrainerBackend], config: Config, batches: Sequence[SampleBatch], folder: Path
 ) -> tuple[int, NDArray[np.float32], list[dict[str, float]]]:
     backend = make(config)
     table, _ = share_of(backend, batches[0], config)

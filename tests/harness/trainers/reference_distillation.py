@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.trainers.reference import Numbers, adamw, sequences_of
 
 IMPOSSIBLE = -100.0
@@ -51,7 +51,7 @@ def compared(
 def distillation_loss(
     student: Any,
     teachers: Sequence[Any],
-    batch: Batch,
+    batch: SampleBatch,
     loss: Mapping[str, Any],
     *,
     topk: int,
@@ -79,7 +79,7 @@ def distillation_loss(
     return loss.get("kl_loss_weight", 1.0) * divergence + loss.get("ce_loss_scale", 0.0) * likelihood
 
 
-def joint_weights(teachers: Sequence[Any], batch: Batch, loss: Mapping[str, Any]) -> list[float]:
+def joint_weights(teachers: Sequence[Any], batch: SampleBatch, loss: Mapping[str, Any]) -> list[float]:
     """The weights of teachers of every sequence where they depend on the batch.
 
     They are NeMo-RL's formulas (``CrossTokenizerDistillationLossFn`` of its main branch in November 2026, for teachers
@@ -106,7 +106,13 @@ def joint_weights(teachers: Sequence[Any], batch: Batch, loss: Mapping[str, Any]
 
 
 def joint_distillation_loss(
-    student: Any, teachers: Sequence[Any], batch: Batch, loss: Mapping[str, Any], *, weights: Sequence[float], topk: int
+    student: Any,
+    teachers: Sequence[Any],
+    batch: SampleBatch,
+    loss: Mapping[str, Any],
+    *,
+    weights: Sequence[float],
+    topk: int,
 ) -> torch.Tensor:
     """The loss of several teachers of every sequence: the sum of their divergences by weight, and the likelihood."""
     parts = [
@@ -125,7 +131,7 @@ def joint_distillation_loss(
 def plain_distillation(
     folder: Path,
     teachers: Sequence[Path],
-    batches: Sequence[Batch],
+    batches: Sequence[SampleBatch],
     loss: Mapping[str, Any],
     *,
     topk: int,

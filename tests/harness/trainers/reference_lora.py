@@ -15,7 +15,7 @@ import transformers
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.trainers.reference import logprobs_of, sequences_of
 from tests.harness.trainers.trainer_harness import ADAMW
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 RANK, ALPHA = 4, 16
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """The layers that Megatron-Core's fuse."""
-Loss = Callable[[Any, Batch], torch.Tensor]
+Loss = Callable[[Any, SampleBatch], torch.Tensor]
 """Of a model and a batch, with gradient."""
 
 
@@ -109,7 +109,7 @@ def state_of(adapted: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-def sft_loss(model: Any, batch: Batch) -> torch.Tensor:
+def sft_loss(model: Any, batch: SampleBatch) -> torch.Tensor:
     """The mean of the counted tokens, a conversation at a time."""
     loss = torch.zeros(())
     for each in sequences_of(batch):
@@ -117,7 +117,7 @@ def sft_loss(model: Any, batch: Batch) -> torch.Tensor:
     return loss / int(batch.loss_mask_T.sum())
 
 
-def grpo_loss(model: Any, batch: Batch, reference: Any, kl: float) -> torch.Tensor:
+def grpo_loss(model: Any, batch: SampleBatch, reference: Any, kl: float) -> torch.Tensor:
     """The mean of the counted tokens of a first step on samples, with a k3 penalty."""
     loss = torch.zeros(())
     for each in sequences_of(batch):
@@ -130,7 +130,7 @@ def grpo_loss(model: Any, batch: Batch, reference: Any, kl: float) -> torch.Tens
     return loss / int(batch.loss_mask_T.sum())
 
 
-def plain_steps(start: Start, batches: Sequence[Batch], loss_of: Loss) -> Trained:
+def plain_steps(start: Start, batches: Sequence[SampleBatch], loss_of: Loss) -> Trained:
     """Take a step a batch."""
     adapted = start.load()
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]

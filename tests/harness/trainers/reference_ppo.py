@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.trainers.reference import logprobs_of, sequences_of
 from tests.harness.trainers.trainer_harness import ADAMW
 
@@ -60,7 +60,7 @@ def advantages_of(rewards: torch.Tensor, values: torch.Tensor, discount: float =
 
 def plain_ppo(
     folder: Path,
-    batches: Sequence[Batch],
+    batches: Sequence[SampleBatch],
     *,
     size: int,
     epochs: int,

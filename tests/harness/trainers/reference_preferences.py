@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
 BETA, SFT_WEIGHT = 0.3, 0.2
 
 
-def responses(model: Any, batch: Batch) -> list[torch.Tensor]:
+def responses(model: Any, batch: SampleBatch) -> list[torch.Tensor]:
     """Log-probabilities of the counted tokens of each sequence, which goes through the model alone."""
     found = []
     for length, end in zip(batch.lengths_S, np.cumsum(batch.lengths_S), strict=True):
@@ -23,7 +23,7 @@ def responses(model: Any, batch: Batch) -> list[torch.Tensor]:
     return found
 
 
-def plain_dpo(model: Any, reference: Any, batch: Batch, beta: float = BETA) -> tuple[torch.Tensor, Any]:
+def plain_dpo(model: Any, reference: Any, batch: SampleBatch, beta: float = BETA) -> tuple[torch.Tensor, Any]:
     """Loss, with gradient, and what there is to report."""
     policy = responses(model, batch)
     with torch.no_grad():

@@ -29,18 +29,18 @@ from tandem.config.schema import NewModel
 from tandem.config.schema.columns import Model
 from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import combine
-from tandem.refit.program import Verification
-from tandem.samples.batch import Batch
+from tandem.refit.program import ProcessVerification
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding
 from tandem.samples.given_table import given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer import step
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import unpad_into
 from tandem.trainer.evaluating import evaluate
-from tandem.trainer.exchange import Exchange, meet, moved
+from tandem.trainer.exchange import RankExchange, meet, moved
 from tandem.trainer.files import box_files, policy_files
 from tandem.trainer.scorers.columns import scored_by
 
@@ -219,7 +219,7 @@ def make_config(
     return build_config(settings)
 
 
-def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -> Batch:
+def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -> SampleBatch:
     """Return a random batch of ragged sequences: prompts, then counted tokens, advantages of both signs.
 
     They have few lengths: DTensor finds out anew for each how ranks share every operation, most of a small step.
@@ -230,7 +230,7 @@ def make_batch(num_sequences: int = 8, *, seed: int = 0, max_length: int = 14) -
     loss_mask_T = np.concatenate(masks)
     num_tokens = int(lengths_S.sum())
     logprobs_T = np.where(loss_mask_T, random.normal(-3.0, 0.3, num_tokens), 0.0).astype(np.float32)
-    return Batch(
+    return SampleBatch(
         lengths_S=lengths_S,
         token_ids_T=random.integers(3, VOCABULARY, num_tokens).astype(np.int32),
         loss_mask_T=loss_mask_T,
@@ -244,7 +244,7 @@ STORE: list[Any] = []
 """Where the processes of a test meet: one, in each of them."""
 
 
-def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Backend, Exchange | None]:
+def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[TrainerBackend, RankExchange | None]:
     """Build what a rank holds; where models have processes of their own, after these have become groups."""
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     if len(config.processes_of) == 1:
@@ -255,12 +255,12 @@ def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Ba
 
 
 def share_of(
-    backend: Backend,
-    batch: Batch,
+    backend: TrainerBackend,
+    batch: SampleBatch,
     config: Config,
     parts: Sequence[int] = (),
-    exchange: Exchange | None = None,
-) -> tuple[Batch]:
+    exchange: RankExchange | None = None,
+) -> tuple[SampleBatch]:
     """Return the table of a whole batch, as the coordinator would divide it, and this rank's share."""
     sharding, rank = BatchSharding.of(config, shares_prompts=backend.shares_prompts), backend.data_parallel_rank
     if exchange is None:  # whatever `config` says, there are as many ranks as the test has started
@@ -271,9 +271,9 @@ def share_of(
     return table, batch.replace(**table.columns).take(table.rows_of(rank))
 
 
-def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDArray[np.float32]:
+def said_by(backend: TrainerBackend, batch: SampleBatch, config: Config, model: Model) -> NDArray[np.float32]:
     """Return the first number that a model says of each token of this rank's share of a whole batch."""
-    taken = step.Step(backend, *share_of(backend, batch, config), config)
+    taken = step.TrainingStep(backend, *share_of(backend, batch, config), config)
     shard = taken.shards[model]
     values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
     for micro_batch, scores_BT in scored_by(taken, model):
@@ -281,32 +281,34 @@ def said_by(backend: Backend, batch: Batch, config: Config, model: Model) -> NDA
     return moved(values_T, shard, taken.shards["policy"])
 
 
-def train_on(backend: Backend, batch: Batch, config: Config, exchange: Exchange | None = None) -> step.TrainResult:
+def train_on(
+    backend: TrainerBackend, batch: SampleBatch, config: Config, exchange: RankExchange | None = None
+) -> step.TrainResult:
     """Train on this rank's share of a whole batch."""
     return step.train(backend, *share_of(backend, batch, config, exchange=exchange), config, exchange=exchange)
 
 
 def evaluate_on(
-    backend: Backend,
-    batch: Batch,
+    backend: TrainerBackend,
+    batch: SampleBatch,
     config: Config,
     parts: Mapping[str, int] | None = None,
-    exchange: Exchange | None = None,
+    exchange: RankExchange | None = None,
 ) -> dict[str, float]:
     """Evaluate this rank's share of a whole batch."""
     shared = share_of(backend, batch, config, [*(parts or {}).values()], exchange)
     return evaluate(backend, *shared, config, parts, exchange)
 
 
-def digest_of(backend: Backend, dtype: str = "float32") -> int:
+def digest_of(backend: TrainerBackend, dtype: str = "float32") -> int:
     """Return the digest of what a rank holds, all tensors together, as engines hold it that want `dtype`."""
     weights = backend.weights()
     pieces, tensors = weights.layout.pieces, weights.layout.tensors
-    verification = Verification(np.arange(len(pieces)), (dtype,) * len(tensors))
+    verification = ProcessVerification(np.arange(len(pieces)), (dtype,) * len(tensors))
     return combine(*digest_layout(weights.layout, weights.storages, verification).tolist())
 
 
-def train_rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path | None = None) -> Any:
+def train_rank(rank: int, config: Config, batches: Sequence[SampleBatch], folder: Path | None = None) -> Any:
     """Train on the batches one after another; return the metrics of each, and save the weights if a folder is given."""
     backend = DTensorBackend(config, checkpoint=None)
     results = [train_on(backend, batch, config) for batch in batches]
@@ -315,7 +317,7 @@ def train_rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path
     return [result.metrics for result in results], digest_of(backend)
 
 
-def evaluate_rank(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+def evaluate_rank(rank: int, config: Config, batch: SampleBatch) -> dict[str, float]:
     backend = DTensorBackend(config, checkpoint=None)
     before = digest_of(backend)
     metrics = evaluate_on(backend, batch, config)
@@ -340,7 +342,7 @@ def busy_disk() -> Iterator[threading.Event]:
 
 
 def train_while_saving(
-    backend: Backend, config: Config, seeds: Sequence[int], num_before: int, folder: Path
+    backend: TrainerBackend, config: Config, seeds: Sequence[int], num_before: int, folder: Path
 ) -> list[dict[str, float]]:
     """Train on the batches of these seeds, and save before one of them; nothing is written before the last is done."""
     metrics: list[dict[str, float]] = []
@@ -357,7 +359,7 @@ def train_while_saving(
     return metrics
 
 
-def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> Batch:
+def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: int = 9) -> SampleBatch:
     """Return a batch of prompt groups of these sizes: random prompts, ragged responses, one of them of two turns."""
     random = np.random.default_rng(seed)
     token_ids, masks = [], []
@@ -370,7 +372,7 @@ def make_groups(*sizes: int, seed: int = 0, max_prompt: int = 8, max_response: i
     masks[-1][-len(masks[-1]) // 3] = False  # what an environment said between two turns
     loss_mask_T = np.concatenate(masks)
     num_tokens = len(loss_mask_T)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
         token_ids_T=np.concatenate(token_ids).astype(np.int32),
         loss_mask_T=loss_mask_T,

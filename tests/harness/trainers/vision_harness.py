@@ -17,7 +17,7 @@ from PIL import Image
 from tandem.common.messages import ImageRef
 from tandem.config import Config
 from tandem.config.models.vision_families import VISION
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.families import expanded, grid_of, num_tokens, read_settings, undrawable_ids
 from tandem.samples.images.rows import image_folder
@@ -61,7 +61,7 @@ def encoded(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def seeing_batch(config: Config, sequences: Sequence[Sequence_] = SEQUENCES, *, seed: int = 0) -> Batch:
+def seeing_batch(config: Config, sequences: Sequence[Sequence_] = SEQUENCES, *, seed: int = 0) -> SampleBatch:
     """Return a batch of sequences, whose pictures are put into the run's folder."""
     random = np.random.default_rng(seed)
     settings = read_settings(Path(config.policy.tokenizer.name))
@@ -95,7 +95,7 @@ def seeing_batch(config: Config, sequences: Sequence[Sequence_] = SEQUENCES, *, 
         images.append(own)
     mask_T = np.concatenate(masks)
     logprobs_T = np.where(mask_T, random.normal(-3.0, 0.3, len(mask_T)), 0.0).astype(np.float32)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(each) for each in token_ids], dtype=np.int32),
         token_ids_T=np.concatenate(token_ids).astype(np.int32),
         loss_mask_T=mask_T,
@@ -109,7 +109,7 @@ def seeing_batch(config: Config, sequences: Sequence[Sequence_] = SEQUENCES, *, 
 class PlainVision:
     """Hugging Face's own model, which is given pixels whole, one sequence at a time, by its tokens."""
 
-    def __init__(self, config: Config, batch: Batch, sequences: Sequence[Sequence_] = SEQUENCES) -> None:
+    def __init__(self, config: Config, batch: SampleBatch, sequences: Sequence[Sequence_] = SEQUENCES) -> None:
         folder = Path(config.policy.model_name)
         self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         family = VISION[self.model.config.model_type]

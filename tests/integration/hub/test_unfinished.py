@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.child import Child
+from tandem.launch.child import ForkedChild
 from tests.harness.hub_server import HubServer, files_in
 from tests.harness.runs.of_hub import program_of_hub, start_program
 from tests.harness.runs.running import TIMEOUT_S, TINY, wait_until
@@ -44,7 +44,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def held_fetch(hub: HubServer) -> Child:
+def held_fetch(hub: HubServer) -> ForkedChild:
     """Return a process that has fetched half of the weights, and gets no more of them."""
     hub.hold = threading.Event()
     process = start_program(FETCH)

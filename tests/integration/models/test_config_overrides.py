@@ -14,7 +14,7 @@ import transformers
 
 from tandem.common.messages import SamplingParameters
 from tandem.refit.planner import plan
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.trainer.exposed_weights import weights_of
 from tests.harness.trainers.megatron_harness import config_for, make
@@ -73,7 +73,7 @@ def test_the_engine_generates_with_them(folders: tuple[Path, Path]) -> None:
     sampling = SamplingParameters(
         temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop_token_ids=(), stop_strings=()
     )
-    engine.add_request(Request(request_id=0, prompt_ids=(3, 4, 5), sampling=sampling, seed=0))
+    engine.add_request(SequenceRequest(request_id=0, prompt_ids=(3, 4, 5), sampling=sampling, seed=0))
     (made,) = (done for _ in range(16) for done in engine.step())
     sequence = torch.tensor([[3, 4, 5, *made.token_ids_T.tolist()]])
     with torch.no_grad():

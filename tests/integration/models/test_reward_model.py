@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.megatron_harness import CP2, PP2, SP, TP2, make_checkpoint
 from tests.harness.trainers.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 """Ranks, and keys of ``policy``."""
 
 
-def pairs(*sizes: int, seed: int) -> Batch:
+def pairs(*sizes: int, seed: int) -> SampleBatch:
     """Pairs of responses as the coordinator makes them: each is followed by padding, and that alone counts."""
     batch = make_groups(*sizes, seed=seed)
     ends = np.cumsum(batch.lengths_S)
@@ -95,7 +95,7 @@ def pairs_config(folder: Path, *, trainers: int = 1, **policy: Any) -> Config:
 
 
 def train_rank(
-    rank: int, config: Config, batches: Sequence[Batch], saved: Path, checkpoint: Path | None = None
+    rank: int, config: Config, batches: Sequence[SampleBatch], saved: Path, checkpoint: Path | None = None
 ) -> tuple[list[dict[str, float]], dict[str, float], int]:
     """Train, evaluate and save; return the metrics of each step, those held out, and the digest of the weights."""
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
@@ -106,7 +106,7 @@ def train_rank(
     return metrics, held_out, digest_of(backend)
 
 
-def scores_of(model: Any, batch: Batch) -> torch.Tensor:
+def scores_of(model: Any, batch: SampleBatch) -> torch.Tensor:
     """Return what Transformers' class makes of a padded batch of whole sequences, each with its token of padding."""
     width = int(batch.lengths_S.max())
     token_ids = torch.full((len(batch.lengths_S), width), PAD)
@@ -116,7 +116,7 @@ def scores_of(model: Any, batch: Batch) -> torch.Tensor:
     return logits[:, 0]
 
 
-def plain_loss(model: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+def plain_loss(model: Any, batch: SampleBatch) -> tuple[torch.Tensor, dict[str, float]]:
     """Loss, with gradient, and what there is to report."""
     scores = scores_of(model, batch)
     chosen, rejected = scores[::2], scores[1::2]

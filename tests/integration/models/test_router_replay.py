@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.routed_experts import COLUMN
 from tests.harness.runs.routing_harness import (
     EXPERTS,
@@ -97,7 +97,7 @@ def test_replay_closes_most_of_the_gap_that_noise_makes(tmp_path: Path) -> None:
     assert 1.0 < replayed < 1 + (own - 1) / 3
 
 
-def _error(folder: Path, batch: Batch, section: Mapping[str, Any]) -> float:
+def _error(folder: Path, batch: SampleBatch, section: Mapping[str, Any]) -> float:
     history, _ = run_ranks(1, train_rank, make_config(folder, max_total_sequence_length=64, **section), [batch])[0]
     return float(history[0]["token_mult_prob_error"])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.batching.masks import TokenMasks, masks_on
 from tandem.trainer.scoring import VocabularyShard, score_tokens
 from tests.harness.trainers.masks_harness import kept_in, masked
@@ -36,9 +36,9 @@ def masks_for(target_K: torch.Tensor, size: int) -> TokenMasks:
     return masks_on(torch.device("cpu"), batch, np.arange(len(target_K)), vocabulary)
 
 
-def tokens(target_K: torch.Tensor) -> Batch:
+def tokens(target_K: torch.Tensor) -> SampleBatch:
     """Return a sequence of these tokens, all of them counted."""
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(target_K)], dtype=np.int32),
         token_ids_T=target_K.numpy().astype(np.int32),
         loss_mask_T=np.ones(len(target_K), dtype=np.bool_),

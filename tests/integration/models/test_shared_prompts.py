@@ -16,7 +16,7 @@ import transformers
 
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.given_table import given_table
 from tandem.trainer.attention.preparing import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
@@ -66,7 +66,7 @@ def test_steps_with_shared_prompts_match_a_plain_loop(architecture: str, world_s
     assert_same_weights(trained_weights(tmp_path / "saved"), model)
 
 
-def train_counting_tokens(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> Any:
+def train_counting_tokens(rank: int, config: Config, batches: Sequence[SampleBatch], folder: Path) -> Any:
     """Train; return the metrics of each batch, the tokens in its rows that share prompts, and what was said."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         backend = DTensorBackend(config, checkpoint=None)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.megatron_harness import make_checkpoint
 from tests.harness.trainers.trainer_harness import evaluate_on, make_config, make_groups, run_ranks, train_on
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def rank(rank: int, config: Config, batch: Batch) -> tuple[dict[str, float], dict[str, float]]:
+def rank(rank: int, config: Config, batch: SampleBatch) -> tuple[dict[str, float], dict[str, float]]:
     """Evaluate, then train."""
     backend = make_backend(config, checkpoint=None)
     evaluated = evaluate_on(backend, batch, config)

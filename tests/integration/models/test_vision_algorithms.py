@@ -15,7 +15,7 @@ import transformers
 
 from tandem.config import load_config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.given_table import images_of
 from tandem.samples.images.families import read_settings, undrawable_ids
 from tandem.samples.images.reading import decode
@@ -62,7 +62,7 @@ class Plain:
         logits_TV[:, self._undrawable] = -torch.inf
         return logits_TV.log_softmax(dim=-1)
 
-    def of_batch(self, batch: Batch) -> list[torch.Tensor]:
+    def of_batch(self, batch: SampleBatch) -> list[torch.Tensor]:
         """Return the log-probabilities of the tokens that count, for each sequence of a batch."""
         found, offsets = [], batch.offsets()
         for row in range(len(batch)):
@@ -74,7 +74,7 @@ class Plain:
         return found
 
 
-def digests_of(batch: Batch, row: int) -> list[str]:
+def digests_of(batch: SampleBatch, row: int) -> list[str]:
     """Return the digests of a sequence's images."""
     found = images_of(batch, row)
     return [found[start : start + 32].hex() for start in range(0, len(found), 32)]

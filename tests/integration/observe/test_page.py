@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.page.reader import RunReader
-from tandem.observe.timeline_view import Frame, Lane, LaneSpan, TimelineView, flame, timeline
+from tandem.observe.timeline_view import FlameBar, LaneSpan, ProcessLane, TimelineView, flame, timeline
 from tests.harness.runs.running import (
     TIMEOUT_S,
     Command,
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path("run").absolute()
 
 
-def lane_of(view: TimelineView, process: str) -> Lane:
+def lane_of(view: TimelineView, process: str) -> ProcessLane:
     (lane,) = [lane for lane in view.lanes if lane.process == process]
     return lane
 
@@ -99,7 +99,7 @@ def test_every_process_has_a_lane_without_gaps(run: Path) -> None:
 
 def test_a_flame_is_nested(run: Path) -> None:
     frames = flame(run, 2, RunReader(run).step_seconds)
-    above: list[Frame] = []
+    above: list[FlameBar] = []
     for frame in frames:
         above = above[: frame.depth]
         assert len(above) == frame.depth

@@ -12,7 +12,7 @@ import transformers
 
 from tandem.config import Config
 from tandem.observe.samples import SampleQuery, recorded_steps, select, trainer_logprobs
-from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch import Float32s, SampleBatch
 from tandem.samples.batch_sharding import scoring_trainers
 from tandem.samples.sample_files import FOLDER, LOGPROBS, files
 from tandem.trainer import step
@@ -96,7 +96,7 @@ def test_nothing_of_it_is_recorded_where_no_samples_are() -> None:
 # --- a trainer -------------------------------------------------------------------------------------------------------
 
 
-def logprobs_of_rank(rank: int, config: Config, batch: Batch) -> tuple[list[int], Float32s]:
+def logprobs_of_rank(rank: int, config: Config, batch: SampleBatch) -> tuple[list[int], Float32s]:
     """Train on a batch; return which trainers record, and what this one would."""
     backend = make(config)
     result = step.train(backend, *share_of(backend, batch, config), config, keeps_logprobs=True)

@@ -13,9 +13,9 @@ import pytest
 
 from tandem.common.distribution import install_command
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.series import Curves
+from tandem.observe.page.series import RunCurves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
-from tandem.observe.run_folder.live import Live, read_live
+from tandem.observe.run_folder.live import RunStatus, read_live
 from tandem.observe.timeline_view import timeline
 from tests.harness.ports import free_port
 from tests.harness.runs.by_hand import in_folder
@@ -34,9 +34,9 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lives: list[Live] = []
+        self.lives: list[RunStatus] = []
         self.scrapes: list[dict[str, float]] = []
-        self.curves: Curves | None = None
+        self.curves: RunCurves | None = None
         """Of a page that is open all the time."""
 
     def look(self, url: str) -> None:
@@ -79,7 +79,7 @@ def watched_run(folder: Path) -> Watched:
 
             wait_until(is_reached, run.output, died=lambda: run.process.poll() is not None)
             if step is not None:
-                seen.curves = seen.curves or Curves(RunReader(seen.folder))
+                seen.curves = seen.curves or RunCurves(RunReader(seen.folder))
                 process_of(run, "trainer").kill()
                 run.wait_for(rf"(?:trainer-0 is lost(?:.|\n)*){{{KILLED_AFTER.index(step) + 1}}}")
         assert run.wait() == 0, run.output()
@@ -105,7 +105,7 @@ def rewards(seen: Watched) -> dict[int, float]:
 
 def test_the_page_has_each_step_once(seen: Watched) -> None:
     assert seen.curves is not None
-    for curves in (seen.curves, Curves(RunReader(seen.folder))):
+    for curves in (seen.curves, RunCurves(RunReader(seen.folder))):
         found = curves.series(["reward"], 1000, None, None)["reward"]
         assert dict(zip(found.step, found.mean, strict=True)) == rewards(seen)
         assert len(found.step) == NUM_STEPS

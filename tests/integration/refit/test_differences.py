@@ -11,11 +11,11 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit.adapters.catalogue import from_config
-from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.layout import Layout
-from tandem.refit.planner import Plan, plan
+from tandem.refit.planner import TransferPlan, plan
 from tests.harness import rendezvous as meeting
 from tests.harness.processes.stream_processes import (
     Member,
@@ -65,7 +65,7 @@ class Scene:
         self, folder: Path, sources: dict[str, Layout], engines: dict[str, Layout], own: str, largest: float = 1.0
     ) -> None:
         self.folder = folder
-        self.plan: Plan = plan(sources, engines, allow_alias=False)
+        self.plan: TransferPlan = plan(sources, engines, allow_alias=False)
         save(folder, self.plan, {**sources, **engines}, largest_difference=largest)
         self.own = Member(own, folder)
         self.others: dict[str, Remote] = {}
@@ -156,9 +156,9 @@ def test_experts_of_megatron_are_resharded_for_vllm_as_whole_weights_are(
 ) -> None:
     """Engines in float8 make it of what has changed, and hold the same bits as engines that are sent everything."""
     model = from_config(EXPERTS, "bfloat16")
-    trainers = Megatron(tp=2, dp=2, ep=2).layouts(model, Hosts("trainers", 1, has_gpus=False))
+    trainers = Megatron(tp=2, dp=2, ep=2).layouts(model, HostNames("trainers", 1, has_gpus=False))
     held = model.quantised((64, 64)) if dtype == "float8" else model
-    workers = Vllm(tp=2, pp=2, expert_parallel=True).layouts(held, Hosts("engines", 1, has_gpus=False))
+    workers = Vllm(tp=2, pp=2, expert_parallel=True).layouts(held, HostNames("engines", 1, has_gpus=False))
     sources = {f"trainer-{rank}": each for rank, each in enumerate(trainers)}
     engines = {f"rollout-0/{rank}": each for rank, each in enumerate(workers)}
     memories: dict[float, list[dict[str, Any]]] = {0.0: [], 1.0: []}

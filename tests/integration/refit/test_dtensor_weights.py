@@ -21,7 +21,7 @@ from tandem.common.errors import ModelError, TandemError
 from tandem.config import Config
 from tandem.config.schema import NewModel
 from tandem.refit.adapters.catalogue import from_checkpoint
-from tandem.refit.adapters.deployment import Hosts
+from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
 from tandem.refit.digests.at_once import digest_box
@@ -152,7 +152,7 @@ def assert_predicted(layouts: Sequence[Layout], config: Config) -> None:
     model, sizes = from_checkpoint(Path(config.policy.model_name)), training(config)
     assert isinstance(sizes, DTensor)
     sizes = msgspec.structs.replace(sizes, shard=len(layouts) // (sizes.replicate * sizes.tensor))
-    predicted = sizes.layouts(model, Hosts("here", has_gpus=False))
+    predicted = sizes.layouts(model, HostNames("here", has_gpus=False))
     for live, expected in zip(layouts, predicted, strict=True):
         assert pieces_of(live) == pieces_of(expected)
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tandem.refit.layout import Layout
-from tandem.refit.planner import Plan, plan
+from tandem.refit.planner import TransferPlan, plan
 from tests.harness import rendezvous as meeting
 from tests.harness.processes.stream_processes import Member, Remote, fsdp, remotes, save, tensor_parallel
 from tests.harness.rendezvous import Rendezvous
@@ -45,7 +45,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         sources = {f"trainer-{rank}": trainer(rank) for rank in range(2)}
         engines = {f"rollout-{rank}": tensor_parallel(0, 1, WEIGHTS) for rank in range(2)}
-        self.plan: Plan = plan(sources, engines, allow_alias=False)
+        self.plan: TransferPlan = plan(sources, engines, allow_alias=False)
         save(folder, self.plan, {**sources, **engines})
         self.own = Member("rollout-0", folder)
         self.others: dict[str, Remote] = {}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.launch.child import Child
+from tandem.launch.child import ForkedChild
 from tandem.refit import layout
 from tandem.refit.binding import bind
 from tandem.refit.bound import BoundProgram
@@ -33,7 +33,7 @@ from tests.harness.runs import consoles
 class Peer:
     """Another process, spoken to in lines."""
 
-    def __init__(self, process: Child, wire: Wire) -> None:
+    def __init__(self, process: ForkedChild, wire: Wire) -> None:
         self.process = process
         self._wire = wire
         self.tell, self.reply = wire.tell, wire.reply
@@ -63,7 +63,7 @@ class Peers:
         return Peer(process, self._where.accept([name], process, self._stack)[name])
 
 
-def _end(process: Child) -> None:
+def _end(process: ForkedChild) -> None:
     """Wait for a process that has no wire any more."""
     try:
         process.wait(TIMEOUT_S)

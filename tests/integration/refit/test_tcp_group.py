@@ -19,11 +19,11 @@ from torch.distributed import PrefixStore, Store
 from tandem.common.curve import new_key_pair
 from tandem.common.errors import RefitError
 from tandem.common.messages import Listener
-from tandem.common.wire.peers import Peers
+from tandem.common.wire.peers import PeerConnections
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import process_group, tcp_group
-from tandem.refit.transports.meeting import Meeting
-from tandem.refit.transports.process_group import GroupKeys, Message
+from tandem.refit.transports.meeting import GroupStore
+from tandem.refit.transports.process_group import GroupKeys, GroupMessage
 from tandem.refit.transports.tcp_group import TcpGroup
 from tests.harness import rendezvous as meeting
 from tests.harness.rendezvous import Rendezvous
@@ -47,7 +47,7 @@ def connect(
     member: str, there: Rendezvous, timeout_s: float = WAIT_S, keys: GroupKeys | None = None, prefix: str = "ours"
 ) -> TcpGroup:
     """Connect by a connection to the store of its own, which threads cannot share."""
-    met = Meeting("127.0.0.1", there.port, prefix, keys or GroupKeys(PAIRS[member], PUBLIC))
+    met = GroupStore("127.0.0.1", there.port, prefix, keys or GroupKeys(PAIRS[member], PUBLIC))
     group = met.connect(GROUP, member, torch.device("cpu"), timeout_s)
     assert isinstance(group, TcpGroup)
     return group
@@ -66,7 +66,7 @@ def connected(rendezvous: Rendezvous, prefix: str = "ours") -> Iterator[tuple[Tc
 
 
 def stored(there: Rendezvous, prefix: str = "ours") -> Store:
-    return Meeting("127.0.0.1", there.port, prefix).store(WAIT_S)
+    return GroupStore("127.0.0.1", there.port, prefix).store(WAIT_S)
 
 
 def place(store: Store) -> tuple[str, str]:
@@ -75,11 +75,11 @@ def place(store: Store) -> tuple[str, str]:
     return address, token
 
 
-def message(peer: int, fill: int = 0, tag: int = 7, *, is_send: bool) -> Message:
-    return Message(torch.full((NUM_BYTES,), fill, dtype=torch.uint8), peer, tag, is_send)
+def message(peer: int, fill: int = 0, tag: int = 7, *, is_send: bool) -> GroupMessage:
+    return GroupMessage(torch.full((NUM_BYTES,), fill, dtype=torch.uint8), peer, tag, is_send)
 
 
-def started(group: TcpGroup, *messages: Message) -> list[Any]:
+def started(group: TcpGroup, *messages: GroupMessage) -> list[Any]:
     works: list[Any] = []
     assert group.start(messages, works) == ""
     return works
@@ -252,7 +252,7 @@ def test_a_group_over_ipv6(rendezvous: Rendezvous) -> None:
     pairs = [new_key_pair() for _ in range(2)]
     publics = [pair.public for pair in pairs]
     try:
-        ends = [Peers(rank, ("a", "b"), publics, pairs[rank], "::1", max_bytes=1000) for rank in range(2)]
+        ends = [PeerConnections(rank, ("a", "b"), publics, pairs[rank], "::1", max_bytes=1000) for rank in range(2)]
     except Exception as error:
         pytest.skip(f"no IPv6 here: {error}")
     deadline = time.monotonic() + WAIT_S

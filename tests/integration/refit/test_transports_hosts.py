@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tandem.refit.layout import Layout
-from tandem.refit.planner import Plan, plan
+from tandem.refit.planner import TransferPlan, plan
 from tests.harness.processes.stream_processes import Remote, fsdp, give_keys, planned, remotes, save, tensor_parallel
 from tests.harness.runs import hosts_harness
 from tests.harness.runs.hosts_harness import ADDRESSES, ip
@@ -25,7 +25,7 @@ PORT = 29555
 @contextlib.contextmanager
 def scene(
     folder: Path, hosts: dict[str, str], sources: dict[str, Layout], engines: dict[str, Layout]
-) -> Iterator[tuple[dict[str, Remote], Plan]]:
+) -> Iterator[tuple[dict[str, Remote], TransferPlan]]:
     """Yield all members, started on their hosts and connected, and the plan."""
     made = plan(sources, engines, allow_alias=False)
     save(folder, made, {**sources, **engines})
@@ -39,7 +39,7 @@ def scene(
         yield members, made
 
 
-def run(members: dict[str, Remote], made: Plan, version: int) -> None:
+def run(members: dict[str, Remote], made: TransferPlan, version: int) -> None:
     for name, member in members.items():
         if name.startswith("trainer"):
             member.ask("write", version=version)

@@ -13,7 +13,7 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Layout
-from tandem.refit.planner import Plan, plan
+from tandem.refit.planner import TransferPlan, plan
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import process_group
 from tests.harness import rendezvous as meeting
@@ -49,7 +49,7 @@ class Scene:
     """Layouts, their plan, and the member that lives in this process: the first engine if none is named."""
 
     def __init__(self, folder: Path, sources: dict[str, Layout], engines: dict[str, Layout], own: str = "") -> None:
-        self.plan: Plan = plan(sources, engines, allow_alias=False)
+        self.plan: TransferPlan = plan(sources, engines, allow_alias=False)
         save(folder, self.plan, {**sources, **engines})
         own = own or next(iter(engines))
         self.others = [name for name in (*sources, *engines) if name != own]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.keys import KeyPair
 from tandem.common.messages import (
     BuildTrainer,
@@ -26,7 +26,7 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.config import Config
-from tandem.samples.batch import SAMPLES, Batch
+from tandem.samples.batch import SAMPLES, SampleBatch
 from tandem.samples.batch_sharding import BatchSharding
 from tandem.samples.given_table import given_table
 from tandem.samples.sample_store import SampleStore
@@ -69,14 +69,14 @@ def serve_trainer(end: Connection, config: Config, index: int, own: KeyPair) -> 
     service.close()
 
 
-def serve_samples(end: Connection, batch: Batch, command_id: int, trainer: str) -> None:
+def serve_samples(end: Connection, batch: SampleBatch, command_id: int, trainer: str) -> None:
     """Have a rollout that keeps every sequence of a batch as a sample; its group is the row."""
-    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=10_000, trainers=Admitted([trainer]))
+    store = SampleStore("127.0.0.1", RUN_ID, max_tokens=10_000, trainers=AdmittedKeys([trainer]))
     for row in range(len(batch.lengths_S)):
         one = batch.take([row])
         versions_T = np.where(one.loss_mask_T, np.int32(0), np.int32(-1))
         arrays = {name: one.columns[name] for name in SAMPLES if name.endswith(("_S", "_T")) and name != "versions_T"}
-        store.put((command_id, row, 0), Batch(**arrays, versions_T=versions_T))
+        store.put((command_id, row, 0), SampleBatch(**arrays, versions_T=versions_T))
     end.send(store.at)
     end.recv()
     store.close()
@@ -128,7 +128,7 @@ class Processes:
             answers.append(rank.recv())
         return answers
 
-    def train(self, command_id: int, table: Batch, sources: dict[str, Listener]) -> list[tuple[Message, int]]:
+    def train(self, command_id: int, table: SampleBatch, sources: dict[str, Listener]) -> list[tuple[Message, int]]:
         command = Train(command_id=command_id, deadline_s=60.0, step=1, sources=sources)
         return self.command(command, table.columns)
 
@@ -153,7 +153,7 @@ def processes(config: Config) -> Iterator[Processes]:
         started.stop()
 
 
-def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> Batch:
+def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> SampleBatch:
     """Return the batch's table, where each rank's sequences are all of one source, made for one command."""
     table = BatchSharding.of(config, shares_prompts=True).shard(given_table(BATCH))
     return table.replace(

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.advantages import advantages
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.transformers import TransformersEngine
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.trainers.trainer_harness import VOCABULARY, make_batch, make_model, run_ranks, train_on
 from tests.unit.engine_harness import make_programs, reference_logprobs, request, run_all
@@ -72,13 +72,13 @@ def make_engine(backend: DTensorBackend, config: Config) -> TransformersEngine:
     return engine
 
 
-def as_batch(prompts: Prompts, made: Sequence[Completion], advantages_S: NDArray[np.float32]) -> Batch:
+def as_batch(prompts: Prompts, made: Sequence[EngineCompletion], advantages_S: NDArray[np.float32]) -> SampleBatch:
     """Lay samples out as trainers get them."""
     masks = [np.arange(len(p) + len(m.token_ids_T)) >= len(p) for p, m in zip(prompts, made, strict=True)]
     logprobs = [
         np.concatenate([np.zeros(len(p), np.float32), m.logprobs_T]) for p, m in zip(prompts, made, strict=True)
     ]
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(mask) for mask in masks], np.int32),
         token_ids_T=np.concatenate([[*p, *m.token_ids_T] for p, m in zip(prompts, made, strict=True)]).astype(np.int32),
         loss_mask_T=np.concatenate(masks),
@@ -91,7 +91,7 @@ def as_batch(prompts: Prompts, made: Sequence[Completion], advantages_S: NDArray
 class Rollouts(NamedTuple):
     """The samples of one step."""
 
-    batch: Batch
+    batch: SampleBatch
     version: int
     reward: float
 
@@ -197,7 +197,7 @@ class Mixed(NamedTuple):
     """Samples whose tokens are of two versions, and what a trainer of a third says of them."""
 
     prompts: Prompts
-    made: list[Completion]
+    made: list[EngineCompletion]
     advantages_S: NDArray[np.float32]
     metrics: dict[str, float]
 
@@ -208,7 +208,7 @@ def train_on_mixed_versions(rank: int, config: Config, folder: Path) -> Mixed:
     engine = make_engine(backend, config)
     random = np.random.default_rng(3)
     prompts = [tuple(random.integers(3, VOCABULARY, 1 + number % 4).tolist()) for number in range(8)]
-    finished: dict[int, Completion] = {}
+    finished: dict[int, EngineCompletion] = {}
     for number, prompt in enumerate(prompts):
         engine.add_request(request(number, prompt, max_new_tokens=3 + number % 3))
     for version in range(3):

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.common.messages import StepOptimizer
 from tandem.config import Config
-from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, TrainerBackend
 from tandem.trainer.micro_batches import MicroBatch
 from tests.harness.trainers.megatron_harness import (
     BATCHES,
@@ -50,7 +50,7 @@ def test_three_steps_of_two_gradients(num_ranks: int, megatron: dict[str, Any], 
     assert_same_numbers(found, expected, 1e-5)
 
 
-def make_called(config: Config, checkpoint: Path | None = None) -> Backend:
+def make_called(config: Config, checkpoint: Path | None = None) -> TrainerBackend:
     """Make a backend that takes its steps by calls."""
     from tandem.trainer.calls.of_megatron import OfMegatron  # as Megatron-Core is: once `make` has prepared it
 

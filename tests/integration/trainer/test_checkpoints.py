@@ -23,7 +23,7 @@ from tandem.config import Config
 from tandem.refit.layout import Box
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.files import checkpoints
-from tandem.trainer.files.box_files import BoxFiles, Part
+from tandem.trainer.files.box_files import BoxFiles, BoxPart
 from tests.harness.trainers.checkpoint_harness import no_pickle
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
@@ -384,7 +384,7 @@ def test_a_full_disk_is_the_reason_wherever_in_the_file_it_is_met(tmp_path: Path
 def write_without_room(rank: int, folder: Path) -> dict[int, str]:
     """Fail to write tensors of 12 kB and of 32 bytes with room for this many bytes; return the errors."""
     tensors = [torch.zeros(8 if i % 2 else 3000) for i in range(8)]
-    parts = [Part(f"{i}", tensor.shape, Box((0,), tensor.shape), tensor) for i, tensor in enumerate(tensors)]
+    parts = [BoxPart(f"{i}", tensor.shape, Box((0,), tensor.shape), tensor) for i, tensor in enumerate(tensors)]
     copy = checkpoints._Copy("policy", None, [], parts, 1)
     errors = {}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.trainers import megatron_harness
@@ -127,7 +127,7 @@ OWN: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 """Processes of the student and of the teacher, and keys of ``policy`` and ``teacher``."""
 
 
-def train_apart(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[dict[str, float]]:
+def train_apart(rank: int, config: Config, batches: Sequence[SampleBatch], folder: Path) -> list[dict[str, float]]:
     backend, exchange = begin(rank, config)
     metrics = [train_on(backend, batch, config, exchange).metrics for batch in batches]
     backend.save(folder).num_bytes.result()
@@ -169,7 +169,7 @@ def test_a_teacher_with_processes_of_its_own_teaches_the_same(
         )
 
 
-def evaluate_apart(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+def evaluate_apart(rank: int, config: Config, batch: SampleBatch) -> dict[str, float]:
     backend, exchange = begin(rank, config)
     return evaluate_on(backend, batch, config, {"first": 3, "second": 5}, exchange)
 
@@ -211,7 +211,7 @@ TEACHER_OF = [0, 1, 1, 1, 0, 1, 1, 1]
 
 
 def train_taught(
-    rank: int, config: Config, batches: Sequence[Batch], teacher_of: Sequence[int]
+    rank: int, config: Config, batches: Sequence[SampleBatch], teacher_of: Sequence[int]
 ) -> list[dict[str, float]]:
     """Train on batches whose sequences learn from these teachers."""
     backend, metrics = DTensorBackend(config, checkpoint=None), []

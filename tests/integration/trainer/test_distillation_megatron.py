@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer import step
 from tests.harness.trainers.megatron_harness import CP2, OPTIMIZER, PP2, SP, TP2, make, make_checkpoint
 from tests.harness.trainers.reference import assert_same_steps, trained_weights
@@ -52,7 +52,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("teacher"), "qwen2", seed=5)
 
 
-def train_steps(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[dict[str, float]]:
+def train_steps(rank: int, config: Config, batches: Sequence[SampleBatch], folder: Path) -> list[dict[str, float]]:
     backend = make(config)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     backend.save(folder).num_bytes.result()
@@ -120,7 +120,7 @@ TEACHER_OF = [0, 1, 1, 1, 0, 1, 1, 1]
 """Not as many on one rank as on the other."""
 
 
-def train_taught(rank: int, config: Config, batches: Sequence[Batch]) -> list[dict[str, float]]:
+def train_taught(rank: int, config: Config, batches: Sequence[SampleBatch]) -> list[dict[str, float]]:
     """Train on batches whose sequences have teachers of their own."""
     backend, metrics = make(config), []
     for batch in batches:

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.backends.offload import Offloaded
+from tandem.trainer.backends.offload import OffloadedStorages
 from tandem.trainer.exposed_weights import local_of
 from tests.harness.trainers.reference import (
     assert_same_steps,
@@ -186,7 +186,7 @@ def test_activation_checkpointing_recomputes_the_same_numbers(key: str, tmp_path
         assert passes_recomputed == 2 * passes
 
 
-def count_layer_passes(rank: int, config: Config, batches: Sequence[Batch]) -> Any:
+def count_layer_passes(rank: int, config: Config, batches: Sequence[SampleBatch]) -> Any:
     """Train, and count how often the attention inside a layer ran forward."""
     passes = 0
 
@@ -216,7 +216,7 @@ def test_what_is_offloaded_between_steps_comes_back(world_size: int, tmp_path: P
     )
 
 
-def train_and_offload(rank: int, config: Config, batches: Sequence[Batch]) -> Any:
+def train_and_offload(rank: int, config: Config, batches: Sequence[SampleBatch]) -> Any:
     backend = DTensorBackend(config, checkpoint=None)
     metrics = []
     for batch in batches:
@@ -226,7 +226,7 @@ def train_and_offload(rank: int, config: Config, batches: Sequence[Batch]) -> An
         sizes = [tensor.untyped_storage().nbytes() for tensor in state]
         held = sum(local_of(parameter).nbytes for parameter in policy.parameters.values())
         assert sum(sizes) >= 2 * held, "two moments of each parameter"
-        moved = Offloaded(state)
+        moved = OffloadedStorages(state)
         assert not any(tensor.untyped_storage().nbytes() for tensor in state)
         moved.reload()
         assert [tensor.untyped_storage().nbytes() for tensor in state] == sizes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.batching.shard import pad
 from tandem.trainer.models import has_linear_head
 from tandem.trainer.scorers.scorer import TokenScorer
@@ -25,7 +25,7 @@ def test_log_probabilities_agree(logits_scaling: float, tmp_path: Path) -> None:
     prompts = random_prompts(3)
     finished = run_all(make_engine(tmp_path, model), [request(index, prompt) for index, prompt in enumerate(prompts)])
     responses = [finished[index].token_ids_T for index in range(3)]
-    batch = Batch(
+    batch = SampleBatch(
         lengths_S=np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=np.int32),
         token_ids_T=np.concatenate([[*p, *r] for p, r in zip(prompts, responses, strict=True)]).astype(np.int32),
         loss_mask_T=np.concatenate(

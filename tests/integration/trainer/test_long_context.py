@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer import scoring
 from tests.harness.trainers import megatron_harness as megatron
 from tests.harness.trainers.trainer_harness import VOCABULARY, make_config, make_model, run_ranks, train_on
@@ -30,11 +30,11 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def long_batch() -> Batch:
+def long_batch() -> SampleBatch:
     """One sequence; all but its first tokens count."""
     random = np.random.default_rng(0)
     mask_T = np.arange(LENGTH) >= 100
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([LENGTH], dtype=np.int32),
         token_ids_T=random.integers(3, VOCABULARY, LENGTH).astype(np.int32),
         loss_mask_T=mask_T,
@@ -79,7 +79,7 @@ def test_ranks_that_share_16k_tokens_find_the_loss_and_gradient_of_one(
         assert LOGITS / 2 < most_logits <= LOGITS
 
 
-def train_rank(rank: int, config: Config, batch: Batch) -> tuple[dict[str, float], int]:
+def train_rank(rank: int, config: Config, batch: SampleBatch) -> tuple[dict[str, float], int]:
     """Train one step; return its metrics, and the most logits that were there at once."""
     numbers: list[int] = []
     compute = scoring.logits_of

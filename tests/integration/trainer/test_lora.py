@@ -18,7 +18,7 @@ from tandem.config import Config
 from tandem.config.models.lora import is_adapter
 from tandem.coordinator.cli import main
 from tandem.observe.run_folder.found_models import models_in
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.trainers.reference_lora import (
     Start,
@@ -113,7 +113,7 @@ def test_three_steps_are_those_of_plain_peft(
         assert not [name for name in names if "base_" in name or "default" in name]
 
 
-def smoke_rank(rank: int, config: Config, other: Config, batches: list[Batch]) -> Any:
+def smoke_rank(rank: int, config: Config, other: Config, batches: list[SampleBatch]) -> Any:
     """Train with adapters; then ask for a reference, of them and of a backend that holds one of its own."""
     backend = DTensorBackend(config, checkpoint=None)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]

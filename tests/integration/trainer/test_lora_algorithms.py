@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tests.harness.trainers import reference_ppo as ppo
 from tests.harness.trainers.megatron_harness import OPTIMIZER, TP2, make, make_checkpoint
 from tests.harness.trainers.reference_distillation import distillation_loss
@@ -146,7 +146,7 @@ def test_the_first_loss_of_dpo_is_ln_2_also_with_restored_adapters(backend: str,
         assert np.abs(after - before).max() > 1e-3
 
 
-def rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> list[tuple[float, float]]:
+def rank(rank: int, config: Config, batches: Sequence[SampleBatch], folder: Path) -> list[tuple[float, float]]:
     """Train a step a batch, and save."""
     backend = make(config)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]

@@ -21,7 +21,7 @@ from tandem.config.schema.columns import PREVIOUS_LOGPROBS, REFERENCE_LOGPROBS
 from tandem.samples.batch import Float32s
 from tandem.trainer.backends import make_backend
 from tandem.trainer.losses import make_loss
-from tandem.trainer.step import Step
+from tandem.trainer.step import TrainingStep
 from tests.harness.trainers.megatron_harness import make_checkpoint
 from tests.harness.trainers.reference import logprobs_of, sequences_of
 from tests.harness.trainers.trainer_harness import make_batch, make_config, run_ranks, share_of
@@ -259,7 +259,7 @@ def step_each(
         table, share = share_of(backend, BATCH, config)
         own_T = np.repeat(table.rank_S == backend.data_parallel_rank, table.lengths_S)
         previous_T, reference_T = (each_T[own_T] for each_T in others)
-        step = Step(backend, table, share, config)
+        step = TrainingStep(backend, table, share, config)
         said: Any = {"policy": previous_T, "reference": reference_T}
         columns: Any = {column: said[column.model] for column in step.read if column.model}
         columns |= step.finished(columns)

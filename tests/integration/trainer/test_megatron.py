@@ -13,7 +13,7 @@ import transformers
 
 from tandem.common.errors import ModelError, TrainingError
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.megatron import preparing
 from tests.harness.trainers.megatron_harness import BATCHES, EP2, PP2, SP, TP2, config_for, make, make_checkpoint
 from tests.harness.trainers.reference import plain_numbers, sequences_of
@@ -66,7 +66,7 @@ def test_routers_are_frozen_and_experts_balanced_without_a_gradient(freezes: boo
         assert moved.max() > 0
 
 
-def train_once(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+def train_once(rank: int, config: Config, batch: SampleBatch) -> dict[str, float]:
     return train_on(make(config), batch, config).metrics
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from tandem.common.numeric.outliers import PHRASE
 from tandem.config import Config
-from tandem.samples.batch import Batch
-from tandem.trainer.backend import Backend
+from tandem.samples.batch import SampleBatch
+from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.files import checkpoints
 from tandem.trainer.step import TrainResult, train
 from tests.harness.trainers.megatron_harness import OPTIMIZER, make, make_checkpoint
@@ -30,18 +30,20 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def batch_of(seed: int) -> Batch:
+def batch_of(seed: int) -> SampleBatch:
     return make_groups(2, 2, 2, 2, seed=seed)
 
 
-def wild(batch: Batch) -> Batch:
+def wild(batch: SampleBatch) -> SampleBatch:
     """Return a batch in which the second sample of group 2 has an advantage of 200,000."""
     advantages_S = batch.advantages_S.copy()
     advantages_S[5] = 200_000.0
     return batch.replace(advantages_S=advantages_S)
 
 
-def train_groups(backend: Backend, batch: Batch, config: Config, without: int | None = None) -> TrainResult:
+def train_groups(
+    backend: TrainerBackend, batch: SampleBatch, config: Config, without: int | None = None
+) -> TrainResult:
     """Train on this rank's share of groups of two, as if one counted nothing."""
     table, own = share_of(backend, batch, config)
     groups, samples = np.repeat(np.arange(4, dtype=np.int32), 2), np.tile(np.arange(2, dtype=np.int32), 4)
@@ -51,7 +53,7 @@ def train_groups(backend: Backend, batch: Batch, config: Config, without: int | 
     return train(backend, table, own.keeping(kept_S[rows]), config)
 
 
-def rank(rank: int, config: Config, last: Batch, folder: Path, without: int | None = None) -> Any:
+def rank(rank: int, config: Config, last: SampleBatch, folder: Path, without: int | None = None) -> Any:
     """Take usual steps, and one more; save."""
     backend = make(config)
     for seed in range(NUM_USUAL):
@@ -61,7 +63,7 @@ def rank(rank: int, config: Config, last: Batch, folder: Path, without: int | No
     return result.metrics, result.notes, digest_of(backend)
 
 
-def resumed_rank(rank: int, config: Config, last: Batch, folder: Path) -> Any:
+def resumed_rank(rank: int, config: Config, last: SampleBatch, folder: Path) -> Any:
     result = train_groups(make(config, folder), last, config)
     return result.notes
 

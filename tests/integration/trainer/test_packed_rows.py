@@ -15,7 +15,7 @@ import transformers
 from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.attention.preparing import prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import pad
@@ -50,11 +50,11 @@ def by_tokens(kind: str, num_tokens: int = 32, **limits: Any) -> dict[str, Any]:
     return {kind: section}
 
 
-def batch_of_lengths(*lengths: int, seed: int = 0) -> Batch:
+def batch_of_lengths(*lengths: int, seed: int = 0) -> SampleBatch:
     random = np.random.default_rng(seed)
     masks = [np.arange(length) >= 1 + length // 3 for length in lengths]
     num_tokens = sum(lengths)
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array(lengths, dtype=np.int32),
         token_ids_T=random.integers(3, VOCABULARY, num_tokens).astype(np.int32),
         loss_mask_T=np.concatenate(masks),

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.reference import assert_same_steps, assert_same_weights, plain_grpo, trained_weights
 from tests.harness.trainers.trainer_harness import ADAMW, make_batch, make_config, make_model, run_ranks, train_on
@@ -74,7 +74,7 @@ def configure(model: Path, loss: dict[str, Any], **policy: Any) -> Config:
     return make_config(model, loss=loss, estimator=estimator, **policy)
 
 
-def train_rank(rank: int, config: Config, batches: list[Batch], folder: Path) -> Any:
+def train_rank(rank: int, config: Config, batches: list[SampleBatch], folder: Path) -> Any:
     backend = make_backend(config, checkpoint=None)
     metrics = [train_on(backend, batch, config).metrics for batch in batches]
     backend.save(folder).num_bytes.result()
@@ -160,7 +160,7 @@ def test_reinforce_plus_plus_against_a_plain_loop(tmp_path: Path) -> None:
     assert metrics[1]["kl"] != 0, "the example's policy has moved away from its reference"
 
 
-def without_sequences(batch: Batch, sequences: list[int]) -> Batch:
+def without_sequences(batch: SampleBatch, sequences: list[int]) -> SampleBatch:
     """Return the batch, where no token of these sequences counts."""
     counts_S = ~np.isin(np.arange(len(batch.lengths_S)), sequences)
     return batch.replace(loss_mask_T=batch.loss_mask_T & np.repeat(counts_S, batch.lengths_S))

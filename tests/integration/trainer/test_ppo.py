@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from tandem.config import Config
 from tandem.config.model_groups import model_groups_of
-from tandem.config.schema import Ppo
-from tandem.samples.batch import Batch
+from tandem.config.schema import PpoConfig
+from tandem.samples.batch import SampleBatch
 from tandem.trainer import step
 from tandem.trainer.backends import make_backend
 from tandem.trainer.backends.dtensor import DTensorBackend
-from tandem.trainer.backends.offload import Offloaded
+from tandem.trainer.backends.offload import OffloadedStorages
 from tandem.trainer.exposed_weights import local_of
 from tests.harness.trainers.megatron_harness import CP2, PP2, SP, TP2
 from tests.harness.trainers.megatron_harness import OPTIMIZER as MEGATRON_OPTIMIZER
@@ -156,7 +156,7 @@ def ppo_config(
 
 
 def train_steps(
-    rank: int, config: Config, batches: Sequence[Batch], folder: Path, first: int = 1
+    rank: int, config: Config, batches: Sequence[SampleBatch], folder: Path, first: int = 1
 ) -> list[dict[str, float]]:
     """Train on batches as the steps from `first` on, and save; go on from the checkpoint before it if there is one."""
     checkpoint = folder / f"step_{first - 1}" if first > 1 else None
@@ -181,12 +181,12 @@ def plain(model: Path) -> PlainPpo:
     return plain_ppo(model, BATCHES, size=SIZE, epochs=EPOCHS, kl=KL, skipped=WARM_UP)
 
 
-def train_plainly(rank: int, config: Config, batches: Sequence[Batch]) -> list[dict[str, float]]:
+def train_plainly(rank: int, config: Config, batches: Sequence[SampleBatch]) -> list[dict[str, float]]:
     backend = DTensorBackend(config, checkpoint=None)
     return [step.train(backend, *share_of(backend, batch, config), config).metrics for batch in batches]
 
 
-def train_and_move(rank: int, config: Config, batches: Sequence[Batch]) -> list[dict[str, float]]:
+def train_and_move(rank: int, config: Config, batches: Sequence[SampleBatch]) -> list[dict[str, float]]:
     """Train, and after each step move what may be moved away, and back."""
     backend = DTensorBackend(config, checkpoint=None)
     metrics = []
@@ -197,7 +197,7 @@ def train_and_move(rank: int, config: Config, batches: Sequence[Batch]) -> list[
         tensors = value.movable()
         sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
         assert sum(sizes) >= 3 * held, "two moments of each parameter, and the parameters"
-        moved = Offloaded(tensors)
+        moved = OffloadedStorages(tensors)
         assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
         moved.reload()
         assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
@@ -285,7 +285,7 @@ def assert_plain(metrics: Sequence[dict[str, float]], saved: Path, plain: PlainP
 
 def test_a_value_model_that_was_in_host_memory_between_steps_is_the_same(model: Path) -> None:
     """On a CPU the memory goes from one place to another, with the code that moves it between a GPU and its host."""
-    config = msgspec.structs.replace(ppo_config(model, {}, {}, 2), ppo=Ppo(ppo_epochs=1))
+    config = msgspec.structs.replace(ppo_config(model, {}, {}, 2), ppo=PpoConfig(ppo_epochs=1))
     moved, plainly = (run_ranks(2, train, config, BATCHES[:2]) for train in (train_and_move, train_plainly))
     assert moved == plainly
 
@@ -389,7 +389,7 @@ def test_a_value_model_may_begin_as_a_reward_model(backend: str, model: Path, tm
         np.testing.assert_allclose(found_T[tokens], expected_K.numpy(), rtol=0, atol=TOLERANCE)
 
 
-def values_at_first(rank: int, config: Config, batch: Batch) -> Any:
+def values_at_first(rank: int, config: Config, batch: SampleBatch) -> Any:
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = f"{config.policy.model_name}-converted"
     backend = make_backend(config, checkpoint=None)
     return said_by(backend, batch, config, "value")

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.megatron_harness import make_checkpoint
 from tests.harness.trainers.reference_preferences import BETA, SFT_WEIGHT, plain_dpo
@@ -54,17 +54,17 @@ PARTS = {"easy": 4, "hard": 8}
 """Sequences of two validation sets: two pairs and four."""
 
 
-def batches_of_pairs(count: int) -> list[Batch]:
+def batches_of_pairs(count: int) -> list[SampleBatch]:
     """Four pairs each; the two responses to a prompt have lengths of their own."""
     return [make_groups(2, 2, 2, 2, seed=seed) for seed in range(count)]
 
 
-def train_rank(rank: int, config: Config, batches: Sequence[Batch], checkpoint: Path | None = None) -> Any:
+def train_rank(rank: int, config: Config, batches: Sequence[SampleBatch], checkpoint: Path | None = None) -> Any:
     backend = make_backend(config, checkpoint=checkpoint)
     return [train_on(backend, batch, config).metrics for batch in batches], digest_of(backend)
 
 
-def evaluate_rank(rank: int, config: Config, batch: Batch, held_out: Batch) -> dict[str, float]:
+def evaluate_rank(rank: int, config: Config, batch: SampleBatch, held_out: SampleBatch) -> dict[str, float]:
     """Train once, so that policy and reference differ, and evaluate."""
     backend = make_backend(config, checkpoint=None)
     train_on(backend, batch, config)
@@ -74,7 +74,7 @@ def evaluate_rank(rank: int, config: Config, batch: Batch, held_out: Batch) -> d
     return metrics
 
 
-def save_rank(rank: int, config: Config, batches: Sequence[Batch], folder: Path) -> None:
+def save_rank(rank: int, config: Config, batches: Sequence[SampleBatch], folder: Path) -> None:
     backend = make_backend(config, checkpoint=None)
     for batch in batches:
         train_on(backend, batch, config)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.config import Config
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.batching.shard import pad
 from tests.harness.trainers.megatron_harness import (
     BATCHES,
@@ -149,7 +149,7 @@ def test_three_steps_of_rows_as_long_as_kernels_need(
     assert_same_numbers(found, expected, TOLERANCE)
 
 
-def make_rounding(config: Config, checkpoint: Path | None = None) -> Backend:
+def make_rounding(config: Config, checkpoint: Path | None = None) -> TrainerBackend:
     """Make a backend whose rows are as long as with products in float8, in blocks of 16 tokens a rank."""
     backend: Any = make(config, checkpoint)
     for (name, _), held in backend._held.items():

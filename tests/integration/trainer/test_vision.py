@@ -12,7 +12,7 @@ import torch
 
 from tandem.common.errors import ModelError, WireError
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.images import check_image_tokens, image_settings
 from tandem.trainer.batching.shard import pad
@@ -46,7 +46,7 @@ def make(config: Config) -> DTensorBackend:
     return DTensorBackend(config, checkpoint=None)
 
 
-def train_all(rank: int, configs: Sequence[Config], batch: Batch, folder: Path) -> list[Any]:
+def train_all(rank: int, configs: Sequence[Config], batch: SampleBatch, folder: Path) -> list[Any]:
     """Train a model with each of these configurations, one after the other."""
     return [train_one_rank(rank, make, config, [batch], folder / str(number)) for number, config in enumerate(configs)]
 
@@ -69,7 +69,7 @@ def test_every_layout_matches_plain_hugging_face(family: str, world_size: int, t
             raise AssertionError(f"{kind}: {error}") from error
 
 
-def numbers(world_size: int, config: Config, batch: Batch, folder: Path) -> Numbers:
+def numbers(world_size: int, config: Config, batch: SampleBatch, folder: Path) -> Numbers:
     """Train a model on a batch over some ranks."""
     ranks = run_ranks(world_size, train_all, [config], batch, folder)
     return gathered_numbers([each[0] for each in ranks], folder / "0")
@@ -139,7 +139,7 @@ def test_recomputed_layers_and_dynamic_batches_change_no_number(tmp_path: Path) 
         assert_same_numbers(found, expected, TOLERANCE)
 
 
-def evaluate_and_train(rank: int, configs: Sequence[Config], batch: Batch, folder: Path) -> list[Any]:
+def evaluate_and_train(rank: int, configs: Sequence[Config], batch: SampleBatch, folder: Path) -> list[Any]:
     found = []
     for number, config in enumerate(configs):
         backend = make(config)
@@ -172,7 +172,7 @@ def test_the_loss_of_sft_is_hugging_faces_own(family: str, tmp_path: Path) -> No
             assert_same_weights(trained_weights(tmp_path / "saved" / str(number)), plain, TOLERANCE)
 
 
-def adapted(rank: int, config: Config, batch: Batch, folder: Path) -> tuple[list[str], dict[str, float]]:
+def adapted(rank: int, config: Config, batch: SampleBatch, folder: Path) -> tuple[list[str], dict[str, float]]:
     backend = make(config)
     metrics = train_on(backend, batch, config).metrics
     backend.save(folder).num_bytes.result()
@@ -196,7 +196,7 @@ def test_adapters_are_those_of_the_language_model(tmp_path: Path) -> None:
     assert all(name.startswith("model.text_model.layers.") for name in changed)
 
 
-def resumed(rank: int, config: Config, batch: Batch, folder: Path) -> tuple[Any, Any]:
+def resumed(rank: int, config: Config, batch: SampleBatch, folder: Path) -> tuple[Any, Any]:
     backend = make(config)
     train_on(backend, batch, config)
     backend.save(folder).num_bytes.result()
@@ -227,7 +227,7 @@ def test_other_image_tokens_than_the_images_need_are_refused_by_name(tmp_path: P
         pad(wrong, range(8), divisible_by=1, device=torch.device("cpu"), image_settings=settings)
 
 
-def distilled(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+def distilled(rank: int, config: Config, batch: SampleBatch) -> dict[str, float]:
     return train_on(make(config), batch, config).metrics
 
 

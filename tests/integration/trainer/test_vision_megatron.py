@@ -11,7 +11,7 @@ import torch
 
 from tandem.config import Config
 from tandem.config.models.lora import is_adapter
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.files.merging import merge
 from tests.harness.trainers.megatron_harness import (
     OPTIMIZER,
@@ -126,7 +126,7 @@ def test_a_batch_without_any_image_trains_as_text(megatron: dict[str, Any], tmp_
     assert_same_numbers(found._replace(weights=language), own, TOLERANCE)
 
 
-def resumed(rank: int, config: Config, batch: Batch, checkpoint: Path | None, folder: Path) -> dict[str, float]:
+def resumed(rank: int, config: Config, batch: SampleBatch, checkpoint: Path | None, folder: Path) -> dict[str, float]:
     """Take a step, from a checkpoint if given, and save what it comes to."""
     backend = make(config, checkpoint)
     metrics = train_on(backend, batch, config).metrics
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_resumed_by_other_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, there[name], rtol=0, atol=TOLERANCE)
 
 
-def adapted(rank: int, config: Config, batch: Batch, folder: Path) -> list[dict[str, float]]:
+def adapted(rank: int, config: Config, batch: SampleBatch, folder: Path) -> list[dict[str, float]]:
     """Train adapters for two steps: nothing else may change."""
     backend: Any = make(config)
     weights = backend._held["policy", 0].weights
@@ -184,7 +184,7 @@ def test_adapters_are_those_of_the_language_model(tmp_path: Path) -> None:
     assert all(name.startswith("model.language_model.layers.") for name in changed)
 
 
-def distilled(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+def distilled(rank: int, config: Config, batch: SampleBatch) -> dict[str, float]:
     return train_on(make(config), batch, config).metrics
 
 
@@ -205,7 +205,7 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
         assert metrics["grad_norm"] > 0
 
 
-def imported(rank: int, config: Config, batch: Batch) -> list[str]:
+def imported(rank: int, config: Config, batch: SampleBatch) -> list[str]:
     """Train, and say which modules for images that took."""
     train_on(make(config), batch, config)
     return sorted(name for name in sys.modules if name.endswith((".megatron.vision", ".backends.pictures")))

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.trainers.reference import (
     Numbers,
@@ -45,7 +45,7 @@ def make(config: Config) -> DTensorBackend:
     return DTensorBackend(config, checkpoint=None)
 
 
-def train_all(rank: int, configs: Sequence[Config], batch: Batch, folder: Path) -> list[Any]:
+def train_all(rank: int, configs: Sequence[Config], batch: SampleBatch, folder: Path) -> list[Any]:
     """Train a model with each of these configurations, one after the other."""
     return [train_one_rank(rank, make, config, [batch], folder / str(number)) for number, config in enumerate(configs)]
 
@@ -133,7 +133,7 @@ def test_a_batch_without_any_image_trains_as_text(tmp_path: Path) -> None:
     assert_same_numbers(found._replace(weights=language), own, TOLERANCE)
 
 
-def resumed(rank: int, config: Config, batch: Batch, checkpoint: Path | None, folder: Path) -> dict[str, float]:
+def resumed(rank: int, config: Config, batch: SampleBatch, checkpoint: Path | None, folder: Path) -> dict[str, float]:
     """Take a step, from a checkpoint if given, and save what it comes to."""
     backend = DTensorBackend(config, checkpoint=checkpoint)
     metrics = train_on(backend, batch, config).metrics
@@ -156,7 +156,7 @@ def test_a_checkpoint_is_resumed_by_other_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, there[name], rtol=0, atol=TOLERANCE)
 
 
-def adapted(rank: int, config: Config, batch: Batch, folder: Path) -> tuple[list[str], list[dict[str, float]]]:
+def adapted(rank: int, config: Config, batch: SampleBatch, folder: Path) -> tuple[list[str], list[dict[str, float]]]:
     backend = make(config)
     metrics = [train_on(backend, batch, config).metrics for _ in range(2)]
     backend.save(folder).num_bytes.result()
@@ -184,7 +184,7 @@ def test_adapters_of_the_language_model_are_divided(tmp_path: Path) -> None:
     assert expected[0]["grad_norm"] > 0
 
 
-def distilled(rank: int, config: Config, batch: Batch) -> dict[str, float]:
+def distilled(rank: int, config: Config, batch: SampleBatch) -> dict[str, float]:
     return train_on(make(config), batch, config).metrics
 
 

@@ -30,7 +30,7 @@ def new_key_pair() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
-class Admitted:
+class AdmittedKeys:
     """The public keys admitted by a socket. Any thread may change them; each change is atomic.
 
     A removed key is refused at once, on existing connections too.

@@ -27,7 +27,7 @@ def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
         "access_log": False,
         "server_header": False,
         "lifespan": "off",
-        "http": web.Protocol,
+        "http": web.TimedHttpProtocol,
         "backlog": web.backlog(),
         "ws": "none",
         "loop": "asyncio",

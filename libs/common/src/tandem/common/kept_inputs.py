@@ -25,7 +25,7 @@ MOST_BYTES = 1 << 30
 _MOST_SIBLINGS = 1000
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class InputManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The files that are kept."""
 
     modules: dict[str, str] = {}
@@ -66,7 +66,7 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
     made.mkdir()
     for original, name in files.items():
         shutil.copyfile(original, made / name)
-    manifest = Manifest(modules=dict(modules), files=files, programs=tuple(map(str, run_in_place)), stamps=stamps)
+    manifest = InputManifest(modules=dict(modules), files=files, programs=tuple(map(str, run_in_place)), stamps=stamps)
     (made / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
     shutil.rmtree(folder, ignore_errors=True)
     made.rename(folder)
@@ -75,12 +75,12 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
 
 
 @cache
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> InputManifest:
     """Return what is kept in a folder; nothing if it cannot be read."""
     try:
-        return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=InputManifest)
     except (OSError, msgspec.MsgspecError):
-        return Manifest()
+        return InputManifest()
 
 
 def path_of(path: str) -> str:

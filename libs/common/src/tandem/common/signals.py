@@ -69,12 +69,12 @@ def interrupt_when_asked() -> None:
         signal.signal(number, interrupt)
 
 
-def end_when_stuck() -> Watch:
+def end_when_stuck() -> TerminationWatch:
     """Force this process to end after such a request, even if a collective operation blocks for ever."""
-    return Watch()
+    return TerminationWatch()
 
 
-class Watch:
+class TerminationWatch:
     """A thread that ends this process some time after a termination signal."""
 
     def __init__(self) -> None:

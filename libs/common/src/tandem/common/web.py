@@ -40,7 +40,7 @@ def backlog() -> int:
     return max(1, min(_BACKLOG, descriptors.limit() // _SHARE_AT_ONCE))
 
 
-class Protocol(H11Protocol):
+class TimedHttpProtocol(H11Protocol):
     """An HTTP protocol for uvicorn (``http=``) with a timeout on headers and a limit on one address's idle
     connections."""
 
@@ -100,7 +100,7 @@ class Protocol(H11Protocol):
         idle = [
             each
             for each in self.connections
-            if isinstance(each, Protocol)
+            if isinstance(each, TimedHttpProtocol)
             and each.client is not None
             and each.client[0] == self.client[0]
             and each.is_idle
@@ -145,7 +145,7 @@ class SlowRefusals:
         await self._app(scope, receive, send_late)
 
 
-class Guard:
+class RequestGuard:
     """Middleware that refuses requests which a foreign page may have sent; for servers without a token."""
 
     def __init__(self, app: ASGIApp, refuse: Callable[[int, str], ASGIApp]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.config.dump import fingerprint as fingerprint
     from tandem.config.dump import resume_differences as resume_differences
     from tandem.config.dump import to_plain as to_plain
-    from tandem.config.load import Changed as Changed
+    from tandem.config.load import ChangedConfig as ChangedConfig
     from tandem.config.load import ValidPart as ValidPart
     from tandem.config.load import build_config as build_config
     from tandem.config.load import change_config as change_config
@@ -41,7 +41,7 @@ _NAMES = {
         "to_plain",
     ),
     "load": (
-        "Changed",
+        "ChangedConfig",
         "ValidPart",
         "build_config",
         "change_config",

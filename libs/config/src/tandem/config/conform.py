@@ -33,12 +33,12 @@ from msgspec.inspect import (
 
 from tandem.common.errors import nearest
 from tandem.config.names.peer_names import PeerKey, peer_keys
-from tandem.config.problem import Invalid, Problems, Unknown, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, UnknownKey, shown
 from tandem.config.schema import MODELS, Config
-from tandem.config.schema.distillation import DistillationLoss
+from tandem.config.schema.distillation import DistillationLossConfig
 from tandem.config.schema.run import DURATION
 
-_OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLoss.__struct_encode_fields__)
+_OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLossConfig.__struct_encode_fields__)
 """Keys of the distillation loss, not suggested for a misplaced name: they repeat more common ones."""
 
 _FORMS = {DURATION: ": expected days:hours:minutes:seconds, such as 00:03:45:00"}
@@ -65,7 +65,7 @@ def config_type() -> StructType:
 
 
 def conform(value: Any, wanted: Type, key: str) -> Any:
-    """Fit a value to the type `wanted`. Raises `Invalid` for the keys at and below `key` that do not fit."""
+    """Fit a value to the type `wanted`. Raises `InvalidValue` for the keys at and below `key` that do not fit."""
     match wanted:
         case StructType():
             return _struct(value, wanted, key)
@@ -75,7 +75,7 @@ def conform(value: Any, wanted: Type, key: str) -> Any:
             if not _is_choice(value, wanted):
                 choices = sorted(str(choice) for choice in wanted.values)
                 listed = ", ".join(choices)
-                raise Invalid(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
+                raise InvalidValue(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
             return _word(value)
         case VarTupleType():
             if not isinstance(value, list | tuple):
@@ -202,18 +202,18 @@ def field_of(described: Any, name: str) -> Any:
 def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
     mapping = _mapping(value, wanted, key)
     fields = {field.encode_name: field for field in wanted.fields}
-    problems = Problems()
+    problems = ProblemCollector()
     others = [name for name in mapping if name not in fields]
     # verl has a section of the name of a key here, `algorithm`.
     sections = [name for name in mapping if name in fields and _is_section(mapping[name], fields[name].type)]
     of_peers = {name: peer_keys(_join(key, str(name)), mapping[name]) for name in (*others, *sections)}
     suggestions = {name: _suggestion(name, key, list(fields)) for name in others if not of_peers[name]}
     for each in itertools.chain(*of_peers.values()):
-        unknown = Unknown(is_misplaced=bool(each.here) or each.peer == "verl")
-        problems.found.append(Invalid(each.path, f"unknown key{each.hint}", unknown=unknown))
+        unknown = UnknownKey(is_misplaced=bool(each.here) or each.peer == "verl")
+        problems.found.append(InvalidValue(each.path, f"unknown key{each.hint}", unknown=unknown))
     for name, hint in suggestions.items():
         unknown = unknown_key(_join(key, name), mapping[name], {known: fields[known].default for known in fields})
-        problems.found.append(Invalid(_join(key, name), f"unknown key{hint}", unknown=unknown))
+        problems.found.append(InvalidValue(_join(key, name), f"unknown key{hint}", unknown=unknown))
     result: dict[str, Any] = {}
     for name, field in fields.items():
         if of_peers.get(name):
@@ -223,7 +223,7 @@ def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
                 result[name] = conform(mapping[name], field.type, _join(key, name))
         elif field.required and f"; did you mean {name!r}?" not in suggestions.values():
             expected = describe_type(field.type)
-            problems.found.append(Invalid(_join(key, name), f"{_REQUIRED}: expected {expected}"))
+            problems.found.append(InvalidValue(_join(key, name), f"{_REQUIRED}: expected {expected}"))
     settings = [*itertools.chain(*of_peers.values())]
     problems.found = [each for each in problems.found if not _is_named(each, settings)]
     problems.complain()
@@ -235,7 +235,7 @@ def _is_section(value: Any, wanted: Type) -> bool:
     return isinstance(value, dict) and isinstance(wanted, LiteralType)
 
 
-def _is_named(problem: Invalid, settings: Iterable[PeerKey]) -> bool:
+def _is_named(problem: InvalidValue, settings: Iterable[PeerKey]) -> bool:
     """Tell whether a key is only missing because it, or one within it, was written in a peer's words."""
     here = [each.here.replace(",", " ") for each in settings]
     return problem.text.startswith(_REQUIRED) and any(
@@ -245,7 +245,7 @@ def _is_named(problem: Invalid, settings: Iterable[PeerKey]) -> bool:
 
 def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
     """Fit values, given by key, to one type."""
-    problems, fitted = Problems(), {}
+    problems, fitted = ProblemCollector(), {}
     for key, value in values.items():
         with problems.collected():
             fitted[key] = conform(value, wanted, key)
@@ -253,7 +253,7 @@ def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
     return fitted
 
 
-def unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> Unknown:
+def unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> UnknownKey:
     """Tell of an unknown key which known ones it may be a slip of, given the defaults of its siblings.
 
     It may be one of a sibling that it nearly equals, or of the same name in another section, if it is a single value.
@@ -268,7 +268,7 @@ def unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> Unknown:
         if _likeness(name, known) > _NEARLY_SAME or not (isinstance(value, list | dict) and _is_scalar(default))
     ]
     near.sort(key=lambda known: -_likeness(name.lower(), known))
-    return Unknown(
+    return UnknownKey(
         near=tuple(_join(prefix, known) for known in near),
         is_misplaced=not isinstance(value, dict)
         and any(known.endswith(f".{name}") for known in all_keys(config_type())),
@@ -343,9 +343,9 @@ def _scalar(value: Any, wanted: Type, key: str) -> Any:
             return value
         case StrType() if isinstance(value, str):
             if wanted.min_length and not value:
-                raise Invalid(key, "is empty")
+                raise InvalidValue(key, "is empty")
             if wanted.pattern is not None and not re.search(wanted.pattern, value):
-                raise Invalid(key, f"{shown(value)} is malformed{_FORMS.get(wanted.pattern, '')}")
+                raise InvalidValue(key, f"{shown(value)} is malformed{_FORMS.get(wanted.pattern, '')}")
             return value
         case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
             return _within(int(value), wanted, key)
@@ -366,9 +366,9 @@ def _within(value: float, wanted: IntType | FloatType, key: str) -> float:
         and (wanted.lt is None or value < wanted.lt)
     )
     if ok and isinstance(wanted, IntType) and abs(value) >= 2**63:
-        raise Invalid(key, f"expected {describe_type(wanted)}, got one of more than 64 bits")
+        raise InvalidValue(key, f"expected {describe_type(wanted)}, got one of more than 64 bits")
     if not ok:
-        raise Invalid(key, f"expected {describe_type(wanted)}, got {value}")
+        raise InvalidValue(key, f"expected {describe_type(wanted)}, got {value}")
     return value
 
 
@@ -392,22 +392,22 @@ def _free(value: Any, key: str) -> Any:
         case float() if math.isfinite(value):
             return value
         case _:
-            raise Invalid(
+            raise InvalidValue(
                 key, f"{shown(value)} cannot be used here: expected text, a finite number, a list or a mapping"
             )
 
 
 def _mapping(value: Any, wanted: Type | None, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Invalid(key, f"expected {describe_type(wanted) if wanted else 'a mapping'}, got {shown(value)}")
+        raise InvalidValue(key, f"expected {describe_type(wanted) if wanted else 'a mapping'}, got {shown(value)}")
     for name in value:
         if not isinstance(name, str):
-            raise Invalid(key, f"the key {shown(name)} is not text; quote it")
+            raise InvalidValue(key, f"the key {shown(name)} is not text; quote it")
     return value
 
 
-def _mismatch(value: Any, wanted: Type, key: str) -> Invalid:
-    return Invalid(key, f"expected {describe_type(wanted)}, got {shown(value)}")
+def _mismatch(value: Any, wanted: Type, key: str) -> InvalidValue:
+    return InvalidValue(key, f"expected {describe_type(wanted)}, got {shown(value)}")
 
 
 def _join(key: str, name: object) -> str:

@@ -14,7 +14,7 @@ from msgspec.inspect import StructType
 
 from tandem.config.conform import STAND_IN, conform
 from tandem.config.named import FILES, NAMED, holds_texts, is_local, place_of
-from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema.data import OF_EACH_SET, DataSet
 
 _SIDES = ("train", "validation")
@@ -33,7 +33,7 @@ _OTHERWISE = {
 
 
 def place_data_sets(tree: dict[str, Any]) -> None:
-    """Complete the listed data sets of a settings tree, in place. Raises `Invalid`."""
+    """Complete the listed data sets of a settings tree, in place. Raises `InvalidValue`."""
     data = tree.get("data")
     if not isinstance(data, dict):
         return
@@ -47,13 +47,13 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     default = data.pop("default", None)
     shared = {} if default is None else _fitted(default, "data.default")
     sets: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
-    problems = Problems()
+    problems = ProblemCollector()
     for side in _SIDES:
         given = data.get(side)
         entries = [given] if isinstance(given, dict) else (given or [])
         if not isinstance(entries, list | tuple):
             text = f"expected a mapping, or a list of mappings, got {shown(entries)}"
-            problems.found.append(Invalid(f"data.{side}", text))
+            problems.found.append(InvalidValue(f"data.{side}", text))
             continue
         for index, entry in enumerate(entries):
             with problems.collected():
@@ -123,7 +123,7 @@ def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str
         if isinstance(beside, str) and (path is None or is_local(beside)):
             known["dataset_name"] = beside
         elif path is None:
-            raise Invalid(f"{key}.dataset_name", "required, but not set: expected text")
+            raise InvalidValue(f"{key}.dataset_name", "required, but not set: expected text")
         else:
             known["dataset_name"] = _FILE_OF_ONES_OWN
     if holds_texts(known["dataset_name"]):
@@ -149,5 +149,5 @@ def _agree(data: dict[str, Any], first: dict[str, Any], where: str) -> None:
         if value is None:
             continue
         if data.get(key) not in (None, value):
-            raise Invalid(f"data.{key}", f"{shown(data[key])}, but {where} says {shown(value)}")
+            raise InvalidValue(f"data.{key}", f"{shown(data[key])}, but {where} says {shown(value)}")
         data[key] = value

@@ -13,7 +13,7 @@ from tandem.config.conform import config_type, field_of, struct_types
 from tandem.config.data_sets import place_data_sets
 from tandem.config.named import NAMED
 from tandem.config.names.newer_names import name_as_here
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.schema.loss import MEAN_OF_SEQUENCES
@@ -29,7 +29,7 @@ Look = Callable[[str], Any]
 _PROCESSES_OF = "cluster.processes_of"
 
 
-class Derived(msgspec.Struct, frozen=True, kw_only=True):
+class DerivedKey(msgspec.Struct, frozen=True, kw_only=True):
     """A key that gets its default from other keys, if it is absent or null."""
 
     key: str
@@ -42,7 +42,7 @@ class Derived(msgspec.Struct, frozen=True, kw_only=True):
 def fill(tree: dict[str, Any]) -> dict[str, Any]:
     """Return `tree` in the schema's shape, with every derived default filled in.
 
-    Values of a wrong type are left for `conform` to report. Raises `Invalid` if several algorithms are configured
+    Values of a wrong type are left for `conform` to report. Raises `InvalidValue` if several algorithms are configured
     and none is chosen.
     """
     tree = _copied(tree)
@@ -109,7 +109,7 @@ def _copied(node: Any) -> Any:
 def _chosen(tree: dict[str, Any]) -> dict[str, str]:
     present = [name for name in SECTIONS if name in tree]
     if len(present) > 1:
-        raise Invalid("algorithm", f"required where several are configured ({', '.join(present)})")
+        raise InvalidValue("algorithm", f"required where several are configured ({', '.join(present)})")
     return {"algorithm": present[0]} if present else {}
 
 
@@ -175,8 +175,8 @@ def _product(first: str, second: str) -> Callable[[Look], Any]:
     return compute
 
 
-def _same(key: str, other: str) -> Derived:
-    return Derived(key=key, text=f"`{other}`", compute=_same_as(other))
+def _same(key: str, other: str) -> DerivedKey:
+    return DerivedKey(key=key, text=f"`{other}`", compute=_same_as(other))
 
 
 def warmup_length(warmup: Any, num_steps: Any, num_passes: Any) -> int:
@@ -198,7 +198,7 @@ def linear_warmup(num_steps: int) -> dict[str, Any]:
     return {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": kwargs}
 
 
-def _warmed_up(section: str) -> tuple[Derived, ...]:
+def _warmed_up(section: str) -> tuple[DerivedKey, ...]:
     """Return the rules for the schedules that `warmup_steps` stands for."""
 
     def is_megatron(look: Look) -> bool:
@@ -214,8 +214,8 @@ def _warmed_up(section: str) -> tuple[Derived, ...]:
 
     means = f"what `{section}.warmup_steps` means"
     return (
-        Derived(key=f"{section}.scheduler", text=f"{means}, without Megatron-Core", compute=schedule),
-        Derived(key=f"{section}.megatron_cfg.scheduler.lr_warmup_iters", text=means, compute=iterations),
+        DerivedKey(key=f"{section}.scheduler", text=f"{means}, without Megatron-Core", compute=schedule),
+        DerivedKey(key=f"{section}.megatron_cfg.scheduler.lr_warmup_iters", text=means, compute=iterations),
     )
 
 
@@ -226,7 +226,7 @@ def _run_length(look: Look) -> tuple[Any, Any]:
     return look(f"{section}.max_num_steps"), passes
 
 
-def _of_model(section: str) -> tuple[Derived, ...]:
+def _of_model(section: str) -> tuple[DerivedKey, ...]:
     """Return the rules for every model section."""
     return (
         _same(f"{section}.tokenizer.name", f"{section}.model_name"),
@@ -241,11 +241,11 @@ def _of_model(section: str) -> tuple[Derived, ...]:
     )
 
 
-def _like_the_policy(section: str) -> tuple[Derived, ...]:
+def _like_the_policy(section: str) -> tuple[DerivedKey, ...]:
     """Return the rules for a model that follows the policy in its unset keys."""
     return (
         *(_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
-        Derived(
+        DerivedKey(
             key=f"{section}.new_model",
             text="`policy.new_model` if it is the same model",
             compute=lambda look: (
@@ -256,7 +256,7 @@ def _like_the_policy(section: str) -> tuple[Derived, ...]:
     )
 
 
-def _tokens(section: str, key: str, batch: str) -> Derived:
+def _tokens(section: str, key: str, batch: str) -> DerivedKey:
     key, length, batch = (f"{section}.{name}" for name in (key, "max_total_sequence_length", batch))
     whole = _product(length, batch)
 
@@ -265,10 +265,10 @@ def _tokens(section: str, key: str, batch: str) -> Derived:
         algorithm = _algorithm_of(look)
         return tokens * algorithm.sequences_per_unit if tokens is not None and algorithm is not None else tokens
 
-    return Derived(key=key, text=f"`{length}` * `{batch}`, for DPO and RM twice that", compute=compute)
+    return DerivedKey(key=key, text=f"`{length}` * `{batch}`, for DPO and RM twice that", compute=compute)
 
 
-def _of_dataset(key: str, otherwise: str | None) -> Derived:
+def _of_dataset(key: str, otherwise: str | None) -> DerivedKey:
     """Return the rule for a key of ``data`` that a named data set decides."""
     name = key.removeprefix("data.")
 
@@ -279,7 +279,7 @@ def _of_dataset(key: str, otherwise: str | None) -> Derived:
         return otherwise if named is None else named.keys.get(name, otherwise)
 
     given = ", ".join(f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys)
-    return Derived(key=key, text=f"{given}; else {f'`{otherwise}`' if otherwise else 'null'}", compute=compute)
+    return DerivedKey(key=key, text=f"{given}; else {f'`{otherwise}`' if otherwise else 'null'}", compute=compute)
 
 
 def _env(look: Look) -> Any:
@@ -443,18 +443,18 @@ _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
 
 DERIVED = (
-    Derived(
+    DerivedKey(
         key="policy.train_global_batch_size",
         text=_by_algorithm(lambda algorithm: algorithm.train_global_batch_size),
         compute=lambda look: _declared(look, lambda algorithm: algorithm.train_global_batch_size),
     ),
-    Derived(
+    DerivedKey(
         key="grpo.normalize_rewards",
         text="false if `grpo.scale_rewards` is none, else true",
         compute=lambda look: look("grpo.scale_rewards") != "none",
     ),
     _same("grpo.adv_estimator.scale_rewards", "grpo.scale_rewards"),
-    Derived(
+    DerivedKey(
         key="grpo.adv_estimator.normalize_rewards",
         text="`grpo.normalize_rewards`, or what `grpo.adv_estimator.scale_rewards` means",
         compute=_normalizes,
@@ -462,7 +462,7 @@ DERIVED = (
     _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
     *_of_model("policy"),
     *_warmed_up("policy"),
-    Derived(
+    DerivedKey(
         key="value",
         text="for PPO a model like the policy, else null",
         compute=lambda look: _declared(look, lambda algorithm: {} if "value" in algorithm.trains else None),
@@ -471,12 +471,12 @@ DERIVED = (
     *_warmed_up("value"),
     *_like_the_policy("teacher"),
     _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
-    Derived(
+    DerivedKey(
         key="loss_fn.token_level_loss",
         text="false if `loss_fn.loss_type` is grpo, else true",
         compute=lambda look: look("loss_fn.loss_type") != MEAN_OF_SEQUENCES,
     ),
-    Derived(
+    DerivedKey(
         key="loss_fn.loss_scale_factor",
         text="`policy.generation.max_new_tokens` if `loss_fn.loss_type` is dr_grpo, else null",
         compute=lambda look: look("policy.generation.max_new_tokens") if _is_dr_grpo(look) else None,
@@ -493,57 +493,57 @@ DERIVED = (
     _of_dataset("data.split", "train"),
     _of_dataset("data.val_split", None),
     _of_dataset("data.subset", None),
-    Derived(
+    DerivedKey(
         key="env",
         text="`reasoning_gym: {}`, `sliding_puzzle_game: {}` or `exact_match: {}`, by `data.dataset_name`, else none",
         compute=_env,
     ),
-    Derived(key="data.environment", text="the only entry of `env`", compute=_environment),
-    Derived(
+    DerivedKey(key="data.environment", text="the only entry of `env`", compute=_environment),
+    DerivedKey(
         key="data.task_params",
         text="for sliding_puzzle `env.sliding_puzzle_game.cfg.game_config`, else none",
         compute=_task_params,
     ),
-    Derived(key="data.num_train", text="10000 for problems that are made, else null", compute=_num_train),
-    Derived(
+    DerivedKey(key="data.num_train", text="10000 for problems that are made, else null", compute=_num_train),
+    DerivedKey(
         key="data.num_validation",
         text="256 for problems that are made, else null",
         compute=_num_validation,
     ),
-    Derived(
+    DerivedKey(
         key=f"{_PROCESSES_OF}.teacher",
         text="with `on_policy_distillation.non_colocated_teachers` enabled, the GPUs of its `default_teacher_cfg` "
         "for each teacher; else 0",
         compute=_processes_of_teachers,
     ),
-    Derived(
+    DerivedKey(
         key="cluster.trainers",
         text="one for each GPU of the cluster, except those reserved by `policy.generation.colocated.resources`, the "
         "`resources` of a reward model, or `cluster.processes_of`",
         compute=_trainers,
     ),
-    Derived(
+    DerivedKey(
         key="cluster.rollouts",
         text="with vLLM, the number of GPUs for generation divided by `tensor_parallel_size` times "
         "`pipeline_parallel_size`; else 1",
         compute=_rollouts,
     ),
-    Derived(
+    DerivedKey(
         key="cluster.launch",
         text="all; with several nodes, the processes of the first",
         compute=_launch,
     ),
-    Derived(
+    DerivedKey(
         key="checkpointing.checkpoint_dir",
         text="`checkpoints` within `logger.log_dir`",
         compute=lambda look: f"{look('logger.log_dir')}/checkpoints",
     ),
-    Derived(
+    DerivedKey(
         key="checkpointing.metric_name",
         text=f"{_by_algorithm(lambda algorithm: algorithm.metrics[0])}; the training metric if there is no validation",
         compute=_metric_name,
     ),
-    Derived(
+    DerivedKey(
         key="checkpointing.higher_is_better",
         text="true, unless `checkpointing.metric_name` is a loss",
         compute=_higher_is_better,

@@ -19,9 +19,9 @@ from tandem.common.errors import listed
 from tandem.config.conform import config_type, describe_type, struct_types
 from tandem.config.derive import DERIVED
 from tandem.config.dump import FREE_ON_RESUME
-from tandem.config.schema import MODELS, Section
+from tandem.config.schema import MODELS, ConfigSection
 from tandem.config.schema.declarations import ALGORITHMS
-from tandem.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET, Row
+from tandem.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET, UnsupportedKey
 
 NEW = "New. "
 """Prefix of the docstring of a field that is Tandem's own, not NeMo-RL's."""
@@ -78,7 +78,7 @@ def field_docs(described: StructType) -> dict[str, str]:
     """Return the docstring under each field of a struct, by key; empty where there is none."""
     by_name: dict[str, str] = {}
     for each in reversed(described.cls.__mro__):
-        if issubclass(each, Section):
+        if issubclass(each, ConfigSection):
             by_name |= _docs_within(each)
     return {field.encode_name: by_name[field.name] for field in described.fields}
 
@@ -88,7 +88,7 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
-def _docs_within(struct: type[Section]) -> dict[str, str]:
+def _docs_within(struct: type[ConfigSection]) -> dict[str, str]:
     """Return the docstrings of the fields that a class itself defines, by field name."""
     (definition,) = (
         node
@@ -206,7 +206,7 @@ def _known_not_built() -> str:
     )
 
 
-def _table(rows: tuple[Row, ...]) -> str:
+def _table(rows: tuple[UnsupportedKey, ...]) -> str:
     lines = ["| Key | Switched off |", "|---|---|"]
     for row in rows:
         off = " or ".join(

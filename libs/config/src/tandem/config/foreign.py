@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.config.dump import escaped
-from tandem.config.hidden import Look, Refused, without
-from tandem.config.layers import Layers, key_parts
-from tandem.config.problem import Invalid, shown
+from tandem.config.hidden import Look, RefusedSettings, without
+from tandem.config.layers import ConfigLayers, key_parts
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
 NEWER = "newer"
@@ -24,8 +24,8 @@ _MOST_LOOKS = 20
 
 
 def without_foreign(
-    layers: Layers, look: Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
-) -> tuple[dict[str, Any], Config | Refused]:
+    layers: ConfigLayers, look: Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[dict[str, Any], Config | RefusedSettings]:
     """Return settings without the keys of a newer release, which ``ignored`` lists then, and what `look` finds."""
     settings = layers.merged
     version = settings.get("nemo_rl_version")
@@ -50,15 +50,17 @@ def without_foreign(
     return settings, found
 
 
-def _as_written(problem: Invalid, settings: dict[str, Any]) -> Invalid:
+def _as_written(problem: InvalidValue, settings: dict[str, Any]) -> InvalidValue:
     """Return a problem with the key that the settings have: a list of one teacher becomes the teacher."""
     teachers = settings.get("teachers")
     if problem.key.startswith("teacher.") and isinstance(teachers, list) and len(teachers) == 1:
-        return Invalid(f"teachers[0].{problem.key.removeprefix('teacher.')}", problem.text, unknown=problem.unknown)
+        return InvalidValue(
+            f"teachers[0].{problem.key.removeprefix('teacher.')}", problem.text, unknown=problem.unknown
+        )
     return problem
 
 
-def is_foreign(problem: Invalid, layers: Layers) -> bool:
+def is_foreign(problem: InvalidValue, layers: ConfigLayers) -> bool:
     """Tell whether an unknown key is a name of its own, of a newer release, rather than a slip of the pen.
 
     It is no slip of a key that stands beside it in the same file. Nor does a slip matter if its value switches
@@ -80,7 +82,7 @@ def is_newer(version: Any) -> bool:
     return is_number and tuple(map(int, version.split(".")[:2])) > _LATEST
 
 
-def _lines(settings: dict[str, Any], problems: list[Invalid]) -> list[str]:
+def _lines(settings: dict[str, Any], problems: list[InvalidValue]) -> list[str]:
     """Return a notice about the key of each problem."""
     values = [_value_at(settings, key_parts(each.key)) for each in problems]
     return [f"{each.key} ({_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tandem.config.layers import key_parts
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
 _MOST_LOOKS = 10
@@ -20,12 +20,12 @@ _SUGGESTED = re.compile(r"did you mean '([^']+)'")
 _KEY = re.compile(r"[\w.\[\]-]+")
 
 
-class Refused(NamedTuple):
+class RefusedSettings(NamedTuple):
     """The reasons why settings make no valid configuration."""
 
     unsupported: str | None
     """The line that lists enabled features that are not built; None if there are none."""
-    problems: tuple[Invalid, ...]
+    problems: tuple[InvalidValue, ...]
 
 
 def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
@@ -43,10 +43,10 @@ def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
     return settings
 
 
-Look = Callable[[dict[str, Any]], Config | Refused]
+Look = Callable[[dict[str, Any]], Config | RefusedSettings]
 
 
-def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused:
+def with_hidden(found: RefusedSettings, settings: dict[str, Any], look: Look) -> RefusedSettings:
     """Return the problems found in settings, and those that they hid from `look`."""
     unsupported, problems = found
     told = _words([], unsupported)
@@ -68,10 +68,10 @@ def with_hidden(found: Refused, settings: dict[str, Any], look: Look) -> Refused
         problems = again.problems
         shown += [each for each in problems if not _repeats(each, told)]
         told |= _words(problems)
-    return Refused(unsupported, tuple(shown))
+    return RefusedSettings(unsupported, tuple(shown))
 
 
-def _repeats(problem: Invalid, told: set[str]) -> bool:
+def _repeats(problem: InvalidValue, told: set[str]) -> bool:
     """Tell whether a problem is of a key that was told of, names one, or is of the section that lacks it."""
     if any(problem.key == key.rpartition(".")[0] for key in told):
         return True
@@ -79,7 +79,7 @@ def _repeats(problem: Invalid, told: set[str]) -> bool:
     return bool(told & {*_names(problem.key), *named, *(each.rpartition(".")[2] for each in named)})
 
 
-def _words(problems: Sequence[Invalid], unsupported: str | None = None) -> set[str]:
+def _words(problems: Sequence[InvalidValue], unsupported: str | None = None) -> set[str]:
     """Return the names of all keys that problems are of, or are meant by them."""
     keys = {*_KEY.findall((unsupported or "").partition(": ")[2]), *(each.key for each in problems)}
     for each in problems:

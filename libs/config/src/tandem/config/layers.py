@@ -29,7 +29,7 @@ Plain = dict[str, Any]
 _TOO_DEEP = "mappings or lists are nested too deeply"
 
 
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigLayer(msgspec.Struct, frozen=True, kw_only=True):
     """A file or an override, and the keys that it sets."""
 
     source: str
@@ -37,12 +37,12 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     settings: Plain
 
 
-class Layers(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
     """All layers, in order of increasing precedence."""
 
     main: str
     """Name of the user's file; the source of problems with keys that no layer sets."""
-    layers: tuple[Layer, ...]
+    layers: tuple[ConfigLayer, ...]
     merged: Plain
 
     def source_of(self, key: str) -> str:
@@ -65,7 +65,7 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
         return _sets(self.merged, key_parts(key))
 
 
-def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
+def read_layers(path: Path, overrides: Sequence[str]) -> ConfigLayers:
     """Read a file, the files that it inherits from, and the overrides.
 
     Raises `ConfigError` for a file that is missing, is not YAML or inherits from itself, and for an override that is
@@ -75,10 +75,10 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
     merged: Plain = {}
     for layer in layers:
         merged = merge(merged, layer.settings)
-    return overridden(Layers(main=str(path), layers=tuple(layers), merged=merged), overrides)
+    return overridden(ConfigLayers(main=str(path), layers=tuple(layers), merged=merged), overrides)
 
 
-def overridden(settings: Layers, overrides: Sequence[str]) -> Layers:
+def overridden(settings: ConfigLayers, overrides: Sequence[str]) -> ConfigLayers:
     """Return settings with ``key=value`` overrides on top. Raises `ConfigError` for anything else."""
     layers, merged = [*settings.layers], settings.merged
     for override in overrides:
@@ -86,8 +86,8 @@ def overridden(settings: Layers, overrides: Sequence[str]) -> Layers:
         if parts == ["prerequisite"] and isinstance(value, str):
             value = os.path.abspath(value)
         merged = _updated(merged, parts, value, override)
-        layers.append(Layer(source=COMMAND_LINE, settings=_nested(parts, value)))
-    return Layers(main=settings.main, layers=tuple(layers), merged=merged)
+        layers.append(ConfigLayer(source=COMMAND_LINE, settings=_nested(parts, value)))
+    return ConfigLayers(main=settings.main, layers=tuple(layers), merged=merged)
 
 
 def merge(base: Plain, over: Plain) -> Plain:
@@ -105,7 +105,7 @@ def merge(base: Plain, over: Plain) -> Plain:
     return result
 
 
-def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
+def _read_chain(path: Path, children: tuple[Path, ...]) -> list[ConfigLayer]:
     """Read `path` and its ancestors, eldest first; `children` are the files that led here."""
     here = path.resolve()
     if here in children:
@@ -119,14 +119,14 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     names_of_parents = [defaults] if isinstance(defaults, str) else (defaults or [])
     if not isinstance(names_of_parents, list) or not all(isinstance(name, str) for name in names_of_parents):
         raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {defaults!r}")
-    layers: list[Layer] = []
+    layers: list[ConfigLayer] = []
     for name in names_of_parents:
         parent = Path(os.path.normpath(path.parent / name))
         if why_no_path(parent) is not None or not parent.is_file():
             raise ConfigError(f"{path}: defaults: there is no file {shortened(parent)}{nearest_file(parent)}")
         layers += _read_chain(parent, (*children, here))
     _check_markers(path, settings, "")
-    return [*layers, Layer(source=str(path), settings=settings)]
+    return [*layers, ConfigLayer(source=str(path), settings=settings)]
 
 
 def _check_markers(path: Path, node: Plain, key: str) -> None:

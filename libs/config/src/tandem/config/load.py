@@ -19,11 +19,11 @@ from tandem.config.conform import completed, config_type, conform
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escaped, to_plain
 from tandem.config.foreign import HOW_TO_IGNORE, is_foreign, is_newer, without_foreign
-from tandem.config.hidden import Refused, with_hidden, without_wrong_keys
-from tandem.config.layers import COMMAND_LINE, Layer, Layers, merge, overridden, read_layers
+from tandem.config.hidden import RefusedSettings, with_hidden, without_wrong_keys
+from tandem.config.layers import COMMAND_LINE, ConfigLayer, ConfigLayers, merge, overridden, read_layers
 from tandem.config.megatron import fit_megatron, missing_megatron, unfit_megatron
 from tandem.config.nemo_eval import is_nemo_eval, original_key, translated
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 from tandem.config.unsupported import refusal
 
@@ -62,22 +62,22 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return _build(layers, to_run=True, written=written)
 
 
-def _layers_of_any(path: str | Path, overrides: Sequence[str]) -> tuple[Layers, Written | None]:
+def _layers_of_any(path: str | Path, overrides: Sequence[str]) -> tuple[ConfigLayers, Written | None]:
     """Return the layers of a run's configuration, or of an evaluation's in NeMo-RL's form, with what wrote its keys."""
     layers = read_layers(Path(path), overrides)
     if not is_nemo_eval(layers.merged):
         return layers, None
     try:
         settings = translated(interpolated(layers.merged))
-    except Invalid as problem:
+    except InvalidValue as problem:
         raise ConfigError(f"{layers.source_of(problem.key)}: {problem.key}: {problem.text}") from None
 
     def written(key: str) -> tuple[str, str]:
         own = original_key(key)
         return layers.source_of(own), own if layers.is_set(own) else key
 
-    layer = Layer(source=layers.main, settings=settings)
-    return Layers(main=layers.main, layers=(layer,), merged=escaped(settings)), written
+    layer = ConfigLayer(source=layers.main, settings=settings)
+    return ConfigLayers(main=layers.main, layers=(layer,), merged=escaped(settings)), written
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -85,7 +85,7 @@ def build_config(settings: Mapping[str, Any], source: str = "configuration") -> 
     return build(layers_of(settings, source))
 
 
-def layers_of(given: str | Path | Mapping[str, Any] | Config, source: str = "config") -> Layers:
+def layers_of(given: str | Path | Mapping[str, Any] | Config, source: str = "config") -> ConfigLayers:
     """Return the lowest layer, given as a file, a mapping or a finished configuration.
 
     `source` is the name in errors if it is not a file.
@@ -93,16 +93,16 @@ def layers_of(given: str | Path | Mapping[str, Any] | Config, source: str = "con
     if isinstance(given, str | Path):
         return read_layers(Path(given), ())
     plain = escaped(_unfilled(given)) if isinstance(given, Config) else dict(given)
-    return Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain)
+    return ConfigLayers(main=source, layers=(ConfigLayer(source=source, settings=plain),), merged=plain)
 
 
-def laid_over(layers: Layers, settings: Mapping[str, Any], source: str) -> Layers:
+def laid_over(layers: ConfigLayers, settings: Mapping[str, Any], source: str) -> ConfigLayers:
     """Return layers with one more on top, named `source` in errors."""
-    top = Layer(source=source, settings=dict(settings))
-    return Layers(main=layers.main, layers=(*layers.layers, top), merged=merge(layers.merged, top.settings))
+    top = ConfigLayer(source=source, settings=dict(settings))
+    return ConfigLayers(main=layers.main, layers=(*layers.layers, top), merged=merge(layers.merged, top.settings))
 
 
-def build(layers: Layers, *, to_run: bool = True) -> Config:
+def build(layers: ConfigLayers, *, to_run: bool = True) -> Config:
     """Make a configuration from layers. Raises the errors of `load_config`."""
     return _build(layers, to_run=to_run)
 
@@ -124,12 +124,12 @@ def valid_part(path: str | Path, overrides: Sequence[str] = ()) -> ValidPart | N
         tree = without_wrong_keys(without_foreign(layers, look, interpolated)[0], look)
         tree = completed(_without_variables(interpolated(tree), tree), config_type(), _DERIVED)
         config = msgspec.convert(conform(completed(fill(tree), config_type()), config_type(), ""), Config)
-    except (ConfigError, Invalid, ArithmeticError, LookupError, TypeError, ValueError):
+    except (ConfigError, InvalidValue, ArithmeticError, LookupError, TypeError, ValueError):
         return None
     return ValidPart(config, layers.source_of if written is None else lambda key: written(key)[0])
 
 
-class Changed(msgspec.Struct, frozen=True, kw_only=True):
+class ChangedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration derived from that of an earlier run."""
 
     config: Config
@@ -139,15 +139,17 @@ class Changed(msgspec.Struct, frozen=True, kw_only=True):
 
 def change_config(
     earlier: Config, settings: Mapping[str, Any], overrides: Sequence[str], source: str = "configuration"
-) -> Changed:
+) -> ChangedConfig:
     """Change a resolved configuration, first by Tandem's own `settings`, then by the user's overrides.
 
     Derived keys are derived again. Raises `ConfigError`; a key that no override sets has `source` as its file.
     """
     plain = merge(escaped(_unfilled(earlier)), dict(settings))
-    layers = overridden(Layers(main=source, layers=(Layer(source=source, settings=plain),), merged=plain), overrides)
+    layers = overridden(
+        ConfigLayers(main=source, layers=(ConfigLayer(source=source, settings=plain),), merged=plain), overrides
+    )
     config = _build(layers, to_run=True)
-    return Changed(
+    return ChangedConfig(
         config=config,
         keys=tuple(
             key for key in differing(to_plain(earlier), to_plain(config)) if layers.source_of(key) == COMMAND_LINE
@@ -166,7 +168,7 @@ def _unfilled(config: Config) -> dict[str, Any]:
     return unfill(to_plain(unfit_megatron(config)))
 
 
-def _build(layers: Layers, *, to_run: bool, written: Written | None = None) -> Config:
+def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None) -> Config:
     """Make a configuration; `written` returns the file and the name of a key where they are not those in `layers`."""
     look = functools.partial(_look_through, to_run=to_run)
     merged, found = without_foreign(layers, look, interpolated)
@@ -187,7 +189,7 @@ def _build(layers: Layers, *, to_run: bool, written: Written | None = None) -> C
     raise ConfigError(*dict.fromkeys(lines))
 
 
-def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | Refused:
+def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | RefusedSettings:
     """Return the configuration of settings, or else the problems of the first stage that finds any.
 
     Features that are not supported yet hide no other problem.
@@ -201,13 +203,13 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | Refused:
         problems = broken_rules(config)
         problems.found = [*(missing_megatron(config) if to_run else ()), *problems.found]
         problems.complain()
-    except Invalid as problem:
-        return Refused(unsupported, problem.all)
-    return Refused(unsupported, ()) if unsupported else config
+    except InvalidValue as problem:
+        return RefusedSettings(unsupported, problem.all)
+    return RefusedSettings(unsupported, ()) if unsupported else config
 
 
 def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace every ``${...}``, which may also refer to an unset key with a plain default. Raises `Invalid`."""
+    """Replace every ``${...}``, which may also refer to an unset key with a plain default. Raises `InvalidValue`."""
     from omegaconf import OmegaConf  # imported late, as in `layers`
     from omegaconf.errors import OmegaConfBaseException
 
@@ -222,9 +224,9 @@ def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         # OmegaConf wraps a resolver's error in a sentence of its own.
         reason = re.sub(r"\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0]).strip('"')
-        raise Invalid(error.full_key or "", f"cannot be resolved: {reason}") from None
+        raise InvalidValue(error.full_key or "", f"cannot be resolved: {reason}") from None
     except RecursionError:
-        raise Invalid("", "mappings or lists are nested too deeply") from None
+        raise InvalidValue("", "mappings or lists are nested too deeply") from None
     interpolated: dict[str, Any] = _restricted(resolved, tree)
     return interpolated
 

@@ -21,7 +21,7 @@ _CAPABILITIES = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "n
 """Least compute capability of a GPU, by recipe."""
 
 
-class Products(msgspec.Struct, frozen=True):
+class LowPrecisionProducts(msgspec.Struct, frozen=True):
     """The matrix products that a section requests."""
 
     name: str
@@ -64,15 +64,15 @@ class Products(msgspec.Struct, frozen=True):
         return _CAPABILITIES.get(self.recipe, (0, 0))
 
 
-def products_of(megatron: MegatronCfg) -> tuple[Products, ...]:
+def products_of(megatron: MegatronCfg) -> tuple[LowPrecisionProducts, ...]:
     """Return what a section requests; more than one is a mistake."""
     found = []
     if megatron.fp8_cfg is not None and megatron.fp8_cfg.enabled:
-        found.append(Products("fp8", megatron.fp8_cfg.fp8, megatron.fp8_cfg.fp8_recipe, True))
+        found.append(LowPrecisionProducts("fp8", megatron.fp8_cfg.fp8, megatron.fp8_cfg.fp8_recipe, True))
     if megatron.fp4_cfg is not None and megatron.fp4_cfg.enabled:
-        found.append(Products("fp4", megatron.fp4_cfg.fp4, megatron.fp4_cfg.fp4_recipe, True))
+        found.append(LowPrecisionProducts("fp4", megatron.fp4_cfg.fp4, megatron.fp4_cfg.fp4_recipe, True))
     given = megatron.forwarded
     for name, default in (("fp8", DELAYED), ("fp4", "nvfp4")):
         if given.get(name) is not None:
-            found.append(Products(name, given[name], given.get(f"{name}_recipe") or default, False))
+            found.append(LowPrecisionProducts(name, given[name], given.get(f"{name}_recipe") or default, False))
     return tuple(found)

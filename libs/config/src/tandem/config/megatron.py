@@ -13,25 +13,25 @@ from tandem.config.conform import conform, unknown_key
 from tandem.config.installed.megatron_arguments import RESERVED, arguments, defaults, is_installed
 from tandem.config.installed.sources import package_folder
 from tandem.config.low_precision import products_of
-from tandem.config.problem import Invalid, Problems
-from tandem.config.schema import MODELS, Config, MegatronCfg, Model
+from tandem.config.problem import InvalidValue, ProblemCollector
+from tandem.config.schema import MODELS, Config, MegatronCfg, ModelConfig
 
 
 def fit_megatron(config: Config, *, to_run: bool) -> Config:
     """Return the configuration with Megatron-Core's arguments converted to their types, where it is enabled.
 
-    Raises `Invalid` for an unknown argument. If Megatron-Core is not installed, names and types are left unchecked.
+    Raises `InvalidValue` for an unknown argument. Without Megatron-Core, names and types are left unchecked.
     """
     return _each_model(config, lambda key, model: _fit(key, model, to_run=to_run))
 
 
-def missing_megatron(config: Config) -> Iterator[Invalid]:
+def missing_megatron(config: Config) -> Iterator[InvalidValue]:
     """Yield a problem for each model that Megatron-Core trains where it is not installed."""
     for name in MODELS:
-        model: Model | None = getattr(config, name)
+        model: ModelConfig | None = getattr(config, name)
         if model is not None and model.megatron_cfg.enabled and not is_installed():
             what = f"true, but Megatron-Core is not installed: {install_command('megatron')}"
-            yield Invalid(f"{name}.megatron_cfg.enabled", what, is_of_machine=True)
+            yield InvalidValue(f"{name}.megatron_cfg.enabled", what, is_of_machine=True)
 
 
 def unfit_megatron(config: Config) -> Config:
@@ -39,7 +39,7 @@ def unfit_megatron(config: Config) -> Config:
     return _each_model(config, _unfit)
 
 
-def _each_model(config: Config, change: Callable[[str, Model], MegatronCfg]) -> Config:
+def _each_model(config: Config, change: Callable[[str, ModelConfig], MegatronCfg]) -> Config:
     """Return the configuration with the Megatron-Core section of each model changed."""
     changed: dict[str, Any] = {}
     if config.teachers is not None:
@@ -48,22 +48,24 @@ def _each_model(config: Config, change: Callable[[str, Model], MegatronCfg]) -> 
             for index, teacher in enumerate(config.teachers)
         )
     for name in MODELS:
-        model: Model | None = getattr(config, name)
+        model: ModelConfig | None = getattr(config, name)
         if model is not None:
             changed[name] = msgspec.structs.replace(model, megatron_cfg=change(f"{name}.megatron_cfg", model))
     return msgspec.structs.replace(config, **changed)
 
 
-def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
+def _fit(key: str, model: ModelConfig, *, to_run: bool) -> MegatronCfg:
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return megatron
     if to_run and package_folder("transformer_engine") is None:
         for products in products_of(megatron):  # Megatron-Core would silently train without it
             what = f"{products.value} needs Transformer Engine, which is not installed here"
-            raise Invalid(f"{key}.{products.key}", what)
+            raise InvalidValue(f"{key}.{products.key}", what)
     elif to_run and megatron.forwarded.get("attention_backend") == "local":  # disables all its kernels
-        raise Invalid(f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed")
+        raise InvalidValue(
+            f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed"
+        )
     usual = {"lr": 5.0e-6, "min_lr": 0.0, "use_distributed_optimizer": True}
     clip_grad = megatron.optimizer.get("clip_grad")
     if clip_grad is None:
@@ -78,7 +80,7 @@ def _fit(key: str, model: Model, *, to_run: bool) -> MegatronCfg:
     )
 
 
-def _unfit(key: str, model: Model) -> MegatronCfg:
+def _unfit(key: str, model: ModelConfig) -> MegatronCfg:
     megatron = model.megatron_cfg
     if megatron.optimizer.get("clip_grad") != (model.max_grad_norm or 0.0):
         return megatron
@@ -88,16 +90,16 @@ def _unfit(key: str, model: Model) -> MegatronCfg:
 
 def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
     known, prefix = arguments(section), f"{prefix}.{section}".rstrip(".")
-    fitted, problems = {}, Problems()
+    fitted, problems = {}, ProblemCollector()
     for name, value in given.items():
         key = f"{prefix}.{name}"
         with problems.collected():
             if name in RESERVED[section]:
-                raise Invalid(key, f"cannot be set here: {RESERVED[section][name]}")
+                raise InvalidValue(key, f"cannot be set here: {RESERVED[section][name]}")
             if known and name not in known:
                 siblings = {**_typed(section), **defaults(section)}
                 unknown, hint = unknown_key(key, value, siblings), nearest(name, list(siblings))
-                raise Invalid(key, f"Megatron-Core has no such argument{hint}", unknown=unknown)
+                raise InvalidValue(key, f"Megatron-Core has no such argument{hint}", unknown=unknown)
             fitted[name] = conform(value, known[name], key) if known else value
     problems.complain()
     return fitted

@@ -15,7 +15,7 @@ from tandem.common.errors import ModelError
 from tandem.config.installed import speculation
 from tandem.config.models import hub
 from tandem.config.schema import Config
-from tandem.config.schema.policy import Tokenizer
+from tandem.config.schema.policy import TokenizerConfig
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 Change = Callable[[str, str, msgspec.Struct], str]
@@ -75,10 +75,10 @@ def fetch_models(config: Config, say: Callable[[str], None]) -> list[str]:
         reference = hub.name_in_cache(name)
         if reference is None or not is_used(config, key):
             return name
-        snapshot = hub.Snapshot(reference.repo, str(reference.revision), None)
+        snapshot = hub.RepositorySnapshot(reference.repo, str(reference.revision), None)
         folder = hub.folder_of(reference)
         hub.remove_unfinished(reference)
-        is_tokenizer = isinstance(section, Tokenizer)
+        is_tokenizer = isinstance(section, TokenizerConfig)
         if (folder / "tokenizer.json").is_file() if is_tokenizer else hub.is_whole(folder):
             return name
         try:
@@ -110,7 +110,7 @@ def _with_draft(arguments: dict[str, Any], change: Change, section: msgspec.Stru
 
 
 def _changed(section: Section, change: Change, key: str) -> Section:
-    own = "name" if isinstance(section, Tokenizer) else "model_name"
+    own = "name" if isinstance(section, TokenizerConfig) else "model_name"
     changes: dict[str, Any] = {}
     for field in section.__struct_fields__:
         value = getattr(section, field)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import nearest
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.shapes import EVERY_ONE
 
 _OF_NO_USE = ("num_prompts_per_step", "model_name")
@@ -49,12 +49,12 @@ def is_nemo_eval(tree: Mapping[str, Any]) -> bool:
 
 
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an evaluation as those of a run. Raises `Invalid`."""
+    """Return the settings of an evaluation as those of a run. Raises `InvalidValue`."""
     sections = {name: _mapping(tree, name) for name in ("generation", "tokenizer", "data", "env")}
     rest = {key: value for key, value in tree.items() if key not in sections}
     generation = dict(sections["generation"])
     if not isinstance(model := generation.get("model_name"), str):
-        raise Invalid("generation.model_name", "required, but not set: expected text")
+        raise InvalidValue("generation.model_name", "required, but not set: expected text")
     vllm = dict(generation.get("vllm_cfg") or {})
     for key in ("temperature", "top_p", "top_k"):
         if (own := generation.pop(f"{_VALIDATION}{key}", None)) is not None:
@@ -96,7 +96,7 @@ def original_key(key: str) -> str:
 def _mapping(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = tree.get(name) or {}
     if not isinstance(found, dict):
-        raise Invalid(name, "expected a mapping")
+        raise InvalidValue(name, "expected a mapping")
     return found
 
 
@@ -113,10 +113,10 @@ def _data(given: Mapping[str, Any]) -> dict[str, Any]:
     for key in _DATA_OF_NO_USE:
         data.pop(key, None)
     if (repeat := data.pop("repeat", None)) not in (None, 1):
-        raise Invalid("data.repeat", f"{repeat!r}: set the number of samples in eval.num_tests_per_prompt instead")
+        raise InvalidValue("data.repeat", f"{repeat!r}: set the number of samples in eval.num_tests_per_prompt instead")
     name = data.pop("dataset_name", None)
     if not isinstance(name, str):
-        raise Invalid("data.dataset_name", "required, but not set: expected text")
+        raise InvalidValue("data.dataset_name", "required, but not set: expected text")
     split = data.pop("split", None) or data.pop("dataset_key", None)
     kind = data.pop("file_format", None)
     keys = {"input_key": data.pop("problem_key", None), "output_key": data.pop("solution_key", None)}
@@ -133,7 +133,7 @@ def _data(given: Mapping[str, Any]) -> dict[str, Any]:
         return {**data, "dataset_name": "jsonl", "val_data_path": name}
     if name.lower() not in NOT_BUILT and "/" not in name and not Path(name).exists():
         listed = ", ".join(HUB)
-        raise Invalid(
+        raise InvalidValue(
             "data.dataset_name",
             f"{name!r} is unknown: expected {listed}, a local file of problems ({', '.join(_FILES)}) or the name of a "
             f"data set on the Hub, such as HuggingFaceH4/MATH-500{nearest(name, HUB)}",

@@ -16,9 +16,9 @@ from tandem.config.models.vision_families import family_of
 from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, keys_of
 from tandem.config.named import holds_texts
 from tandem.config.problem import shown
-from tandem.config.schema import MODELS, Config, Optimizer
+from tandem.config.schema import MODELS, Config, OptimizerConfig
 from tandem.config.schema.declarations import SECTIONS
-from tandem.config.schema.distillation import DistillationLoss
+from tandem.config.schema.distillation import DistillationLossConfig
 from tandem.config.schema.loss import OF_ANY_LOSS, LossFn
 from tandem.config.unsupported import value_at, without_effect_yet
 from tandem.config.vanishing_rates import ended_schedules, too_small_rates
@@ -75,7 +75,7 @@ def _backends(config: Config) -> Iterator[str]:
         yield _vain("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, why)
     if policy.dtensor_cfg.enabled:
         yield _vain("policy.dtensor_cfg.enabled", True, f"{why}, and wins")
-    if policy.optimizer not in (None, Optimizer()):
+    if policy.optimizer not in (None, OptimizerConfig()):
         yield _vain("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
     if policy.scheduler:
         yield f"policy.scheduler has no effect: {_MEGATRON}.scheduler decides"
@@ -282,7 +282,7 @@ def _other_losses(config: Config) -> Iterator[str]:
     """Yield the keys of ``loss_fn`` that belong to the loss of other algorithms."""
     if config.declaration.loss_section != "loss_fn" or config.loss_fn.class_path is not None:
         return
-    of_distillation, distils = {*DistillationLoss.__struct_encode_fields__}, config.topk_logits_k > 0
+    of_distillation, distils = {*DistillationLossConfig.__struct_encode_fields__}, config.topk_logits_k > 0
     given, otherwise = msgspec.to_builtins(config.loss_fn), msgspec.to_builtins(LossFn())
     read = {*OF_ANY_LOSS, *(of_distillation if distils else given.keys() - of_distillation)}
     keys = [key for key, value in given.items() if value != otherwise[key] and key not in read]

@@ -11,7 +11,7 @@ MAX_SHOWN = 80
 """Most characters of a value in an error."""
 
 
-class Unknown(NamedTuple):
+class UnknownKey(NamedTuple):
     """A key that this release does not know."""
 
     near: tuple[str, ...] = ()
@@ -22,16 +22,16 @@ class Unknown(NamedTuple):
     """Whether its value switches nothing on: neither here nor at any of the keys that it may be a slip of."""
 
 
-class Invalid(Exception):
+class InvalidValue(Exception):
     """The value at a key cannot be used; `load` adds the file and makes it a `ConfigError`."""
 
     def __init__(
         self,
         key: str,
         text: str,
-        more: tuple[Invalid, ...] = (),
+        more: tuple[InvalidValue, ...] = (),
         *,
-        unknown: Unknown | None = None,
+        unknown: UnknownKey | None = None,
         is_of_machine: bool = False,
     ) -> None:
         self.key = key
@@ -40,31 +40,31 @@ class Invalid(Exception):
         """Whether the key is unknown, and then what it may mean; None for a known key."""
         self.is_of_machine = is_of_machine
         """Whether the value is right, and this machine lacks what it needs."""
-        self.all: tuple[Invalid, ...] = (self, *more)
+        self.all: tuple[InvalidValue, ...] = (self, *more)
         """This problem and those found with it."""
         super().__init__(f"{key}: {text}")
 
 
-class Problems:
+class ProblemCollector:
     """A collector of problems, so that all are reported at once."""
 
     def __init__(self) -> None:
-        self.found: list[Invalid] = []
+        self.found: list[InvalidValue] = []
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Catch the `Invalid` that the block raises, and continue after it."""
+        """Catch the `InvalidValue` that the block raises, and continue after it."""
         try:
             yield
-        except Invalid as problem:
+        except InvalidValue as problem:
             self.found += problem.all
 
     def complain(self) -> None:
-        """Raise `Invalid` with everything found, unless nothing was."""
+        """Raise `InvalidValue` with everything found, unless nothing was."""
         if self.found:
             first, *others = self.found
             of_machine = first.is_of_machine
-            raise Invalid(first.key, first.text, tuple(others), unknown=first.unknown, is_of_machine=of_machine)
+            raise InvalidValue(first.key, first.text, tuple(others), unknown=first.unknown, is_of_machine=of_machine)
 
 
 def shown(value: object) -> str:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from tandem.config.conform import config_type, field_of, struct_types
-from tandem.config.schema import MODELS, Environment
+from tandem.config.schema import MODELS, EnvironmentConfig
 from tandem.config.schema.declarations import DISTILLATION, OFF_POLICY_DISTILLATION
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.config.schema.policy import PASSTHROUGH_TEMPLATE
@@ -38,7 +38,7 @@ _SWITCHES = {
 EVERY_ONE = 1_000_000
 """Number of validation problems that means all of them."""
 
-_ENVIRONMENT_KEYS = frozenset(Environment.__struct_encode_fields__)
+_ENVIRONMENT_KEYS = frozenset(EnvironmentConfig.__struct_encode_fields__)
 _OF_BOTH_DISTILLATIONS = (
     "max_num_epochs",
     "max_num_steps",

@@ -67,7 +67,7 @@ def _adapts(config: Config) -> bool:
     return config.policy.adapters is not None
 
 
-class Row(msgspec.Struct, frozen=True):
+class UnsupportedKey(msgspec.Struct, frozen=True):
     """A key that is known but not built."""
 
     key: str
@@ -83,55 +83,55 @@ _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 _VLLM_CFG = "policy.generation.vllm_cfg"
 
 
-def _of_a_model(section: str) -> tuple[Row, ...]:
+def _of_a_model(section: str) -> tuple[UnsupportedKey, ...]:
     """Return the rows for every model section."""
     there, megatron = _has(section), _trains_with(section, megatron=True)
     return (
-        Row(f"{section}.draft.enabled", (False,), there),
-        Row(f"{section}.quant_cfg", (None,), there),
-        Row(f"{section}.tokenizer.audio", (None, {}), there),
-        Row(f"{section}.tokenizer.video", (None, {}), there),
-        Row(f"{section}.dequantize_base_checkpoint", (False,), megatron),
-        Row(f"{section}.megatron_cfg.fp8_cfg.fp8_param", (None, False), _multiplies(section, "fp8")),
-        Row(f"{section}.megatron_cfg.fp4_cfg.fp4_param", (None, False), _multiplies(section, "fp4")),
+        UnsupportedKey(f"{section}.draft.enabled", (False,), there),
+        UnsupportedKey(f"{section}.quant_cfg", (None,), there),
+        UnsupportedKey(f"{section}.tokenizer.audio", (None, {}), there),
+        UnsupportedKey(f"{section}.tokenizer.video", (None, {}), there),
+        UnsupportedKey(f"{section}.dequantize_base_checkpoint", (False,), megatron),
+        UnsupportedKey(f"{section}.megatron_cfg.fp8_cfg.fp8_param", (None, False), _multiplies(section, "fp8")),
+        UnsupportedKey(f"{section}.megatron_cfg.fp4_cfg.fp4_param", (None, False), _multiplies(section, "fp4")),
     )
 
 
-def _of_the_policy_alone(section: str) -> tuple[Row, ...]:
+def _of_the_policy_alone(section: str) -> tuple[UnsupportedKey, ...]:
     """Return the rows for features that only the policy can have."""
     return (
-        Row(f"{section}.router_replay.enabled", (False,), _has(section)),
-        Row(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), _trains_with(section, megatron=False)),
-        Row(f"{section}.megatron_cfg.peft.enabled", (False,), _trains_with(section, megatron=True)),
+        UnsupportedKey(f"{section}.router_replay.enabled", (False,), _has(section)),
+        UnsupportedKey(f"{section}.dtensor_cfg.lora_cfg.enabled", (False,), _trains_with(section, megatron=False)),
+        UnsupportedKey(f"{section}.megatron_cfg.peft.enabled", (False,), _trains_with(section, megatron=True)),
     )
 
 
 NOT_SUPPORTED_YET = (
     *_of_a_model("policy"),
-    Row("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
-    Row("policy.reward_model_cfg.enabled", (False,), _is_language_model),
+    UnsupportedKey("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
+    UnsupportedKey("policy.reward_model_cfg.enabled", (False,), _is_language_model),
     *_of_a_model("value"),
     *_of_a_model("teacher"),
-    Row("teacher.projection_matrix_path", (None,), _distils),
-    Row("teacher.weight", (None, 1.0), _distils),
-    Row("teacher.gold_loss", (None, False), _distils),
-    Row("teacher.xtoken_loss", (None, False), _distils),
-    Row("loss_fn.kd_loss_mode", ("sum", "select_teacher"), lambda config: bool(config.joint_teachers)),
-    Row("loss_fn.temperature", (1.0,), _distils),
-    Row("loss_fn.gold_loss", (False,), _distils),
-    Row("loss_fn.xtoken_loss", (False,), _distils),
+    UnsupportedKey("teacher.projection_matrix_path", (None,), _distils),
+    UnsupportedKey("teacher.weight", (None, 1.0), _distils),
+    UnsupportedKey("teacher.gold_loss", (None, False), _distils),
+    UnsupportedKey("teacher.xtoken_loss", (None, False), _distils),
+    UnsupportedKey("loss_fn.kd_loss_mode", ("sum", "select_teacher"), lambda config: bool(config.joint_teachers)),
+    UnsupportedKey("loss_fn.temperature", (1.0,), _distils),
+    UnsupportedKey("loss_fn.gold_loss", (False,), _distils),
+    UnsupportedKey("loss_fn.xtoken_loss", (False,), _distils),
     *_of_the_policy_alone("value"),
     *_of_the_policy_alone("teacher"),
-    Row("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
-    Row("policy.generation.quant_cfg", (None,), _rolls_out),
-    Row("policy.generation.real_quant", (False,), _rolls_out),
-    Row(f"{_VLLM_CFG}.precision", _PRECISIONS, _vllm),
-    Row(f"{_VLLM_CFG}.num_first_layers_in_bf16", (0,), _float8_engine),
-    Row(f"{_VLLM_CFG}.num_last_layers_in_bf16", (0,), _float8_engine),
-    Row(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
-    Row(f"{_VLLM_CFG}.limit_mm_per_prompt.audio", (None, 0), _vllm),
-    Row(f"{_VLLM_CFG}.limit_mm_per_prompt.video", (None, 0), _vllm),
-    Row("logger.swanlab_enabled", (False,)),
+    UnsupportedKey("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
+    UnsupportedKey("policy.generation.quant_cfg", (None,), _rolls_out),
+    UnsupportedKey("policy.generation.real_quant", (False,), _rolls_out),
+    UnsupportedKey(f"{_VLLM_CFG}.precision", _PRECISIONS, _vllm),
+    UnsupportedKey(f"{_VLLM_CFG}.num_first_layers_in_bf16", (0,), _float8_engine),
+    UnsupportedKey(f"{_VLLM_CFG}.num_last_layers_in_bf16", (0,), _float8_engine),
+    UnsupportedKey(f"{_VLLM_CFG}.quantization_ignored_layer_kws", ((),), _float8_engine),
+    UnsupportedKey(f"{_VLLM_CFG}.limit_mm_per_prompt.audio", (None, 0), _vllm),
+    UnsupportedKey(f"{_VLLM_CFG}.limit_mm_per_prompt.video", (None, 0), _vllm),
+    UnsupportedKey("logger.swanlab_enabled", (False,)),
 )
 """Refused keys, in the order in which an error lists them."""
 
@@ -150,7 +150,7 @@ _PROCESSORS = ("nemo_gym_data_processor",)
 _ATTRIBUTES = {"_v2": "version_2"}
 """Names of fields in Python, where they differ from the key."""
 
-NO_EFFECT_YET = (Row("data.add_system_prompt", (False,)),)
+NO_EFFECT_YET = (UnsupportedKey("data.add_system_prompt", (False,)),)
 """Keys accepted with a notice, since a run without them gives the same result. NeMo-RL's base files switch them on."""
 
 
@@ -216,7 +216,7 @@ def without_effect_yet(config: Config) -> list[str]:
     ]
 
 
-def _switched_on(config: Config, rows: tuple[Row, ...]) -> list[Row]:
+def _switched_on(config: Config, rows: tuple[UnsupportedKey, ...]) -> list[UnsupportedKey]:
     return [row for row in rows if row.read(config) and value_at(config, row.key) not in row.off]
 
 

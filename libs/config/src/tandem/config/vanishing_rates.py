@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tandem.config.checks.numbers import MAY_VANISH, SMALLEST, all_numbers
-from tandem.config.schema import Config, MegatronCfg, Model
+from tandem.config.schema import Config, MegatronCfg, ModelConfig
 
 _DECAYS_TO_MIN_LR = ("linear", "cosine", "WSD")
 """Decays of Megatron-Core that end at ``min_lr``."""
@@ -35,7 +35,7 @@ def ended_schedules(config: Config) -> Iterator[str]:
             yield f"{key}: the learning rate is 0 after step {last}{run}: later steps change nothing"
 
 
-def _end_of(name: str, section: Model) -> tuple[str, int | None]:
+def _end_of(name: str, section: ModelConfig) -> tuple[str, int | None]:
     """Return the key of a model's schedule, and the steps after which its rate is zero for good, if it ever is."""
     if section.megatron_cfg.enabled:
         return f"{name}.megatron_cfg.scheduler", _end_of_megatron(section.megatron_cfg)
@@ -48,7 +48,7 @@ def _end_of_megatron(megatron: MegatronCfg) -> int | None:
     return scheduler.lr_decay_iters if is_zero else None
 
 
-def _end_of_torch(section: Model) -> int | None:
+def _end_of_torch(section: ModelConfig) -> int | None:
     """Return the end of the last of torch's schedules, which each count from their milestone on."""
     schedules = [entry for entry in section.scheduler if entry.name is not None]
     milestones = [0, *(each for entry in section.scheduler for each in entry.milestones or ())]

@@ -19,7 +19,7 @@ KILLED_S = 10.0
 _LOG_TAIL_LINES = 3
 
 
-class Child:
+class ForkedChild:
     """A forked process, with the interface of `subprocess.Popen` where needed."""
 
     def __init__(self, pid: int) -> None:
@@ -54,7 +54,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-class Launched(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process that the coordinator started."""
 
     public_key: str
@@ -62,7 +62,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
     kind: ServiceKind
     number: int
     log: Path
-    process: Child
+    process: ForkedChild
 
     @property
     def name(self) -> str:
@@ -77,18 +77,18 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
         return f"{how}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
 
 
-class Watched:
+class WatchedProcesses:
     """Launched processes, until they have ended."""
 
     def __init__(self) -> None:
-        self._running: dict[str, Launched] = {}
+        self._running: dict[str, LaunchedProcess] = {}
         """Running processes by name."""
         self._launched: dict[str, ServiceKind] = {}
         """Every process ever launched, by name, except draining ones."""
-        self._leaving: list[tuple[float, Launched]] = []
+        self._leaving: list[tuple[float, LaunchedProcess]] = []
         """Draining processes, and the times by which they must have ended."""
 
-    def died(self) -> list[Launched]:
+    def died(self) -> list[LaunchedProcess]:
         """Return the processes that ended since the last call, except draining ones."""
         if self._leaving:
             self._end_leaving(time.monotonic())

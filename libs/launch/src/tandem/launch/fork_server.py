@@ -30,7 +30,7 @@ from setproctitle import setproctitle
 from tandem.common import gc_tuning, signals
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.common.process_lifetime import die_with, is_stopped, reaper
-from tandem.launch.child import Child
+from tandem.launch.child import ForkedChild
 
 _NAME = "the process that forks services"
 _ATTEMPTS = 2
@@ -63,7 +63,7 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether SIGTERM or Ctrl-C ends it, from the start."""
 
 
-class ForkServer:
+class ServiceForkServer:
     """The process that services are forked from; it ends with this one. Forked services are children of this process.
 
     Or they are children of a process above, if that adopts orphans. Create the server before this process has threads
@@ -85,7 +85,7 @@ class ForkServer:
         """Whether the current server has answered before, and so has imported all."""
         self._process, self._orders = self._begin()
 
-    def __enter__(self) -> ForkServer:
+    def __enter__(self) -> ServiceForkServer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -110,7 +110,7 @@ class ForkServer:
         heeds_signals: bool = True,
         keys: bytes = b"",
         parent: int = 0,
-    ) -> Child:
+    ) -> ForkedChild:
         """Run the ``main`` of a module in a new process, with this one's folder and environment.
 
         It is a child of this process, or of `parent`, a process above this one that adopts orphans.
@@ -138,7 +138,7 @@ class ForkServer:
                 code = self._end()  # a user may have killed or stopped it, which must not prevent starts
                 self._process, self._orders = self._begin()
             if pid is not None:
-                return Child(pid)
+                return ForkedChild(pid)
         raise ServiceLost(_NAME, f"starting {module}", f"it ended repeatedly, last with code {code}")
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class ForkServer:
         self._process.kill()
         return self._process.wait(_KILLED_S)
 
-    def _begin(self) -> tuple[Child | subprocess.Popen[bytes], socket.socket]:
+    def _begin(self) -> tuple[ForkedChild | subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         owner = os.getpid()
         for stream in (sys.stdout, sys.stderr):  # unwritten output would be written twice
@@ -193,7 +193,7 @@ class ForkServer:
         pid = os.fork()
         if pid:
             theirs.close()
-            return Child(pid), ours
+            return ForkedChild(pid), ours
         try:
             serve(theirs.fileno(), owner, self._preload)
         finally:

@@ -15,9 +15,9 @@ import msgspec
 from tandem.common import signals
 from tandem.common.errors import NotAdmitted
 from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
-from tandem.launch.child import Launched
-from tandem.launch.launch import Credentials, LocalProcesses
-from tandem.launch.nodes import Node
+from tandem.launch.child import LaunchedProcess
+from tandem.launch.launch import LocalProcesses, ProcessCredentials
+from tandem.launch.nodes import NodeShare
 from tandem.launch.restarts import within
 
 _POLL_S = 0.1
@@ -32,13 +32,13 @@ class ByKeyFile(msgspec.Struct, frozen=True, kw_only=True):
     key_file: Path
     timeout_s: float
 
-    def __call__(self, number: int) -> Credentials:
+    def __call__(self, number: int) -> ProcessCredentials:
         """Return the credentials of one process."""
         words = ("--coordinator", self.coordinator, "--key-file", str(self.key_file), "--index", str(number))
-        return Credentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
+        return ProcessCredentials(arguments=(*words, "--join-timeout", f"{self.timeout_s:g}"))
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class JoinLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits after which a node gives up."""
 
     admission_s: float
@@ -54,7 +54,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class NodeProcesses:
     """The services of one node."""
 
-    def __init__(self, node: Node, processes: LocalProcesses, limits: Limits, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, node: NodeShare, processes: LocalProcesses, limits: JoinLimits, say: Callable[[str], None]
+    ) -> None:
         self._processes = processes
         self._limits = limits
         self._say = say
@@ -63,7 +65,7 @@ class NodeProcesses:
         """Times of each process's losses."""
         self._asks_since: dict[str, float] = {}
         """Since when each process has gone without admission, as far as this node knows."""
-        self._again_at: dict[str, tuple[float, Launched]] = {}
+        self._again_at: dict[str, tuple[float, LaunchedProcess]] = {}
         self._end_by: float | None = None
         self.failures: list[str] = []
         """Processes that ended before the run did, one line each."""
@@ -91,7 +93,7 @@ class NodeProcesses:
     def _is_over(self) -> bool:
         return self._end_by is not None and time.monotonic() >= self._end_by
 
-    def _stays_away(self, launched: Launched) -> bool:
+    def _stays_away(self, launched: LaunchedProcess) -> bool:
         """Decide what to do about an ended process; return True if it has no place in the run any more."""
         code, now = launched.process.wait(0.0), time.monotonic()
         if code == 0 or self._end_by is not None:

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tandem.common.keys import COORDINATOR_FILE, FOLDER, PROCESSES_FILE, RunKeys, encode
 from tandem.config import Config, dump_yaml, load_config
-from tandem.launch.nodes import Node, nodes_of
+from tandem.launch.nodes import NodeShare, nodes_of
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 
 Manifest = dict[str, Any]
@@ -137,7 +137,7 @@ def _metadata(needs: PodNeeds, part: str = "") -> Manifest:
     return {"name": name, "labels": {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/instance": needs.name}}
 
 
-def _replicated_jobs(config: Config, needs: PodNeeds, nodes: tuple[Node, ...]) -> list[Manifest]:
+def _replicated_jobs(config: Config, needs: PodNeeds, nodes: tuple[NodeShare, ...]) -> list[Manifest]:
     more = {"ports": [{"name": "coordinator", "containerPort": PORT}], **_probes()}
     jobs = [_job("coordinator", 1, _pod(config, needs, "coordinator-keys", _run_it(config), more))]
     if len(nodes) > 1:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.keys import ProcessKeys, encode
 from tandem.common.messages import Listener, ServiceKind
-from tandem.launch.child import KILLED_S, Child, Launched, Watched
-from tandem.launch.fork_server import ForkServer
-from tandem.launch.supervision import Supervision
+from tandem.launch.child import KILLED_S, ForkedChild, LaunchedProcess, WatchedProcesses
+from tandem.launch.fork_server import ServiceForkServer
+from tandem.launch.supervision import SupervisorConnection
 
 
 def make_importable(config_file: str | Path) -> None:
@@ -37,7 +37,7 @@ def preload(kinds: Iterable[ServiceKind], environment: Mapping[str, str] | None 
         importlib.import_module(f"tandem.{kind}.cli").preload()
 
 
-class Credentials(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessCredentials(msgspec.Struct, frozen=True, kw_only=True):
     """Credentials with which one process registers with a run."""
 
     arguments: tuple[str, ...]
@@ -46,25 +46,25 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     public_key: str = ""
 
 
-class Admits:
+class OwnCredentials:
     """Credentials of the coordinator's own processes: each gets a new key pair."""
 
-    def __init__(self, coordinator: Listener, admitted: Admitted) -> None:
+    def __init__(self, coordinator: Listener, admitted: AdmittedKeys) -> None:
         """Issue credentials; the keys of these processes are added to `admitted`, which the coordinator accepts."""
         self._coordinator = coordinator
         self._admitted = admitted
 
-    def __call__(self, number: int) -> Credentials:
+    def __call__(self, number: int) -> ProcessCredentials:
         """Return the credentials of one process."""
         own = new_key_pair()
         self._admitted.add(own.public)  # before the process exists, so that it is never refused
         keys = ProcessKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
-        return Credentials(
+        return ProcessCredentials(
             arguments=("--coordinator", self._coordinator.address), keys=encode(keys), public_key=own.public
         )
 
 
-class LocalProcesses(Watched):
+class LocalProcesses(WatchedProcesses):
     """The launched processes. The kernel ends them with this process, however that ends.
 
     With a supervisor, all but trainers end with the supervisor instead.
@@ -72,10 +72,10 @@ class LocalProcesses(Watched):
 
     def __init__(
         self,
-        credentials: Callable[[int], Credentials],
+        credentials: Callable[[int], ProcessCredentials],
         log_folder: Path,
-        fork_server: ForkServer,
-        supervision: Supervision | None = None,
+        fork_server: ServiceForkServer,
+        supervision: SupervisorConnection | None = None,
         *,
         are_kept: bool = False,
     ) -> None:
@@ -88,7 +88,7 @@ class LocalProcesses(Watched):
         self._fork_server = fork_server
         self._log_folder = log_folder
 
-    def start(self, kind: ServiceKind, number: int) -> Launched:
+    def start(self, kind: ServiceKind, number: int) -> LaunchedProcess:
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         credentials = self._credentials(number)
         if self._supervision is not None:
@@ -104,20 +104,20 @@ class LocalProcesses(Watched):
             process = supervision.keep(f"{kind}-{number}", process.pid)
         return self._note(kind, number, credentials.public_key, process)
 
-    def take_up(self, name: str, public_key: str, process: Child) -> None:
+    def take_up(self, name: str, public_key: str, process: ForkedChild) -> None:
         """Adopt a process of ours that has outlived the coordinator that started it."""
         kind, _, number = name.rpartition("-")
         self._note(msgspec.convert(kind, ServiceKind), int(number), public_key, process)
 
     @staticmethod
-    def end(process: Child) -> None:
+    def end(process: ForkedChild) -> None:
         """Kill a process that an earlier coordinator started, and wait until it is gone."""
         process.kill()
         process.wait(KILLED_S)
 
-    def _note(self, kind: ServiceKind, number: int, public_key: str, process: Child) -> Launched:
+    def _note(self, kind: ServiceKind, number: int, public_key: str, process: ForkedChild) -> LaunchedProcess:
         log = self._log(kind, number)
-        launched = Launched(public_key=public_key, kind=kind, number=number, log=log, process=process)
+        launched = LaunchedProcess(public_key=public_key, kind=kind, number=number, log=log, process=process)
         self._running[launched.name] = launched
         self._launched[launched.name] = kind
         return launched
@@ -125,7 +125,7 @@ class LocalProcesses(Watched):
     def _log(self, kind: ServiceKind, number: int) -> Path:
         return self._log_folder / f"{kind}-{number}.log"
 
-    def restart(self, names: Collection[str]) -> list[Launched]:
+    def restart(self, names: Collection[str]) -> list[LaunchedProcess]:
         """Replace processes that are lost, hang, or cannot go on; ignore those that were not launched here.
 
         All old processes are gone before the first new one starts.

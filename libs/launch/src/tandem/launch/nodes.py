@@ -18,7 +18,7 @@ from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
 from tandem.launch.expected import expected_processes, launched_processes
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
     """The processes that one node launches, by their numbers in the run."""
 
     number: int
@@ -32,7 +32,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         return [*(("trainer", number) for number in self.trainers), *(("rollout", number) for number in self.rollouts)]
 
 
-def nodes_of(config: Config) -> tuple[Node, ...]:
+def nodes_of(config: Config) -> tuple[NodeShare, ...]:
     """Return every node of the cluster.
 
     Raises:
@@ -45,7 +45,7 @@ def nodes_of(config: Config) -> tuple[Node, ...]:
     trainers = _shares(config, "trainers", expected["trainer"], launched["trainer"])
     rollouts = _shares(config, "rollouts", expected.get("rollout", 0), launched.get("rollout", 0))
     nodes = tuple(
-        Node(number=number, trainers=trainers[number], rollouts=rollouts[number])
+        NodeShare(number=number, trainers=trainers[number], rollouts=rollouts[number])
         for number in range(config.cluster.num_nodes)
     )
     if idle := [str(node.number) for node in nodes[1:] if not node.processes]:
@@ -57,7 +57,7 @@ def nodes_of(config: Config) -> tuple[Node, ...]:
     return nodes
 
 
-def node_of(config: Config, number: int) -> Node:
+def node_of(config: Config, number: int) -> NodeShare:
     """Return a node other than the first. Raises `ConfigError` if there is no such node."""
     nodes = nodes_of(config)
     if 1 <= number < len(nodes):

@@ -31,7 +31,7 @@ from tandem.launch.service import ServiceContext
 _IDLE_POLL_S = 1.0
 
 
-class Service(Protocol):
+class RunnableService(Protocol):
     """The interface that `run_service` drives."""
 
     def handle(self, command: Any, arrays: Arrays) -> None:
@@ -50,7 +50,7 @@ class Service(Protocol):
 def run_service(
     kind: ServiceKind,
     incoming: Any,
-    make_service: Callable[[ServiceContext], Service],
+    make_service: Callable[[ServiceContext], RunnableService],
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run one service process from its command line to its end; return the exit code."""
@@ -114,7 +114,7 @@ def _keys(arguments: argparse.Namespace) -> ProcessKeys:
         return decode_process_keys(file.read())
 
 
-def _heed_signals(launched_by: int) -> signals.Watch | None:
+def _heed_signals(launched_by: int) -> signals.TerminationWatch | None:
     """End with the coordinator that launched this process, or at a signal if there is none."""
     if launched_by:
         die_with(launched_by)
@@ -129,7 +129,7 @@ def _hears_of_signals() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _answer_commands(link: Link[Any], context: ServiceContext, service: Service) -> Shutdown:
+def _answer_commands(link: Link[Any], context: ServiceContext, service: RunnableService) -> Shutdown:
     """Answer commands until the coordinator ends this process; return its `Shutdown`.
 
     Raises `WireError` for a malformed message without a readable id.

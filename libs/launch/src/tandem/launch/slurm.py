@@ -16,7 +16,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config
-from tandem.launch.nodes import Node, nodes_of
+from tandem.launch.nodes import NodeShare, nodes_of
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 
 
@@ -79,7 +79,7 @@ def _directives(config: Config, job: SlurmJob) -> list[str]:
     ]
 
 
-def _described(node: Node) -> str:
+def _described(node: NodeShare) -> str:
     first = ["coordinator", "refit"] if node.number == 0 else []
     kinds = (("trainer", node.trainers), ("rollout", node.rollouts))
     counts = [f"{len(numbers)} {kind}{'s' if len(numbers) > 1 else ''}" for kind, numbers in kinds if numbers]

@@ -3,7 +3,7 @@
     coordinator ─▶ supervisor   `Alive`: a sign of life. `Keep`: a child of the supervisor outlives the coordinator.
                                 `Replaced`: processes were replaced. `GoBack`: the newest checkpoint is damaged.
                                 `Final`: another coordinator would end the same way.
-    supervisor ─▶ coordinator   `Begun`, first: what became of the previous one. `Ended`: how such a child ended.
+    supervisor ─▶ coordinator   `InitialState`, first: what became of the previous one. `ProcessEnd`: how a child ended.
 
 Engines and the refit service are children of the supervisor (`tandem.launch.supervisor`). The kernel
 ends them with the supervisor, not with the coordinator, and the supervisor reports their ends to the coordinator.
@@ -25,8 +25,8 @@ from typing import TypeAlias
 import msgspec
 
 from tandem.common.errors import TandemError
-from tandem.config.schema import Cluster
-from tandem.launch.child import Child
+from tandem.config.schema import ClusterConfig
+from tandem.launch.child import ForkedChild
 
 _MOST_BYTES = 1 << 16
 _SIGNS = 20
@@ -69,7 +69,7 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Begun(msgspec.Struct, frozen=True, tag=True):
+class InitialState(msgspec.Struct, frozen=True, tag=True):
     """The state with which a coordinator begins."""
 
     why: str = ""
@@ -80,7 +80,7 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     """Times at which processes and coordinators were replaced, by `time.monotonic`."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class ProcessEnd(msgspec.Struct, frozen=True, tag=True):
     """A kept process has ended."""
 
     pid: int
@@ -90,7 +90,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 FromCoordinator: TypeAlias = Alive | Keep | Replaced | GoBack | Final
 to_supervisor: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(FromCoordinator)
-_to_coordinator: msgspec.json.Decoder[Begun | Ended] = msgspec.json.Decoder(Begun | Ended)
+_to_coordinator: msgspec.json.Decoder[InitialState | ProcessEnd] = msgspec.json.Decoder(InitialState | ProcessEnd)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -101,7 +101,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-def say(end: socket.socket, what: FromCoordinator | Begun | Ended) -> None:
+def say(end: socket.socket, what: FromCoordinator | InitialState | ProcessEnd) -> None:
     """Send a message to the other end, if it is there and listens."""
     with contextlib.suppress(OSError):
         end.send(msgspec.json.encode(what))
@@ -114,17 +114,17 @@ def hear(end: socket.socket) -> bytes:
     return b""
 
 
-class Supervision:
+class SupervisorConnection:
     """The coordinator's end of the socket pair."""
 
-    def __init__(self, descriptor: int, supervisor: int, cluster: Cluster) -> None:
+    def __init__(self, descriptor: int, supervisor: int, cluster: ClusterConfig) -> None:
         """Take over the socket from `supervisor`, the parent of this process. `cluster` has the time limits."""
         self.pid = supervisor
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(False)
         os.set_inheritable(descriptor, False)
         begun = _to_coordinator.decode(hear(self._socket))
-        assert isinstance(begun, Begun), "the supervisor says so first"
+        assert isinstance(begun, InitialState), "the supervisor says so first"
         self.begun = begun
         self._round_s, self._start_s = _MOST_TIMEOUTS * cluster.heartbeat_timeout_s, cluster.deadlines.join_s
         self._codes: dict[int, int] = {}
@@ -176,30 +176,30 @@ class Supervision:
         """Prevent another coordinator from resuming once this one has ended."""
         say(self._socket, Final())
 
-    def keep(self, name: str, pid: int) -> Child:
+    def keep(self, name: str, pid: int) -> ForkedChild:
         """Make a child of the supervisor outlive this process; return it."""
         if self.code_of(pid) is not None:  # the code of an earlier process with the same id
             del self._codes[pid]
         say(self._socket, Keep(name, pid))
-        return Kept(pid, self)
+        return KeptChild(pid, self)
 
-    def child(self, pid: int) -> Child:
+    def child(self, pid: int) -> ForkedChild:
         """Return a process that has outlived an earlier coordinator."""
-        return Kept(pid, self)
+        return KeptChild(pid, self)
 
     def code_of(self, pid: int) -> int | None:
         """Return the exit code of a kept process; None if it has not ended."""
         while message := hear(self._socket):
             ended = _to_coordinator.decode(message)
-            assert isinstance(ended, Ended)
+            assert isinstance(ended, ProcessEnd)
             self._codes[ended.pid] = ended.code
         return self._codes.get(pid)
 
 
-class Kept(Child):
+class KeptChild(ForkedChild):
     """A child of the supervisor, which reports how it ends."""
 
-    def __init__(self, pid: int, supervision: Supervision) -> None:
+    def __init__(self, pid: int, supervision: SupervisorConnection) -> None:
         super().__init__(pid)
         self._supervision = supervision
 

@@ -39,8 +39,8 @@ from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 if TYPE_CHECKING:
     import socket
 
-    from tandem.common.wire import Stalls
-    from tandem.config.schema import Cluster
+    from tandem.common.wire import ThreadStalls
+    from tandem.config.schema import ClusterConfig
 
 _COORDINATOR = (sys.executable, "-m", "tandem.coordinator.cli", "up")
 _GONE_S = 20.0
@@ -68,7 +68,7 @@ class Supervisor:
     """A loop that starts one coordinator of a run after another."""
 
     def __init__(
-        self, words: Sequence[str], folder: Path, cluster: Cluster, program: Sequence[str] = _COORDINATOR
+        self, words: Sequence[str], folder: Path, cluster: ClusterConfig, program: Sequence[str] = _COORDINATOR
     ) -> None:
         """`words` follow ``coordinator up``, without those for how it begins. `cluster` holds the limits."""
         self._program = program
@@ -171,14 +171,14 @@ class Supervisor:
 
         `why` is the reason for which the previous one was lost.
         """
-        from tandem.common.wire import Stalls
-        from tandem.launch.supervision import Begun, say, socket_pair
+        from tandem.common.wire import ThreadStalls
+        from tandem.launch.supervision import InitialState, say, socket_pair
 
         ours, theirs = socket_pair()
         with ours:
             with theirs:
                 kept = {name: pid for pid, name in self._kept.items()}
-                say(ours, Begun(why, kept, tuple(self._replaced_at)))
+                say(ours, InitialState(why, kept, tuple(self._replaced_at)))
                 owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
                 # In a group of its own: a signal from the terminal then reaches it once, through this process.
                 process = subprocess.Popen(
@@ -186,7 +186,7 @@ class Supervisor:
                 )
             self._pid, self._within_s, self._silent_s, self._is_final = process.pid, self._start_s, None, False
             self._alive_by = time.monotonic() + self._start_s
-            stalls = Stalls()
+            stalls = ThreadStalls()
             while process.pid not in self._ended:
                 self._look(ours, stalls)
             self._hear(ours)
@@ -195,9 +195,9 @@ class Supervisor:
         process.returncode = code  # it was collected elsewhere, so Popen cannot know
         return code
 
-    def _look(self, coordinator: socket.socket, stalls: Stalls) -> None:
+    def _look(self, coordinator: socket.socket, stalls: ThreadStalls) -> None:
         """Wait for the next event."""
-        from tandem.launch.supervision import Ended, say
+        from tandem.launch.supervision import ProcessEnd, say
 
         select.select([coordinator], [], [], _LOOK_S)
         heard_of = time.monotonic()
@@ -207,14 +207,14 @@ class Supervisor:
         for pid, code in _reaped():
             self._ended[pid] = code, heard_of
             if self._kept.pop(pid, None) is not None:
-                say(coordinator, Ended(pid, code))
+                say(coordinator, ProcessEnd(pid, code))
         if heard_of > self._alive_by and self._silent_s is None and self._pid is not None:
             self._silent_s = heard_of - self._alive_by + self._within_s
             os.kill(self._pid, signal.SIGKILL)
 
     def _hear(self, coordinator: socket.socket) -> None:
         """Take the coordinator's messages."""
-        from tandem.launch.supervision import Alive, Ended, Final, GoBack, Replaced, hear, say, to_supervisor
+        from tandem.launch.supervision import Alive, Final, GoBack, ProcessEnd, Replaced, hear, say, to_supervisor
 
         while message := hear(coordinator):
             said = to_supervisor.decode(message)
@@ -228,7 +228,7 @@ class Supervisor:
             elif isinstance(said, Final):
                 self._is_final = True
             elif said.pid in self._ended:
-                say(coordinator, Ended(said.pid, self._ended[said.pid][0]))
+                say(coordinator, ProcessEnd(said.pid, self._ended[said.pid][0]))
             else:
                 self._kept[said.pid] = said.name
 

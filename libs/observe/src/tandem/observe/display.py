@@ -18,7 +18,7 @@ from rich.segment import ControlType, Segment
 from rich.text import Text
 
 
-class Display(RenderHook):
+class TerminalDisplay(RenderHook):
     """A renderable that is kept at the bottom of a terminal, until it is closed."""
 
     def __init__(self, console: Console) -> None:
@@ -71,7 +71,7 @@ class Display(RenderHook):
 class _Frame:
     """The content of a display at the time it is drawn."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: TerminalDisplay) -> None:
         self._display = display
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:

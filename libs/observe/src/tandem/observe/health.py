@@ -22,7 +22,7 @@ NUM_STEPS = 5
 Metrics = Mapping[str, float]
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class HealthCondition(msgspec.Struct, frozen=True, kw_only=True):
     """A sign that a run learns nothing: a metric that equals something, or is below or above it."""
 
     metric: str
@@ -60,10 +60,10 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
         return math.isclose(value, equal, rel_tol=ROUNDING)
 
 
-class Health:
+class RunHealth:
     """The conditions of one run, and the number of steps that each has held."""
 
-    def __init__(self, conditions: Iterable[Condition]) -> None:
+    def __init__(self, conditions: Iterable[HealthCondition]) -> None:
         """Watch these conditions (`tandem.observe.health_conditions`)."""
         self._conditions = tuple(conditions)
         self._needed = tuple(condition.needed for condition in self._conditions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.config import Config
-from tandem.observe.health import Condition
+from tandem.observe.health import HealthCondition
 
 LOW_ENTROPY = 0.01
 """Entropy in nats per token below which nearly all samples of a prompt are the same."""
@@ -23,9 +23,9 @@ def learning_rate_keys(config: Config) -> str:
     return "policy.optimizer.kwargs.lr and policy.scheduler"
 
 
-def conditions(config: Config) -> Iterator[Condition]:
+def conditions(config: Config) -> Iterator[HealthCondition]:
     """Yield the conditions of this run, causes before consequences, each with a metric of its own."""
-    yield Condition(
+    yield HealthCondition(
         metric="learning_rate",
         equals=0.0,
         evidence="the learning rate has been 0, and no weight has changed",
@@ -36,7 +36,7 @@ def conditions(config: Config) -> Iterator[Condition]:
         no_gradient = f"{config.algorithm}.overlong_filtering and loss_fn"
     else:
         no_gradient = f"data, whose loss masks say what is learned, and {config.algorithm}"
-    yield Condition(
+    yield HealthCondition(
         metric="grad_norm",
         equals=0.0,
         evidence="the gradient has been 0, at last with {num_valid_tokens:g} tokens in the loss",
@@ -44,13 +44,13 @@ def conditions(config: Config) -> Iterator[Condition]:
     )
 
 
-def _of_samples(config: Config) -> Iterator[Condition]:
+def _of_samples(config: Config) -> Iterator[HealthCondition]:
     """Yield the conditions of samples and their rewards."""
     grpo, generation = config.rollout_section, config.policy.generation
     estimator = grpo.group_estimator
     # Shaping by length separates samples of equal rewards.
     if not grpo.reward_shaping.enabled:
-        yield Condition(
+        yield HealthCondition(
             metric="reward_max",
             equals="reward_min",
             evidence="all rewards of a step have been equal, at last {reward_max:g}: no sample is better than another",
@@ -60,7 +60,7 @@ def _of_samples(config: Config) -> Iterator[Condition]:
         if estimator is not None and (
             estimator.name == "grpo" or (estimator.name == "reinforce_plus_plus" and estimator.minus_baseline)
         ):
-            yield Condition(
+            yield HealthCondition(
                 metric="groups_without_spread",
                 equals=1.0,
                 evidence="all samples of a prompt have had the same reward, in the mean {reward:g} at last: every "
@@ -69,7 +69,7 @@ def _of_samples(config: Config) -> Iterator[Condition]:
                 "data is",
                 explains=("grad_norm",),
             )
-    yield Condition(
+    yield HealthCondition(
         metric="truncated_fraction",
         equals=1.0,
         evidence=f"every response has been cut off at its limit of {generation.max_new_tokens} tokens",
@@ -77,7 +77,7 @@ def _of_samples(config: Config) -> Iterator[Condition]:
         "policy.max_total_sequence_length",
         explains=("grad_norm",) if grpo.overlong_filtering else (),
     )
-    yield Condition(
+    yield HealthCondition(
         metric="entropy",
         # Without valid tokens in a step, it is 0 and says nothing about the policy.
         below=LOW_ENTROPY,
@@ -92,7 +92,7 @@ def _of_samples(config: Config) -> Iterator[Condition]:
     age = config.max_trajectory_age_steps
     high = HIGH_PROBABILITY_ERROR_OF_AGE if age else HIGH_PROBABILITY_ERROR
     of_age = f"{config.asynchronous_key}.max_trajectory_age_steps ({age}), the learning rate, "
-    yield Condition(
+    yield HealthCondition(
         metric="token_mult_prob_error",
         above=high,
         evidence="engine and trainer have disagreed on the probability of tokens, by a factor of "

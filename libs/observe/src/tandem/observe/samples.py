@@ -61,7 +61,7 @@ class SampleQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to read the tokens as well; without them, the samples' arrays are empty."""
 
 
-class Selection(NamedTuple):
+class SampleSelection(NamedTuple):
     """The result of a query."""
 
     step: int
@@ -94,7 +94,7 @@ def trainer_logprobs(run: Path, step: int, run_id: str | None = None) -> dict[tu
     return read_logprobs(run / FOLDER, step, run_id)
 
 
-def search(run: Path, query: SampleQuery, run_id: str | None = None) -> Selection:
+def search(run: Path, query: SampleQuery, run_id: str | None = None) -> SampleSelection:
     """Return the samples that match a query in the rollout log of the run in a folder, and their numbers.
 
     Raises `SamplesError`, on one line, if the step is not recorded, or a file is damaged or of a run other than
@@ -125,7 +125,7 @@ def _step(folder: Path, query: SampleQuery, found: Sequence[RecordFile]) -> int:
     return query.step
 
 
-def _search(shards: Sequence[Path], step: int, query: SampleQuery, run_id: str | None) -> Selection:
+def _search(shards: Sequence[Path], step: int, query: SampleQuery, run_id: str | None) -> SampleSelection:
     columns = [*_DECIDING, *(_TEXTS if query.contains else ())]
     tables = [read_shard(path, run_id, columns) for path in shards]
     table = pa.concat_tables(tables)
@@ -141,7 +141,7 @@ def _search(shards: Sequence[Path], step: int, query: SampleQuery, run_id: str |
         if len(places):
             rows = read_rows(path, row_S[places].tolist(), run_id, None if query.with_tokens else WITHOUT_ARRAYS)
             found |= zip(places.tolist(), samples_of(rows), strict=True)
-    return Selection(
+    return SampleSelection(
         step=step,
         num_samples=len(table),
         num_chosen=len(chosen_S),

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tandem.common.messages import Purpose
 from tandem.common.texts import visible
-from tandem.observe.samples import Selection
+from tandem.observe.samples import SampleSelection
 from tandem.samples.images.markers import marked_in
 from tandem.samples.images.markers import shown as text_with_labels
 from tandem.samples.sample_record import RecordedSample
@@ -41,7 +41,7 @@ _GAPS = ((0.02, ""), (0.1, "green"), (0.5, "yellow"), (float("inf"), "bold red")
 """Styles of tokens, by their largest gap of log-probabilities."""
 
 
-class Part(NamedTuple):
+class SampleTextPart(NamedTuple):
     """A part of a sample after the prompt, from one side."""
 
     is_policy: bool
@@ -49,25 +49,27 @@ class Part(NamedTuple):
     text: str
 
 
-def parts_of(sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None = None) -> list[Part]:
+def parts_of(
+    sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None = None
+) -> list[SampleTextPart]:
     """Return the parts after a sample's prompt, with special tokens; without a tokenizer, one part without them.
 
     `pictures` decodes what a model that sees was given.
     """
     mask_T = sample.arrays.loss_mask_T[sample.scored.prompt_length :]
     if tokenizer is None or not len(mask_T):
-        return [Part(True, sample.scored.response)]
+        return [SampleTextPart(True, sample.scored.response)]
     ids_T = sample.arrays.token_ids_T[sample.scored.prompt_length :]
     edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
     if pictures is not None:
         return _seen(sample, pictures, edges)
     return [
-        Part(bool(mask_T[first]), tokenizer.decode(ids_T[first:end].tolist(), skip_special_tokens=False))
+        SampleTextPart(bool(mask_T[first]), tokenizer.decode(ids_T[first:end].tolist(), skip_special_tokens=False))
         for first, end in itertools.pairwise(edges)
     ]
 
 
-def _seen(sample: RecordedSample, pictures: MarkedTexts, edges: list[int]) -> list[Part]:
+def _seen(sample: RecordedSample, pictures: MarkedTexts, edges: list[int]) -> list[SampleTextPart]:
     """Return the parts between these places after the prompt, with markers for images."""
     first_T = sample.scored.prompt_length
     ids_T, mask_T = sample.arrays.token_ids_T[first_T:], sample.arrays.loss_mask_T[first_T:]
@@ -77,7 +79,7 @@ def _seen(sample: RecordedSample, pictures: MarkedTexts, edges: list[int]) -> li
     for first, end in itertools.pairwise(edges):
         text = pictures.text_of(ids_T[first:end].tolist(), digests)
         digests = digests[len(marked_in(text)) :]
-        parts.append(Part(bool(mask_T[first]), text))
+        parts.append(SampleTextPart(bool(mask_T[first]), text))
     return parts
 
 
@@ -96,7 +98,7 @@ def chat_text(text: str) -> Text:
 
 
 def print_samples(
-    selection: Selection,
+    selection: SampleSelection,
     console: Console,
     purpose: Purpose,
     tokenizer: Tokenizer | None,
@@ -118,7 +120,7 @@ def print_samples(
     console.print(Text(_count(selection, purpose), "dim"), soft_wrap=True)
 
 
-def _count(selection: Selection, purpose: Purpose) -> str:
+def _count(selection: SampleSelection, purpose: Purpose) -> str:
     """Describe how many samples are shown, and of how many."""
     kind = "validation samples" if purpose == "validate" else "samples"
     which = "" if selection.num_chosen == selection.num_samples else f"{selection.num_chosen} chosen of the "

@@ -33,7 +33,7 @@ _TIMEOUT_S = 1.0
 """Longest time that the coordinator waits for readers of the file, which take milliseconds."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
     """An activity of a process, with start and end in Unix time."""
 
     process: str
@@ -51,7 +51,7 @@ class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     start: float
     end: float
-    spans: list[Span]
+    spans: list[TimelineSpan]
 
 
 def read_timeline(folder: Path, num_steps: int, to: int | None) -> list[StepSpans]:
@@ -64,7 +64,7 @@ def read_timeline(folder: Path, num_steps: int, to: int | None) -> list[StepSpan
         with contextlib.closing(connect(path, "ro")) as file:
             rows = file.execute(newest, (2**62 if to is None else to, num_steps)).fetchall()
         return [
-            StepSpans(step=step, start=start, end=end, spans=msgspec.json.decode(spans, type=list[Span]))
+            StepSpans(step=step, start=start, end=end, spans=msgspec.json.decode(spans, type=list[TimelineSpan]))
             for step, start, end, spans in reversed(rows)
         ]
     except (sqlite3.Error, msgspec.MsgspecError):

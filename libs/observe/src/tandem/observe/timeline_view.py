@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.observe.timeline import COORDINATOR, Span, StepSpans, What, read_timeline
+from tandem.observe.timeline import COORDINATOR, StepSpans, TimelineSpan, What, read_timeline
 
 _LEAST_S = 1e-3
 """Shorter waits are left out: they are the time of messages."""
@@ -44,14 +44,14 @@ class LaneSpan(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
 
 
-class Lane(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLane(msgspec.Struct, frozen=True, kw_only=True):
     """All activities of one process."""
 
     process: str
     spans: list[LaneSpan]
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
+class FlameBar(msgspec.Struct, frozen=True, kw_only=True):
     """A bar of a flame graph; bars lie within one of the depth above."""
 
     name: str
@@ -65,8 +65,8 @@ class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The newest steps, their lanes, and possibly a flame graph."""
 
     steps: list[StepTimes]
-    lanes: list[Lane]
-    flame: list[Frame] = []
+    lanes: list[ProcessLane]
+    flame: list[FlameBar] = []
 
 
 Recorded = tuple[float, Mapping[str, float]]
@@ -79,13 +79,13 @@ def timeline(folder: Path, num_steps: int, to: int | None) -> TimelineView:
     if not rows:
         return TimelineView(steps=[], lanes=[])
     first, last = rows[0].start, rows[-1].end
-    of_process: dict[str, list[Span]] = {}
+    of_process: dict[str, list[TimelineSpan]] = {}
     for span in _clipped(_spans(rows), first, last):
         of_process.setdefault(span.process, []).append(span)
     return TimelineView(
         steps=[StepTimes(step=row.step, start=row.start, end=row.end) for row in rows],
         lanes=[
-            Lane(process=process, spans=_lane(of_process[process], first, last))
+            ProcessLane(process=process, spans=_lane(of_process[process], first, last))
             for process in sorted(of_process, key=_place)
         ],
     )
@@ -93,7 +93,7 @@ def timeline(folder: Path, num_steps: int, to: int | None) -> TimelineView:
 
 def flame(
     folder: Path, step: int, seconds_of: Callable[[int], tuple[float, Mapping[str, float]] | None]
-) -> list[Frame]:
+) -> list[FlameBar]:
     """Return a step, its phases, and the processes' activities in them; an activity is cut where each phase ends.
 
     Without a timeline it is made of what the journal has of the step, its commit time and seconds by phase
@@ -103,7 +103,7 @@ def flame(
     if not rows:
         return _flame_of_seconds(step, seconds_of(step))
     (row,) = rows
-    frames = [Frame(name=f"step {step}", start=row.start, end=row.end, process=COORDINATOR, depth=0)]
+    frames = [FlameBar(name=f"step {step}", start=row.start, end=row.end, process=COORDINATOR, depth=0)]
     spans = list(_clipped(row.spans, row.start, row.end))
     for phase in sorted((span for span in spans if span.process == COORDINATOR), key=_start):
         frames.append(_frame(phase, 1))
@@ -113,20 +113,20 @@ def flame(
     return frames
 
 
-def _flame_of_seconds(step: int, found: Recorded | None) -> list[Frame]:
+def _flame_of_seconds(step: int, found: Recorded | None) -> list[FlameBar]:
     if found is None:
         return []
     committed_at, seconds = found
     at = start = committed_at - seconds.get("total", 0.0)
-    frames = [Frame(name=f"step {step}", start=start, end=committed_at, process=COORDINATOR, depth=0)]
+    frames = [FlameBar(name=f"step {step}", start=start, end=committed_at, process=COORDINATOR, depth=0)]
     for name, what in _PHASES.items():
         if seconds.get(name, 0.0) > 0:
-            frames.append(Frame(name=what, start=at, end=at + seconds[name], process=COORDINATOR, depth=1))
+            frames.append(FlameBar(name=what, start=at, end=at + seconds[name], process=COORDINATOR, depth=1))
             at += seconds[name]
     return frames
 
 
-def _lane(spans: Sequence[Span], first: float, last: float) -> list[LaneSpan]:
+def _lane(spans: Sequence[TimelineSpan], first: float, last: float) -> list[LaneSpan]:
     """Return a process's activities and waits, in order; the coordinator has no waits."""
     ordered = sorted(spans, key=_start)
     if ordered[0].process != COORDINATOR:
@@ -134,7 +134,7 @@ def _lane(spans: Sequence[Span], first: float, last: float) -> list[LaneSpan]:
     return [LaneSpan(what=s.what, step=s.step, start=s.start, end=s.end, detail=s.detail) for s in ordered]
 
 
-def _waits(ordered: Sequence[Span], first: float, last: float) -> Iterator[Span]:
+def _waits(ordered: Sequence[TimelineSpan], first: float, last: float) -> Iterator[TimelineSpan]:
     at = first
     for span in ordered:
         if span.start - at > _LEAST_S:
@@ -144,16 +144,16 @@ def _waits(ordered: Sequence[Span], first: float, last: float) -> Iterator[Span]
         yield _wait(ordered[-1], at, last)
 
 
-def _wait(for_what: Span, start: float, end: float) -> Span:
-    return Span(process=for_what.process, what="waiting", step=for_what.step, start=start, end=end)
+def _wait(for_what: TimelineSpan, start: float, end: float) -> TimelineSpan:
+    return TimelineSpan(process=for_what.process, what="waiting", step=for_what.step, start=start, end=end)
 
 
-def _spans(rows: Iterable[StepSpans]) -> Iterator[Span]:
+def _spans(rows: Iterable[StepSpans]) -> Iterator[TimelineSpan]:
     for row in rows:
         yield from row.spans
 
 
-def _clipped(spans: Iterable[Span], first: float, last: float) -> Iterator[Span]:
+def _clipped(spans: Iterable[TimelineSpan], first: float, last: float) -> Iterator[TimelineSpan]:
     """Yield the parts of spans between two moments."""
     for span in spans:
         start, end = max(first, span.start), min(last, span.end)
@@ -161,11 +161,11 @@ def _clipped(spans: Iterable[Span], first: float, last: float) -> Iterator[Span]
             yield msgspec.structs.replace(span, start=start, end=end)
 
 
-def _frame(span: Span, depth: int) -> Frame:
-    return Frame(name=span.what, start=span.start, end=span.end, process=span.process, depth=depth)
+def _frame(span: TimelineSpan, depth: int) -> FlameBar:
+    return FlameBar(name=span.what, start=span.start, end=span.end, process=span.process, depth=depth)
 
 
-def _start(span: Span) -> float:
+def _start(span: TimelineSpan) -> float:
     return span.start
 
 

@@ -7,7 +7,7 @@ A batch has the arrays that were filled in. The coordinator fills in the columns
 its tokens (`SAMPLES`), a data set both (`TABLE` and `TOKENS`). Arrays with a name that is declared here have the
 declared dtype. Others belong to their readers (`tandem.config.schema.columns`, `tandem.samples.routed_experts`).
 
-Received batches are checked: `Batch.from_frames` checks names, dtypes and shapes, and the methods that begin with
+Received batches are checked: `SampleBatch.from_frames` checks names, dtypes and shapes, and the methods that begin with
 ``check`` the numbers. All raise `WireError` with a text that begins with the array's name.
 """
 
@@ -31,7 +31,7 @@ _SHOWN = 100
 """The most characters of an unknown name in a message."""
 
 
-class Batch:
+class SampleBatch:
     """Sequences with their columns, on one rank or over all.
 
     The arrays that a batch has are its attributes. Those with a declared dtype (`DECLARED`) are described here.
@@ -112,7 +112,7 @@ class Batch:
         *,
         sources: Sequence[str] = (),
         may_be_empty: bool = False,
-    ) -> Batch:
+    ) -> SampleBatch:
         """Rebuild a batch from received frames. The arrays stay read-only views of them.
 
         Args:
@@ -137,28 +137,28 @@ class Batch:
         return cls(**frames).with_sources(sources)
 
     @staticmethod
-    def concatenate(parts: Sequence[Batch]) -> Batch:
+    def concatenate(parts: Sequence[SampleBatch]) -> SampleBatch:
         """Join batches that have the same arrays, in the order of their sequences."""
         arrays = {}
         for name in parts[0].columns:
             arrays[name] = np.concatenate([part.columns[name] for part in parts])
-        return Batch(**arrays)
+        return SampleBatch(**arrays)
 
-    def replace(self, **arrays: NDArray[Any]) -> Batch:
+    def replace(self, **arrays: NDArray[Any]) -> SampleBatch:
         """Return the batch with these arrays added or replaced."""
-        return Batch(**{**self.columns, **arrays}).with_sources(self.sources, self.notes)
+        return SampleBatch(**{**self.columns, **arrays}).with_sources(self.sources, self.notes)
 
-    def with_sources(self, sources: Sequence[str], notes: Sequence[str] = ()) -> Batch:
+    def with_sources(self, sources: Sequence[str], notes: Sequence[str] = ()) -> SampleBatch:
         """Return the batch with the names of the processes that have its tokens, and with notes."""
-        batch = Batch(**self.columns)
+        batch = SampleBatch(**self.columns)
         batch.sources, batch.notes = tuple(sources), tuple(notes)
         return batch
 
-    def only(self, names: Sequence[str]) -> Batch:
+    def only(self, names: Sequence[str]) -> SampleBatch:
         """Return the batch with these arrays only."""
-        return Batch(**{name: self.columns[name] for name in names}).with_sources(self.sources, self.notes)
+        return SampleBatch(**{name: self.columns[name] for name in names}).with_sources(self.sources, self.notes)
 
-    def take(self, rows: slice | Sequence[int] | Int64s) -> Batch:
+    def take(self, rows: slice | Sequence[int] | Int64s) -> SampleBatch:
         """Return the given sequences in the given order. Those of a slice are not copied."""
         chosen: dict[str, slice | Int64s] = {"S": rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)}
         arrays = {}
@@ -167,7 +167,7 @@ class Batch:
             if axis not in chosen:
                 chosen[axis] = self._along(axis, chosen["S"])
             arrays[name] = array[chosen[axis]]
-        return Batch(**arrays).with_sources(self.sources, self.notes)
+        return SampleBatch(**arrays).with_sources(self.sources, self.notes)
 
     def rows_of(self, rank: int) -> Int64s:
         """Return the sequences of a data-parallel rank."""
@@ -210,7 +210,7 @@ class Batch:
         ends = np.cumsum(self.lengths_S, dtype=np.int64)
         return np.asarray(cumulative[ends] - cumulative[ends - self.lengths_S], dtype=np.int64)
 
-    def keeping(self, kept_S: Bools) -> Batch:
+    def keeping(self, kept_S: Bools) -> SampleBatch:
         """Return the batch without valid tokens in the sequences that are not kept."""
         return self.replace(loss_mask_T=self.loss_mask_T & np.repeat(kept_S, self.lengths_S))
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tandem.config import Config
 from tandem.config.schema.columns import Model
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
@@ -57,7 +57,7 @@ class BatchSharding(msgspec.Struct, frozen=True, kw_only=True):
             by_prompts=policy.share_prompts and shares_prompts and unit == 1,
         )
 
-    def shard(self, table: Batch, parts: Sequence[int] = ()) -> Batch:
+    def shard(self, table: SampleBatch, parts: Sequence[int] = ()) -> SampleBatch:
         """Return the table with the rank of each sequence; if there are `parts`, each is divided by itself."""
         ranks, first = [], 0
         for count in parts or [len(table)]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Decoder:
+class TextDecoder:
     """A Hugging Face tokenizer, as far as it reads tokens."""
 
     def __init__(self, hugging_face: Any) -> None:

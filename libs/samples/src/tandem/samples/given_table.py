@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 
 
-def given_table(batch: Batch) -> Batch:
+def given_table(batch: SampleBatch) -> SampleBatch:
     """Return the table (`TABLE`) of a batch that was not generated, all assigned to rank 0.
 
     Sequences with the same tokens before the first valid one share them as their prompt, if they have the same
@@ -25,7 +25,7 @@ def given_table(batch: Batch) -> Batch:
         lengths.append(prompt)
         start += length
     nothing_S = np.zeros(len(firsts), dtype=np.int32)
-    return Batch(
+    return SampleBatch(
         lengths_S=batch.lengths_S,
         num_valid_S=batch.num_valid().astype(np.int32),
         prompt_S=np.array(firsts, dtype=np.int32),
@@ -41,7 +41,7 @@ def given_table(batch: Batch) -> Batch:
     )
 
 
-def images_of(batch: Batch, row: int) -> bytes:
+def images_of(batch: SampleBatch, row: int) -> bytes:
     """Return the digests of a sequence's images, one after the other; empty where the model does not see."""
     if "num_images_S" not in batch.columns:
         return b""

@@ -45,7 +45,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     """Digest of each tensor of a safetensors file."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint's ``manifest.json``."""
 
     format: int = FORMAT
@@ -101,14 +101,14 @@ def take_parts(folder: Path) -> dict[str, FileRecord]:
     return found
 
 
-def read(folder: Path) -> Manifest | None:
+def read(folder: Path) -> CheckpointManifest | None:
     """Return the manifest of a checkpoint; None if it is from an earlier release without manifests.
 
     Raises `DamagedCheckpoint`.
     """
     path = folder / NAME
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        found = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
@@ -118,7 +118,7 @@ def read(folder: Path) -> Manifest | None:
     return found
 
 
-def of_model(folder: Path) -> tuple[Path, Manifest] | None:
+def of_model(folder: Path) -> tuple[Path, CheckpointManifest] | None:
     """Return the checkpoint that holds a model's folder, and the manifest of that folder alone; None without one.
 
     Raises `DamagedCheckpoint`.
@@ -128,7 +128,7 @@ def of_model(folder: Path) -> tuple[Path, Manifest] | None:
     return None if found is None else (actual.parent, only(found, actual.name))
 
 
-def only(manifest: Manifest, subfolder: str) -> Manifest:
+def only(manifest: CheckpointManifest, subfolder: str) -> CheckpointManifest:
     """Return the manifest with only the files in a folder of the checkpoint."""
     files = {name: record for name, record in manifest.files.items() if name.startswith(f"{subfolder}/")}
     return msgspec.structs.replace(manifest, files=files)

@@ -19,8 +19,8 @@ from tandem.config import Config
 from tandem.config.installed.model_fields import model_types
 from tandem.config.models.model_sizes import local_folder, read_json
 from tandem.config.models.vision_families import vision_family
-from tandem.config.schema import Environment, NewModel
-from tandem.config.schema import Tokenizer as Settings
+from tandem.config.schema import EnvironmentConfig, NewModel
+from tandem.config.schema import TokenizerConfig as Settings
 from tandem.samples.tokenizer import KEY, Tokenizer
 from tandem.samples.unchanged_files import save_tokenizer
 
@@ -193,7 +193,7 @@ def with_templates(config: Config) -> Config:
     return msgspec.structs.replace(config, policy=policy, env=env)
 
 
-def load_reward_model_tokenizer(key: str, settings: Environment) -> Tokenizer:
+def load_reward_model_tokenizer(key: str, settings: EnvironmentConfig) -> Tokenizer:
     """Load the tokenizer of a reward model, configured at `key`. Raises `ModelError`, or `ConfigError` for its
     template.
 

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, Purpose, SampleScored
-from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch import Float32s, SampleBatch
 from tandem.samples.images.columns import DIGEST_BYTES, GRID_SIZES
 from tandem.samples.routed_experts import COLUMN, Bytes
 from tandem.samples.sample_files import LOGPROBS, SHARD, files
@@ -143,7 +143,7 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
             rollout=row["rollout"],
             command_id=row["command_id"],
             scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
-            arrays=Batch(
+            arrays=SampleBatch(
                 lengths_S=np.array(
                     [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32
                 ),

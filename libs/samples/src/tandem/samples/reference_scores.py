@@ -19,7 +19,7 @@ class ReferenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Entry of ``env`` that scores it."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class ScoringOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Reference answers to score, and the run's configuration as JSON."""
 
     config: bytes
@@ -39,11 +39,11 @@ class ReferenceScore(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why it has no score, on one line; empty if it has one."""
 
 
-def encode_order(order: Order) -> bytes:
+def encode_order(order: ScoringOrder) -> bytes:
     """Return an order as bytes."""
     return msgspec.msgpack.encode(order, enc_hook=encode_number)
 
 
-def decode_order(data: bytes) -> Order:
+def decode_order(data: bytes) -> ScoringOrder:
     """Return the order of `encode_order`."""
-    return msgspec.msgpack.decode(data, type=Order, ext_hook=decode_number)
+    return msgspec.msgpack.decode(data, type=ScoringOrder, ext_hook=decode_number)

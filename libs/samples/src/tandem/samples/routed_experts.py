@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ConfigError, SamplesError, WireError
 from tandem.config.models.model_sizes import ExpertSizes, expert_sizes, model_config
-from tandem.samples.batch import IMAGES, MASKS, SAMPLES, Batch
+from tandem.samples.batch import IMAGES, MASKS, SAMPLES, SampleBatch
 
 if TYPE_CHECKING:
     from tandem.config import Config
@@ -87,7 +87,7 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
             raise WireError(f"{COLUMN}: a token has an expert twice in a layer, or fewer than {self.top_k}")
 
 
-def as_trained_on(recorded: Batch, experts: RoutedExperts | None, *, keeps_masks: bool = False) -> Batch:
+def as_trained_on(recorded: SampleBatch, experts: RoutedExperts | None, *, keeps_masks: bool = False) -> SampleBatch:
     """Return samples of a record as a run trains on them, which may replay nothing. Raises `SamplesError`."""
     if experts is not None and COLUMN not in recorded.columns:
         raise SamplesError("the rollout log has no routed experts: policy.router_replay was off")

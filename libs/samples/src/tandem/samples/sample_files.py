@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.common.messages import Purpose
-from tandem.config.schema import Logger
+from tandem.config.schema import LoggerConfig
 from tandem.samples.folders_aside import (
     RestoreLimits,
     folders_aside,
@@ -96,7 +96,7 @@ def unfinished_path(folder: Path, step: int, rollout: str, purpose: Purpose = "t
 class SampleFolder:
     """The files of one run's rollout log. Disk errors never stop the run."""
 
-    def __init__(self, logger: Logger, trainers: Sequence[str] = ()) -> None:
+    def __init__(self, logger: LoggerConfig, trainers: Sequence[str] = ()) -> None:
         """Count the existing files; `trainers` are those that write log-probabilities."""
         self.path = (Path(logger.log_dir) / FOLDER).absolute()
         self._trainers = trainers

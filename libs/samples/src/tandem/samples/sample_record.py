@@ -23,7 +23,7 @@ import msgspec
 import pyarrow as pa
 
 from tandem.common.messages import Branch, SampleScored
-from tandem.samples.batch import SAMPLES, Batch
+from tandem.samples.batch import SAMPLES, SampleBatch
 
 FORMAT = 5
 """Format number, raised when the meaning of a column or the requirements of a file change."""
@@ -116,7 +116,7 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Id of the command that it was generated for."""
     scored: SampleScored
     """With the text of the response."""
-    arrays: Batch
+    arrays: SampleBatch
     """Arrays of this one sequence, or of each of an agent's branches."""
     advantage: float | None = None
     """Its advantage; None if the sample was not trained on, for example if dynamic sampling filtered out its group."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection
 from operator import attrgetter
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import SamplesError
 from tandem.common.messages import (
     MAX_TOKENS_FETCHED,
@@ -24,8 +24,8 @@ from tandem.common.messages import (
     SamplesGone,
     ToSampleStore,
 )
-from tandem.common.wire import Answering, Frames, encode
-from tandem.samples.batch import Batch
+from tandem.common.wire import AnsweringThread, Frames, encode
+from tandem.samples.batch import SampleBatch
 
 _MAX_REQUEST_BYTES = 2**24
 _TOKENS = attrgetter("token_ids_T")
@@ -34,17 +34,17 @@ _TOKENS = attrgetter("token_ids_T")
 class SampleStore:
     """The finished samples of one process. Its threads put and release; any number of processes fetch."""
 
-    def __init__(self, host: str, run_id: str, max_tokens: int, trainers: Admitted) -> None:
+    def __init__(self, host: str, run_id: str, max_tokens: int, trainers: AdmittedKeys) -> None:
         """Listen on a port of `host`, for these trainers of this run; keep at most `max_tokens`."""
         self._run_id = run_id
         self._max_tokens = max_tokens
-        self._samples: dict[int, dict[tuple[int, int], Batch]] = {}
+        self._samples: dict[int, dict[tuple[int, int], SampleBatch]] = {}
         """By the command to generate, then by group and place in it."""
         self._num_tokens = 0
         self._lock = threading.Lock()
         self._await_record: Callable[[], object] = lambda: None
         self._answer_images: Callable[[FetchImages], Frames] | None = None
-        self._answering = Answering(
+        self._answering = AnsweringThread(
             host, trainers, ToSampleStore, self._reply, name="samples", max_bytes=_MAX_REQUEST_BYTES
         )
         self.at = self._answering.at
@@ -63,7 +63,7 @@ class SampleStore:
         """Have requests for images answered by this function, in its thread; without it, they have no answer."""
         self._answer_images = answer
 
-    def put(self, key: SampleKey, arrays: Batch) -> None:
+    def put(self, key: SampleKey, arrays: SampleBatch) -> None:
         """Keep one sample; one that is here already, because its command was repeated, stays.
 
         Raises `SamplesError` if there is no room for it.
@@ -116,12 +116,12 @@ class SampleStore:
             return encode(SamplesGone(request_id=request.request_id, why=str(error)))
         return encode(SamplesFetched(request_id=request.request_id), arrays.columns)
 
-    def _found(self, request: FetchSamples) -> Batch:
+    def _found(self, request: FetchSamples) -> SampleBatch:
         if request.run_id != self._run_id:
             raise SamplesError(f"it belongs to run {self._run_id}, but the request is from run {request.run_id[:100]}")
         if not request.keys:
             raise SamplesError("the request has no keys")
-        samples: list[Batch] = []
+        samples: list[SampleBatch] = []
         with self._lock:
             for command_id, group, sample, branch in request.keys:
                 arrays = self._samples.get(command_id, {}).get((group, sample))
@@ -133,4 +133,4 @@ class SampleStore:
         num_tokens = sum(map(len, map(_TOKENS, samples)))
         if len(samples) > 1 and num_tokens > MAX_TOKENS_FETCHED:
             raise SamplesError(f"it was asked for {num_tokens} tokens at once, {MAX_TOKENS_FETCHED} are the most")
-        return Batch.concatenate(samples)
+        return SampleBatch.concatenate(samples)

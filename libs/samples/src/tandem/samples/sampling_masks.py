@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import WireError
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.samples.batch import Batch, Bools
+from tandem.samples.batch import Bools, SampleBatch
 
 if TYPE_CHECKING:
     from tandem.config import Config
@@ -71,7 +71,7 @@ class MaskFormat(msgspec.Struct, frozen=True, kw_only=True):
         """Words of a bitmap, which no mask exceeds."""
         return -(-self.vocabulary // BITS)
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: SampleBatch) -> None:
         """Raise `WireError` unless each mask of a batch is possible and has the token that was drawn from it."""
         lengths_T, words_W = batch.mask_lengths_T, batch.mask_words_W
         if len(lengths_T) and not 0 <= int(lengths_T.min()) <= int(lengths_T.max()) <= self.bitmap_words:

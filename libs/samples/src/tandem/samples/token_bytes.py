@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tandem.samples.decoding import Decoder
+from tandem.samples.decoding import TextDecoder
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 """Pattern of a byte in the vocabulary of a tokenizer that has texts as its other tokens."""
 
 
-class Spellings:
+class TokenSpellings:
     """The spellings of one tokenizer's ordinary tokens."""
 
     def __init__(self, hugging_face: Any) -> None:
@@ -40,12 +40,12 @@ class Spellings:
         return piece
 
 
-class TokenDecoder(Decoder):
+class TokenDecoder(TextDecoder):
     """A decoder of single tokens, too."""
 
     def __init__(self, hugging_face: Any) -> None:
         super().__init__(hugging_face)
-        self._spellings: Spellings | None = None
+        self._spellings: TokenSpellings | None = None
         self._marker_ids: dict[tuple[str, ...], frozenset[int]] = {}
 
     def marker_ids(self, markers: tuple[str, ...]) -> frozenset[int]:
@@ -63,7 +63,7 @@ class TokenDecoder(Decoder):
         text, as Llama 2's does, have it there too: it is of the first token, and `decode` leaves it out.
         """
         if self._spellings is None:
-            self._spellings = Spellings(self._hugging_face)
+            self._spellings = TokenSpellings(self._hugging_face)
         if (content := self._added.get(token_id)) is not None:
             return (content if token_id in self._special_ids else self._spellings.with_spaces(content)).encode()
         spelt = self._spellings.of(token_id)

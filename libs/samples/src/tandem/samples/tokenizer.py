@@ -16,7 +16,14 @@ from tandem.samples.chat_templates import ChatTemplate, Messages
 from tandem.samples.token_bytes import TokenDecoder
 from tandem.samples.turns.continuation import render_after_turn
 from tandem.samples.turns.ends import TurnEnds, read_turn_ends
-from tandem.samples.turns.rendering import Render, Rendering, common_length, find_end, join_texts, locate_turns
+from tandem.samples.turns.rendering import (
+    Render,
+    RenderedConversation,
+    common_length,
+    find_end,
+    join_texts,
+    locate_turns,
+)
 from tandem.samples.unchanged_files import save_tokenizer
 
 __all__ = ["Messages", "Tokenizer"]
@@ -32,7 +39,7 @@ class EncodedConversation(NamedTuple):
     """True for the assistant's tokens, up to and with the one that ends a turn."""
     prompt_length: int
     """Tokens before the first turn that is learned."""
-    rendering: Rendering
+    rendering: RenderedConversation
     """The text, and where the assistant's turns are in it."""
 
 
@@ -195,7 +202,7 @@ class Tokenizer(TokenDecoder):
 
     def render_conversation(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
-    ) -> Rendering:
+    ) -> RenderedConversation:
         """Return a conversation as text, rendered once and whole, and where the assistant's turns are in it.
 
         Raises the errors of `render_chat`, and `ConfigError` if the turns cannot be found in what the template writes.
@@ -282,7 +289,7 @@ class Tokenizer(TokenDecoder):
             parts[number].append(int(token))
         return parts
 
-    def _without_tail(self, rendering: Rendering) -> str:
+    def _without_tail(self, rendering: RenderedConversation) -> str:
         """Return a rendered text without the space after the token that ends its last turn."""
         text = rendering.text.rstrip()
         return text if text.endswith(self._end_texts) else rendering.text

@@ -21,7 +21,7 @@ _COMMANDS = {
 HELP = ", ".join(f"{command}: {what}" for command, what in _COMMANDS.items())
 
 
-class Conversation:
+class ChatSession:
     """The messages exchanged with a server's model, and the loop that reads the next one."""
 
     def __init__(

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.config.schema.base import NonEmptyStr, PositiveFloat, PositiveInt, Section
+from tandem.config.schema.base import ConfigSection, NonEmptyStr, PositiveFloat, PositiveInt
 from tandem.config.schema.generation import ToolCallParser, VllmCfg
 
 MODULE = "tandem.rollout.serving"
 """Module that such a server runs."""
 
 
-class Serving(Section, frozen=True, kw_only=True):
+class ServingHandover(ConfigSection, frozen=True, kw_only=True):
     """A model, and how to serve it."""
 
     model_folder: NonEmptyStr
@@ -51,7 +51,7 @@ class Serving(Section, frozen=True, kw_only=True):
     """Process with which this one ends; zero for none."""
 
 
-def pass_on(serving: Serving) -> int:
+def pass_on(serving: ServingHandover) -> int:
     """Return a descriptor from which another process reads the settings; they appear in no process list."""
     descriptor = os.memfd_create("serving", 0)
     os.write(descriptor, msgspec.json.encode(serving))
@@ -59,7 +59,7 @@ def pass_on(serving: Serving) -> int:
     return descriptor
 
 
-def take(descriptor: int) -> Serving:
+def take(descriptor: int) -> ServingHandover:
     """Return the settings that were passed on."""
     with os.fdopen(descriptor, "rb") as file:
-        return msgspec.json.decode(file.read(), type=Serving)
+        return msgspec.json.decode(file.read(), type=ServingHandover)

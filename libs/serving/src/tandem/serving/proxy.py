@@ -26,7 +26,7 @@ from tandem.common import web
 from tandem.common.http_server import SignalledServer, event_loop, settings
 from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.engine_servers import read_engine_servers
-from tandem.serving.upstream import BROKEN, Answer, Upstream
+from tandem.serving.upstream import BROKEN, UpstreamResponse, UpstreamServers
 
 ROLLOUT_HEADER = "x-tandem-rollout"
 """Header of an answer that names its rollout."""
@@ -47,10 +47,10 @@ def serve_run(run: Path, listening: socket.socket, token: str | None) -> bool:
 
 
 async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool:
-    proxy = Proxy(run, token)
+    proxy = RolloutProxy(run, token)
     paths = Route("/{path:path}", proxy.answer, methods=["GET", "POST"])
     app: ASGIApp = Starlette(routes=[paths])
-    guarded = app if token is not None else web.Guard(app, _refusal)
+    guarded = app if token is not None else web.RequestGuard(app, _refusal)
     config = settings(guarded, end_s=_END_S)
     server = SignalledServer(config, heeds_signals=True)
 
@@ -68,13 +68,13 @@ async def _serve(run: Path, listening: socket.socket, token: str | None) -> bool
     return has_ended
 
 
-class Proxy:
+class RolloutProxy:
     """A forwarder of requests to the rollouts of a run."""
 
     def __init__(self, run: Path, token: str | None) -> None:
         self._run = run
         self._token = token
-        self._upstream = Upstream()
+        self._upstream = UpstreamServers()
         self._num_asked: Counter[str] = Counter()
         """Current number of requests of each rollout."""
         self._num_ever: Counter[str] = Counter()
@@ -133,7 +133,7 @@ class Proxy:
 class _Passed(Response):
     """A forwarded answer, which ends when the client disconnects."""
 
-    def __init__(self, proxy: Proxy, request: Request, body: bytes) -> None:
+    def __init__(self, proxy: RolloutProxy, request: Request, body: bytes) -> None:
         super().__init__()
         self._proxy = proxy
         self._request = request
@@ -153,7 +153,7 @@ class _Passed(Response):
             await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _pass_on(answer: Answer, name: str, send: Send) -> None:
+async def _pass_on(answer: UpstreamResponse, name: str, send: Send) -> None:
     """Forward a complete answer, or a stream; if a stream breaks, its last event says so."""
     is_stream = answer.headers.get("content-type", "").startswith(_STREAM)
     body = answer.body()
@@ -168,7 +168,7 @@ async def _pass_on(answer: Answer, name: str, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _begin(answer: Answer, name: str, send: Send) -> None:
+async def _begin(answer: UpstreamResponse, name: str, send: Send) -> None:
     headers = [(key.encode(), value.encode("latin-1")) for key, value in _forwarded(answer, name).items()]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
@@ -209,7 +209,7 @@ def _headers(request: Request) -> dict[str, str]:
     return {"content-type": request.headers.get("content-type", "application/json"), "accept": "*/*"}
 
 
-def _forwarded(answer: Answer, name: str) -> dict[str, str]:
+def _forwarded(answer: UpstreamResponse, name: str) -> dict[str, str]:
     kept = {key: value for key, value in answer.headers.items() if key in _FORWARDED}
     return {**kept, ROLLOUT_HEADER: name}
 

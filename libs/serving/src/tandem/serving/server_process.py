@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO, NoReturn
 
 from tandem.common.errors import ServiceError
-from tandem.serving.handover import MODULE, Serving, pass_on
+from tandem.serving.handover import MODULE, ServingHandover, pass_on
 
 _LOAD_S = 1800.0
 """Longest time to load a model."""
@@ -20,7 +20,7 @@ _END_S = 15.0
 _PROCESS, _LOADING = "the server", "loading the model"
 
 
-def become(serving: Serving) -> NoReturn:
+def become(serving: ServingHandover) -> NoReturn:
     """Replace this process's program with the server, and end as the server does."""
     descriptor = pass_on(serving)
     os.set_inheritable(serving.listening, True)
@@ -29,7 +29,7 @@ def become(serving: Serving) -> NoReturn:
 
 
 @contextlib.contextmanager
-def launched(serving: Serving) -> Iterator[None]:
+def launched(serving: ServingHandover) -> Iterator[None]:
     """Serve in another process during the block, which begins once the server answers.
 
     The server has its own session, so that input at this process's terminal does not reach it. Raises `ServiceError` if

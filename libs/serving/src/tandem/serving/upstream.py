@@ -77,7 +77,7 @@ class _Connection:
         self._writer.close()
 
 
-class Answer:
+class UpstreamResponse:
     """An answer with its body still to come."""
 
     def __init__(self, connection: _Connection, head: h11.Response) -> None:
@@ -95,7 +95,7 @@ class Answer:
                 return
 
 
-class Upstream:
+class UpstreamServers:
     """Servers, and the connections to them that are kept; all in one event loop."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Upstream:
     @contextlib.asynccontextmanager
     async def asked(
         self, server: EngineServer, method: str, target: str, headers: Mapping[str, str], body: bytes
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[UpstreamResponse]:
         """Ask, and yield the answer once it begins; leaving before its end closes the connection.
 
         Raises the errors in `BROKEN`.
@@ -116,7 +116,7 @@ class Upstream:
         request = h11.Request(method=method, target=target, headers=[*all_headers.items()])
         connection, head = await self._begin(server.url, request, body)
         try:
-            yield Answer(connection, head)
+            yield UpstreamResponse(connection, head)
         finally:
             if connection.rest():
                 self._keep(server.url, connection)

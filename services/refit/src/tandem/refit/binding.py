@@ -8,20 +8,22 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit.bound import BoundProgram
-from tandem.refit.merging import Merger
+from tandem.refit.merging import BoundMerging
 from tandem.refit.program import Staging, TransferProgram
-from tandem.refit.quantise import Quantiser
-from tandem.refit.transfer import Transfer
+from tandem.refit.quantise import BoundQuantisation
+from tandem.refit.transfer import LinkTransfer
 from tandem.refit.transports import registry
-from tandem.refit.transports.end import End
-from tandem.refit.transports.memory import Memory
-from tandem.refit.transports.process_group import Group
-from tandem.refit.transports.stream import Stream
+from tandem.refit.transports.end import TransferEnd
+from tandem.refit.transports.memory import NamedStorages
+from tandem.refit.transports.process_group import ConnectedGroup
+from tandem.refit.transports.stream import StreamTransport
 from tandem.refit.transports.transport import BoundTransfers
 
 
 def bind(
-    program: TransferProgram, storages: Mapping[str, torch.Tensor], transfer_groups: Mapping[str, Group] | None = None
+    program: TransferProgram,
+    storages: Mapping[str, torch.Tensor],
+    transfer_groups: Mapping[str, ConnectedGroup] | None = None,
 ) -> BoundProgram:
     """Bind a program to memory.
 
@@ -42,16 +44,18 @@ def bind(
     staging = {each.name: _allocated(each, device) for each in program.staging}
     if taken := staging.keys() & storages.keys():
         raise RefitError(f"{member} has parameters named like staging memory: {', '.join(sorted(taken))}")
-    memory = Memory(member, {**storages, **staging})
+    memory = NamedStorages(member, {**storages, **staging})
     own_transfer_groups = {transfer_group.name: transfer_group for transfer_group in program.transfer_groups}
-    end = End(member, memory, device, own_transfer_groups, {} if transfer_groups is None else transfer_groups, {})
+    end = TransferEnd(
+        member, memory, device, own_transfer_groups, {} if transfer_groups is None else transfer_groups, {}
+    )
     rounds = _bound_rounds(program, end)
-    quantisers = [Quantiser(quantisation, memory) for quantisation in program.quantisations]
+    quantisers = [BoundQuantisation(quantisation, memory) for quantisation in program.quantisations]
     for _, bound in (each for round_ in rounds for each in round_):
         bound.install()  # no parameter was touched before this line, and nothing can fail after it
     merger = None
     if program.merging is not None:  # planned memory was checked while binding; look it up again where it lies now
-        merger = Merger(member, program.merging, Memory(member, {**storages, **staging}))
+        merger = BoundMerging(member, program.merging, NamedStorages(member, {**storages, **staging}))
     return BoundProgram(member, rounds, quantisers, merger, staging, device)
 
 
@@ -60,9 +64,9 @@ def _allocated(staging: Staging, device: torch.device) -> torch.Tensor:
     return torch.empty(staging.num_bytes // dtype.itemsize, dtype=dtype, device=device)
 
 
-def _bound_rounds(program: TransferProgram, end: End) -> list[list[tuple[bool, BoundTransfers]]]:
+def _bound_rounds(program: TransferProgram, end: TransferEnd) -> list[list[tuple[bool, BoundTransfers]]]:
     """Bind the transfers of each round by transport, in running order: frozen tensors first."""
-    grouped: dict[tuple[int, bool, bool, str], list[Transfer]] = {}
+    grouped: dict[tuple[int, bool, bool, str], list[LinkTransfer]] = {}
     for transfer in (*program.receives, *program.sends):
         is_sent = registry.find(transfer.transport).is_sent
         key = transfer.round, not transfer.is_frozen, is_sent, transfer.transport
@@ -71,7 +75,7 @@ def _bound_rounds(program: TransferProgram, end: End) -> list[list[tuple[bool, B
     for (number, changes, _, name), transfers in sorted(grouped.items(), key=lambda item: item[0]):
         transport = registry.find(name)
         # Engines that pass weights on share a host, and would have to keep what they passed on.
-        if program.largest_difference and changes and number == 0 and transport.name == Stream.name:
+        if program.largest_difference and changes and number == 0 and transport.name == StreamTransport.name:
             from tandem.refit.transports.differences import DifferenceStream  # most runs need none of it
 
             transport = DifferenceStream(program.largest_difference)

@@ -15,8 +15,8 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
-from tandem.refit.merging import Merger
-from tandem.refit.quantise import Quantiser
+from tandem.refit.merging import BoundMerging
+from tandem.refit.quantise import BoundQuantisation
 from tandem.refit.transports.process_group import poll
 from tandem.refit.transports.transport import BoundTransfers
 
@@ -32,15 +32,15 @@ class BoundProgram:
     num_copies: int
     num_bytes: int
     """Bytes that one run moves over this process's links, frozen tensors included."""
-    merger: Merger | None
+    merger: BoundMerging | None
     """Merger of weights and adapters, if the program merges."""
 
     def __init__(
         self,
         member: str,
         rounds: Rounds,
-        quantisers: Sequence[Quantiser],
-        merger: Merger | None,
+        quantisers: Sequence[BoundQuantisation],
+        merger: BoundMerging | None,
         staging: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.layout import ITEM_SIZES, Layout, Pieces
+from tandem.refit.layout import ITEM_SIZES, Layout, PieceColumns
 from tandem.refit.planning import sweep
 from tandem.refit.planning.tensors import TensorTable, tensor_table
 
@@ -72,7 +72,7 @@ def _check_columns(layout: Layout, who: str) -> None:
     """Raise `RefitError` if the columns of a layout are inconsistent, since it may have come over the wire."""
     pieces = layout.pieces
     num_dims = pieces.start_PD.shape[1] if pieces.start_PD.ndim == 2 else -1
-    for field in Pieces.__struct_fields__:
+    for field in PieceColumns.__struct_fields__:
         expected = (len(pieces), num_dims) if field.endswith("D") else (len(pieces),)
         if getattr(pieces, field).shape != expected:
             raise RefitError(f"{who}: column {field} of its layout has shape {getattr(pieces, field).shape}")

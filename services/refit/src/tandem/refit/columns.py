@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 """A column, or several side by side."""
 
 
-class Table(msgspec.Struct, frozen=True, eq=False):
+class ColumnTable(msgspec.Struct, frozen=True, eq=False):
     """A struct of columns, compared by value."""
 
     def __eq__(self, other: object) -> bool:

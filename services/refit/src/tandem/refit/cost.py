@@ -13,14 +13,14 @@ import msgspec
 
 from tandem.config.schema import LinkRates
 from tandem.refit.layout import Layout
-from tandem.refit.planning.flows import Link
+from tandem.refit.planning.flows import FlowLink
 from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route, Wire
 
 _GB = 1e9
 
 
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
+class RefitCost(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted time of a refit, and its lower bound."""
 
     seconds: float
@@ -37,7 +37,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Writing the largest engine's weights in its own memory."""
 
 
-def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates) -> Cost:
+def cost(links: Sequence[FlowLink], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates) -> RefitCost:
     """Predict the time that the links of a plan take.
 
     Args:
@@ -68,7 +68,7 @@ def cost(links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int,
     ingress_s = _even_ingress(first, host_of, rates)
     install_s = max((n / _install_rate(device_of[member], rates) for member, n in received.items()), default=0.0)
     bound_s = max(egress_s, ingress_s, install_s)
-    return Cost(
+    return RefitCost(
         seconds=max(sum(seconds for seconds, _ in rounds), bound_s),
         bound_s=bound_s,
         limited_by=max(rounds, default=(0.0, "nothing: no byte moves"))[1],
@@ -113,7 +113,7 @@ def _seconds(load: Load, rates: LinkRates) -> Iterable[tuple[float, str]]:
         )
 
 
-def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
+def bucket_memory(links: Sequence[FlowLink]) -> dict[str, int]:
     """Return the peak size of each process's send and receive buffers, in bytes."""
     taken: dict[tuple[str, int], int] = {}
     size_of = _mesh_sizes([link for link in links if registry.find(link.transport).needs_mesh])
@@ -130,7 +130,7 @@ def bucket_memory(links: Sequence[Link]) -> dict[str, int]:
     return peak
 
 
-def _mesh_sizes(links: Sequence[Link]) -> dict[str, int]:
+def _mesh_sizes(links: Sequence[FlowLink]) -> dict[str, int]:
     """Return the size of each receiver's transfer group; engines that pass weights on to each other share one."""
     transfer_group_of: dict[str, set[str]] = {}
     for link in links:

@@ -9,8 +9,8 @@ import sys
 
 from tandem.common.errors import RefitError
 from tandem.launch.doctor import steps
-from tandem.launch.doctor.findings import Finding, Outcome
-from tandem.launch.doctor.steps import NO_GPU, Step, skipped
+from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
+from tandem.launch.doctor.steps import NO_GPU, DoctorStep, skipped
 
 _MEMORY_BYTES = 256 << 20
 _GPU_BYTES = 1 << 30
@@ -18,15 +18,15 @@ _LEAST_FREE = 4
 """Free memory that a GPU must have to be measured, as a multiple of the bytes that are copied."""
 
 
-def _memory() -> Outcome:
+def _memory() -> StepOutcome:
     from tandem.refit import trials
 
     rate = trials.memory_rate(_MEMORY_BYTES)
     says = f"{rate:.1f} GB/s copied out of another process's shared memory"
-    return Outcome((Finding("memory copy", "ok", says),), {"memory": rate})
+    return StepOutcome((DoctorFinding("memory copy", "ok", says),), {"memory": rate})
 
 
-def _kernel() -> Outcome:
+def _kernel() -> StepOutcome:
     import torch
 
     from tandem.refit import trials
@@ -37,14 +37,14 @@ def _kernel() -> Outcome:
     for to, from_ in trials.KERNEL_TYPES:
         if not trials.kernels_agree(to, from_):
             says = f"copies from {from_} to {to} differ from torch's"
-            return Outcome((Finding(name, "missing", says, "report it: refits on this GPU would be wrong"),))
+            return StepOutcome((DoctorFinding(name, "missing", says, "report it: refits on this GPU would be wrong"),))
     if _has_room():
         rate = trials.gpu_rate(_GPU_BYTES)
-        return Outcome((Finding(name, "ok", f"agrees with torch; {rate:.0f} GB/s"),), {"same_gpu": rate})
-    return Outcome((Finding(name, "ok", "agrees with torch; too little GPU memory is free to measure it"),))
+        return StepOutcome((DoctorFinding(name, "ok", f"agrees with torch; {rate:.0f} GB/s"),), {"same_gpu": rate})
+    return StepOutcome((DoctorFinding(name, "ok", "agrees with torch; too little GPU memory is free to measure it"),))
 
 
-def _peers() -> Outcome:
+def _peers() -> StepOutcome:
     import torch
 
     from tandem.refit import trials
@@ -52,15 +52,15 @@ def _peers() -> Outcome:
     name = "GPU to GPU"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        return Outcome((Finding(name, "skipped", "one GPU" if count else NO_GPU),))
+        return StepOutcome((DoctorFinding(name, "skipped", "one GPU" if count else NO_GPU),))
     if not all(map(_has_room, range(count))):
-        return Outcome((Finding(name, "skipped", "too little GPU memory is free"),))
+        return StepOutcome((DoctorFinding(name, "skipped", "too little GPU memory is free"),))
     rates = [trials.gpu_rate(_GPU_BYTES, source, (source + 1) % count) for source in range(count)]
     says = f"{min(rates):.1f} to {max(rates):.1f} GB/s from each to the next"
-    return Outcome((Finding(name, "ok", says),), {"peer_gpu": min(rates)})
+    return StepOutcome((DoctorFinding(name, "ok", says),), {"peer_gpu": min(rates)})
 
 
-def _ipc() -> Outcome:
+def _ipc() -> StepOutcome:
     import torch
 
     from tandem.common.errors import RefitError
@@ -70,16 +70,16 @@ def _ipc() -> Outcome:
     if not torch.cuda.is_available():
         return skipped(name)
     if not _has_room():
-        return Outcome((Finding(name, "skipped", "too little GPU memory is free"),))
+        return StepOutcome((DoctorFinding(name, "skipped", "too little GPU memory is free"),))
     try:
         rate = trials.ipc_rate(_GPU_BYTES)
     except RefitError as error:
         advice = "colocated refits need it: containers must share their IPC and process namespaces (--ipc=host)"
-        return Outcome((Finding(name, "missing", str(error), advice),))
-    return Outcome((Finding(name, "ok", f"{rate:.0f} GB/s copied out of another process's GPU memory"),))
+        return StepOutcome((DoctorFinding(name, "missing", str(error), advice),))
+    return StepOutcome((DoctorFinding(name, "ok", f"{rate:.0f} GB/s copied out of another process's GPU memory"),))
 
 
-def _nccl() -> Outcome:
+def _nccl() -> StepOutcome:
     import torch
 
     from tandem.refit import trials
@@ -90,10 +90,10 @@ def _nccl() -> Outcome:
     try:
         agrees = trials.collective_agrees()
     except RefitError as error:
-        return Outcome((Finding("NCCL", "missing", str(error), "see NCCL_DEBUG=INFO"),))
+        return StepOutcome((DoctorFinding("NCCL", "missing", str(error), "see NCCL_DEBUG=INFO"),))
     if agrees:
-        return Outcome((Finding("NCCL", "ok", f"{version}; adds up over {torch.cuda.device_count()} GPUs"),))
-    return Outcome((Finding("NCCL", "missing", f"{version} adds up wrongly", "see NCCL_DEBUG=INFO"),))
+        return StepOutcome((DoctorFinding("NCCL", "ok", f"{version}; adds up over {torch.cuda.device_count()} GPUs"),))
+    return StepOutcome((DoctorFinding("NCCL", "missing", f"{version} adds up wrongly", "see NCCL_DEBUG=INFO"),))
 
 
 def _has_room(index: int = 0) -> bool:
@@ -104,11 +104,11 @@ def _has_room(index: int = 0) -> bool:
 
 _ON_GPU = {"torch", "cuda"}
 _TRIALS = {
-    "memory": Step("memory copy", _memory, {"torch"}),
-    "kernel": Step("copy kernel", _kernel, _ON_GPU),
-    "peers": Step("GPU to GPU", _peers, _ON_GPU),
-    "ipc": Step("CUDA IPC", _ipc, _ON_GPU),
-    "nccl": Step("NCCL", _nccl, _ON_GPU),
+    "memory": DoctorStep("memory copy", _memory, {"torch"}),
+    "kernel": DoctorStep("copy kernel", _kernel, _ON_GPU),
+    "peers": DoctorStep("GPU to GPU", _peers, _ON_GPU),
+    "ipc": DoctorStep("CUDA IPC", _ipc, _ON_GPU),
+    "nccl": DoctorStep("NCCL", _nccl, _ON_GPU),
 }
 _ORDER = ("gpus", "torch", "memory", "cuda", "kernel", "peers", "ipc", "nccl", "vllm", "megatron")
 STEPS = {name: {**steps.STEPS, **_TRIALS}[name] for name in _ORDER}

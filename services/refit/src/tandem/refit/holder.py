@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tandem.refit.digests import comparison
-from tandem.refit.digests.slices import Sampling
+from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.meeting import GroupStore
 
 
-class Installed(Protocol):
+class InstalledPrograms(Protocol):
     """Bound programs, as each refit runs them."""
 
     @property
@@ -26,7 +26,7 @@ class Installed(Protocol):
         ...
 
 
-class Digesting(Protocol):
+class RunningDigest(Protocol):
     """A digest in progress; see `DigestTask`."""
 
     @property
@@ -43,14 +43,14 @@ class Digesting(Protocol):
         ...
 
 
-class Holder(Protocol):
+class WeightHolder(Protocol):
     """Weights that take part in refits: a trainer's (`tandem.refit.weights.Weights`) or an engine, with its workers."""
 
-    def install(self, programs: Sequence[TransferProgram]) -> Installed:
+    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
         """Bind the program of each worker, replacing the previous one. Raises `RefitError`."""
         ...
 
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Connect a transfer group for each worker in it, replacing an earlier connection. Raises `RefitError`."""
         ...
 
@@ -68,7 +68,7 @@ class Holder(Protocol):
         """Send these engines whole weights next time. Engines do nothing: only trainers send differences."""
         ...
 
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
+    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests the weights, which must not change until it is done. Raises `RefitError`."""
         ...
 

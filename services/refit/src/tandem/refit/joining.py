@@ -10,29 +10,29 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tandem.common.messages import ConnectTransferGroup, TransferGroupConnected
 from tandem.common.worker_shards import process_of
 from tandem.launch.service import ServiceContext
-from tandem.refit.holder import Holder
+from tandem.refit.holder import WeightHolder
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import process_group
-from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.meeting import GroupStore
 
 _POLL_S = 0.001
 
 
-class Joining(NamedTuple):
+class PendingTransferGroup(NamedTuple):
     """A transfer group that waits for some of its processes."""
 
     command: ConnectTransferGroup
     transfer_group: TransferGroup
-    meeting: Meeting
+    meeting: GroupStore
     store: Store
     deadline: float
 
 
-def begin(command: ConnectTransferGroup, context: ServiceContext) -> Joining:
+def begin(command: ConnectTransferGroup, context: ServiceContext) -> PendingTransferGroup:
     """Announce the parts of this process to the others, and wait for none of them. Raises `RefitError`."""
     transfer_group = TransferGroup(command.transfer_group, command.members, command.device_type)
     is_over_tcp = context.config.refit.stream == "tcp"
-    meeting = Meeting(
+    meeting = GroupStore(
         command.rendezvous_host,
         command.rendezvous_port,
         prefix=f"refit/{command.transfer_group}/{command.epoch}",
@@ -42,15 +42,15 @@ def begin(command: ConnectTransferGroup, context: ServiceContext) -> Joining:
     for part in command.members:
         if process_of(part) == context.name:
             process_group.announce(transfer_group, part, store)
-    return Joining(command, transfer_group, meeting, store, time.monotonic() + command.deadline_s)
+    return PendingTransferGroup(command, transfer_group, meeting, store, time.monotonic() + command.deadline_s)
 
 
 class JoiningGroups:
     """The transfer groups that a process has announced itself to, until they are connected."""
 
-    def __init__(self, context: ServiceContext, holder: Holder) -> None:
+    def __init__(self, context: ServiceContext, holder: WeightHolder) -> None:
         self._context, self._holder = context, holder
-        self.groups: dict[str, Joining] = {}
+        self.groups: dict[str, PendingTransferGroup] = {}
         """Groups that wait for some of their processes, by name."""
 
     def begin(self, command: ConnectTransferGroup) -> None:
@@ -62,7 +62,7 @@ class JoiningGroups:
         for group in [*self.groups.values()]:
             self._go_on(group)
 
-    def _go_on(self, group: Joining) -> None:
+    def _go_on(self, group: PendingTransferGroup) -> None:
         command = group.command
         try:
             left_s = group.deadline - time.monotonic()

@@ -5,8 +5,8 @@ place in local storage. FSDP2 shards, tensor-parallel shards and fused ``qkv_pro
 adapter is a function from a model to a `Layout`, built with a `LayoutBuilder`; it is the only code that knows its
 backend.
 
-A layout stores its pieces as columns (`Pieces`), because a large mixture of experts has millions of them. `Box` and
-`Piece` describe them one at a time, for people, tests and error messages.
+A layout stores its pieces as columns (`PieceColumns`), because a large mixture of experts has millions of them. `Box`
+and `LayoutPiece` describe them one at a time, for people, tests and error messages.
 
 No torch here: the planner runs in processes without it, for models of any size.
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 from tandem.common.errors import RefitError
 from tandem.refit import column_encoding
-from tandem.refit.columns import Ints, Table, pad_dims
+from tandem.refit.columns import ColumnTable, Ints, pad_dims
 
 ITEM_SIZES = {
     "float64": 8,
@@ -115,7 +115,7 @@ def contiguous_strides(shape: Sequence[int], item_size: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class LayoutPiece(msgspec.Struct, frozen=True, array_like=True):
     """A slice of the global tensor and its place in local storage."""
 
     box: Box
@@ -201,7 +201,7 @@ class Storage(msgspec.Struct, frozen=True):
     address: Address
 
 
-class Pieces(Table, frozen=True, eq=False):
+class PieceColumns(ColumnTable, frozen=True, eq=False):
     """Pieces as columns: P rows, D the largest number of dimensions, right-aligned.
 
     Missing dimensions come first, with start 0, shape 1, stride 0. No piece is empty.
@@ -229,14 +229,14 @@ class Layout(msgspec.Struct, frozen=True):
     tensors: tuple[Tensor, ...]
     """Tensors of the pieces and possibly others, so that ranks can share one tuple."""
     storages: tuple[Storage, ...]
-    pieces: Pieces
+    pieces: PieceColumns
 
-    def pieces_of(self, name: str) -> tuple[Piece, ...]:
+    def pieces_of(self, name: str) -> tuple[LayoutPiece, ...]:
         """Return the pieces of one tensor. Raises `KeyError` if the layout does not name it."""
         index = {tensor.name: index for index, tensor in enumerate(self.tensors)}[name]
         return tuple(self.piece(int(row)) for row in np.flatnonzero(self.pieces.tensor_P == index))
 
-    def piece(self, row: int) -> Piece:
+    def piece(self, row: int) -> LayoutPiece:
         """Return one row of `pieces`."""
         at = self.pieces
         num_dims = len(self.tensors[at.tensor_P[row]].shape)
@@ -245,7 +245,7 @@ class Layout(msgspec.Struct, frozen=True):
             for column_PD in (at.start_PD, at.shape_PD, at.strides_PD)
         )
         storage = self.storages[at.storage_P[row]].name
-        return Piece(Box(start, shape), storage, int(at.offset_P[row]), strides)
+        return LayoutPiece(Box(start, shape), storage, int(at.offset_P[row]), strides)
 
     @property
     def fingerprint(self) -> str:
@@ -261,7 +261,7 @@ class LayoutBuilder:
         self._device = device
         self._tensors: tuple[Tensor, ...] | list[Tensor] = []
         self._storages: list[Storage] = []
-        self._families: list[Pieces] = []
+        self._families: list[PieceColumns] = []
         self._singles: list[tuple[int, Box, int, int, tuple[int, ...]]] = []
 
     def tensor(
@@ -306,7 +306,7 @@ class LayoutBuilder:
         tensor_P, storage_P, offset_P = (np.broadcast_to(values, (num,)) for values in rows)
         num_dims = max(values.shape[-1] for values in dims)
         start_PD, shape_PD, strides_PD = (np.broadcast_to(values, (num, num_dims)) for values in dims)
-        self._families.append(Pieces(tensor_P, storage_P, start_PD, shape_PD, offset_P, strides_PD))
+        self._families.append(PieceColumns(tensor_P, storage_P, start_PD, shape_PD, offset_P, strides_PD))
 
     def copy(self) -> LayoutBuilder:
         """Return a builder that has the same tensors, storages and pieces, and gets others."""
@@ -320,8 +320,8 @@ class LayoutBuilder:
         """Return the layout."""
         families = [*self._families, *self._single_families()]
         num_dims = max((family.start_PD.shape[1] for family in families), default=0)
-        no_rows = Pieces(
-            *(np.zeros((0, num_dims) if f.endswith("D") else 0, np.int64) for f in Pieces.__struct_fields__)
+        no_rows = PieceColumns(
+            *(np.zeros((0, num_dims) if f.endswith("D") else 0, np.int64) for f in PieceColumns.__struct_fields__)
         )
         padded = [no_rows]
         for family in families:
@@ -334,10 +334,10 @@ class LayoutBuilder:
                     strides_PD=pad_dims(held.strides_PD, num_dims, 0),
                 )
             )
-        joined = (np.concatenate([getattr(p, field) for p in padded]) for field in Pieces.__struct_fields__)
-        return Layout(self._host, self._device, tuple(self._tensors), tuple(self._storages), Pieces(*joined))
+        joined = (np.concatenate([getattr(p, field) for p in padded]) for field in PieceColumns.__struct_fields__)
+        return Layout(self._host, self._device, tuple(self._tensors), tuple(self._storages), PieceColumns(*joined))
 
-    def _single_families(self) -> Iterator[Pieces]:
+    def _single_families(self) -> Iterator[PieceColumns]:
         """Yield the pieces that were added singly, grouped by number of dimensions."""
         by_num_dims: dict[int, list[tuple[int, Box, int, int, tuple[int, ...]]]] = {}
         for single in self._singles:
@@ -352,7 +352,7 @@ class LayoutBuilder:
                 np.array(values, np.int64).reshape(len(singles), num_dims)
                 for values in ([box.start for box in boxes], [box.shape for box in boxes], strides)
             )
-            yield Pieces(tensor_P, storage_P, start_PD, shape_PD, offset_P, strides_PD)
+            yield PieceColumns(tensor_P, storage_P, start_PD, shape_PD, offset_P, strides_PD)
 
 
 def fingerprint(layout: Layout) -> str:
@@ -361,7 +361,7 @@ def fingerprint(layout: Layout) -> str:
     told = hashlib.blake2b(
         msgspec.msgpack.encode((layout.host, layout.device, layout.tensors, storages)), digest_size=16
     )
-    for field in Pieces.__struct_fields__:
+    for field in PieceColumns.__struct_fields__:
         told.update(np.ascontiguousarray(getattr(layout.pieces, field)).data)
     return told.hexdigest()
 
@@ -407,5 +407,5 @@ def _decode_tensors(encoded: bytes) -> tuple[Tensor, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _decode_pieces(encoded: bytes) -> Pieces:
-    return column_encoding.decode(encoded, Pieces, "a layout")
+def _decode_pieces(encoded: bytes) -> PieceColumns:
+    return column_encoding.decode(encoded, PieceColumns, "a layout")

@@ -20,7 +20,7 @@ from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES, ITEM_SIZE_OF_CODE
 from tandem.refit.program import Merging
-from tandem.refit.transports.memory import Memory, Side
+from tandem.refit.transports.memory import CopySide, NamedStorages
 
 _TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Approximate elements of a product computed at a time, which bounds the memory of merging."""
@@ -41,10 +41,10 @@ class _Tile(NamedTuple):
     b: torch.Tensor
 
 
-class Merger:
+class BoundMerging:
     """A `Merging` bound to memory."""
 
-    def __init__(self, member: str, merging: Merging, memory: Memory) -> None:
+    def __init__(self, member: str, merging: Merging, memory: NamedStorages) -> None:
         """Bind to memory in its final place. Raises `RefitError` if it differs from the plan."""
         self._member = member
         self._num_threads = torch.get_num_threads()
@@ -83,7 +83,7 @@ def _product(tile: _Tile) -> torch.Tensor:
     return (tile.b @ tile.a).mul_(tile.scale)
 
 
-def _tiles(merging: Merging, memory: Memory) -> Iterator[_Tile]:
+def _tiles(merging: Merging, memory: NamedStorages) -> Iterator[_Tile]:
     """Yield the merge as tiles of bounded size."""
     at = merging.products
     rows_M, columns_M = at.shape_MD.T
@@ -93,7 +93,7 @@ def _tiles(merging: Merging, memory: Memory) -> Iterator[_Tile]:
     def views(
         storage_M: Ints, offset_M: Ints, shape: tuple[Ints, Ints], strides: tuple[Ints, Ints], dtype_M: Ints
     ) -> list[torch.Tensor]:
-        side = Side(merging.storages, storage_M, offset_M, np.stack(shape, 1), np.stack(strides, 1), dtype_M)
+        side = CopySide(merging.storages, storage_M, offset_M, np.stack(shape, 1), np.stack(strides, 1), dtype_M)
         return memory.views(side, merging.tensors, at.tensor_M)
 
     whole = rows_M, columns_M

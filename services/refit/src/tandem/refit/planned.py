@@ -13,7 +13,7 @@ from tandem.config.schema.run import LinkRates
 from tandem.refit import planner, program
 from tandem.refit.cost import cost
 from tandem.refit.layout import Layout
-from tandem.refit.planning.flows import Link
+from tandem.refit.planning.flows import FlowLink
 from tandem.refit.program import TransferProgram
 from tandem.refit.transports.sizes import largest_difference
 
@@ -49,7 +49,7 @@ def planned(
     return reply, received
 
 
-def _programs(plan: planner.Plan, rates: LinkRates, differences: str) -> Mapping[str, TransferProgram]:
+def _programs(plan: planner.TransferPlan, rates: LinkRates, differences: str) -> Mapping[str, TransferProgram]:
     """Return the programs, told to send differences where the configuration wants that."""
     programs = plan.programs
     if differences == "off" or any(made.merging is not None for made in programs.values()):
@@ -61,7 +61,7 @@ def _programs(plan: planner.Plan, rates: LinkRates, differences: str) -> Mapping
     }
 
 
-def _by_link(links: Iterable[Link]) -> dict[str, int]:
+def _by_link(links: Iterable[FlowLink]) -> dict[str, int]:
     num_bytes: dict[str, int] = {}
     for link in links:
         num_bytes[link.name] = num_bytes.get(link.name, 0) + link.num_bytes

@@ -23,18 +23,18 @@ from tandem.common.errors import RefitError
 from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import Layout
 from tandem.refit.planning import verification as verify
-from tandem.refit.planning.assemble import Assembler, Turn
+from tandem.refit.planning.assemble import TransferAssembler, Turn
 from tandem.refit.planning.choose import choose
 from tandem.refit.planning.destination_shards import DestinationShards, classes, resolve
-from tandem.refit.planning.flows import Flows, Link, flows, links
-from tandem.refit.planning.frozen import Part, parts
-from tandem.refit.planning.low_rank import Adapted, adapt
-from tandem.refit.planning.names import Tensors, match
-from tandem.refit.planning.sharing import Pattern, ReplicaSets, patterns
+from tandem.refit.planning.flows import FlowColumns, FlowLink, flows, links
+from tandem.refit.planning.frozen import FrozenPart, parts
+from tandem.refit.planning.low_rank import AdapterLayout, adapt
+from tandem.refit.planning.names import PairedTensors, match
+from tandem.refit.planning.sharing import ReplicaSets, SharingPattern, patterns
 from tandem.refit.planning.source_shards import SourceShards, collect
 from tandem.refit.planning.transfer_groups import transfer_groups
 from tandem.refit.program import Staging, TransferProgram
-from tandem.refit.transfer import Transfer, TransferGroup
+from tandem.refit.transfer import LinkTransfer, TransferGroup
 from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
@@ -42,27 +42,27 @@ GRAIN = 1 << 16
 """Bytes: an overlap smaller than twice this comes from one replica."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A program for each process, and the links of all programs."""
 
     programs: dict[str, TransferProgram]
     """Programs by process, for every trainer and engine."""
-    links: tuple[Link, ...]
+    links: tuple[FlowLink, ...]
     """Links of each version."""
-    frozen_links: tuple[Link, ...]
+    frozen_links: tuple[FlowLink, ...]
     """Links of frozen tensors, sent only to engines that do not have them yet."""
     transfer_groups: tuple[TransferGroup, ...]
     received: dict[str, Layout]
     """Layout that each engine receives: the one it wants, except for weights that it merges itself."""
 
 
-class Survey(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSurvey(msgspec.Struct, frozen=True, kw_only=True):
     """The links of a plan, without its programs."""
 
-    links: tuple[Link, ...]
+    links: tuple[FlowLink, ...]
     """Links of each version; zero-copy links are listed where they are allowed and possible."""
-    frozen_links: tuple[Link, ...]
-    """Links of frozen tensors, as in `Plan`."""
+    frozen_links: tuple[FlowLink, ...]
+    """Links of frozen tensors, as in `TransferPlan`."""
     staging: dict[str, int]
     """Bytes that each engine needs beside its parameters, except for memory that it reads in place."""
 
@@ -80,14 +80,14 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 class _Decisions(msgspec.Struct, frozen=True, eq=False):
     """All decisions of a plan: what moves between which processes."""
 
-    part: Part
+    part: FrozenPart
     allow_alias: bool
-    tensors: Tensors
+    tensors: PairedTensors
     source_shards: SourceShards
     class_of: dict[str, int]
     destination_shards: list[DestinationShards]
-    patterns: list[Pattern]
-    moved: Flows
+    patterns: list[SharingPattern]
+    moved: FlowColumns
 
 
 def plan(
@@ -97,7 +97,7 @@ def plan(
     allow_alias: bool,
     alias_frozen: bool = False,
     grain: int = GRAIN,
-) -> Plan:
+) -> TransferPlan:
     """Plan how every wanted element reaches its engine.
 
     Args:
@@ -125,8 +125,8 @@ def plan(
         member: transfer_group for transfer_group in made for member in transfer_group.members if member in destinations
     }
     turns = [(turn, _over(transfer, transfer_group_of)) for turn, transfer in turns]
-    receives: dict[str, list[Transfer]] = {}
-    sends: dict[str, list[tuple[Turn, Transfer]]] = {}
+    receives: dict[str, list[LinkTransfer]] = {}
+    sends: dict[str, list[tuple[Turn, LinkTransfer]]] = {}
     for turn, transfer in turns:
         receives.setdefault(transfer.destination, []).append(transfer)
         if registry.find(transfer.transport).is_sent:
@@ -158,7 +158,7 @@ def plan(
         )
         for is_frozen in (False, True)
     }
-    return Plan(
+    return TransferPlan(
         programs=programs, links=links[False], frozen_links=links[True], transfer_groups=made, received=received
     )
 
@@ -170,14 +170,14 @@ def survey(
     allow_alias: bool,
     alias_frozen: bool = False,
     grain: int = GRAIN,
-) -> Survey:
+) -> LinkSurvey:
     """Return the links of `plan` without its programs. Takes the arguments of `plan`, and raises the same errors.
 
     Makes no tables of copies, so it needs little more memory than the layouts. Only where engine storages may be read
     in place does it make programs, to see which are.
     """
     adapted = _adapt(sources, destinations)
-    found: dict[bool, tuple[Link, ...]] = {False: (), True: ()}
+    found: dict[bool, tuple[FlowLink, ...]] = {False: (), True: ()}
     staging = {engine: sum(staging.num_bytes for staging in each.staging) for engine, each in adapted.items()}
     for part in parts(sources, {engine: each.layout for engine, each in adapted.items()}):
         may_alias = allow_alias or (alias_frozen and part.is_frozen)
@@ -191,10 +191,10 @@ def survey(
             for _, transfer in turns:
                 staging[transfer.destination] -= _read_in_place(transfer, adapted[transfer.destination].staging)
         found[part.is_frozen] = links
-    return Survey(links=found[False], frozen_links=found[True], staging=staging)
+    return LinkSurvey(links=found[False], frozen_links=found[True], staging=staging)
 
 
-def _adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> dict[str, Adapted]:
+def _adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> dict[str, AdapterLayout]:
     twice = sources.keys() & destinations.keys()
     if twice:
         raise RefitError(f"{min(twice)} is both a source and a destination")
@@ -204,7 +204,7 @@ def _adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) ->
     return adapt(sources, destinations)
 
 
-def _decide(part: Part, *, allow_alias: bool, grain: int) -> _Decisions:
+def _decide(part: FrozenPart, *, allow_alias: bool, grain: int) -> _Decisions:
     sources, destinations = part.sides
     for member in classes(sources)[1]:
         check(sources[member], member)
@@ -221,9 +221,9 @@ def _decide(part: Part, *, allow_alias: bool, grain: int) -> _Decisions:
     return _Decisions(part, allow_alias, tensors, source_shards, class_of, shards, found, moved)
 
 
-def _turns(decided: _Decisions) -> list[tuple[Turn, Transfer]]:
+def _turns(decided: _Decisions) -> list[tuple[Turn, LinkTransfer]]:
     """Return all transfers in the order in which links are served."""
-    assembler = Assembler(
+    assembler = TransferAssembler(
         decided.tensors,
         decided.source_shards,
         decided.part.destinations,
@@ -239,23 +239,23 @@ def _turns(decided: _Decisions) -> list[tuple[Turn, Transfer]]:
     ]
 
 
-def _read_in_place(transfer: Transfer, staging: Iterable[Staging]) -> int:
+def _read_in_place(transfer: LinkTransfer, staging: Iterable[Staging]) -> int:
     """Return the bytes of staging memory that the transfer saves its receiver."""
     if not registry.find(transfer.transport).in_place_of:
         return 0
     return sum(each.num_bytes for each in staging if each.name in transfer.destination_storages)
 
 
-def _links(decided: _Decisions) -> tuple[Link, ...]:
+def _links(decided: _Decisions) -> tuple[FlowLink, ...]:
     shards, engines = decided.destination_shards, decided.part.destinations
     return links(decided.moved, decided.patterns, shards, decided.source_shards, engines)
 
 
-def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, Transfer]]) -> tuple[Link, ...]:
+def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, LinkTransfer]]) -> tuple[FlowLink, ...]:
     """Return all links; one of which a part is read in place is split in two."""
     sources, destinations = decided.part.sides
     made = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
-    found: list[Link] = []
+    found: list[FlowLink] = []
     for link in _links(decided):
         ends = link.round, link.source, link.destination
         in_place = [
@@ -281,7 +281,7 @@ def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, Transfer]]) -
     return tuple(found)
 
 
-def _over(transfer: Transfer, transfer_group_of: Mapping[str, TransferGroup]) -> Transfer:
+def _over(transfer: LinkTransfer, transfer_group_of: Mapping[str, TransferGroup]) -> LinkTransfer:
     """Return a transfer with the name of its transfer group."""
     if not registry.find(transfer.transport).needs_mesh:
         return transfer

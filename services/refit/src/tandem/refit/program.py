@@ -11,13 +11,13 @@ import numpy as np
 
 from tandem.common.errors import RefitError
 from tandem.refit import column_encoding
-from tandem.refit.columns import Ints, Table
+from tandem.refit.columns import ColumnTable, Ints
 from tandem.refit.layout import Layout
-from tandem.refit.transfer import Transfer, TransferGroup
+from tandem.refit.transfer import LinkTransfer, TransferGroup
 from tandem.refit.transports import registry
 
 
-class Places(Table, frozen=True, eq=False):
+class QuantizedDestinations(ColumnTable, frozen=True, eq=False):
     """Destinations of quantised data: R rows of D dimensions, right-aligned."""
 
     region_R: Ints
@@ -33,7 +33,7 @@ class Places(Table, frozen=True, eq=False):
     """Strides in bytes."""
 
 
-class Regions(Table, frozen=True, eq=False):
+class QuantisedRegions(ColumnTable, frozen=True, eq=False):
     """Regions received in the source's precision, to be quantised: Q rows of D dimensions, right-aligned."""
 
     tensor_Q: Ints
@@ -64,12 +64,12 @@ class Quantisation(msgspec.Struct, frozen=True):
     tensors: tuple[str, ...]
     storages: tuple[str, ...]
     """Names of the destination's storages."""
-    regions: Regions
-    values: Places
-    scales: Places
+    regions: QuantisedRegions
+    values: QuantizedDestinations
+    scales: QuantizedDestinations
 
 
-class Products(Table, frozen=True, eq=False):
+class AdapterProducts(ColumnTable, frozen=True, eq=False):
     """Slices of weights that are merged with the product of two matrices: M rows; offsets and strides in bytes.
 
     ``live = base + scale * b @ a``. `base`, `a` and `b` are row-major without gaps; only parts of `a` and `b` may be
@@ -108,7 +108,7 @@ class Merging(msgspec.Struct, frozen=True):
     """Scale of the product, by tensor."""
     storages: tuple[str, ...]
     """Names of parameters and staging memory."""
-    products: Products
+    products: AdapterProducts
 
 
 class Staging(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ class Staging(msgspec.Struct, frozen=True):
 _NO_ROWS = np.zeros(0, np.int64)
 
 
-class Verification(msgspec.Struct, frozen=True, eq=False):
+class ProcessVerification(msgspec.Struct, frozen=True, eq=False):
     """The slices that one process digests, so that its weights can be verified.
 
     Over all trainers, every element that engines want is digested exactly once; an engine digests all that it wants.
@@ -138,7 +138,7 @@ class Verification(msgspec.Struct, frozen=True, eq=False):
     """Rows of frozen tensors, ascending; they are digested once and are not in `rows`."""
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Verification):
+        if not isinstance(other, ProcessVerification):
             return NotImplemented
         return (
             self.dtypes == other.dtypes
@@ -149,7 +149,7 @@ class Verification(msgspec.Struct, frozen=True, eq=False):
     __hash__ = None  # type: ignore[assignment]
 
 
-NOTHING = Verification(_NO_ROWS, ())
+NOTHING = ProcessVerification(_NO_ROWS, ())
 """The verification of a process without anything to digest."""
 
 
@@ -157,14 +157,14 @@ class TransferProgram(msgspec.Struct, frozen=True):
     """All steps by which one process gets the next version, in order, round after round."""
 
     member: str
-    receives: tuple[Transfer, ...]
-    sends: tuple[Transfer, ...]
+    receives: tuple[LinkTransfer, ...]
+    sends: tuple[LinkTransfer, ...]
     """Outgoing streams; other transports need no work at the source."""
     quantisations: tuple[Quantisation, ...] = ()
     staging: tuple[Staging, ...] = ()
     transfer_groups: tuple[TransferGroup, ...] = ()
     """Transfer groups that include this process. All processes connect their groups in order of name."""
-    verification: Verification = NOTHING
+    verification: ProcessVerification = NOTHING
     merging: Merging | None = None
     received: Layout | None = None
     """Layout of what it receives and digests, if that differs from its own layout because of `merging`."""

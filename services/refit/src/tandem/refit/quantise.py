@@ -15,8 +15,8 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES, ITEM_SIZES
-from tandem.refit.program import Places, Quantisation
-from tandem.refit.transports.memory import Memory, Side
+from tandem.refit.program import Quantisation, QuantizedDestinations
+from tandem.refit.transports.memory import CopySide, NamedStorages
 
 
 class _Place(NamedTuple):
@@ -33,10 +33,10 @@ class _Region(NamedTuple):
     scales: list[_Place]
 
 
-class Quantiser:
+class BoundQuantisation:
     """A `Quantisation` bound to memory."""
 
-    def __init__(self, quantisation: Quantisation, memory: Memory) -> None:
+    def __init__(self, quantisation: Quantisation, memory: NamedStorages) -> None:
         """Bind to memory. Raises `RefitError` if it differs from the plan."""
         self._dtype: torch.dtype = getattr(torch, quantisation.dtype)
         self._block = quantisation.block
@@ -44,7 +44,7 @@ class Quantiser:
         names = quantisation.tensors
         codes_Q = np.full(len(at), DTYPES.index(quantisation.staging_dtype), np.int64)
         strides_QD = _row_major(at.shape_QD) * ITEM_SIZES[quantisation.staging_dtype]
-        side = Side((quantisation.staging,), np.zeros_like(codes_Q), at.offset_Q, at.shape_QD, strides_QD, codes_Q)
+        side = CopySide((quantisation.staging,), np.zeros_like(codes_Q), at.offset_Q, at.shape_QD, strides_QD, codes_Q)
         self._regions = [
             _Region(names[tensor], source, [], [])
             for tensor, source in zip(at.tensor_Q.tolist(), memory.views(side, names, at.tensor_Q), strict=True)
@@ -107,9 +107,13 @@ def quantise(x: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> tup
     return values[tuple(slice(n) for n in x.shape)], scale.view(num)
 
 
-def _views_of(places: Places, dtype: str, quantisation: Quantisation, memory: Memory) -> list[torch.Tensor]:
+def _views_of(
+    places: QuantizedDestinations, dtype: str, quantisation: Quantisation, memory: NamedStorages
+) -> list[torch.Tensor]:
     codes_R = np.full(len(places), DTYPES.index(dtype), np.int64)
-    side = Side(quantisation.storages, places.storage_R, places.offset_R, places.shape_RD, places.strides_RD, codes_R)
+    side = CopySide(
+        quantisation.storages, places.storage_R, places.offset_R, places.shape_RD, places.strides_RD, codes_R
+    )
     return memory.views(side, quantisation.tensors, quantisation.regions.tensor_Q[places.region_R])
 
 

@@ -22,7 +22,7 @@ from tandem.common.worker_shards import process_of
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout
 from tandem.refit.digests import comparison
-from tandem.refit.digests.comparison import Digests, Held, Verdict
+from tandem.refit.digests.comparison import Digests, DigestVerdict, Held
 from tandem.refit.layout import Layout
 from tandem.refit.planned import planned
 
@@ -74,7 +74,7 @@ class RefitService:
 
     def _commit(self, command: CommitVersion) -> None:
         """Make the version current, and report engines with weights that differ from the trainers'."""
-        verdict = self._compare(command) if command.digests else Verdict((), 0)
+        verdict = self._compare(command) if command.digests else DigestVerdict((), 0)
         self.version = command.version
         reply = VersionCommitted(
             command_id=command.command_id,
@@ -84,7 +84,7 @@ class RefitService:
         )
         self._context.reply(command.command_id, reply)
 
-    def _compare(self, command: CommitVersion) -> Verdict:
+    def _compare(self, command: CommitVersion) -> DigestVerdict:
         digests = _read(command.digests, comparison.from_bytes)
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:

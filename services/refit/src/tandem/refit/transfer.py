@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from tandem.common.messages import DeviceType
-from tandem.refit.columns import Ints, Table
+from tandem.refit.columns import ColumnTable, Ints
 from tandem.refit.layout import DTYPES, Storage
 
 
-class Copies(Table, frozen=True, eq=False):
+class CopyColumns(ColumnTable, frozen=True, eq=False):
     """Strided regions copied from storages of a source to storages of a destination: C rows of D dimensions.
 
     Dimensions run from the destination's outermost to its innermost; missing ones come first, with shape 1 and stride
@@ -17,11 +17,11 @@ class Copies(Table, frozen=True, eq=False):
     """
 
     tensor_C: Ints
-    """Index into `Transfer.tensors` of the (first) tensor in the region, for error messages."""
+    """Index into `LinkTransfer.tensors` of the (first) tensor in the region, for error messages."""
     source_C: Ints
-    """Index into `Transfer.source_storages`."""
+    """Index into `LinkTransfer.source_storages`."""
     destination_C: Ints
-    """Index into `Transfer.destination_storages`."""
+    """Index into `LinkTransfer.destination_storages`."""
     source_offset_C: Ints
     """Byte offset of the first element in the source storage."""
     destination_offset_C: Ints
@@ -39,7 +39,7 @@ def link_name(source: str, destination: str) -> str:
     return f"{source}>{destination}"
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class LinkTransfer(msgspec.Struct, frozen=True):
     """All bytes that move over one link in one round. Both ends of a stream process the same copies in order."""
 
     source: str
@@ -51,7 +51,7 @@ class Transfer(msgspec.Struct, frozen=True):
     """0 for transfers from trainers, 1 for those between engines of one host that follow."""
     num_bytes: int
     """Bytes on the link: each element in the smaller of its two types. Zero-copy moves none."""
-    copies: Copies
+    copies: CopyColumns
     source_storages: tuple[Storage, ...]
     destination_storages: tuple[str, ...]
     tensors: tuple[str, ...]

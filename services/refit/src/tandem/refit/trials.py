@@ -20,7 +20,7 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Storage
 from tandem.refit.transports import cuda_ipc, shm
-from tandem.refit.transports.copying import Copier
+from tandem.refit.transports.copying import BoundCopier
 
 KERNEL_TYPES = (
     (torch.bfloat16, torch.bfloat16),
@@ -43,7 +43,7 @@ def kernels_agree(to: torch.dtype, from_: torch.dtype) -> bool:
         large = torch.randn(*shape[:-1], shape[-1] + number, device="cuda").to(from_)
         sources.append(large[..., number:])
         destinations.append(torch.zeros(shape[::-1], dtype=to, device="cuda").permute(*reversed(range(len(shape)))))
-    Copier(destinations, sources).run()
+    BoundCopier(destinations, sources).run()
     return all(torch.equal(to_, from_.to(to)) for to_, from_ in zip(destinations, sources, strict=True))
 
 
@@ -113,7 +113,7 @@ _PATTERN = 7
 
 def _copy_rate(source: torch.Tensor, device: str) -> float:
     destination = torch.zeros(source.shape, dtype=source.dtype, device=device)
-    copier = Copier([destination], [source])
+    copier = BoundCopier([destination], [source])
 
     def copy() -> None:
         copier.run()

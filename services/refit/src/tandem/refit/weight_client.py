@@ -30,8 +30,8 @@ from tandem.common.messages import (
 from tandem.launch.service import ServiceContext
 from tandem.refit import program
 from tandem.refit.digests import comparison
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting, Holder
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import RunningDigest, WeightHolder
 from tandem.refit.joining import JoiningGroups
 
 Verify = Literal["off", "sampled", "full"]
@@ -57,13 +57,13 @@ def _one_thread() -> Iterator[None]:
 class WeightClient:
     """The weight plane's command handler in one process."""
 
-    def __init__(self, context: ServiceContext, holder: Holder) -> None:
+    def __init__(self, context: ServiceContext, holder: WeightHolder) -> None:
         self._context = context
         self._holder = holder
         self._verify: Verify = context.config.refit.verify
         self._joining = JoiningGroups(context, holder)
         self._command: ReportDigests | None = None
-        self._digest: Digesting | None = None
+        self._digest: RunningDigest | None = None
         self._quantises = False
         """Whether this process quantises what it receives."""
         self._digest_s = 0.0
@@ -165,10 +165,12 @@ class WeightClient:
         )
         self._context.reply(command.command_id, reply)
 
-    def _digest_task(self, version: int) -> Digesting:
-        return self._holder.digest_task(Sampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None)
+    def _digest_task(self, version: int) -> RunningDigest:
+        return self._holder.digest_task(
+            ElementSampling(version, _SAMPLED_ONE_IN) if self._verify == "sampled" else None
+        )
 
-    def _report_digest(self, command: ReportDigests, digest: Digesting) -> None:
+    def _report_digest(self, command: ReportDigests, digest: RunningDigest) -> None:
         wrong = self._holder.misquantised() if self._quantises else ()
         if wrong:
             raise RefitError(f"{', '.join(wrong)}: the weights held are not the quantisation of those received")

@@ -11,14 +11,14 @@ from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
 from tandem.refit.binding import bind
 from tandem.refit.bound import BoundProgram
-from tandem.refit.digests.slices import DigestList, Sampling
+from tandem.refit.digests.slices import DigestList, ElementSampling
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.digests.version import FrozenDigests, VersionDigest
 from tandem.refit.layout import Layout
-from tandem.refit.program import TransferProgram, Verification
+from tandem.refit.program import ProcessVerification, TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import process_group, registry
-from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.meeting import GroupStore
 
 
 class Weights:
@@ -41,7 +41,7 @@ class Weights:
         """Slices to digest for the installed program, once requested."""
         self._frozen_digests: FrozenDigests | None = None
         """Digests of frozen tensors, once requested."""
-        self._groups: dict[str, process_group.Group] = {}
+        self._groups: dict[str, process_group.ConnectedGroup] = {}
         """Transfer groups by name; looked up whenever the program runs."""
         self._aliased: set[str] = set()
         """Storages that the installed program has re-pointed at the sender's memory."""
@@ -74,7 +74,7 @@ class Weights:
         self._program = program
         return self._bound
 
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Connect a transfer group if the program uses it."""
         if self._program is None:
             raise RefitError("no transfer program is installed")
@@ -101,7 +101,7 @@ class Weights:
             self._bound.distrust(engines)
 
     def digest_task(
-        self, sampling: Sampling | None, copies: Mapping[str, torch.Tensor] | None = None
+        self, sampling: ElementSampling | None, copies: Mapping[str, torch.Tensor] | None = None
     ) -> DigestTask | VersionDigest:
         """Return a task for the slices that the program assigns to this process.
 
@@ -126,8 +126,8 @@ class Weights:
 
     def _task(
         self,
-        verification: Verification,
-        sampling: Sampling | None,
+        verification: ProcessVerification,
+        sampling: ElementSampling | None,
         known: DigestList | None,
         copies: Mapping[str, torch.Tensor] | None = None,
     ) -> DigestTask:

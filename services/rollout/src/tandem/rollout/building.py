@@ -19,9 +19,9 @@ from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
 from tandem.rollout.engines.kind import adapters_kind, engine_kind
-from tandem.rollout.environments.program import Program
-from tandem.rollout.environments.scorer import Environments
-from tandem.rollout.parts import Parts
+from tandem.rollout.environments.program import RewardProgram
+from tandem.rollout.environments.scorer import RunEnvironments
+from tandem.rollout.parts import RolloutParts
 from tandem.samples.images.reading import ImageLimits
 from tandem.samples.images.rows import image_folder
 from tandem.samples.model_files import load_tokenizer
@@ -31,14 +31,14 @@ from tandem.samples.sampling_masks import masks_of_run
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.rollout.agents.agents import Agents
+    from tandem.rollout.agents.agents import RolloutAgents
     from tandem.rollout.external_requests import ExternalRequests
     from tandem.rollout.openai_api.images import RequestImages
     from tandem.rollout.sample_recorder import SampleRecorder
     from tandem.samples.images.fetching import ImageFetcher
 
 
-def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedExperts | None) -> Parts:
+def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedExperts | None) -> RolloutParts:
     """Build all that a run's configuration asks for, in the order in which they need each other."""
     config, host = context.config, address_towards(context.coordinator)
     limit_threads(config, "rollouts")
@@ -46,12 +46,12 @@ def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedEx
     with contextlib.ExitStack() as stack:  # closes what is there if the rest cannot be built
         environments = None
         if config.agent is None:
-            environments = Environments(config, _program(command.reward_server, context.coordinator))
+            environments = RunEnvironments(config, _program(command.reward_server, context.coordinator))
             stack.callback(environments.close)
         received = _received_images(config) if tokenizer.sees else None
         engine = _make_engine(config, tokenizer, received)
         stack.callback(engine.close)
-        parts = Parts(
+        parts = RolloutParts(
             tokenizer=tokenizer,
             engine=engine,
             sample_engine=engine,
@@ -84,7 +84,7 @@ def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedEx
         return parts
 
 
-def engine_built(command: BuildEngine, parts: Parts) -> EngineBuilt:
+def engine_built(command: BuildEngine, parts: RolloutParts) -> EngineBuilt:
     """Return the answer that the engine is built."""
     return EngineBuilt(
         command_id=command.command_id,
@@ -94,7 +94,7 @@ def engine_built(command: BuildEngine, parts: Parts) -> EngineBuilt:
     )
 
 
-def begin_anew(command: BuildEngine, context: ServiceContext, parts: Parts) -> None:
+def begin_anew(command: BuildEngine, context: ServiceContext, parts: RolloutParts) -> None:
     """Keep the engine, forget all earlier commands, and answer once nothing of theirs is written any more.
 
     The trainers were restarted. The samples they need are generated here again, or restored from the rollout log.
@@ -119,11 +119,11 @@ def begin_anew(command: BuildEngine, context: ServiceContext, parts: Parts) -> N
         parts.recorder.begin_anew(answer)
 
 
-def _make_agents(parts: Parts, config: Config, host: str) -> Agents:
+def _make_agents(parts: RolloutParts, config: Config, host: str) -> RolloutAgents:
     # Imported only where agents play: it serves HTTP.
-    from tandem.rollout.agents.agents import Agents
+    from tandem.rollout.agents.agents import RolloutAgents
 
-    return Agents(config, parts.engine, parts.tokenizer, host, parts.sample_engine.step)
+    return RolloutAgents(config, parts.engine, parts.tokenizer, host, parts.sample_engine.step)
 
 
 def _make_external_requests(
@@ -166,12 +166,12 @@ def _make_recorder(
     return recorder
 
 
-def _program(server: RewardServer | None, coordinator: str) -> Program | None:
+def _program(server: RewardServer | None, coordinator: str) -> RewardProgram | None:
     """Return where the program that began the run scores samples, if it does: on the coordinator's host."""
     if server is None:
         return None
     address = f"{coordinator.rpartition(':')[0]}:{server.port}"
-    return Program(Listener(address=address, public_key=server.public_key), server.callers)
+    return RewardProgram(Listener(address=address, public_key=server.public_key), server.callers)
 
 
 def _received_images(config: Config) -> RequestImages | None:

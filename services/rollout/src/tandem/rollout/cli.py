@@ -12,7 +12,7 @@ from tandem.common.messages import ToRollout
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_to_engine, visible_to_reward_models
 from tandem.config.threads import num_threads
-from tandem.launch.run_service import Service, run_service
+from tandem.launch.run_service import RunnableService, run_service
 from tandem.launch.service import ServiceContext
 from tandem.rollout.engines.vllm import insides
 
@@ -32,7 +32,7 @@ def preload() -> None:
     importlib.import_module("tandem.rollout.engines.transformers")
 
 
-def _make(context: ServiceContext) -> Service:
+def _make(context: ServiceContext) -> RunnableService:
     visible = visible_to_reward_models(context.config, context.index, os.environ)
     os.environ[VISIBLE_TO_REWARD_MODELS] = json.dumps(visible)
     if context.config.policy.generation.backend == "vllm":

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import ImageRef, PromptGroup, SampleScored, SamplingParameters
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import Unscored
-from tandem.samples.batch import Batch, Bools, Float32s, Int32s
+from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.samples.batch import Bools, Float32s, Int32s, SampleBatch
 from tandem.samples.chat_templates import Messages
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
@@ -28,7 +28,7 @@ _Part = tuple[Int32s, Bools, Float32s, Int32s]
 """Token ids, loss mask, log-probabilities and versions of consecutive tokens."""
 
 
-class Conversation:
+class SampleConversation:
     """One sample of a prompt group."""
 
     def __init__(
@@ -75,9 +75,9 @@ class Conversation:
         """Return the last tokens so far, at most `count`."""
         return self._token_ids[-count:]
 
-    def request(self, request_id: int, sampling: SamplingParameters) -> Request:
+    def request(self, request_id: int, sampling: SamplingParameters) -> SequenceRequest:
         """Return the request to the engine for the next response."""
-        return Request(
+        return SequenceRequest(
             request_id=request_id,
             prompt_ids=tuple(self._token_ids),
             sampling=sampling,
@@ -85,7 +85,7 @@ class Conversation:
             images=tuple(self._images or ()),
         )
 
-    def add_response(self, completion: Completion, message: Mapping[str, Any]) -> None:
+    def add_response(self, completion: EngineCompletion, message: Mapping[str, Any]) -> None:
         """Append a response of the policy, and the message that it is to the environment."""
         assert completion.finish_reason != "abort", "aborted requests are given up"
         num_tokens = len(completion.token_ids_T)
@@ -120,9 +120,9 @@ class Conversation:
         self,
         score: Score,
         cause: Literal["score", "length", "turns"],
-        unscored: Unscored | None = None,
+        unscored: UnscoredResponse | None = None,
         version: int = 0,
-    ) -> tuple[SampleScored, Batch]:
+    ) -> tuple[SampleScored, SampleBatch]:
         """Return the finished sample: ended by a score or a missing score, or by a limit that leaves no room for a
         response. `version` is the current weight version, for a sample without a response."""
         scored: FinishReason = "length" if self._cut_off else "stop"
@@ -151,7 +151,7 @@ class Conversation:
             dropped=unscored is not None and unscored.dropped,
         )
         routed = {} if self._experts is None else {COLUMN: self._experts.of_sequence(self._routed, self.num_tokens)}
-        arrays = Batch(
+        arrays = SampleBatch(
             lengths_S=np.array([len(token_ids_T)], dtype=np.int32),
             token_ids_T=token_ids_T,
             loss_mask_T=loss_mask_T,

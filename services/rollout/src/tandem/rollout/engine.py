@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import ImageRef, SamplingParameters
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting, Installed
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import InstalledPrograms, RunningDigest
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.meeting import GroupStore
 from tandem.samples.sampling_masks import SamplingMasks
 
 
-class NotHeld(DataError):
+class VersionNotHeld(DataError):
     """A request names a weight version that the engine does not hold."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate."""
 
     request_id: int
@@ -47,7 +47,7 @@ Alternatives: TypeAlias = list[tuple[int, float]]
 """Tokens that could have been drawn at a position, the likeliest first, with their log-probabilities."""
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """One finished sequence; ``T`` counts the tokens the engine made, the stop token included."""
 
     request_id: int
@@ -67,8 +67,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling mask of each token; None where nothing was cut off, or the engine was not asked for masks."""
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Some tokens of one sequence, in order; the fields are those of `Completion`."""
+class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Some tokens of one sequence, in order; the fields are those of `EngineCompletion`."""
 
     token_ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
@@ -97,25 +97,25 @@ class Engine(Protocol):
         """Requests added and neither finished nor aborted."""
         ...
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: SequenceRequest) -> None:
         """Queue a request; it joins at the next `step` that has room. Raises `DataError` if it cannot make a token."""
         ...
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[EngineCompletion]:
         """Make one token for every running request; return those that finished, in request order.
 
         Raises `RefitError` if the engine holds no whole version.
         """
         ...
 
-    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+    def made(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Return what running requests have made from these tokens on, by id; unknown ids are left out.
 
         Used to show responses while they grow; `step` returns them whole.
         """
         ...
 
-    def abort(self, request_id: int) -> Completion | None:
+    def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""
         ...
 
@@ -131,14 +131,14 @@ class Engine(Protocol):
         """Describe the weights that each of its slices wants, read from the live parameters."""
         ...
 
-    def install(self, programs: Sequence[TransferProgram]) -> Installed:
+    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
         """Bind the program of each slice to its parameters, replacing the previous one.
 
         The engine holds no version until `apply`. Raises `RefitError`.
         """
         ...
 
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Join a transfer group over which the installed programs stream weights. Raises `RefitError`."""
         ...
 
@@ -170,7 +170,7 @@ class Engine(Protocol):
         """Do nothing: only trainers send differences."""
         ...
 
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
+    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests the weights in use (`tandem.refit.digests.task`), beside other work."""
         ...
 

@@ -19,7 +19,7 @@ from tandem.common.messages import EngineServer
 from tandem.common.network import is_loopback
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.rollout.engine import Completion, Engine
+from tandem.rollout.engine import Engine, EngineCompletion
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.generator import ServedModel
@@ -108,7 +108,7 @@ class ExternalRequests:
         """Requests for samples that the engine has."""
         return self._engine.num_unfinished - self._driver.num_running
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[EngineCompletion]:
         """Make one token for each sample; return the finished ones.
 
         External requests run beside samples only with ``async_engine``.

@@ -23,15 +23,15 @@ from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Generate, Generated, PromptGroup, SampleScored, SamplesFinished
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
-from tandem.rollout.conversation import Conversation
-from tandem.rollout.engine import Completion
+from tandem.rollout.conversation import SampleConversation
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score, Turn
-from tandem.rollout.environments.faults import Unscored
+from tandem.rollout.environments.faults import UnscoredResponse
 from tandem.rollout.environments.outcomes import beyond_in_sum
-from tandem.rollout.environments.scorer import Environments
-from tandem.rollout.parts import Parts
+from tandem.rollout.environments.scorer import RunEnvironments
+from tandem.rollout.parts import RolloutParts
 from tandem.rollout.response_messages import NUM_BEFORE, response_messages
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.routed_experts import RoutedExperts
 
 _REWARD_POLL_S = 0.001
@@ -41,11 +41,11 @@ _EXTERNAL_SHARE, _MOST_EXTERNAL_S = 0.1, 5.0
 """Fraction of a generation's time, and most seconds, for external requests before training takes the device."""
 
 
-Finished = dict[int, list[tuple[PromptGroup, SampleScored, Batch]]]
+Finished = dict[int, list[tuple[PromptGroup, SampleScored, SampleBatch]]]
 """Samples that finished together, by the command that asked for them."""
 
 
-class Generation:
+class RunningGeneration:
     """One `Generate` in progress."""
 
     def __init__(
@@ -53,21 +53,21 @@ class Generation:
     ) -> None:
         self.command = command
         self.started_at = time.time()
-        self.conversations: dict[int, Conversation] = {}
+        self.conversations: dict[int, SampleConversation] = {}
         """Unfinished samples by number, which is also the number of their request."""
         for group in command.groups:
             for sample in range(len(group.seeds)):
                 number = first_number + len(self.conversations)
-                self.conversations[number] = Conversation(group, sample, experts, keeps_masks=keeps_masks)
+                self.conversations[number] = SampleConversation(group, sample, experts, keeps_masks=keeps_masks)
         self.num_samples = len(self.conversations)
         self.num_tokens = 0
         self.seconds = {"generation": 0.0, "rewards": 0.0}
 
 
-class Generating:
+class RunningGenerations:
     """The `Generate` commands that an engine is carrying out."""
 
-    def __init__(self, context: ServiceContext, parts: Parts, experts: RoutedExperts | None) -> None:
+    def __init__(self, context: ServiceContext, parts: RolloutParts, experts: RoutedExperts | None) -> None:
         self._context = context
         self._config = context.config
         self._parts = parts
@@ -76,9 +76,9 @@ class Generating:
         self._vocabulary = vocabulary_size(context.config.policy)
         self._sees = parts.tokenizer.sees
         self._max_turns = context.config.rollout_section.max_rollout_turns
-        self.generations: dict[int, Generation] = {}
+        self.generations: dict[int, RunningGeneration] = {}
         """Generations in progress, by command."""
-        self._generation_of: dict[int, Generation] = {}
+        self._generation_of: dict[int, RunningGeneration] = {}
         """Generations by the number of an unfinished sample."""
         self._num_samples = 0
         """Samples ever asked for, and so the number of the next one."""
@@ -103,14 +103,14 @@ class Generating:
         if not self.generations:
             engine.meter.begin()
         engine.wake()
-        generation = Generation(command, self._num_samples, self._experts, keeps_masks=self._keeps_masks)
+        generation = RunningGeneration(command, self._num_samples, self._experts, keeps_masks=self._keeps_masks)
         self._num_samples += generation.num_samples
         self.generations[command.command_id] = generation
         for number, conversation in generation.conversations.items():
             self._generation_of[number] = generation
             self._request(number, conversation, command)
 
-    def _request(self, number: int, conversation: Conversation, command: Generate) -> None:
+    def _request(self, number: int, conversation: SampleConversation, command: Generate) -> None:
         """Ask the engine for the next response of a sample; `_end_unreadable` deals with what it cannot read."""
         try:
             self._parts.engine.add_request(conversation.request(number, command.sampling))
@@ -197,7 +197,7 @@ class Generating:
                 self._request(number, generation.conversations[number], generation.command)
             self._answered.clear()
 
-    def _take(self, completion: Completion) -> None:
+    def _take(self, completion: EngineCompletion) -> None:
         """Pass a response to the environment."""
         number = completion.request_id
         generation = self._generation_of[number]
@@ -210,13 +210,13 @@ class Generating:
             self._awaited.add(number)
         scorer.submit(number, group.problem, tuple(conversation.messages), generation.command.step)
 
-    def _message(self, conversation: Conversation, token_ids: list[int]) -> dict[str, Any]:
+    def _message(self, conversation: SampleConversation, token_ids: list[int]) -> dict[str, Any]:
         """Return the message that a response is to the environment."""
         if self._response_messages is None:
             return {"role": "assistant", "content": self._parts.tokenizer.decode(token_ids)}
         return self._response_messages.message(conversation.last_ids(NUM_BEFORE), token_ids)
 
-    def _answer(self, results: list[tuple[int, Score | Turn | Unscored]]) -> None:
+    def _answer(self, results: list[tuple[int, Score | Turn | UnscoredResponse]]) -> None:
         """Report which samples have ended; let the others go on."""
         finished: Finished = {}
         for number, result in results:
@@ -232,7 +232,7 @@ class Generating:
                     continue
                 case Score():
                     sample = conversation.finish(ended, "score")
-                case Unscored():
+                case UnscoredResponse():
                     sample = conversation.finish(UNSCORED, "score", ended)
                 case _:
                     sample = conversation.finish(UNSCORED, ended)
@@ -255,16 +255,16 @@ class Generating:
         self._send(finished)
 
     @property
-    def _environments(self) -> Environments:
+    def _environments(self) -> RunEnvironments:
         assert self._parts.environments is not None, "asked only where no agents play"
         return self._parts.environments
 
-    def _refuse(self, conversation: Conversation, what: str) -> Unscored:
+    def _refuse(self, conversation: SampleConversation, what: str) -> UnscoredResponse:
         """Judge an answer or a prompt that cannot be used. Raises `RewardError` if that ends the run."""
         group = conversation.group
         return self._environments.of[group.environment].refuse(group.problem, conversation.messages, what)
 
-    def _end(self, finished: Finished, number: int, scored: SampleScored, arrays: Batch) -> None:
+    def _end(self, finished: Finished, number: int, scored: SampleScored, arrays: SampleBatch) -> None:
         """Note a sample as finished, to be reported with the others of its command."""
         generation = self._generation_of.pop(number)
         group = generation.conversations.pop(number).group
@@ -292,7 +292,9 @@ class Generating:
             )
             self._context.reply(command_id, message)
 
-    def _go_on(self, conversation: Conversation, turn: Turn) -> Literal["length", "turns"] | Unscored | None:
+    def _go_on(
+        self, conversation: SampleConversation, turn: Turn
+    ) -> Literal["length", "turns"] | UnscoredResponse | None:
         """Add the environment's reply if another response may follow; else return what ends the sample."""
         conversation.reward += turn.reward
         if conversation.num_turns >= self._max_turns:
@@ -308,7 +310,7 @@ class Generating:
         conversation.add_answer(turn.messages, token_ids, self._parts.tokenizer.images_in(turn.messages))
         return None
 
-    def _finish(self, generation: Generation) -> None:
+    def _finish(self, generation: RunningGeneration) -> None:
         del self.generations[generation.command.command_id]
         if self._config.is_colocated and not self.generations:
             if self._parts.external_requests is not None and not self._parts.is_async:

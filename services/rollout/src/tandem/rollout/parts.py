@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
-from tandem.rollout.environments.scorer import Environments
+from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.rollout.agents.agents import Agents
+    from tandem.rollout.agents.agents import RolloutAgents
     from tandem.rollout.external_requests import ExternalRequests
     from tandem.rollout.sample_recorder import SampleRecorder
     from tandem.samples.images.fetching import ImageFetcher
 
 
 @dataclasses.dataclass(kw_only=True)
-class Parts:
+class RolloutParts:
     """The engine of a rollout, and what works beside it."""
 
     tokenizer: Tokenizer
@@ -29,11 +29,11 @@ class Parts:
     """The engine as samples see it: itself, or what shares it among them and external requests."""
     weight_client: WeightClient
     store: SampleStore = dataclasses.field(init=False)
-    environments: Environments | None
+    environments: RunEnvironments | None
     """None where agents play."""
     is_async: bool
     """Whether the engine goes on while environments answer (``async_engine``)."""
-    agents: Agents | None = None
+    agents: RolloutAgents | None = None
     external_requests: ExternalRequests | None = None
     """None if external requests are not allowed."""
     recorder: SampleRecorder | None = None

@@ -35,7 +35,7 @@ from tandem.common.messages import (
 from tandem.common.values.texts import question_text, text_of
 from tandem.launch.service import ServiceContext
 from tandem.rollout.restoring import as_generated, restored
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.recorded_shards import read_shard
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sample_files import STREAM, UNFINISHED, files, shard_path, unfinished_path
@@ -65,7 +65,7 @@ class _Finished(NamedTuple):
     command_id: int
     started_at: float
     finished_at: float
-    samples: Sequence[tuple[PromptGroup, SampleScored, Batch]]
+    samples: Sequence[tuple[PromptGroup, SampleScored, SampleBatch]]
 
 
 class _Anew(NamedTuple):
@@ -121,7 +121,7 @@ class SampleRecorder:
         purpose: Purpose,
         command_id: int,
         started_at: float,
-        samples: Sequence[tuple[PromptGroup, SampleScored, Batch]],
+        samples: Sequence[tuple[PromptGroup, SampleScored, SampleBatch]],
     ) -> None:
         """Have samples written that have finished now; they include the text of the response."""
         if self._queue.qsize() > _MOST_WAITING:
@@ -260,7 +260,7 @@ class SampleRecorder:
         if file is not None:
             file.close()
 
-    def _recorded(self, finished: _Finished, sample: tuple[PromptGroup, SampleScored, Batch]) -> RecordedSample:
+    def _recorded(self, finished: _Finished, sample: tuple[PromptGroup, SampleScored, SampleBatch]) -> RecordedSample:
         group, scored, arrays = sample
         # As the model saw it: the agent's own prompt, if one plays.
         prompt_ids = arrays.token_ids_T[: scored.prompt_length].tolist()

@@ -30,8 +30,8 @@ from tandem.common.messages import (
 from tandem.common.wire import Arrays
 from tandem.launch.service import ServiceContext
 from tandem.rollout.building import begin_anew, build_parts, engine_built
-from tandem.rollout.generating import Generating
-from tandem.rollout.parts import Parts
+from tandem.rollout.generating import RunningGenerations
+from tandem.rollout.parts import RolloutParts
 from tandem.samples.routed_experts import replayed_experts
 
 if TYPE_CHECKING:
@@ -49,20 +49,20 @@ class RolloutService:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._config = context.config
-        self._parts: Parts | None = None
-        self._generating: Generating | None = None
+        self._parts: RolloutParts | None = None
+        self._generating: RunningGenerations | None = None
         self._is_closed = False
         self._restoring: list[RestoreSamples] = []
         """Commands to restore samples that have not begun."""
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> RolloutParts:
         """The engine, and what works beside it."""
         assert self._parts is not None, "the coordinator sends BuildEngine first"
         return self._parts
 
     @property
-    def generating(self) -> Generating:
+    def generating(self) -> RunningGenerations:
         """The generations in progress."""
         assert self._generating is not None, "the coordinator sends BuildEngine first"
         return self._generating
@@ -131,11 +131,11 @@ class RolloutService:
         experts = replayed_experts(self._config)
         self._parts = parts = build_parts(command, self._context, experts)
         if parts.agents is None:
-            self._generating = Generating(self._context, parts, experts)
+            self._generating = RunningGenerations(self._context, parts, experts)
         else:
-            from tandem.rollout.agents.playing import Playing  # it serves HTTP
+            from tandem.rollout.agents.playing import AgentGenerations  # it serves HTTP
 
-            self._generating = Playing(self._context, parts, experts, parts.agents)
+            self._generating = AgentGenerations(self._context, parts, experts, parts.agents)
         self._context.reply(command.command_id, engine_built(command, parts))
 
     def _fetch_images(self, command: Generate, images: ImageFetcher) -> None:
@@ -173,7 +173,7 @@ class RolloutService:
         if keeps_requests and config.rollout_section.asynchronous.recompute_kv_cache_after_weight_updates:
             engine.recompute_caches()
 
-    def _serve_external_requests(self, parts: Parts) -> bool:
+    def _serve_external_requests(self, parts: RolloutParts) -> bool:
         """Make one token for each external request while no sample is made; return whether there is more to do.
 
         Not while training may use the device and the engine's memory.

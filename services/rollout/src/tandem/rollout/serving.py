@@ -18,7 +18,7 @@ from tandem.common.process_lifetime import adopt_orphans, die_with, end_descenda
 from tandem.rollout.openai_api.images import RequestImages, received_images
 from tandem.samples.model_files import load_model_tokenizer, with_images
 from tandem.samples.tokenizer import Tokenizer
-from tandem.serving.handover import Serving, take
+from tandem.serving.handover import ServingHandover, take
 
 if TYPE_CHECKING:
     from tandem.rollout.engine import Engine
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _OK
 
 
-def serve(serving: Serving) -> None:
+def serve(serving: ServingHandover) -> None:
     """Load the model and answer. Raises `TandemError`, and `KeyboardInterrupt` once all is closed."""
     listening = socket.socket(fileno=serving.listening)
     with contextlib.closing(listening), contextlib.ExitStack() as stack:
@@ -89,7 +89,7 @@ def serve(serving: Serving) -> None:
             raise
 
 
-def _make_engine(serving: Serving, tokenizer: Tokenizer, images: RequestImages) -> Engine:
+def _make_engine(serving: ServingHandover, tokenizer: Tokenizer, images: RequestImages) -> Engine:
     folder = Path(serving.model_folder)
     if serving.engine == "vllm":
         from tandem.rollout.engines.vllm import insides

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from tandem.common.numeric.spread import ROUNDING
 from tandem.config import Config
 from tandem.config.schema import LossFn
-from tandem.config.schema.columns import ADVANTAGES, RETURNS, Column, Source
-from tandem.samples.batch import Batch, Float32s
+from tandem.config.schema.columns import ADVANTAGES, RETURNS, ColumnDeclaration, Source
+from tandem.samples.batch import Float32s, SampleBatch
 from tandem.trainer import gae
 from tandem.trainer.losses.kl import kl_penalty
 
@@ -34,19 +34,19 @@ SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 class ScoredShard(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The policy's shard of a rollout batch, with the models' scores of its tokens."""
 
-    batch: Batch
+    batch: SampleBatch
     scores: Mapping[Source, Float32s]
     """Score of each token, by the model that gives it, without sampling masks; zero for tokens that are not valid."""
-    columns: Mapping[Column, NDArray[Any]] = {}
+    columns: Mapping[ColumnDeclaration, NDArray[Any]] = {}
     """All columns of models' scores."""
     sum_over_ranks: SumOverRanks
     """Adds a float64 tensor over the ranks."""
 
 
-class Finished(NamedTuple):
+class EstimatedAdvantages(NamedTuple):
     """The result of an advantage estimator."""
 
-    columns: dict[Column, Float32s]
+    columns: dict[ColumnDeclaration, Float32s]
     """Columns for each token: advantages, and others that the trainers are the source of."""
     metrics: dict[str, float]
     """Metrics of the whole batch, equal on every rank."""
@@ -55,12 +55,12 @@ class Finished(NamedTuple):
 class AdvantageEstimator(Protocol):
     """The last stage of an advantage estimator, named by an algorithm's declaration."""
 
-    def __call__(self, config: Config, scored: ScoredShard) -> Finished:
+    def __call__(self, config: Config, scored: ScoredShard) -> EstimatedAdvantages:
         """Return the loss inputs. Collective."""
         ...
 
 
-def reinforce_plus_plus(config: Config, scored: ScoredShard) -> Finished:
+def reinforce_plus_plus(config: Config, scored: ScoredShard) -> EstimatedAdvantages:
     """Normalise over the tokens of the batch, after subtracting the divergence from each token's advantage."""
     settings = config.loss_fn
     advantages_T = np.asarray(scored.batch.of_tokens(ADVANTAGES.name), dtype=np.float32)
@@ -69,10 +69,10 @@ def reinforce_plus_plus(config: Config, scored: ScoredShard) -> Finished:
     advantages_T = whitened(advantages_T, scored.batch.valid(), scored.sum_over_ranks)
     if (bounds := config.grpo.advantage_bounds) is not None:
         advantages_T = np.clip(advantages_T, *bounds)
-    return Finished({ADVANTAGES: advantages_T}, {})
+    return EstimatedAdvantages({ADVANTAGES: advantages_T}, {})
 
 
-def on_policy_distillation(config: Config, scored: ScoredShard) -> Finished:
+def on_policy_distillation(config: Config, scored: ScoredShard) -> EstimatedAdvantages:
     """Return as advantages each token's log-probability under its teacher, minus that under the policy.
 
     Their mean over samples of the policy is minus the reverse divergence between the two, and the same holds for the
@@ -83,10 +83,10 @@ def on_policy_distillation(config: Config, scored: ScoredShard) -> Finished:
     advantages_T = np.where(valid_T, apart_T, np.float32(0.0)).astype(np.float32)
     own = advantages_T.astype(np.float64)
     count, total = scored.sum_over_ranks(torch.tensor([int(valid_T.sum()), own.sum()], dtype=torch.float64)).tolist()
-    return Finished({ADVANTAGES: advantages_T}, {"teacher_kl": -total / max(1.0, count)})
+    return EstimatedAdvantages({ADVANTAGES: advantages_T}, {"teacher_kl": -total / max(1.0, count)})
 
 
-def generalised(config: Config, scored: ScoredShard) -> Finished:
+def generalised(config: Config, scored: ScoredShard) -> EstimatedAdvantages:
     """Estimate advantages and returns from rewards and the values of tokens, by `tandem.trainer.gae`.
 
     A sequence's reward belongs to its last valid token. ``use_kl_in_reward`` subtracts the divergence at each token
@@ -101,7 +101,7 @@ def generalised(config: Config, scored: ScoredShard) -> Finished:
     explained = explained_variance(values_T[valid_T], returns_T[valid_T], scored.sum_over_ranks)
     if estimator.normalize_advantages:
         advantages_T = np.where(valid_T, whitened(advantages_T, valid_T, scored.sum_over_ranks), np.float32(0.0))
-    return Finished({ADVANTAGES: advantages_T, RETURNS: returns_T}, {"value/explained_variance": explained})
+    return EstimatedAdvantages({ADVANTAGES: advantages_T, RETURNS: returns_T}, {"value/explained_variance": explained})
 
 
 def explained_variance(values_C: Float32s, returns_C: Float32s, sum_over_ranks: SumOverRanks) -> float:

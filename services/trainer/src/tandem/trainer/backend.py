@@ -21,7 +21,7 @@ is the loss of the global batch.
 """
 
 
-class Replicas(msgspec.Struct, frozen=True, kw_only=True):
+class ModelReplicas(msgspec.Struct, frozen=True, kw_only=True):
     """The division of the ranks by one model: each replica sees its own sequences."""
 
     sizes: tuple[int, ...]
@@ -46,7 +46,7 @@ class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
 
 
-class Writing(NamedTuple):
+class CheckpointWriting(NamedTuple):
     """A rank's part of a checkpoint, on its way to the disk."""
 
     num_bytes: Future[int]
@@ -55,7 +55,7 @@ class Writing(NamedTuple):
     """The reason why training had to wait until all was written; empty if a thread writes a copy."""
 
 
-class Backend(Protocol):
+class TrainerBackend(Protocol):
     """The models that a rank holds, and their optimizers: the policy, and others that the algorithm declares.
 
     Processes of one other model hold only that one. The attributes about the rank refer to the first model that it
@@ -103,7 +103,7 @@ class Backend(Protocol):
         """
         ...
 
-    def replicas(self, model: Model) -> Replicas:
+    def replicas(self, model: Model) -> ModelReplicas:
         """Return how a model divides the ranks; the first model, as `data_parallel_rank` and its like say."""
         ...
 
@@ -115,7 +115,7 @@ class Backend(Protocol):
         """Return the policy weights that this rank holds, all in memory that the host's engines can open."""
         ...
 
-    def save(self, folder: Path) -> Writing:
+    def save(self, folder: Path) -> CheckpointWriting:
         """Copy every trained model and its optimizer, and begin to write them under `folder`.
 
         The names are in `tandem.trainer.files.checkpoints`: ``policy/`` (Hugging Face), ``optimizer/`` and so on.

@@ -22,9 +22,9 @@ from tandem.refit.weight_client import WeightClient
 from tandem.refit.weights import Weights
 from tandem.samples.batch_sharding import scoring_trainers
 from tandem.trainer import exposed_weights
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.backends import make_backend
-from tandem.trainer.exchange import Exchange, meet
+from tandem.trainer.exchange import RankExchange, meet
 from tandem.trainer.losses.custom import try_out
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ NO_LAYOUT = layout.encode(layout.LayoutBuilder("").build())
 
 
 @dataclasses.dataclass(kw_only=True)
-class Parts:
+class TrainerParts:
     """The models of a rank, and what works beside them."""
 
     store: TCPStore
     """The store at which the ranks have met, open as long as they may meet again."""
-    backend: Backend
-    exchange: Exchange | None
+    backend: TrainerBackend
+    exchange: RankExchange | None
     """The exchange with trainers of other models; None if all hold the same."""
     weights: Weights | None = None
     """The weights that engines read; None without the policy."""
@@ -97,7 +97,7 @@ def open_rendezvous(context: ServiceContext, command: OpenRendezvous) -> tuple[T
 
 def build_parts(
     context: ServiceContext, command: BuildTrainer, store: TCPStore | None, model_group: ModelGroup
-) -> Parts:
+) -> TrainerParts:
     """Meet the other ranks and build this one's models. Collective.
 
     Raises `ModelError`, `ConfigError` or `CheckpointError`.
@@ -125,7 +125,7 @@ def build_parts(
     checkpoint = Path(command.checkpoint) if command.checkpoint else None
     backend = make_backend(config, checkpoint=checkpoint, model_group=model_group)
     defer_silent(listening())
-    parts = Parts(store=store, backend=backend, exchange=exchange)
+    parts = TrainerParts(store=store, backend=backend, exchange=exchange)
     try:
         if config.is_colocated and model_group.has_policy:
             backend.offload()

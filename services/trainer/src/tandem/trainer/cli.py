@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.common.messages import ToTrainer
-from tandem.launch.run_service import Service, run_service
+from tandem.launch.run_service import RunnableService, run_service
 from tandem.launch.service import ServiceContext
 
 
@@ -23,7 +23,7 @@ def preload() -> None:
     importlib.import_module("tandem.trainer.backends.dtensor")  # this also imports what Megatron-Core's backend needs
 
 
-def _make(context: ServiceContext) -> Service:
+def _make(context: ServiceContext) -> RunnableService:
     os.environ.update(context.config.policy.environment)
     # Imported once the process has joined: torch takes seconds, and heartbeats must flow meanwhile.
     from tandem.trainer.service import TrainerService

@@ -21,7 +21,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.common.attention.segments import attend
-from tandem.trainer.micro_batches import MicroBatch, Row
+from tandem.trainer.micro_batches import MicroBatch, TokenRow
 
 ATTENTION_NAME = "tandem_context"
 
@@ -40,13 +40,13 @@ class ContextShare(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """int64; the share's token that predicts each valid token; -1 if another rank has it."""
 
 
-def as_row(batch: MicroBatch) -> Row:
+def as_row(batch: MicroBatch) -> TokenRow:
     """Return a micro-batch as one row: its packed row if there is one, otherwise its padded rows end to end."""
     if batch.row is not None:
         return batch.row
     num_rows, width = batch.token_ids_BT.shape
     position_ids_T = torch.arange(width, device=batch.token_ids_BT.device)
-    return Row(
+    return TokenRow(
         token_ids_1N=batch.token_ids_BT.reshape(1, -1),
         position_ids_1N=position_ids_T.repeat(num_rows)[None],
         lengths=(width,) * num_rows,

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-class Place:
+class DropoutPlace:
     """The present place in the run, shared by all `Dropout` modules of a model."""
 
     def __init__(self, seed: int, sequences: int, share: int) -> None:
@@ -48,7 +48,7 @@ class Place:
 class Dropout(torch.nn.Module):
     """Drops each of its inputs with a probability, and scales the others up."""
 
-    def __init__(self, name: str, probability: float, place: Place) -> None:
+    def __init__(self, name: str, probability: float, place: DropoutPlace) -> None:
         """Take a name that no other dropout has, its probability, and the place in the run."""
         super().__init__()
         self._name, self._probability, self._place = name, probability, place

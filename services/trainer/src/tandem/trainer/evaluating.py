@@ -7,22 +7,22 @@ from collections.abc import Mapping
 import torch
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_RANK
-from tandem.trainer.backend import Backend
-from tandem.trainer.exchange import Exchange
+from tandem.trainer.backend import TrainerBackend
+from tandem.trainer.exchange import RankExchange
 from tandem.trainer.losses import make_loss
 from tandem.trainer.scorers.columns import scored_by
-from tandem.trainer.step import NUMBERS, Step
+from tandem.trainer.step import NUMBERS, TrainingStep
 
 
 def evaluate(
-    backend: Backend,
-    whole: Batch,
-    own: Batch,
+    backend: TrainerBackend,
+    whole: SampleBatch,
+    own: SampleBatch,
     config: Config,
     parts: Mapping[str, int] | None = None,
-    exchange: Exchange | None = None,
+    exchange: RankExchange | None = None,
 ) -> dict[str, float]:
     """Return the loss of the whole batch, its reported means and the counts of the batch, without training.
 
@@ -56,10 +56,10 @@ def evaluate(
 
 
 def _evaluated(
-    backend: Backend, whole: Batch, own: Batch, config: Config, exchange: Exchange | None
+    backend: TrainerBackend, whole: SampleBatch, own: SampleBatch, config: Config, exchange: RankExchange | None
 ) -> tuple[dict[str, float], int]:
     """Return the metrics of a batch and the divisor of its means; nothing on ranks without the policy."""
-    step = Step(backend, whole, own, config, exchange)
+    step = TrainingStep(backend, whole, own, config, exchange)
     size = config.data_set_section.val_micro_batch_size
     columns = step.filled({}, size)
     if "policy" not in step.shards:

@@ -29,20 +29,20 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_of
-from tandem.config.schema.columns import SCORING_SECONDS, Column, Model
-from tandem.samples.batch import Batch
+from tandem.config.schema.columns import SCORING_SECONDS, ColumnDeclaration, Model
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding, data_parallel_ranks, scoring_trainers
-from tandem.trainer.backend import Backend, Replicas
-from tandem.trainer.batching.shard import Shard
+from tandem.trainer.backend import ModelReplicas, TrainerBackend
+from tandem.trainer.batching.shard import BatchShard
 from tandem.trainer.micro_batches import Columns
 from tandem.trainer.rank_time import timed
 from tandem.trainer.scorers.columns import Filled
 
 if TYPE_CHECKING:
-    from tandem.trainer.step import Step
+    from tandem.trainer.step import TrainingStep
 
 
-def meet(config: Config, index: int, store: Store, address: str, timeout_s: float) -> Exchange | None:
+def meet(config: Config, index: int, store: Store, address: str, timeout_s: float) -> RankExchange | None:
     """Create torch's default process group for the trainers of the same models, and connect all trainers.
 
     Args:
@@ -65,10 +65,10 @@ def meet(config: Config, index: int, store: Store, address: str, timeout_s: floa
     )
     if model_group.size == config.num_trainers:
         return None
-    return Exchange(config, index, store, address, max(deadlines.train_s, deadlines.evaluate_s))
+    return RankExchange(config, index, store, address, max(deadlines.train_s, deadlines.evaluate_s))
 
 
-class Exchange:
+class RankExchange:
     """A trainer's end of the group that spans all of them."""
 
     def __init__(self, config: Config, index: int, store: Store, address: str, timeout_s: float) -> None:
@@ -100,17 +100,19 @@ class Exchange:
         self._group = None
 
 
-class Division(NamedTuple):
+class BatchDivision(NamedTuple):
     """The division of a batch among the replicas of a model group, known to every trainer, and the speaker of each."""
 
-    table: Batch
+    table: SampleBatch
     speakers: list[int]
 
 
 class BatchExchange:
     """The exchange for one batch: between the policy's division of it and those of other models."""
 
-    def __init__(self, exchange: Exchange | None, backend: Backend, table: Batch, config: Config) -> None:
+    def __init__(
+        self, exchange: RankExchange | None, backend: TrainerBackend, table: SampleBatch, config: Config
+    ) -> None:
         """Take what is to be connected; `table` has the policy's division of the batch.
 
         `exchange` is None if all trainers hold the same models, some of which divide these ranks differently.
@@ -121,7 +123,7 @@ class BatchExchange:
         self._elsewhere: list[Model] = [model_group.name for model_group in model_groups if not model_group.has_policy]
         """The model groups that do not hold the policy, by name, in the order in which all trainers exchange them."""
 
-    def divided(self, own: Batch) -> dict[Model, tuple[Batch, Batch]]:
+    def divided(self, own: SampleBatch) -> dict[Model, tuple[SampleBatch, SampleBatch]]:
         """Return for each model held here, the policy first, a table of the batch and its sequences here. Collective.
 
         The policy's own sequences are `own`.
@@ -135,7 +137,9 @@ class BatchExchange:
                 by_sizes[replicas(model).sizes] = self._divided_again(*here, replicas(first), model)
         return {model: by_sizes[replicas(model).sizes] for model in (first, *others)}
 
-    def gathered(self, step: Step, columns: Mapping[Column, NDArray[Any]], seconds: dict[str, float]) -> Filled:
+    def gathered(
+        self, step: TrainingStep, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
+    ) -> Filled:
         """Return the columns with models' scores, all for the tokens of this process's first model. Collective.
 
         `columns` are those of the models here, each for the tokens of its own shard.
@@ -152,7 +156,7 @@ class BatchExchange:
         return found
 
     def handed_out(
-        self, step: Step, columns: Mapping[Column, NDArray[Any]], seconds: dict[str, float]
+        self, step: TrainingStep, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
     ) -> dict[Model, Columns]:
         """Return the loss inputs of each trained model held here, for the tokens of its shard. Collective."""
         config, found = self._config, {**columns}
@@ -169,7 +173,9 @@ class BatchExchange:
                     by_model[model] = {each: moved(found[each], step.own, step.shards[model]) for each in read}
         return by_model
 
-    def _divided_again(self, table: Batch, own: Batch, replicas: Replicas, model: Model) -> tuple[Batch, Batch]:
+    def _divided_again(
+        self, table: SampleBatch, own: SampleBatch, replicas: ModelReplicas, model: Model
+    ) -> tuple[SampleBatch, SampleBatch]:
         """Return the table and the own sequences of a model that has other replicas on these ranks. Collective.
 
         These are its first model's: `own` are the sequences that `table` assigns to this rank's replica.
@@ -183,7 +189,7 @@ class BatchExchange:
         )
         return again, _with_tokens(again, rows, token_ids_T, loss_mask_T)
 
-    def _shared(self, exchange: Exchange, batch: Batch) -> tuple[Batch, Batch]:
+    def _shared(self, exchange: RankExchange, batch: SampleBatch) -> tuple[SampleBatch, SampleBatch]:
         """Return the table and the sequences of the first model here. Collective.
 
         The policy's own sequences are `batch`.
@@ -199,8 +205,13 @@ class BatchExchange:
         return (self._table, batch) if replicas is None else (table, _with_tokens(table, own, token_ids_T, loss_mask_T))
 
     def _columns(
-        self, source: Model, target: Model, names: Sequence[Column], columns: Mapping[Column, NDArray[Any]], own: Shard
-    ) -> dict[Column, NDArray[Any]]:
+        self,
+        source: Model,
+        target: Model,
+        names: Sequence[ColumnDeclaration],
+        columns: Mapping[ColumnDeclaration, NDArray[Any]],
+        own: BatchShard,
+    ) -> dict[ColumnDeclaration, NDArray[Any]]:
         """Bring columns of tokens from one model group to another. Return them there, and nothing elsewhere.
         Collective.
 
@@ -234,25 +245,27 @@ class BatchExchange:
             found[places >= 0] = said[places[places >= 0]]
         return found
 
-    def _division(self, model_group: ModelGroup) -> Division:
+    def _division(self, model_group: ModelGroup) -> BatchDivision:
         config = self._config
         speakers = [model_group.first + place for place in scoring_trainers(config, model_group.name)]
         if model_group.has_policy:
-            return Division(self._table, speakers)
+            return BatchDivision(self._table, speakers)
         num_ranks, num_of_policy = (len({*data_parallel_ranks(config, name)}) for name in (model_group.name, "policy"))
         # With as many replicas, each gets the sequences of the policy's replica, as in the policy's own processes.
         is_same = num_ranks == num_of_policy
-        return Division(self._table if is_same else divided(self._table, model_group.name, num_ranks, config), speakers)
+        return BatchDivision(
+            self._table if is_same else divided(self._table, model_group.name, num_ranks, config), speakers
+        )
 
 
-def divided(table: Batch, model: Model, num_ranks: int, config: Config) -> Batch:
+def divided(table: SampleBatch, model: Model, num_ranks: int, config: Config) -> SampleBatch:
     """Return the table of a batch as this many replicas of a model divide it, by the model's section."""
     sharding, settings = BatchSharding.of(config, shares_prompts=False), config.settings_of(model)
     by_tokens = settings.sequence_packing.enabled or settings.dynamic_batching.enabled
     return msgspec.structs.replace(sharding, num_ranks=num_ranks, by_tokens=by_tokens).shard(table)
 
 
-def moved(values_T: NDArray[Any], source: Shard, target: Shard) -> NDArray[Any]:
+def moved(values_T: NDArray[Any], source: BatchShard, target: BatchShard) -> NDArray[Any]:
     """Return numbers for one shard's tokens as those of another shard of the same ranks. Collective if they differ."""
     if source.replicas.sizes == target.replicas.sizes:
         return values_T
@@ -260,7 +273,7 @@ def moved(values_T: NDArray[Any], source: Shard, target: Shard) -> NDArray[Any]:
     return everywhere[target.whole.tokens_of(target.rows)].astype(values_T.dtype)
 
 
-def _everywhere(values_T: NDArray[Any], table: Batch, replicas: Replicas) -> NDArray[np.float64]:
+def _everywhere(values_T: NDArray[Any], table: SampleBatch, replicas: ModelReplicas) -> NDArray[np.float64]:
     """Return numbers for all tokens of the batch from those that each rank has for its sequences of the table."""
     whole = np.zeros((int(table.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
     whole[table.tokens_of(table.rows_of(replicas.rank))] = values_T
@@ -268,7 +281,9 @@ def _everywhere(values_T: NDArray[Any], table: Batch, replicas: Replicas) -> NDA
     return found
 
 
-def _with_tokens(table: Batch, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]) -> Batch:
+def _with_tokens(
+    table: SampleBatch, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]
+) -> SampleBatch:
     """Return some sequences of a table with their tokens. Other values of tokens come as columns."""
     return table.take(rows).replace(
         token_ids_T=token_ids_T.astype(np.int32),

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tandem.common.errors import ModelError
 from tandem.config.models import lora
-from tandem.config.schema.adapters import Adapters
+from tandem.config.schema.adapters import AdaptersConfig
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage
 from tandem.refit.places import device_name, host_name
@@ -108,7 +108,7 @@ def _check_shared_memory(what: str, num_bytes: int, otherwise: str = "") -> None
         raise ModelError(f"{what} {needed}{otherwise}")
 
 
-def weights_of(parameters: Mapping[str, torch.Tensor], adapters: Adapters | None = None) -> Weights:
+def weights_of(parameters: Mapping[str, torch.Tensor], adapters: AdaptersConfig | None = None) -> Weights:
     """Describe this rank's shards in their own memory. With adapters, only these are trained. Call `share` first."""
     devices = {local_of(parameter).device for parameter in parameters.values()}
     builder = LayoutBuilder(host_name(), device_name(devices.pop()))
@@ -126,7 +126,7 @@ def weights_of(parameters: Mapping[str, torch.Tensor], adapters: Adapters | None
     return Weights(with_adapters(as_checkpoint(builder.build()), adapters), storages)
 
 
-def with_adapters(layout: Layout, adapters: Adapters | None) -> Layout:
+def with_adapters(layout: Layout, adapters: AdaptersConfig | None) -> Layout:
     """Return a layout that marks the tensors that never change, because only adapters are trained."""
     if adapters is None:
         return layout

@@ -27,10 +27,10 @@ from tandem.common.messages import (
     SamplesGone,
     SequenceKey,
 )
-from tandem.common.wire import Arrays, Callers, Codec, Frames, encode
+from tandem.common.wire import Arrays, CallerConnections, Frames, MessageCodec, encode
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.samples.batch import IMAGES, MASKS, SAMPLES, Batch, Int32s, Int64s
+from tandem.samples.batch import IMAGES, MASKS, SAMPLES, Int32s, Int64s, SampleBatch
 from tandem.samples.batch_sharding import NO_PROMPT
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.families import ImageSettings
@@ -78,10 +78,10 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             most = min(most, _MAX_REPLY_BYTES // (4 * self.masks.bitmap_words))
         return most if self.experts is None else min(most, _MAX_REPLY_BYTES // self.experts.num_bytes)
 
-    def nothing(self) -> Batch:
+    def nothing(self) -> SampleBatch:
         """Return no sample."""
         nothing = np.zeros(0, dtype=np.int32)
-        return Batch(
+        return SampleBatch(
             lengths_S=nothing,
             token_ids_T=nothing,
             loss_mask_T=nothing.astype(np.bool_),
@@ -91,10 +91,10 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             **(dict.fromkeys(() if self.masks is None else MASKS, nothing)),
         )
 
-    def read(self, frames: Arrays, table: Batch) -> Batch:
+    def read(self, frames: Arrays, table: SampleBatch) -> SampleBatch:
         """Return received samples. Raises `WireError` unless they are possible, and match these rows of a table."""
         names = (*SAMPLES, *(() if self.images is None else IMAGES), *(() if self.masks is None else MASKS))
-        arrays = Batch.from_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
+        arrays = SampleBatch.from_frames(frames, names, {} if self.experts is None else {COLUMN: DTYPE})
         arrays.check_samples(self.vocabulary)
         if self.experts is not None:
             self.experts.check(arrays.columns[COLUMN])
@@ -125,20 +125,20 @@ class SampleFetcher:
         self._format = sample_format
         self._run_id = run_id
         self._own = own
-        self._codec: Codec[SamplesFetched | SamplesGone] = Codec(SamplesFetched | SamplesGone)
+        self._codec: MessageCodec[SamplesFetched | SamplesGone] = MessageCodec(SamplesFetched | SamplesGone)
         self._listeners: Mapping[str, Listener] = {}
-        self._callers: Callers | None = None
+        self._callers: CallerConnections | None = None
         """Connections to these rollouts; None before the first fetch, and after one that failed."""
         self._num_requests = 0
         self._step: int | None = None
-        self._kept: list[Batch] = []
+        self._kept: list[SampleBatch] = []
         """The answers so far."""
         self._places: dict[tuple[str, int, int, int, int], int] = {}
         """Place of each sequence in these answers, by rollout and key."""
 
     def fetch(
-        self, step: int, table: Batch, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
-    ) -> tuple[Batch | None, dict[str, str]]:
+        self, step: int, table: SampleBatch, rows: Int64s, sources: Mapping[str, Listener], timeout_s: float
+    ) -> tuple[SampleBatch | None, dict[str, str]]:
         """Return these rows of the table, or None with the reason, by rollout, why some are missing.
 
         Args:
@@ -200,7 +200,7 @@ class SampleFetcher:
             self.close()
             self._listeners = listeners
             try:
-                self._callers = Callers(listeners, self._own, max_bytes=_MAX_REPLY_BYTES)
+                self._callers = CallerConnections(listeners, self._own, max_bytes=_MAX_REPLY_BYTES)
             except WireError as error:
                 return dict.fromkeys(inquiries, str(error))
         callers = self._callers
@@ -243,7 +243,7 @@ class SampleFetcher:
 class _Inquiry:
     """The requests to one rollout, one at a time."""
 
-    def __init__(self, run_id: str, table: Batch, rows: Rows, sample_format: SampleFormat, first: int) -> None:
+    def __init__(self, run_id: str, table: SampleBatch, rows: Rows, sample_format: SampleFormat, first: int) -> None:
         """Take the rows to ask for, and the first number for the requests, which no earlier request had."""
         self._run_id = run_id
         self._table = table
@@ -253,7 +253,7 @@ class _Inquiry:
         self.num_requests = len(self._requests)
         self.num_taken = 0
         """Requests that have been answered."""
-        self.answers: list[Batch] = []
+        self.answers: list[SampleBatch] = []
         self.rows: Rows = []
         """Rows of the table that the answers hold, in their order."""
         self.why_missing = ""
@@ -285,7 +285,7 @@ _IS_DONE, _WHY_MISSING = attrgetter("is_done"), attrgetter("why_missing")
 _TOLIST = methodcaller("tolist")
 
 
-def _keys_of(table: Batch) -> list[SequenceKey]:
+def _keys_of(table: SampleBatch) -> list[SequenceKey]:
     """Return the keys of a table's sequences, each at its source."""
     columns = (table.command_S, table.group_S, table.sample_S, table.branch_S)
     return [*zip(*map(_TOLIST, columns), strict=True)]
@@ -305,19 +305,19 @@ def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
     yield request
 
 
-def with_samples(table: Batch, samples: Sequence[Batch], places: Sequence[int]) -> Batch:
+def with_samples(table: SampleBatch, samples: Sequence[SampleBatch], places: Sequence[int]) -> SampleBatch:
     """Return the sequences of a table with their tokens. A sequence without valid tokens is masked whole.
 
     `places` are those of the table's sequences among the samples.
     """
-    arrays = Batch.concatenate(samples)
+    arrays = SampleBatch.concatenate(samples)
     if [*places] != [*range(len(arrays))]:
         arrays = arrays.take(places)
     loss_mask_T = arrays.loss_mask_T & np.repeat(table.num_valid_S > 0, arrays.lengths_S)
     return table.replace(**{**arrays.columns, "loss_mask_T": loss_mask_T})
 
 
-def _differing_prompts(own: Batch) -> dict[int, str]:
+def _differing_prompts(own: SampleBatch) -> dict[int, str]:
     """Return the sequences with another prompt than the one that they should share, by place, with the reason."""
     starts = own.offsets()
     prompts: dict[int, bytes] = {}

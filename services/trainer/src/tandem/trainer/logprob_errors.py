@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch import Float32s, SampleBatch
 
 if TYPE_CHECKING:
-    from tandem.trainer.step import Step
+    from tandem.trainer.step import TrainingStep
 
 _LARGEST = 600.0
 """The largest difference of log-probabilities. Beyond it the error would not be finite, and exceeds any threshold."""
 
 
-def leave_out(step: Step, threshold: float, policy_T: Float32s) -> None:
+def leave_out(step: TrainingStep, threshold: float, policy_T: Float32s) -> None:
     """Mask the sequences on which training and generation differ by more than the threshold. Collective.
 
     `policy_T` are the log-probabilities of the shard's tokens under the policy.
@@ -34,7 +34,7 @@ def leave_out(step: Step, threshold: float, policy_T: Float32s) -> None:
     step.keep(kept_S)
 
 
-def mult_prob_errors(batch: Batch, policy_T: Float32s) -> NDArray[np.float64]:
+def mult_prob_errors(batch: SampleBatch, policy_T: Float32s) -> NDArray[np.float64]:
     """Return for each sequence the mean of exp |log p_training - log p_generation| over its valid tokens.
 
     A sequence without valid tokens has 0. Over all tokens of a batch, this is the metric ``token_mult_prob_error``.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.samples.batch import Batch, Float32s, Int32s
+from tandem.samples.batch import Float32s, Int32s, SampleBatch
 from tandem.samples.sample_writing import write_logprobs
 
 _MOST_WAITING = 4
@@ -45,7 +45,7 @@ class LogprobRecorder:
         self._thread = threading.Thread(target=self._write, name="record of log-probabilities", daemon=True)
         self._thread.start()
 
-    def add(self, step: int, own: Batch, logprobs: Callable[[], Float32s]) -> None:
+    def add(self, step: int, own: SampleBatch, logprobs: Callable[[], Float32s]) -> None:
         """Write the result of `logprobs`, end to end for these sequences. The thread calls it."""
         keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
         try:

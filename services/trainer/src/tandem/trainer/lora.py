@@ -17,7 +17,7 @@ from tandem.common.errors import ModelError
 from tandem.config.models.lora import chosen, is_adapter, tensor_name
 from tandem.config.models.vision_families import VISION
 from tandem.config.schema.adapters import LoraCfg
-from tandem.trainer.dropout import Dropout, Place
+from tandem.trainer.dropout import Dropout, DropoutPlace
 from tandem.trainer.files.adapter_files import first_values, settings_of
 
 _ADAPTER = "default"
@@ -89,7 +89,7 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {tensor_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def add_dropout(model: Any, adapters: LoraCfg, place: Place) -> None:
+def add_dropout(model: Any, adapters: LoraCfg, place: DropoutPlace) -> None:
     """Let each adapter drop some of its inputs, or of its outputs, in training steps."""
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):

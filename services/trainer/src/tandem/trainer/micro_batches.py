@@ -33,20 +33,20 @@ from tandem.config.schema.columns import (
     TEACHER_TOPK_LOGITS,
     TEACHER_WEIGHTS,
     VALUES,
-    Column,
+    ColumnDeclaration,
 )
 
 if TYPE_CHECKING:
     from tandem.trainer.batching.images import RowImages
     from tandem.trainer.batching.masks import TokenMasks
 
-Columns = Mapping[Column, NDArray[Any]]
+Columns = Mapping[ColumnDeclaration, NDArray[Any]]
 """Loss inputs for each token of a shard, ``[T]`` or ``[T, N]``."""
 Groups = list[tuple[int, ...]]
 """The sequences of each micro-batch; `EMPTY_ROW` for none."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class TokenRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A micro-batch as the one row of tokens that its model takes."""
 
     token_ids_1N: torch.Tensor
@@ -91,7 +91,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Loss inputs for each token, by the name of their declaration (`tandem.config.schema.columns`): ``[B, T]``, or
     ``[B, T, N]`` for several numbers.
     """
-    row: Row | None = None
+    row: TokenRow | None = None
     """The same sequences as one row for the model; None if it takes the padded rows."""
     routed_experts_BTLK: torch.Tensor | None = None
     """int16; experts that the engine sent each token to, by layer, -1 where unknown; None without routing replay
@@ -161,7 +161,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """The teacher's likeliest tokens at each position, which the policy scores too; None if none are read."""
         return self.columns.get(TEACHER_TOPK_INDICES.name)
 
-    def _read(self, column: Column) -> torch.Tensor:
+    def _read(self, column: ColumnDeclaration) -> torch.Tensor:
         if column.name not in self.columns:
             listed = ", ".join(self.columns) or "none"
             raise LookupError(f"no column {column.name} is declared of the loss of this algorithm, but {listed}")

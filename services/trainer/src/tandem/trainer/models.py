@@ -18,7 +18,7 @@ from tandem.common.errors import ModelError
 from tandem.config.models.dequantised import described_for_training
 from tandem.config.models.hf_config import load_config, model_class
 from tandem.config.models.lora import why_no_model
-from tandem.config.schema import Model
+from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Head
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 
@@ -30,7 +30,7 @@ _CLASSIFIERS: dict[Head, Any] = {
 _SCALAR: dict[Head, str] = {"value": "value model", "score": "reward model"}
 
 
-def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
+def load_model(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
     """Return the causal language model in folder `source` (or with that Hub name), on the CPU, in `dtype`.
 
     A folder with a configuration and no weights comes from `settings.new_model`. Its weights are drawn with that
@@ -49,7 +49,7 @@ def load_model(source: str, settings: Model, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def load_scalar_model(source: str, settings: Model, dtype: torch.dtype, head: Head) -> Any:
+def load_scalar_model(source: str, settings: ModelConfig, dtype: torch.dtype, head: Head) -> Any:
     """Return the value or reward model in folder `source` (or with that Hub name), on the CPU, in `dtype`.
 
     It is Transformers' token or sequence classifier with one label. Either can begin as the other, or as a language
@@ -159,7 +159,7 @@ def _as_model_error(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {error}".split("\n")[0]) from error
 
 
-def _pretrained(source: str, settings: Model, dtype: torch.dtype) -> Any:
+def _pretrained(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
     with _as_model_error(f"cannot load a model from {source!r}"):
         described = described_for_training(source, settings)
         model, info = model_class(described).from_pretrained(
@@ -180,7 +180,7 @@ def _refuse_missing(source: str, names: Iterable[str]) -> None:
         raise ModelError(f"the checkpoint in {source!r} lacks {len(missing)} tensors, the first is {missing[0]}")
 
 
-def _new_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
+def _new_model(folder: Path, settings: ModelConfig, dtype: torch.dtype) -> Any:
     if settings.new_model is None:
         raise ModelError(f"there are no weights in {str(folder)!r}, and policy.new_model does not say how to make them")
     with _as_model_error("policy.new_model.config: cannot make a model"):
@@ -190,7 +190,7 @@ def _new_model(folder: Path, settings: Model, dtype: torch.dtype) -> Any:
             return model_class(described).from_config(described, dtype=dtype, trust_remote_code=False)
 
 
-def _new_scalar_model(folder: Path, settings: Model, dtype: torch.dtype, head: Head) -> Any:
+def _new_scalar_model(folder: Path, settings: ModelConfig, dtype: torch.dtype, head: Head) -> Any:
     """Return a scalar model with the layers of the language model that is made from the same folder."""
     language_model = _new_model(folder, settings, dtype)
     with _as_model_error(f"cannot make a {_SCALAR[head]} of {str(folder)!r}"):

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 
 from tandem.common.errors import ConfigError, nearest
-from tandem.config.schema import Optimizer, SchedulerEntry
+from tandem.config.schema import OptimizerConfig, SchedulerEntry
 
 Built = TypeVar("Built")
 
 
 def make_optimizer(
-    settings: Optimizer, parameters: Sequence[Iterable[torch.nn.Parameter]], section: str = "policy"
+    settings: OptimizerConfig, parameters: Sequence[Iterable[torch.nn.Parameter]], section: str = "policy"
 ) -> torch.optim.Optimizer:
     """Build the ``optimizer`` of a model's section over lists of `parameters`, each a group of its own.
 

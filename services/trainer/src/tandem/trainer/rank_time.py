@@ -22,7 +22,7 @@ class RankTime:
     """Seconds of `compute_s` in which this thread could have run, but every processor was busy; 0 if not known."""
 
 
-class Queue:
+class ProcessorWait:
     """The wait of the thread that made it for a processor: ready to run, and every processor busy.
 
     Linux counts it for each thread, though not every Linux does. Where none does, it is 0.
@@ -65,7 +65,7 @@ def measured(device: torch.device) -> Iterator[RankTime]:
 
     A rank without others waits for none. The step reads its metrics, so that a GPU has computed all when it ends.
     """
-    found, queue, started = RankTime(), Queue(), time.perf_counter()
+    found, queue, started = RankTime(), ProcessorWait(), time.perf_counter()
     try:
         if dist.is_initialized() and dist.get_world_size() == 1:
             yield found

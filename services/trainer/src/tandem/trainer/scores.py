@@ -75,4 +75,4 @@ class JudgedTokens(NamedTuple):
 
 
 Scores = TokenScores | MaskedScores | TokenValues | StudentScores | TopTokens | JudgedTokens
-"""A model's scores of tokens. A column of scores has one of these (`tandem.config.schema.columns.Column.number`)."""
+"""A model's scores of tokens, for a column of scores (`tandem.config.schema.columns.ColumnDeclaration.number`)."""

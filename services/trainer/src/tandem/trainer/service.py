@@ -52,21 +52,21 @@ from tandem.common.wire import Arrays
 from tandem.config.model_groups import model_group_at
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
-from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
+from tandem.samples.batch import IMAGES, TABLE, TOKENS, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import NO_RANK, data_parallel_ranks
 from tandem.samples.images.columns import check_images
 from tandem.trainer import step
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.batching.images import check_image_tokens
-from tandem.trainer.building import Parts, build_parts, image_fetcher, open_rendezvous
+from tandem.trainer.building import TrainerParts, build_parts, image_fetcher, open_rendezvous
 from tandem.trainer.evaluating import evaluate
 from tandem.trainer.fetching import SampleFetcher, SampleFormat
-from tandem.trainer.files.saving import Saving
+from tandem.trainer.files.saving import SavingReplies
 from tandem.trainer.rank_time import measured
 from tandem.trainer.set_aside import BY_LOGPROBS, TrainingShard, finite_metrics, least_logprobs, set_aside
 
 if TYPE_CHECKING:
-    from tandem.trainer.calls.calls import Calls
+    from tandem.trainer.calls.calls import RankCalls
 
 _FETCH_SHARE = 0.25
 """The longest time for fetching samples, as a share of the training step's deadline."""
@@ -85,15 +85,15 @@ class TrainerService:
         """Whether this process shares its device with engines, which are where the policy is."""
         self._store: TCPStore | None = None
         """The store at which ranks meet, if this one has opened it."""
-        self._parts: Parts | None = None
+        self._parts: TrainerParts | None = None
         sample_format = SampleFormat.of(context.config)
         self._images = sample_format.images
         self._fetcher = SampleFetcher(context.run_id, sample_format, context.keys)
         self._image_fetcher = None if self._images is None else image_fetcher(context)
         self._version = 0
         self._memory = MemoryMeter()
-        self._saving = Saving(context)
-        self._calls: Calls | None = None
+        self._saving = SavingReplies(context)
+        self._calls: RankCalls | None = None
         """None until a front end trains by single calls."""
 
     def handle(self, command: TrainerCommand, arrays: Arrays) -> None:
@@ -144,11 +144,11 @@ class TrainerService:
             dist.destroy_process_group()
         self._parts = self._store = None
 
-    def _table(self, command: Train | Evaluate, arrays: Arrays) -> Batch:
+    def _table(self, command: Train | Evaluate, arrays: Arrays) -> SampleBatch:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
-            table = Batch.from_frames(
+            table = SampleBatch.from_frames(
                 {name: array for name, array in arrays.items() if is_of_table(name)},
                 TABLE,
                 self._config.table_columns,
@@ -165,13 +165,13 @@ class TrainerService:
             raise WireError(f"{type(command).__name__}.{error}") from error
         return table
 
-    def _given(self, command: Train | Evaluate, table: Batch, arrays: Arrays) -> Batch:
+    def _given(self, command: Train | Evaluate, table: SampleBatch, arrays: Arrays) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         own = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if not is_of_table(name)}
             names = TOKENS if self._images is None else (*TOKENS, *IMAGES)
-            given = Batch.from_frames({"lengths_S": own.lengths_S, **tokens}, names, may_be_empty=True)
+            given = SampleBatch.from_frames({"lengths_S": own.lengths_S, **tokens}, names, may_be_empty=True)
             given.check_tokens(self._vocabulary, own.num_valid_S)
             if self._images is not None:
                 check_images(given)
@@ -183,12 +183,12 @@ class TrainerService:
                 raise DataError(why)
         return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))
 
-    def _built(self) -> Parts:
+    def _built(self) -> TrainerParts:
         assert self._parts is not None, "the coordinator sends BuildTrainer first"
         return self._parts
 
     @contextmanager
-    def _training_state(self) -> Iterator[Backend]:
+    def _training_state(self) -> Iterator[TrainerBackend]:
         """Load what optimizer steps need onto the computing device, and offload it afterwards if others need room."""
         backend = self._built().backend
         backend.reload()
@@ -218,7 +218,7 @@ class TrainerService:
         reply = WeightsCopied(command_id=command.command_id, version=command.version, digests=digests)
         self._context.reply(command.command_id, reply)
 
-    def _train(self, command: Train, table: Batch, arrays: Arrays) -> None:
+    def _train(self, command: Train, table: SampleBatch, arrays: Arrays) -> None:
         shard = self._own_shard(command, table, arrays)
         if isinstance(shard, SamplesMissing):
             self._context.reply(command.command_id, shard)
@@ -266,7 +266,7 @@ class TrainerService:
         )
         self._context.reply(command.command_id, reply)
 
-    def _own_shard(self, command: Train, table: Batch, arrays: Arrays) -> TrainingShard | SamplesMissing:
+    def _own_shard(self, command: Train, table: SampleBatch, arrays: Arrays) -> TrainingShard | SamplesMissing:
         """Return the table and this rank's sequences, fetched or sent with the command, or what any rank lacks.
 
         Groups with log-probabilities that no loss can compute with are set aside. Collective where rollouts have the
@@ -297,7 +297,7 @@ class TrainerService:
         dist.all_reduce(values)
         return values
 
-    def _evaluate(self, command: Evaluate, table: Batch, arrays: Arrays) -> None:
+    def _evaluate(self, command: Evaluate, table: SampleBatch, arrays: Arrays) -> None:
         own = self._given(command, table, arrays)
         parts = self._built()
         found = evaluate(parts.backend, table, own, self._config, command.parts, parts.exchange)
@@ -307,11 +307,11 @@ class TrainerService:
 
     def _call(self, command: CallCommand, arrays: Arrays) -> None:
         """Carry out a call of a front end that trains step by step."""
-        from tandem.trainer.calls.calls import Calls  # runs of their own need none of it
+        from tandem.trainer.calls.calls import RankCalls  # runs of their own need none of it
 
         parts = self._built()
         if self._calls is None:
-            self._calls = Calls(self._context, parts.backend, self._vocabulary)
+            self._calls = RankCalls(self._context, parts.backend, self._vocabulary)
         if parts.weight_client is not None and not isinstance(command, AddGradient):
             parts.weight_client.abandon_digest()
         with self._context.phase(self._calls.phase_of(command)), self._training_state():

@@ -20,7 +20,7 @@ from tandem.common.numeric.bounds import LEAST_LOGPROB
 from tandem.common.numeric.outliers import outliers
 from tandem.common.returned import line
 from tandem.config.schema.columns import Model
-from tandem.samples.batch import Batch, Float32s
+from tandem.samples.batch import Float32s, SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW
 from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.micro_batches import Columns, MicroBatch
@@ -28,7 +28,7 @@ from tandem.trainer.scorers.columns import scored_by
 from tandem.trainer.scores import Scores
 
 if TYPE_CHECKING:
-    from tandem.trainer.step import Step
+    from tandem.trainer.step import TrainingStep
 
 BY_LOGPROBS, BY_LOSS = "groups_set_aside/logprobs", "groups_set_aside/loss"
 OUTLIERS = "groups_set_aside/outliers"
@@ -37,7 +37,7 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 """Adds a tensor over all trainers."""
 
 
-def least_logprobs(own: Batch) -> Float32s:
+def least_logprobs(own: SampleBatch) -> Float32s:
     """Return an engine's least log-probability in each sequence, or zero if none is below the bound."""
     low_T = np.where(own.generation_logprobs_T < LEAST_LOGPROB, own.generation_logprobs_T, np.float32(0))
     if not len(low_T):
@@ -49,9 +49,9 @@ def least_logprobs(own: Batch) -> Float32s:
 class TrainingShard(NamedTuple):
     """A batch to train on, and this rank's part of it, without the groups that were set aside."""
 
-    table: Batch
+    table: SampleBatch
     """Table of the whole batch, the same on every rank."""
-    own: Batch
+    own: SampleBatch
     """Sequences that the table assigns to this rank, with their tokens."""
     num_aside: int = 0
     """Groups that were set aside."""
@@ -60,8 +60,8 @@ class TrainingShard(NamedTuple):
 
 
 def set_aside(
-    table: Batch,
-    own: Batch,
+    table: SampleBatch,
+    own: SampleBatch,
     rows: NDArray[np.int64],
     least_S: Float32s,
     add: Sum,
@@ -96,24 +96,24 @@ def set_aside(
     )
 
 
-def of_groups(wild_S: NDArray[np.bool_], table: Batch) -> NDArray[np.bool_]:
+def of_groups(wild_S: NDArray[np.bool_], table: SampleBatch) -> NDArray[np.bool_]:
     """Return the sequences of all groups that contain one of these."""
     return np.isin(table.group_S, table.group_S[wild_S])
 
 
-def num_groups(kept_S: NDArray[np.bool_], table: Batch) -> int:
+def num_groups(kept_S: NDArray[np.bool_], table: SampleBatch) -> int:
     """Return the number of groups that are not kept."""
     return len({*table.group_S[~kept_S].tolist()})
 
 
-def set_aside_note(kept_S: NDArray[np.bool_], table: Batch) -> str:
+def set_aside_note(kept_S: NDArray[np.bool_], table: SampleBatch) -> str:
     """Describe the groups that are not trained on."""
     groups = sorted({*table.group_S[~kept_S].tolist()})
     names = ", ".join(map(str, groups[:10])) + (" and others" if len(groups) > 10 else "")
     return f"group {names} is set aside" if len(groups) == 1 else f"groups {names} are set aside"
 
 
-def sample_named(table: Batch, row: int, sources: Sequence[str] = ()) -> str:
+def sample_named(table: SampleBatch, row: int, sources: Sequence[str] = ()) -> str:
     """Name the sample that a sequence belongs to."""
     source = int(table.source_S[row])
     rollout = f" of {sources[source]}" if 0 <= source < len(sources) else ""
@@ -160,7 +160,7 @@ def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tupl
     )
 
 
-def set_aside_by_loss(step: Step, rows: Sequence[int], columns: Columns, model: Model) -> bool:
+def set_aside_by_loss(step: TrainingStep, rows: Sequence[int], columns: Columns, model: Model) -> bool:
     """Set aside the groups of these sequences that make a model's loss not finite; tell whether others remain.
 
     `columns` are the loss inputs of that model.
@@ -190,7 +190,7 @@ def set_aside_by_loss(step: Step, rows: Sequence[int], columns: Columns, model: 
     return True
 
 
-def name_outlier(step: Step, rows: Sequence[int], columns: Columns, model: Model, excess: str) -> None:
+def name_outlier(step: TrainingStep, rows: Sequence[int], columns: Columns, model: Model, excess: str) -> None:
     """Note the sample that makes a model's loss or gradient out of all proportion, as `excess` says.
 
     With ``set_aside_outliers``, set aside the groups of samples that do so, if others remain. The sizes are those of
@@ -220,7 +220,7 @@ def name_outlier(step: Step, rows: Sequence[int], columns: Columns, model: Model
     step.keep(kept_S)
 
 
-def _gradient_squares(step: Step, columns: Columns, model: Model) -> NDArray[np.float64]:
+def _gradient_squares(step: TrainingStep, columns: Columns, model: Model) -> NDArray[np.float64]:
     """Return the squared norm of the loss's gradient in each sequence of the whole batch. Collective."""
     squares_S = torch.zeros(len(step.whole), dtype=torch.float64)
     shard = step.shards[model]

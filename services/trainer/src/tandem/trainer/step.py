@@ -4,9 +4,9 @@ It takes the table of a batch, the same on every rank, and the sequences that th
 of the whole batch, the same on every rank. It waits only for the other ranks, inside the backend's collective
 operations.
 
-Loss inputs are columns, filled one source after another (`Step.filled`): by the models that score tokens, by the
-algorithm's advantage estimator, and by the batch itself. If some models divide the batch differently from the policy,
-here or in processes of their own, `tandem.trainer.exchange` brings sequences and columns from one to another.
+Loss inputs are columns, filled one source after another (`TrainingStep.filled`): by the models that score tokens, by
+the algorithm's advantage estimator, and by the batch itself. If some models divide the batch differently from the
+policy, here or in processes of their own, `tandem.trainer.exchange` brings sequences and columns from one to another.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
-from tandem.samples.batch import MASKS, Batch, Float32s
+from tandem.samples.batch import MASKS, Float32s, SampleBatch
 from tandem.samples.batch_sharding import batches_of_samples
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.sampling_masks import masks_of_run
 from tandem.trainer.advantages import AdvantageEstimator, ScoredShard
-from tandem.trainer.backend import Backend, LossOfMicroBatch, OptimizerStep
+from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, TrainerBackend
 from tandem.trainer.batching.images import image_settings
-from tandem.trainer.batching.shard import Shard, unpad_into
-from tandem.trainer.exchange import BatchExchange, Exchange
+from tandem.trainer.batching.shard import BatchShard, unpad_into
+from tandem.trainer.exchange import BatchExchange, RankExchange
 from tandem.trainer.logprob_errors import leave_out
 from tandem.trainer.losses import Counts, Loss, make_loss
 from tandem.trainer.losses.custom import blamed
@@ -69,14 +69,14 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train(
-    backend: Backend,
-    whole: Batch,
-    own: Batch,
+    backend: TrainerBackend,
+    whole: SampleBatch,
+    own: SampleBatch,
     config: Config,
     *,
     trained: Sequence[Model] | None = None,
     keeps_logprobs: bool = False,
-    exchange: Exchange | None = None,
+    exchange: RankExchange | None = None,
 ) -> TrainResult:
     """Train on one batch: an optimizer step for each ``train_global_batch_size`` consecutive sequences (DPO: pairs).
 
@@ -99,7 +99,7 @@ def train(
     finite. That model's weights are then those of the optimizer step before.
 
     """
-    step = Step(backend, whole, own, config, exchange)
+    step = TrainingStep(backend, whole, own, config, exchange)
     seconds = {"policy_training": 0.0, **dict.fromkeys(ALWAYS_TIMED, 0.0)}
     columns = step.filled(seconds)
     scored: list[LogprobsOfRows] | None = [] if keeps_logprobs and step.policy_logprobs_T is None else None
@@ -127,14 +127,19 @@ def train(
     )
 
 
-class Step:
+class TrainingStep:
     """One batch on this rank: the shard of each model, the loss inputs, and the optimizer steps.
 
     Rows refer to the whole batch's table.
     """
 
     def __init__(
-        self, backend: Backend, whole: Batch, own: Batch, config: Config, exchange: Exchange | None = None
+        self,
+        backend: TrainerBackend,
+        whole: SampleBatch,
+        own: SampleBatch,
+        config: Config,
+        exchange: RankExchange | None = None,
     ) -> None:
         """Take the table of a batch, and the sequences that it assigns to this rank. Collective."""
         self.backend = backend
@@ -145,11 +150,11 @@ class Step:
         if exchange is not None or not backend.divides_alike:
             self._exchange = BatchExchange(exchange, backend, whole, config)
             held = self._exchange.divided(own)
-        self.shards: dict[Model, Shard] = {}
+        self.shards: dict[Model, BatchShard] = {}
         """The shard of each model that this rank holds, the policy's first."""
         for model, (table, sequences) in held.items():
             settings = config.settings_of(model)
-            self.shards[model] = Shard(
+            self.shards[model] = BatchShard(
                 settings,
                 table,
                 sequences,
@@ -312,7 +317,7 @@ def _keeping(scored: list[LogprobsOfRows], loss: Loss, micro_batch: MicroBatch, 
     return loss(micro_batch, scores_BT)
 
 
-def _logged(batch: Batch, found_T: Float32s | None, scored: Sequence[LogprobsOfRows]) -> Float32s:
+def _logged(batch: SampleBatch, found_T: Float32s | None, scored: Sequence[LogprobsOfRows]) -> Float32s:
     """Return the log-probabilities of a shard's tokens, NaN for tokens that are not valid.
 
     A pass of their own has found them, or else the loss has scored them.

@@ -12,33 +12,33 @@ process within the heartbeat timeout, whatever it is doing. If the coordinator's
 it says hello over each new connection until another coordinator of the run readmits it.
 """
 
-from tandem.common.wire.answering import Answering
-from tandem.common.wire.callers import Callers
+from tandem.common.wire.answering import AnsweringThread
+from tandem.common.wire.callers import CallerConnections
 from tandem.common.wire.frames import (
     Arrays,
-    Codec,
     Frames,
-    Received,
+    MessageCodec,
+    ReceivedMessage,
     encode,
 )
 from tandem.common.wire.hello import check_version
-from tandem.common.wire.hub import Hub, Peer
+from tandem.common.wire.hub import Hub, HubPeer
 from tandem.common.wire.link import Link
-from tandem.common.wire.pump import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, Stalls, exit_code
+from tandem.common.wire.pump import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, ThreadStalls, exit_code
 
 __all__ = [
     "EXIT_AWAITED_ANEW",
     "EXIT_NOT_ADMITTED",
-    "Answering",
+    "AnsweringThread",
     "Arrays",
-    "Callers",
-    "Codec",
+    "CallerConnections",
     "Frames",
     "Hub",
+    "HubPeer",
     "Link",
-    "Peer",
-    "Received",
-    "Stalls",
+    "MessageCodec",
+    "ReceivedMessage",
+    "ThreadStalls",
     "check_version",
     "encode",
     "exit_code",

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common.errors import ConfigError, NotAdmitted, TandemError
 from tandem.common.messages import Heartbeat, Hello, KeyAccepted, Refused, ServiceKind, Shutdown, Welcome
-from tandem.common.wire.frames import Codec, Frames, encode
+from tandem.common.wire.frames import Frames, MessageCodec, encode
 
 Answer = TypeVar("Answer", Welcome, KeyAccepted)
 
@@ -28,7 +28,7 @@ class KeyRefused(TandemError):
     """The coordinator does not accept a key."""
 
 
-class Admission:
+class AdmissionRequests:
     """The requests of one process to its coordinator, all before one deadline."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Admission:
     def ask(self, dealer: zmq.Socket[bytes], hello: Hello, wanted: type[Answer]) -> Answer:
         """Connect, say hello and return the answer."""
         is_waiting, self._is_waiting = self._is_waiting, None
-        admission: Codec[Any] = Codec(wanted | Refused | Heartbeat | Shutdown)
+        admission: MessageCodec[Any] = MessageCodec(wanted | Refused | Heartbeat | Shutdown)
         with contextlib.closing(_Handshake(dealer, self._coordinator, self._keys_of, encode(hello))) as handshake:
             try:
                 dealer.connect(self._coordinator)

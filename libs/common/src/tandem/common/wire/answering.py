@@ -6,21 +6,21 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import WireError
-from tandem.common.wire.frames import Codec, Frames
+from tandem.common.wire.frames import Frames, MessageCodec
 from tandem.common.wire.hub import Hub
 
 _POLL_S = 0.2
 
 
-class Answering:
+class AnsweringThread:
     """A ROUTER socket and its thread. It waits only for the next request, for short intervals."""
 
     def __init__(
         self,
         host: str,
-        admitted: Admitted,
+        admitted: AdmittedKeys,
         requests: Any,
         answer: Callable[[Any], Frames | None],
         *,
@@ -38,7 +38,7 @@ class Answering:
             name: name of the thread.
             max_bytes: size limit of a request.
         """
-        self._codec: Codec[Any] = Codec(requests)
+        self._codec: MessageCodec[Any] = MessageCodec(requests)
         self._answer = answer
         self._hub = Hub(f"tcp://{host}:*", new_key_pair(), admitted, max_bytes=max_bytes)
         self.at = self._hub.at

@@ -20,7 +20,7 @@ from tandem.common.wire.sockets import dealer_of_caller
 _AGAIN_S = 0.2
 
 
-class Callers:
+class CallerConnections:
     """DEALER connections to several processes that answer requests. Used by one thread.
 
     A broken connection is restored automatically, but messages in flight are lost. `receive` reports each new

@@ -43,7 +43,7 @@ class ArrayHeader(msgspec.Struct, frozen=True, array_like=True):
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
 
 
-class Received(msgspec.Struct, Generic[Incoming], frozen=True):
+class ReceivedMessage(msgspec.Struct, Generic[Incoming], frozen=True):
     """A message and the arrays that came with it, as read-only views of the received frames."""
 
     message: Incoming
@@ -86,13 +86,13 @@ def _to_frame(name: str, array: NDArray[Any]) -> bytes | memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
 
 
-class Codec(Generic[Incoming]):
+class MessageCodec(Generic[Incoming]):
     """A decoder for the messages of one direction of one kind of link."""
 
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(union, ext_hook=decode_number)
 
-    def decode(self, frames: Sequence[bytes | memoryview]) -> Received[Incoming]:
+    def decode(self, frames: Sequence[bytes | memoryview]) -> ReceivedMessage[Incoming]:
         """Return a message and its arrays. Raises `WireError` for anything that is not a message of this link."""
         _check_sizes(frames)
         try:
@@ -108,7 +108,7 @@ class Codec(Generic[Incoming]):
         arrays = {h.name: _to_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
         if len(arrays) != len(headers):
             raise WireError("two arrays of the same name")
-        return Received(message, arrays)
+        return ReceivedMessage(message, arrays)
 
 
 def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:

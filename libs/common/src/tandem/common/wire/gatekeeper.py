@@ -19,7 +19,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common import descriptors
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 
 _ZAP = "inproc://zeromq.zap.01"
 _MOST_UNPROVEN = 256
@@ -42,7 +42,7 @@ class Gatekeeper:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        admitted: Admitted,
+        admitted: AdmittedKeys,
         listening: zmq.Socket[bytes] | None = None,
     ) -> None:
         """Start the thread; it limits the unauthenticated connections of the socket `listening`, which is not bound

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import zmq
 
 from tandem.common import curve
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import ConfigError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
@@ -22,7 +22,7 @@ MOST_BYTES_OF_REPLY = 1 << 28
 """Most bytes in a frame to the coordinator; an engine's layouts take some dozens of megabytes at most."""
 
 
-class Peer(NamedTuple):
+class HubPeer(NamedTuple):
     """The other end of a connection to a `Hub`."""
 
     identity: bytes
@@ -34,7 +34,9 @@ class Peer(NamedTuple):
 class Hub:
     """A ROUTER socket: the coordinator's, or that of a rollout's samples. Used by one thread."""
 
-    def __init__(self, address: str, own: KeyPair, admitted: Admitted, *, max_bytes: int = MOST_BYTES_OF_REPLY) -> None:
+    def __init__(
+        self, address: str, own: KeyPair, admitted: AdmittedKeys, *, max_bytes: int = MOST_BYTES_OF_REPLY
+    ) -> None:
         """Bind the socket. Raises `ConfigError` if the address is taken or invalid.
 
         Args:
@@ -63,7 +65,7 @@ class Hub:
         """The address that it listens on."""
         return self.at.address
 
-    def send(self, peer: Peer, frames: Frames) -> bool:
+    def send(self, peer: HubPeer, frames: Frames) -> bool:
         """Send to one peer; return False if its connection is gone."""
         try:
             self._socket.send_multipart([peer.identity, *frames], copy=False)
@@ -73,7 +75,7 @@ class Hub:
             raise
         return True
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[Peer, Frames]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[HubPeer, Frames]]:
         """Wait up to `timeout_s` for a first message, then yield all that have arrived from admitted clients."""
         if not self._awaited.poll(int(timeout_s * 1000)):
             return
@@ -82,7 +84,7 @@ class Hub:
         with contextlib.suppress(zmq.Again):
             while True:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                peer = Peer(identity.bytes, curve.key_of(identity))
+                peer = HubPeer(identity.bytes, curve.key_of(identity))
                 if peer.key in self._admitted:  # it may have been removed since the client connected
                     yield peer, [*map(memory_of, frames)]
 

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from tandem.common import curve
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.keys import ProcessKeys
 from tandem.common.messages import (
     MAX_TEXT,
@@ -20,9 +20,9 @@ from tandem.common.messages import (
     ServiceKind,
     Welcome,
 )
-from tandem.common.wire.admission import Admission, KeyRefused
-from tandem.common.wire.frames import Codec, Frames, Incoming, Received, encode, memory_of
-from tandem.common.wire.pump import SHUTDOWN_GRACE_S, Pump
+from tandem.common.wire.admission import AdmissionRequests, KeyRefused
+from tandem.common.wire.frames import Frames, Incoming, MessageCodec, ReceivedMessage, encode, memory_of
+from tandem.common.wire.pump import SHUTDOWN_GRACE_S, FramePump
 from tandem.common.wire.sockets import dealer_of_link, pipe
 from tandem.common.wire.waker import Waker
 
@@ -42,11 +42,11 @@ class Link(Generic[Incoming]):
         """Create a link that has not joined yet; `keys_of` names the source of the keys, for errors."""
         self._coordinator = coordinator
         self._service = service
-        self._codec: Codec[Incoming] = Codec(incoming)
+        self._codec: MessageCodec[Incoming] = MessageCodec(incoming)
         self._keys, self._keys_of = keys, keys_of or "this process"
         self.own = curve.new_key_pair() if keys.is_joining else keys.own
         """Key pair of this process alone."""
-        self.trainers = Admitted()
+        self.trainers = AdmittedKeys()
         """Keys of the run's trainers, as the coordinator last sent them."""
         self._context = zmq.Context()
         self._identity = identity
@@ -70,7 +70,7 @@ class Link(Generic[Incoming]):
         Raises `ConfigError` for an invalid address, `NotAdmitted` if the coordinator refuses for now or does not
         answer, `TandemError` if it refuses for good or belongs to another run.
         """
-        admission = Admission(self._coordinator, self._service, self._keys_of, timeout_s, is_waiting)
+        admission = AdmissionRequests(self._coordinator, self._service, self._keys_of, timeout_s, is_waiting)
         try:
             welcome = None
             while welcome is None:
@@ -107,7 +107,7 @@ class Link(Generic[Incoming]):
         with self._sending:
             self._outgoing.send_multipart(frames, copy=False)
 
-    def receive(self, timeout_s: float) -> Received[Incoming] | None:
+    def receive(self, timeout_s: float) -> ReceivedMessage[Incoming] | None:
         """Return the next message other than heartbeats, or None after `timeout_s` or a `wake`."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._woken in ready:
@@ -144,6 +144,6 @@ class Link(Generic[Incoming]):
 
     def _start(self, hello: Hello, welcome: Welcome) -> None:
         hello = msgspec.structs.replace(hello, index=welcome.index)
-        self._pump = Pump(self._dealer, self._queued, self._arrived, hello, welcome, self.trainers)
+        self._pump = FramePump(self._dealer, self._queued, self._arrived, hello, welcome, self.trainers)
         self._thread = threading.Thread(target=self._pump.run, name="link", daemon=True)
         self._thread.start()

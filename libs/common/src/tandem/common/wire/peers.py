@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common import curve
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import WireError
 from tandem.common.keys import Key, KeyPair
 from tandem.common.wire.frames import Frames, memory_of
@@ -33,7 +33,7 @@ _MOST_IO_THREADS = 4
 _MOST_TEXT = 200
 
 
-class Peers:
+class PeerConnections:
     """One process's connections to all others of its group. Used by one thread at a time."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Peers:
 
     def _listen(self, host: str) -> str:
         self._router = self._context.socket(zmq.ROUTER)
-        self._gatekeeper = Gatekeeper(self._context, Admitted(self._keys), self._router)
+        self._gatekeeper = Gatekeeper(self._context, AdmittedKeys(self._keys), self._router)
         self._set_options(self._router)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         curve.hear_processes(self._router, self._own)

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.messages import MAX_TEXT, Heartbeat, Hello, Refused, Shutdown, TrainerKeys, Welcome
 from tandem.common.wire.frames import UNDECODABLE, encode, tag_decoder
 
@@ -36,7 +36,7 @@ def exit_code(shutdown: Shutdown) -> int:
     return EXIT_AWAITED_ANEW if shutdown.is_awaited_anew else 0
 
 
-class Stalls:
+class ThreadStalls:
     """The time for which a listening thread was kept from listening.
 
     Its process, or the whole machine, was stopped, or its disk did not respond.
@@ -53,7 +53,7 @@ class Stalls:
         return stall_s
 
 
-class Pump:
+class FramePump:
     """The loop of a link's thread: moves frames between process and socket, sends heartbeats, watches the
     coordinator."""
 
@@ -64,7 +64,7 @@ class Pump:
         arrived: zmq.Socket[bytes],
         hello: Hello,
         welcome: Welcome,
-        trainers: Admitted,
+        trainers: AdmittedKeys,
     ) -> None:
         """Prepare the loop; `hello` is said to any other coordinator of the run."""
         self._trainers = trainers
@@ -94,7 +94,7 @@ class Pump:
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         interval = self._welcome.heartbeat_interval_s
-        stalls = Stalls()
+        stalls = ThreadStalls()
         while True:
             ready = dict(poller.poll(int(interval * 1000 / 2)))
             now = time.monotonic()

@@ -24,7 +24,7 @@ from tandem.config.checks import (
     vision,
 )
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid, Problems
+from tandem.config.problem import InvalidValue, ProblemCollector
 from tandem.config.schema import Config
 
 RULES: tuple[Rule, ...] = (
@@ -50,9 +50,9 @@ RULES: tuple[Rule, ...] = (
 """Rules for all algorithms, in the order of checking; those in the algorithm's declaration come last."""
 
 
-def broken_rules(config: Config) -> Problems:
+def broken_rules(config: Config) -> ProblemCollector:
     """Return the problems that the rules find, one per key, in order: the first often explains the others."""
-    problems = Problems()
+    problems = ProblemCollector()
     own: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
     for rule in (*RULES, *own):
         try:
@@ -61,7 +61,7 @@ def broken_rules(config: Config) -> Problems:
         except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
             if not problems.found:  # otherwise it relied on a key that an earlier rule has found wrong
                 raise
-    by_key: dict[str, Invalid] = {}
+    by_key: dict[str, InvalidValue] = {}
     for problem in problems.found:
         by_key.setdefault(problem.key, problem)
     problems.found = [*by_key.values()]

@@ -10,7 +10,7 @@ from tandem.config.models.families import MEGATRON_ADAPTERS
 from tandem.config.models.lora import CONFIG, matches, why_no_model
 from tandem.config.models.model_sizes import expert_sizes, model_config
 from tandem.config.models.vision_families import family_of
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
 _LATENT = "deepseek_v3"
@@ -25,14 +25,14 @@ def restored_adapters_exist(config: Config) -> None:
         return
     key = f"{MEGATRON if config.policy.megatron_cfg.enabled else DTENSOR}.restore_from"
     if not Path(adapters.restore_from, CONFIG).is_file():
-        raise Invalid(key, f"{shown(adapters.restore_from)} is not a folder of adapters: it has no {CONFIG}")
+        raise InvalidValue(key, f"{shown(adapters.restore_from)} is not a folder of adapters: it has no {CONFIG}")
 
 
 def adapters_have_the_type_of_the_weights(config: Config) -> None:
     """Check that adapters have the weights' type: Megatron-Core's optimizer keeps float32 copies beside them."""
     policy, dtype = config.policy, config.policy.megatron_cfg.peft.lora_dtype
     if policy.megatron_cfg.enabled and policy.adapters and dtype not in (None, "None", policy.precision):
-        raise Invalid(f"{MEGATRON}.lora_dtype", f"{shown(dtype)} is not policy.precision ({policy.precision})")
+        raise InvalidValue(f"{MEGATRON}.lora_dtype", f"{shown(dtype)} is not policy.precision ({policy.precision})")
 
 
 def adapters_are_of_a_language_model(config: Config) -> None:
@@ -40,7 +40,7 @@ def adapters_are_of_a_language_model(config: Config) -> None:
     policy = config.policy
     if policy.adapters and config.declaration.head_of("policy") != "vocabulary":
         key = f"{MEGATRON if policy.megatron_cfg.enabled else DTENSOR}.enabled"
-        raise Invalid(key, f"true, but {config.algorithm} trains a head, which adapters leave unchanged")
+        raise InvalidValue(key, f"true, but {config.algorithm} trains a head, which adapters leave unchanged")
 
 
 def engines_can_merge_adapters(config: Config) -> None:
@@ -49,7 +49,7 @@ def engines_can_merge_adapters(config: Config) -> None:
     policy = config.policy
     if policy.adapters and policy.generation.backend == "vllm" and policy.generation.vllm_cfg.precision == "fp8":
         what = "'fp8', but adapters are trained: engines merge them into bfloat16, float16 or float32"
-        raise Invalid("policy.generation.vllm_cfg.precision", what)
+        raise InvalidValue("policy.generation.vllm_cfg.precision", what)
 
 
 def engines_can_hold_several_sets_of_adapters(config: Config) -> None:
@@ -59,9 +59,11 @@ def engines_can_hold_several_sets_of_adapters(config: Config) -> None:
     if num_sets == 1:
         return
     if policy.adapters is None:
-        raise Invalid(key, f"{num_sets}, but no adapters are trained ({DTENSOR}.enabled)")
+        raise InvalidValue(key, f"{num_sets}, but no adapters are trained ({DTENSOR}.enabled)")
     if family_of(policy) is not None:
-        raise Invalid(key, f"{num_sets}, but the model sees: only text models have the adapters of several versions")
+        raise InvalidValue(
+            key, f"{num_sets}, but the model sees: only text models have the adapters of several versions"
+        )
 
 
 def megatron_has_adapters_of_the_family(config: Config) -> None:
@@ -70,7 +72,7 @@ def megatron_has_adapters_of_the_family(config: Config) -> None:
     if policy.megatron_cfg.enabled and policy.adapters and model.get("model_type") == _LATENT:
         known = ", ".join(MEGATRON_ADAPTERS)
         what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT} with its latent attention"
-        raise Invalid(f"{MEGATRON}.enabled", what)
+        raise InvalidValue(f"{MEGATRON}.enabled", what)
 
 
 def routed_experts_have_no_adapters(config: Config) -> None:
@@ -86,7 +88,7 @@ def routed_experts_have_no_adapters(config: Config) -> None:
         named = [each for each in lora.target_modules if _ROUTED.search(each) and not lora.match_all_linear]
         if named:
             what = f"{shown(named[0])} names routed experts, and adapters of them are not built"
-            raise Invalid(f"{DTENSOR}.target_modules", f"{what}: a layer's experts are one parameter")
+            raise InvalidValue(f"{DTENSOR}.target_modules", f"{what}: a layer's experts are one parameter")
         return
     experts = None if model is None else expert_sizes(model)
     layers = range(experts.num_layers) if experts is not None else ()
@@ -95,7 +97,7 @@ def routed_experts_have_no_adapters(config: Config) -> None:
         has_some = [matches(name, adapters.patterns) and not matches(name, adapters.exclude_modules) for name in names]
         if names and all(has_some):
             what = f"{shown(list(adapters.exclude_modules))}, but adapters of routed experts are not built"
-            raise Invalid(f"{MEGATRON}.exclude_modules", f'{what}: leave them out with ["*.mlp.experts.*"]')
+            raise InvalidValue(f"{MEGATRON}.exclude_modules", f'{what}: leave them out with ["*.mlp.experts.*"]')
 
 
 def all_layers_are_not_a_name(config: Config) -> None:
@@ -105,9 +107,11 @@ def all_layers_are_not_a_name(config: Config) -> None:
         return
     if policy.megatron_cfg.enabled:
         what = "'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj, linear_fc1 and linear_fc2"
-        raise Invalid(f"{MEGATRON}.target_modules", what)
+        raise InvalidValue(f"{MEGATRON}.target_modules", what)
     if not policy.dtensor_cfg.lora_cfg.match_all_linear:
-        raise Invalid(f"{DTENSOR}.target_modules", "'all-linear' is no layer: match_all_linear: true chooses them all")
+        raise InvalidValue(
+            f"{DTENSOR}.target_modules", "'all-linear' is no layer: match_all_linear: true chooses them all"
+        )
 
 
 def models_beside_the_policy_are_no_adapters(config: Config) -> None:
@@ -117,7 +121,7 @@ def models_beside_the_policy_are_no_adapters(config: Config) -> None:
         sections["value.model_name"] = config.value
     for key, section in sections.items():
         if (why := why_no_model(Path(section.model_name))) is not None:
-            raise Invalid(key, why)
+            raise InvalidValue(key, why)
 
 
 RULES: tuple[Rule, ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.checks.rule import Rule, over_a_data_set, where_it_rolls_out
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config, DynamicBatching, SequencePacking
 
 
@@ -13,7 +13,7 @@ def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
     prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
     batch = config.policy.train_global_batch_size
     if prompts * generations % batch:
-        raise Invalid(
+        raise InvalidValue(
             "policy.train_global_batch_size",
             f"{batch} does not divide {name}.num_prompts_per_step * {name}.num_generations_per_prompt "
             f"= {prompts} * {generations} = {prompts * generations} samples",
@@ -53,7 +53,7 @@ def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
 def rows_are_padded_or_packed(config: Config) -> None:
     """Check that rows are either padded or packed when micro-batches go by tokens."""
     if len(_token_limits(config)) > 1:
-        raise Invalid(
+        raise InvalidValue(
             "policy.dynamic_batching.enabled",
             "true, but policy.sequence_packing.enabled is true too: rows are either padded or packed",
         )
@@ -68,7 +68,7 @@ def the_longest_sequences_fit_a_micro_batch(config: Config) -> None:
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
             tokens = getattr(limits, name)
             if tokens < length:
-                raise Invalid(f"policy.{section}.{name}", f"{tokens} is less than {words} ({length})")
+                raise InvalidValue(f"policy.{section}.{name}", f"{tokens} is less than {words} ({length})")
 
 
 def _token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching]:
@@ -84,7 +84,7 @@ def _divides(config: Config, whole_key: str, whole: int, part_key: str, part: in
     shares = config.data_parallel_size
     if whole % (part * shares):
         words = "cluster.trainers" if shares == config.cluster.trainers else "the data-parallel size"
-        raise Invalid(
+        raise InvalidValue(
             whole_key, f"{whole} is not a multiple of {part_key} * {words} = {part} * {shares} = {part * shares}"
         )
 

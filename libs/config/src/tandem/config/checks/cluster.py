@@ -6,14 +6,14 @@ import re
 
 from tandem.config.checks.rule import Rule, where_it_rolls_out
 from tandem.config.placement import gpus_of_reward_models, gpus_per_engine
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
 
 def there_are_rollouts(config: Config) -> None:
     """Check that there is at least one rollout."""
     if config.cluster.rollouts == 0:
-        raise Invalid("cluster.rollouts", f"0, but {config.declaration.title} needs at least 1")
+        raise InvalidValue("cluster.rollouts", f"0, but {config.declaration.title} needs at least 1")
 
 
 def generation_fits_its_gpus(config: Config) -> None:
@@ -32,18 +32,18 @@ def generation_fits_its_gpus(config: Config) -> None:
         other_key, other, fitting = "gpus_per_node", gpus, cluster.gpus_per_node
     if other not in (None, fitting):
         rule = f"with cluster.num_nodes {cluster.num_nodes} it must be {fitting} or null"
-        raise Invalid(prefix + other_key, f"{other}, but {rule}")
+        raise InvalidValue(prefix + other_key, f"{other}, but {rule}")
     if set_aside is None:
         return
     if set_aside >= whole:
-        raise Invalid(prefix + key, f"{set_aside} of cluster.{key} ({whole}) leaves none to training")
+        raise InvalidValue(prefix + key, f"{set_aside} of cluster.{key} ({whole}) leaves none to training")
     sides = (
         ("cluster.rollouts", cluster.rollouts * gpus_per_engine(config), set_aside * gpus_each),
         ("cluster.trainers", config.num_trainers, (whole - set_aside) * gpus_each),
     )
     for process_key, needed, there in sides:
         if needed > there:
-            raise Invalid(process_key, f"needs {needed} GPUs, and {prefix}{key} ({set_aside}) leaves it {there}")
+            raise InvalidValue(process_key, f"needs {needed} GPUs, and {prefix}{key} ({set_aside}) leaves it {there}")
 
 
 def the_launch_fits_the_cluster(config: Config) -> None:
@@ -56,28 +56,28 @@ def the_launch_fits_the_cluster(config: Config) -> None:
     for kind, launched, expected in counts:
         if launched > expected:
             beside = " and cluster.processes_of" if expected > getattr(cluster, kind) else ""
-            raise Invalid(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind}{beside} ({expected})")
+            raise InvalidValue(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind}{beside} ({expected})")
 
 
 def there_is_room_for_the_rollouts(config: Config) -> None:
     """Check that all expected rollouts may join."""
     most, rollouts = config.cluster.max_rollouts, config.cluster.rollouts
     if most is not None and most < rollouts:
-        raise Invalid("cluster.max_rollouts", f"{most} is fewer than cluster.rollouts ({rollouts})")
+        raise InvalidValue("cluster.max_rollouts", f"{most} is fewer than cluster.rollouts ({rollouts})")
 
 
 def the_address_can_be_bound(config: Config) -> None:
     """Check that the address is ``tcp://host:port``, or has ``*`` for any free port."""
     match = re.fullmatch(r"tcp://[^/\s]+:(\*|\d+)", config.cluster.address)
     if not match or (match[1] != "*" and not 0 < int(match[1]) < 65536):
-        raise Invalid("cluster.address", f"{shown(config.cluster.address)} is not tcp://host:port or tcp://host:*")
+        raise InvalidValue("cluster.address", f"{shown(config.cluster.address)} is not tcp://host:port or tcp://host:*")
 
 
 def silence_outlasts_a_heartbeat(config: Config) -> None:
     """Check that one late heartbeat does not count as a lost process."""
     interval, timeout = config.cluster.heartbeat_interval_s, config.cluster.heartbeat_timeout_s
     if timeout < 2 * interval:
-        raise Invalid(
+        raise InvalidValue(
             "cluster.heartbeat_timeout_s", f"{timeout:g} is less than twice cluster.heartbeat_interval_s ({interval:g})"
         )
 

@@ -11,8 +11,8 @@ from tandem.config.checks.reward_model import check_reward_model
 from tandem.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
 from tandem.config.derive import GENERATED
 from tandem.config.named import NAMED, RAW_TEXT, holds_texts, is_local
-from tandem.config.problem import Invalid, shown
-from tandem.config.schema import Config, Environment, Judge
+from tandem.config.problem import InvalidValue, shown
+from tandem.config.schema import Config, EnvironmentConfig, JudgeConfig
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
@@ -49,16 +49,18 @@ def responses_fit(config: Config) -> None:
     longest, length = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     if length > longest:
         key = "policy.generation.max_new_tokens"
-        raise Invalid(key, f"{length} is greater than policy.max_total_sequence_length ({longest})")
+        raise InvalidValue(key, f"{length} is greater than policy.max_total_sequence_length ({longest})")
 
 
 def the_task_is_named(config: Config) -> None:
     """Check that reasoning-gym, which generates problems by task, has a task, and no other dataset does."""
     if config.data.dataset_name == "reasoning_gym":
         if config.data.task is None:
-            raise Invalid("data.task", "required where data.dataset_name is reasoning_gym, such as chain_sum")
+            raise InvalidValue("data.task", "required where data.dataset_name is reasoning_gym, such as chain_sum")
     elif config.data.task is not None:
-        raise Invalid("data.task", f"only reasoning_gym has tasks, and data.dataset_name is {config.data.dataset_name}")
+        raise InvalidValue(
+            "data.task", f"only reasoning_gym has tasks, and data.dataset_name is {config.data.dataset_name}"
+        )
 
 
 def the_file_is_named(config: Config) -> None:
@@ -66,7 +68,7 @@ def the_file_is_named(config: Config) -> None:
     name = config.data.dataset_name
     is_needed = not config.data.train and not (config.evaluates and config.data.val_data_path)
     if is_local(name) and config.data.train_data_path is None and is_needed:
-        raise Invalid("data.train_data_path", f"required where data.dataset_name is {name}")
+        raise InvalidValue("data.train_data_path", f"required where data.dataset_name is {name}")
 
 
 def several_validation_files_have_names(config: Config) -> None:
@@ -75,14 +77,16 @@ def several_validation_files_have_names(config: Config) -> None:
     if not paths:
         return
     if config.declaration.rolls_out:
-        raise Invalid(key, f"{config.declaration.title} validates on one file: set data.val_data_path")
+        raise InvalidValue(key, f"{config.declaration.title} validates on one file: set data.val_data_path")
     if config.data.val_data_path is not None:
-        raise Invalid(key, "data.val_data_path is given too")
+        raise InvalidValue(key, "data.val_data_path is given too")
     if not is_local(config.data.dataset_name):
-        raise Invalid(key, f"only files are validated separately, and data.dataset_name is {config.data.dataset_name}")
+        raise InvalidValue(
+            key, f"only files are validated separately, and data.dataset_name is {config.data.dataset_name}"
+        )
     for name in paths:
         if not re.fullmatch(r"[\w.-]+", name):
-            raise Invalid(key, f"{shown(name)} is not a valid metric name: use letters, digits, '_', '.' and '-'")
+            raise InvalidValue(key, f"{shown(name)} is not a valid metric name: use letters, digits, '_', '.' and '-'")
 
 
 def listed_sets_are_read(config: Config) -> None:
@@ -93,16 +97,16 @@ def listed_sets_are_read(config: Config) -> None:
             key = f"data.{side}[{index}]"
             name = str(each.dataset_name)
             if name in GENERATED:
-                raise Invalid(f"{key}.dataset_name", f"{name} generates its problems: set data.dataset_name alone")
+                raise InvalidValue(f"{key}.dataset_name", f"{name} generates its problems: set data.dataset_name alone")
             if is_local(name) and each.data_path is None:
-                raise Invalid(f"{key}.data_path", f"required where dataset_name is {name}")
+                raise InvalidValue(f"{key}.data_path", f"required where dataset_name is {name}")
             if side == "validation" and each.weight is not None:
-                raise Invalid(f"{key}.weight", "only training sets have a weight")
+                raise InvalidValue(f"{key}.weight", "only training sets have a weight")
     if data.validation and not data.train:
-        raise Invalid("data.validation", "data.train is not given: list the training sets too")
+        raise InvalidValue("data.validation", "data.train is not given: list the training sets too")
     for key in ("val_data_path", "val_data_paths", "val_split"):
         if data.train and getattr(data, key) is not None:
-            raise Invalid(f"data.{key}", "data.train is given: set data.validation")
+            raise InvalidValue(f"data.{key}", "data.train is given: set data.validation")
 
 
 def raw_text_is_read_as_such(config: Config) -> None:
@@ -114,12 +118,12 @@ def raw_text_is_read_as_such(config: Config) -> None:
             sets.append((f"data.{side}[{index}]", str(entry.dataset_name), entry.processor))
     for key, name, processor in sets:
         if processor == RAW_TEXT and not holds_texts(name):
-            raise Invalid(
+            raise InvalidValue(
                 f"{key}.processor", f"{RAW_TEXT} reads raw text: {key}.dataset_name is {name}, not arrow_text"
             )
         if holds_texts(name) != holds_texts(data.dataset_name):
             text = f"{name}, but data.dataset_name is {data.dataset_name}: raw text goes with raw text alone"
-            raise Invalid(f"{key}.dataset_name", text)
+            raise InvalidValue(f"{key}.dataset_name", text)
 
 
 def splits_are_known(config: Config) -> None:
@@ -132,7 +136,7 @@ def splits_are_known(config: Config) -> None:
     for key, name, split in sets:
         named = NAMED.get(name)
         if named is not None and named.splits and split not in named.splits:
-            raise Invalid(f"{key}.split", f"{shown(split)}, but {name} has {listed([*named.splits])}")
+            raise InvalidValue(f"{key}.split", f"{shown(split)}, but {name} has {listed([*named.splits])}")
 
 
 def the_dataset_fits_the_algorithm(config: Config) -> None:
@@ -143,7 +147,7 @@ def the_dataset_fits_the_algorithm(config: Config) -> None:
         return
     fitting = [algorithm.name for algorithm in ALGORITHMS.values() if named.holds in algorithm.learns_from]
     if config.algorithm not in fitting:
-        raise Invalid("data.dataset_name", f"{name} holds {named.holds}, which are for {listed(fitting)}")
+        raise InvalidValue("data.dataset_name", f"{name} holds {named.holds}, which are for {listed(fitting)}")
 
 
 def worse_solutions_are_written(config: Config) -> None:
@@ -151,14 +155,14 @@ def worse_solutions_are_written(config: Config) -> None:
     data = config.data
     if config.declaration.learns_preferences and data.dataset_name in GENERATED and data.rejected_template is None:
         what = f"{config.algorithm} learns from data.dataset_name {data.dataset_name}"
-        raise Invalid("data.rejected_template", f"required where {what}")
+        raise InvalidValue("data.rejected_template", f"required where {what}")
 
 
 def margins_are_read(config: Config) -> None:
     """Check that margins are given only to a reward model: losses over the policy's own probabilities ignore them."""
     reads = config.declaration.learns_preferences and REWARDS in config.declaration.columns
     if config.data.margin_key is not None and not reads:
-        raise Invalid(
+        raise InvalidValue(
             "data.margin_key",
             f"{config.data.margin_key}, but only a reward model learns margins: algorithm is {config.algorithm}",
         )
@@ -167,16 +171,18 @@ def margins_are_read(config: Config) -> None:
 def the_system_message_is_given_once(config: Config) -> None:
     """Check that the system message is given as text or as a file, not both."""
     if config.data.system_prompt is not None and config.data.system_prompt_file is not None:
-        raise Invalid("data.system_prompt", "data.system_prompt_file is given too")
+        raise InvalidValue("data.system_prompt", "data.system_prompt_file is given too")
 
 
 def environments_are_known(config: Config) -> None:
     """Check that each environment is built in or fully described."""
     for name, entry in config.env.items():
         if entry.persistent and entry.command is None:
-            raise Invalid(f"env.{name}.persistent", f"only agents' programs persist: set env.{name}.command")
+            raise InvalidValue(f"env.{name}.persistent", f"only agents' programs persist: set env.{name}.command")
         if entry.model_name is not None and not entry.is_reward_model:
-            raise Invalid(f"env.{name}.model_name", "a class, an agent or a judge is given too, which scores by itself")
+            raise InvalidValue(
+                f"env.{name}.model_name", "a class, an agent or a judge is given too, which scores by itself"
+            )
         if entry.is_agent:
             _check_agent(name, entry)
         elif entry.judge is not None:
@@ -187,82 +193,86 @@ def environments_are_known(config: Config) -> None:
             if name not in (*BUILT_IN_ENVIRONMENTS, *IMAGE_ENVIRONMENTS, *ELSEWHERE, PYTHON_REWARDS):
                 built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
                 guess = nearest(name, BUILT_IN_ENVIRONMENTS)
-                raise Invalid(
+                raise InvalidValue(
                     f"env.{name}",
                     f"not built in ({built_in}) and without a class, a command, a judge or a model_name{guess}",
                 )
         else:
             check_dotted_path(f"env.{name}.class", entry.class_path)
         if name == PYTHON_REWARDS and entry.is_custom:
-            raise Invalid(f"env.{name}.class", "the name is for functions given to tandem.train: choose another")
+            raise InvalidValue(f"env.{name}.class", "the name is for functions given to tandem.train: choose another")
         if entry.max_failures is not None and on_error(name, entry) == "fail":
-            raise Invalid(f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too")
+            raise InvalidValue(
+                f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too"
+            )
 
 
-def on_error(name: str, entry: Environment) -> Literal["zero", "drop", "fail"]:
+def on_error(name: str, entry: EnvironmentConfig) -> Literal["zero", "drop", "fail"]:
     """Return what happens to a sample if scoring it fails; a failure in the user's own code ends the run by default."""
     if entry.judge is not None or entry.is_reward_model:
         return entry.on_error or "drop"  # the response is not at fault
     return entry.on_error or ("fail" if entry.is_custom or name == PYTHON_REWARDS else "zero")
 
 
-def _check_agent(name: str, entry: Environment) -> None:
-    """Raise `Invalid` unless an agent is either a program or a server, without a class."""
+def _check_agent(name: str, entry: EnvironmentConfig) -> None:
+    """Raise `InvalidValue` unless an agent is either a program or a server, without a class."""
     if entry.command is not None and entry.url is not None:
-        raise Invalid(f"env.{name}.url", f"env.{name}.command is given too: an agent is a program or a server")
+        raise InvalidValue(f"env.{name}.url", f"env.{name}.command is given too: an agent is a program or a server")
     key = f"env.{name}.{'url' if entry.command is None else 'command'}"
     if entry.class_path is not None:
-        raise Invalid(key, f"env.{name}.class is given too: an agent plays whole episodes, and has no class")
+        raise InvalidValue(key, f"env.{name}.class is given too: an agent plays whole episodes, and has no class")
     if entry.command == ():
-        raise Invalid(key, "is empty, must begin with the program")
+        raise InvalidValue(key, "is empty, must begin with the program")
     if entry.url is not None:
         _check_url(key, entry.url)
 
 
 def _check_url(key: str, url: str) -> None:
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
-        raise Invalid(key, f"{shown(url)}, must be http://HOST:PORT/PATH")
+        raise InvalidValue(key, f"{shown(url)}, must be http://HOST:PORT/PATH")
 
 
-def _check_judge(name: str, entry: Environment, judge: Judge, config: Config) -> None:
-    """Raise `Invalid` unless a judge has an endpoint, and its answer a number."""
+def _check_judge(name: str, entry: EnvironmentConfig, judge: JudgeConfig, config: Config) -> None:
+    """Raise `InvalidValue` unless a judge has an endpoint, and its answer a number."""
     key = f"env.{name}.judge"
     if entry.class_path is not None:
-        raise Invalid(key, f"env.{name}.class is given too: a judge scores by itself")
+        raise InvalidValue(key, f"env.{name}.class is given too: a judge scores by itself")
     if judge.base_url is None:
         if judge.cache is not None:
-            raise Invalid(f"{key}.cache", f"given, but {key}.base_url is null: the run's own weights change every step")
+            raise InvalidValue(
+                f"{key}.cache", f"given, but {key}.base_url is null: the run's own weights change every step"
+            )
         if not config.policy.generation.takes_external_requests:
-            raise Invalid(
+            raise InvalidValue(
                 key, "without base_url it asks the run's own engine: set policy.generation.expose_http_server"
             )
     else:
         _check_url(f"{key}.base_url", judge.base_url)
         if judge.model is None:
-            raise Invalid(key, "has a base_url but no model")
+            raise InvalidValue(key, "has a base_url but no model")
     if judge.highest_score <= judge.lowest_score:
-        raise Invalid(f"{key}.highest_score", f"{judge.highest_score:g} is not more than {key}.lowest_score")
+        raise InvalidValue(f"{key}.highest_score", f"{judge.highest_score:g} is not more than {key}.lowest_score")
     try:
         groups = re.compile(judge.score_pattern).groups
     except re.error as error:
-        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)}: {error}") from None
+        raise InvalidValue(f"{key}.score_pattern", f"{shown(judge.score_pattern)}: {error}") from None
     if not groups:
-        raise Invalid(f"{key}.score_pattern", f"{shown(judge.score_pattern)} has no group to capture the score")
+        raise InvalidValue(f"{key}.score_pattern", f"{shown(judge.score_pattern)} has no group to capture the score")
     try:
         fields = {field.partition("[")[0] for _, field, *_ in string.Formatter().parse(judge.prompt) if field}
     except ValueError as error:
-        raise Invalid(f"{key}.prompt", f"{shown(judge.prompt)}: {error}") from None
+        raise InvalidValue(f"{key}.prompt", f"{shown(judge.prompt)}: {error}") from None
     if "response" not in fields:
-        raise Invalid(f"{key}.prompt", "has no {response}: the judge would not see what it grades")
+        raise InvalidValue(f"{key}.prompt", "has no {response}: the judge would not see what it grades")
 
 
 def samples_are_scored(config: Config) -> None:
     """Check that each data set has an environment that can score it."""
     chosen, names, title = config.data.environment, list(config.env), config.declaration.title
     if not names:
-        raise Invalid("env", f"required: {title} needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
+        raise InvalidValue("env", f"required: {title} needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
     if chosen is None:
-        raise Invalid("data.environment", f"required where env has several entries ({', '.join(names)})")
+        raise InvalidValue("data.environment", f"required where env has several entries ({', '.join(names)})")
     _check_scores(config, "data.environment", chosen, "data.dataset_name", config.data.dataset_name)
     for side in ("train", "validation"):
         for index, each in enumerate(getattr(config.data, side)):
@@ -270,7 +280,7 @@ def samples_are_scored(config: Config) -> None:
                 _check_scores(config, f"data.{side}[{index}].env_name", each.env_name, "dataset_name", each.title)
     agents = [name for name in config.environments if config.env[name].is_agent]
     if agents and len(config.environments) > 1:
-        raise Invalid(
+        raise InvalidValue(
             f"env.{agents[0]}",
             f"an agent plays whole episodes: there can be no other environment ({', '.join(config.environments)})",
         )
@@ -278,12 +288,12 @@ def samples_are_scored(config: Config) -> None:
 
 def _check_scores(config: Config, key: str, chosen: str, what: str, dataset: str) -> None:
     if chosen not in config.env:
-        raise Invalid(key, f"{shown(chosen)} is not an entry of env ({', '.join(config.env)})")
+        raise InvalidValue(key, f"{shown(chosen)} is not an entry of env ({', '.join(config.env)})")
     built_in = not config.env[chosen].is_custom
     if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
-        raise Invalid(key, f"reasoning_gym cannot score {what} {dataset}")
+        raise InvalidValue(key, f"reasoning_gym cannot score {what} {dataset}")
     if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
-        raise Invalid(key, f"sliding_puzzle_game plays {what} sliding_puzzle, not {dataset}")
+        raise InvalidValue(key, f"sliding_puzzle_game plays {what} sliding_puzzle, not {dataset}")
 
 
 def sets_are_drawn_from(config: Config) -> None:
@@ -293,19 +303,23 @@ def sets_are_drawn_from(config: Config) -> None:
     if not data.use_multiple_dataloader:
         return
     if not config.declaration.rolls_out:
-        raise Invalid("data.use_multiple_dataloader", f"{config.declaration.title} has none: give the sets a weight")
+        raise InvalidValue(
+            "data.use_multiple_dataloader", f"{config.declaration.title} has none: give the sets a weight"
+        )
     if len(data.train) < 2:
-        raise Invalid("data.use_multiple_dataloader", "needs several data sets in data.train")
+        raise InvalidValue("data.use_multiple_dataloader", "needs several data sets in data.train")
     if any(each.weight is not None for each in data.train):
-        raise Invalid("data.use_multiple_dataloader", "sets take turns, but a set of data.train has a weight")
+        raise InvalidValue("data.use_multiple_dataloader", "sets take turns, but a set of data.train has a weight")
     if data.chooser is not None:
         check_dotted_path("data.custom_dataloader", data.chooser)
         return
     if num_prompts is None:
-        raise Invalid(key, "required with data.use_multiple_dataloader")
+        raise InvalidValue(key, "required with data.use_multiple_dataloader")
     per_step = config.rollout_section.num_prompts_per_step
     if per_step % num_prompts:
-        raise Invalid(key, f"{config.algorithm}.num_prompts_per_step ({per_step}) is not a multiple of {num_prompts}")
+        raise InvalidValue(
+            key, f"{config.algorithm}.num_prompts_per_step ({per_step}) is not a multiple of {num_prompts}"
+        )
 
 
 def conversations_have_turns(config: Config) -> None:
@@ -314,7 +328,7 @@ def conversations_have_turns(config: Config) -> None:
         if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_custom:
             continue
         if config.rollout_section.max_rollout_turns == 1:
-            raise Invalid(
+            raise InvalidValue(
                 f"{config.algorithm}.max_rollout_turns",
                 f"1, but {chosen} replies, and the policy needs another turn after that",
             )

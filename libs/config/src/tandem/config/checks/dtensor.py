@@ -8,8 +8,8 @@ from tandem.config.checks.rule import Rule
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.config.models.model_sizes import model_config, model_sizes
 from tandem.config.models.vision_families import VISION
-from tandem.config.problem import Invalid, shown
-from tandem.config.schema import Config, Model
+from tandem.config.problem import InvalidValue, shown
+from tandem.config.schema import Config, ModelConfig
 
 _SECTION = "policy.dtensor_cfg"
 _EXPERTS = f"{_SECTION}.expert_parallel_size"
@@ -26,13 +26,15 @@ def ranks_share_heads(config: Config) -> None:
     model_type = (model_config(config.policy) or {}).get("model_type")
     if model_type not in (None, *TENSOR_PLANS, *VISION):
         known = ", ".join(TENSOR_PLANS)
-        raise Invalid(_SIZE, f"{ranks}, but there is no plan for {model_type}, only for {known}; {_PLAN} may name one")
+        raise InvalidValue(
+            _SIZE, f"{ranks}, but there is no plan for {model_type}, only for {known}; {_PLAN} may name one"
+        )
     if model_type in FUSED_HEADS:
         return
     sizes = model_sizes(config.policy)
     for heads, what in ((sizes.num_heads, "attention heads"), (sizes.num_key_value_heads, "key-value heads")):
         if heads is not None and heads % ranks:
-            raise Invalid(_SIZE, f"{ranks} does not divide {heads} {what}")
+            raise InvalidValue(_SIZE, f"{ranks} does not divide {heads} {what}")
 
 
 def a_plan_has_ranks(config: Config) -> None:
@@ -42,9 +44,9 @@ def a_plan_has_ranks(config: Config) -> None:
     if config.policy.megatron_cfg.enabled or plan is None:
         return
     if "." not in plan.strip("."):
-        raise Invalid(_PLAN, f"{shown(plan)} is not a dotted path, such as package.plan")
+        raise InvalidValue(_PLAN, f"{shown(plan)} is not a dotted path, such as package.plan")
     if settings.tensor_parallel_size == 1:
-        raise Invalid(_PLAN, f"there is a plan, but {_SIZE} is 1")
+        raise InvalidValue(_PLAN, f"there is a plan, but {_SIZE} is 1")
 
 
 def ranks_share_experts(config: Config) -> None:
@@ -53,9 +55,9 @@ def ranks_share_experts(config: Config) -> None:
     if config.policy.megatron_cfg.enabled or ranks == 1:
         return
     if experts is None and model_config(config.policy) is not None:
-        raise Invalid(_EXPERTS, f"{ranks}, but the model has no experts")
+        raise InvalidValue(_EXPERTS, f"{ranks}, but the model has no experts")
     if experts is not None and experts % ranks:
-        raise Invalid(_EXPERTS, f"{ranks} does not divide {experts} experts")
+        raise InvalidValue(_EXPERTS, f"{ranks} does not divide {experts} experts")
 
 
 def groups_are_whole(config: Config) -> None:
@@ -63,8 +65,8 @@ def groups_are_whole(config: Config) -> None:
     check_groups(config.policy, config.cluster.trainers, _SECTION)
 
 
-def check_groups(model: Model, num_ranks: int, section: str) -> None:
-    """Raise `Invalid` if these ranks cannot hold a model's replicas and share its experts.
+def check_groups(model: ModelConfig, num_ranks: int, section: str) -> None:
+    """Raise `InvalidValue` if these ranks cannot hold a model's replicas and share its experts.
 
     `section` is the path of its ``dtensor_cfg``. The ranks form whole model replicas of tensor and context parallelism.
     """
@@ -75,7 +77,9 @@ def check_groups(model: Model, num_ranks: int, section: str) -> None:
         return
     (key, size), *others = given.items()
     times = "".join(f" * {other} ({value})" for other, value in others)
-    raise Invalid(f"{section}.{key}", f"{size}{times} does not divide {shards}, the data-parallel and context ranks")
+    raise InvalidValue(
+        f"{section}.{key}", f"{size}{times} does not divide {shards}, the data-parallel and context ranks"
+    )
 
 
 def compiled_layers_are_whole(config: Config) -> None:
@@ -84,7 +88,7 @@ def compiled_layers_are_whole(config: Config) -> None:
         return
     ranks = config.policy.dtensor_cfg.tensor_parallel_size
     if ranks > 1:
-        raise Invalid("policy.compile", f"true, but {_SIZE} is {ranks}: layers that ranks share are not compiled")
+        raise InvalidValue("policy.compile", f"true, but {_SIZE} is {ranks}: layers that ranks share are not compiled")
 
 
 RULES: tuple[Rule, ...] = (

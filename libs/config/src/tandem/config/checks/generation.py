@@ -8,7 +8,7 @@ from tandem.config.installed.vllm_arguments import complaint
 from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_SEEING
 from tandem.config.models.model_sizes import model_config
 from tandem.config.models.vision_families import family_of
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
 
@@ -23,10 +23,10 @@ def vllm_takes_its_arguments(config: Config) -> None:
         del given[speculation.KEY]
     found = complaint(given)
     if found is not None:
-        raise Invalid(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
+        raise InvalidValue(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
     longest = config.policy.max_total_sequence_length
     if generation.vllm_cfg.max_model_len < longest:
-        raise Invalid(
+        raise InvalidValue(
             "policy.generation.vllm_cfg.max_model_len",
             f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
         )
@@ -49,10 +49,10 @@ def drafts_are_verified_where_that_was_tried(config: Config) -> None:
     }
     for key, is_on in others.items():
         if is_on:
-            raise Invalid(f"policy.generation.vllm_kwargs.{speculation.KEY}", f"cannot be combined with {key}")
+            raise InvalidValue(f"policy.generation.vllm_kwargs.{speculation.KEY}", f"cannot be combined with {key}")
     asked = generation.vllm_kwargs[speculation.KEY].get("draft_tensor_parallel_size")
     if asked not in (None, vllm.tensor_parallel_size):
-        raise Invalid(
+        raise InvalidValue(
             f"policy.generation.vllm_kwargs.{speculation.KEY}.draft_tensor_parallel_size",
             f"{asked}, but vLLM shares a draft as the policy: tensor_parallel_size is {vllm.tensor_parallel_size}",
         )
@@ -63,7 +63,7 @@ def vllm_can_be_refitted(config: Config) -> None:
     model_type = (model_config(config.policy) or {}).get("model_type")
     if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED, *VLLM_SEEING):
         known = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
-        raise Invalid(
+        raise InvalidValue(
             "policy.generation.backend",
             f"vllm, but refits write vLLM's {known}, not its {model_type}; transformers is the other engine",
         )
@@ -73,7 +73,7 @@ def prompts_move_where_engines_are_async(config: Config) -> None:
     """Check that prompts move between engines only if these are asynchronous: moves change the last bits of a run."""
     generation = config.policy.generation
     if generation.generation_timeout is not None and not generation.is_async:
-        raise Invalid("policy.generation.generation_timeout", "needs policy.generation.async_engine")
+        raise InvalidValue("policy.generation.generation_timeout", "needs policy.generation.async_engine")
 
 
 def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
@@ -81,7 +81,7 @@ def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
     most, num_samples = config.policy.generation.max_stored_tokens, config.rollout_section.num_generations_per_prompt
     longest = config.policy.max_total_sequence_length
     if most < num_samples * longest:
-        raise Invalid(
+        raise InvalidValue(
             "policy.generation.max_stored_tokens",
             f"{most} is less than {config.algorithm}.num_generations_per_prompt * policy.max_total_sequence_length "
             f"= {num_samples} * {longest} = {num_samples * longest}, which the samples of one prompt may have",
@@ -91,7 +91,7 @@ def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
 def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
     """Check that asynchronous training has engines on devices of their own: colocated engines cannot run beside it."""
     if config.max_trajectory_age_steps and config.is_colocated:
-        raise Invalid(
+        raise InvalidValue(
             f"{config.asynchronous_key}.enabled",
             "true needs policy.generation.colocated.enabled: false: engines generate while trainers train",
         )

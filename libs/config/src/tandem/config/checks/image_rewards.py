@@ -8,9 +8,9 @@ import msgspec
 
 from tandem.common.errors import listed, nearest
 from tandem.config.checks.rule import Rule, where_it_rolls_out
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
-from tandem.config.schema.image_rewards import ARGUMENTS, IMAGE_ENVIRONMENTS, RewardFunction
+from tandem.config.schema.image_rewards import ARGUMENTS, IMAGE_ENVIRONMENTS, RewardFunctionConfig
 
 
 def functions_score(config: Config) -> None:
@@ -21,39 +21,39 @@ def functions_score(config: Config) -> None:
             reward_functions(name, entry.reward_functions)
 
 
-def reward_functions(environment: str, given: tuple[dict[str, object], ...]) -> tuple[RewardFunction, ...]:
-    """Return the functions of an environment. Raises `Invalid`."""
+def reward_functions(environment: str, given: tuple[dict[str, object], ...]) -> tuple[RewardFunctionConfig, ...]:
+    """Return the functions of an environment. Raises `InvalidValue`."""
     key = f"env.{environment}.reward_functions"
     if not given:
-        raise Invalid(key, "required, such as [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]")
+        raise InvalidValue(key, "required, such as [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]")
     found = tuple(_function(f"{key}[{index}]", entry) for index, entry in enumerate(given))
     if not sum(each.weight for each in found) > 0.0:
-        raise Invalid(key, "no weight is greater than 0")
+        raise InvalidValue(key, "no weight is greater than 0")
     names = [each.name for each in found]
     if len({*names}) < len(names):
-        raise Invalid(key, f"{shown(names)} has a function twice")
+        raise InvalidValue(key, f"{shown(names)} has a function twice")
     return found
 
 
-def _function(key: str, entry: dict[str, object]) -> RewardFunction:
+def _function(key: str, entry: dict[str, object]) -> RewardFunctionConfig:
     name = entry.get("name")
     if name not in ARGUMENTS:
-        raise Invalid(
+        raise InvalidValue(
             f"{key}.name", f"{shown(name)} is not built{nearest(str(name), ARGUMENTS)}: {listed([*ARGUMENTS])}"
         )
     own, kwargs = ARGUMENTS[str(name)], entry.get("kwargs")
     given: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
     for argument in given:
         if argument not in own:
-            raise Invalid(f"{key}.kwargs.{argument}", f"{name} has no such argument, but {listed([*own])}")
+            raise InvalidValue(f"{key}.kwargs.{argument}", f"{name} has no such argument, but {listed([*own])}")
         if argument.endswith("tag") and not re.fullmatch(r"[\w-]+", str(given[argument])):
-            raise Invalid(
+            raise InvalidValue(
                 f"{key}.kwargs.{argument}", f"{shown(given[argument])} is not a tag: use letters, digits and '_'"
             )
     try:
-        return msgspec.convert(entry, RewardFunction)
+        return msgspec.convert(entry, RewardFunctionConfig)
     except msgspec.ValidationError as error:
-        raise Invalid(key, str(error)[0].lower() + str(error)[1:]) from None
+        raise InvalidValue(key, str(error)[0].lower() + str(error)[1:]) from None
 
 
 RULES: tuple[Rule, ...] = where_it_rolls_out(functions_score)

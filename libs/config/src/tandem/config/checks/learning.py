@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 from tandem.config.schema.grpo import PENALTIES
 from tandem.config.shapes import ELSEWHERE
@@ -14,7 +14,7 @@ def leaving_one_out_leaves_one(config: Config) -> None:
     estimator = config.grpo.adv_estimator
     leaves_out = estimator.name not in ("reinforce_plus_plus", "opd") and estimator.use_leave_one_out_baseline
     if leaves_out and config.grpo.num_generations_per_prompt < 2:
-        raise Invalid(
+        raise InvalidValue(
             "grpo.num_generations_per_prompt",
             "1, but grpo.use_leave_one_out_baseline needs at least 2 samples of each prompt",
         )
@@ -27,10 +27,12 @@ def the_divisor_is_one(config: Config) -> None:
         scale = section.scale_rewards
         if scale is not None and section.normalize_rewards == (scale == "none"):
             needed = shown(not section.normalize_rewards)
-            raise Invalid(f"{key}.normalize_rewards", f"{key}.scale_rewards {scale} needs {needed}, or no such key")
+            raise InvalidValue(
+                f"{key}.normalize_rewards", f"{key}.scale_rewards {scale} needs {needed}, or no such key"
+            )
     estimators = ("grpo",) if estimator.scale_rewards == "batch" else ("grpo", "gdpo")
     if estimator.scale_rewards is not None and estimator.name not in estimators:
-        raise Invalid(
+        raise InvalidValue(
             "grpo.scale_rewards",
             f"{estimator.scale_rewards}, but grpo.adv_estimator.name {estimator.name} has a divisor of its own",
         )
@@ -40,7 +42,7 @@ def samples_differ(config: Config) -> None:
     """Check that samples are drawn at random, not greedily: GRPO compares the samples of a group."""
     if config.policy.generation.temperature == 0 and not config.evaluates:
         title = config.declaration.title
-        raise Invalid(
+        raise InvalidValue(
             "policy.generation.temperature", f"0 draws the same sample every time, and {title} learns from none"
         )
 
@@ -49,7 +51,7 @@ def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
     """Check that groups have at least two samples for dynamic sampling: the rewards of one never differ."""
     section, name = config.rollout_section, config.algorithm
     if section.use_dynamic_sampling and section.num_generations_per_prompt < 2:
-        raise Invalid(
+        raise InvalidValue(
             f"{name}.num_generations_per_prompt",
             f"1, but {name}.use_dynamic_sampling needs at least 2 samples of each prompt",
         )
@@ -58,7 +60,7 @@ def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
 def components_have_no_length(config: Config) -> None:
     """Check that GDPO runs without reward shaping, which changes only the sum of the components."""
     if config.grpo.adv_estimator.name == "gdpo" and config.grpo.reward_shaping.enabled:
-        raise Invalid(
+        raise InvalidValue(
             "grpo.reward_shaping.enabled",
             "true, but grpo.adv_estimator.name gdpo takes the components of the reward, which are not shaped",
         )
@@ -71,7 +73,7 @@ def rewards_can_be_shaped(config: Config) -> None:
         return
     for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
         if getattr(shaping, name) is None:
-            raise Invalid(
+            raise InvalidValue(
                 f"{key}.{name}",
                 f"null, but {key}.enabled needs it, or stop_properly_penalty_coef in its place",
             )
@@ -81,7 +83,7 @@ def rewards_can_be_scaled(config: Config) -> None:
     """Check that the interval of reward scaling is not empty."""
     scaling, key = config.rollout_section.reward_scaling, f"{config.algorithm}.reward_scaling"
     if scaling.enabled and scaling.source_max <= scaling.source_min:
-        raise Invalid(
+        raise InvalidValue(
             f"{key}.source_max",
             f"{scaling.source_max:g} is not more than {key}.source_min ({scaling.source_min:g})",
         )
@@ -91,7 +93,7 @@ def advantages_have_bounds(config: Config) -> None:
     """Check that the lower bound of advantages is below the upper one."""
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
     if low is not None and high is not None and low >= high:
-        raise Invalid("grpo.advantage_clip_high", f"{high:g} is not more than grpo.advantage_clip_low ({low:g})")
+        raise InvalidValue("grpo.advantage_clip_high", f"{high:g} is not more than grpo.advantage_clip_low ({low:g})")
 
 
 def turns_are_an_agents(config: Config) -> None:
@@ -101,7 +103,7 @@ def turns_are_an_agents(config: Config) -> None:
         return
     key = next(name for name in PENALTIES if getattr(config.grpo, name) is not None)
     text = f"{getattr(config.grpo, key):g}, but env.{environment} is no agent, whose turns alone are penalised"
-    raise Invalid(f"grpo.{key}", text)
+    raise InvalidValue(f"grpo.{key}", text)
 
 
 ROLLOUT_RULES: tuple[Rule, ...] = (

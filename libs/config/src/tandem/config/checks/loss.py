@@ -8,13 +8,13 @@ import msgspec
 
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule, check_dotted_path
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config, LossColumn
-from tandem.config.schema.columns import BUILT_IN, TAKEN, Column
+from tandem.config.schema.columns import BUILT_IN, TAKEN, ColumnDeclaration
 from tandem.config.schema.loss import MEAN_OF_SEQUENCES
 
 
-class Conflict(msgspec.Struct, frozen=True):
+class OptionConflict(msgspec.Struct, frozen=True):
     """Two options of ``loss_fn`` with values that exclude each other."""
 
     key: str
@@ -27,16 +27,18 @@ class Conflict(msgspec.Struct, frozen=True):
 
 
 _CONFLICTS = (
-    Conflict("sequence_level_importance_ratios", "token_level_loss", False, "each sequence has one ratio"),
-    Conflict("use_cispo", "token_level_loss", True, "CISPO is a mean over all tokens"),
-    Conflict("use_cispo", "disable_ppo_ratio", False, "CISPO weights by the ratio"),
-    Conflict("use_cispo", "force_on_policy_ratio", False, "CISPO weights by the ratio"),
-    Conflict("use_cispo", "sequence_level_importance_ratios", False, "CISPO weights each token"),
-    Conflict("use_cispo", "ratio_clip_c", None, "no loss of CISPO grows with the ratio"),
-    Conflict("disable_ppo_ratio", "ratio_clip_c", None, "there is no ratio to bound"),
-    Conflict("disable_ppo_ratio", "force_on_policy_ratio", False, "there is no ratio to force"),
-    Conflict("use_kl_in_reward", "use_on_policy_kl_approximation", False, "only a divergence in the loss is weighted"),
-    Conflict(
+    OptionConflict("sequence_level_importance_ratios", "token_level_loss", False, "each sequence has one ratio"),
+    OptionConflict("use_cispo", "token_level_loss", True, "CISPO is a mean over all tokens"),
+    OptionConflict("use_cispo", "disable_ppo_ratio", False, "CISPO weights by the ratio"),
+    OptionConflict("use_cispo", "force_on_policy_ratio", False, "CISPO weights by the ratio"),
+    OptionConflict("use_cispo", "sequence_level_importance_ratios", False, "CISPO weights each token"),
+    OptionConflict("use_cispo", "ratio_clip_c", None, "no loss of CISPO grows with the ratio"),
+    OptionConflict("disable_ppo_ratio", "ratio_clip_c", None, "there is no ratio to bound"),
+    OptionConflict("disable_ppo_ratio", "force_on_policy_ratio", False, "there is no ratio to force"),
+    OptionConflict(
+        "use_kl_in_reward", "use_on_policy_kl_approximation", False, "only a divergence in the loss is weighted"
+    ),
+    OptionConflict(
         "truncated_importance_sampling_type", "use_importance_sampling_correction", True, "it bounds that correction"
     ),
 )
@@ -50,7 +52,7 @@ def the_loss_is_named(config: Config) -> None:
     if loss.class_path is not None:
         check_dotted_path("loss_fn.class", loss.class_path)
     elif loss.kwargs:
-        raise Invalid("loss_fn.kwargs", f"{shown(loss.kwargs)}, but loss_fn.class names no class that takes them")
+        raise InvalidValue("loss_fn.kwargs", f"{shown(loss.kwargs)}, but loss_fn.class names no class that takes them")
 
 
 def columns_have_a_source(config: Config) -> None:
@@ -58,27 +60,29 @@ def columns_have_a_source(config: Config) -> None:
     rollouts."""
     loss, key = config.loss_fn, "loss_fn.columns"
     if loss.columns and loss.class_path is None:
-        raise Invalid(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
+        raise InvalidValue(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
     for name, column in loss.columns.items():
         known = BUILT_IN.get(name)
         if known is not None and column != LossColumn(source=known.source):
-            raise Invalid(f"{key}.{name}", f"it is built in: its source is {known.source}, and its fill is fixed")
+            raise InvalidValue(f"{key}.{name}", f"it is built in: its source is {known.source}, and its fill is fixed")
         if known is None and column.source in ("engine", "coordinator", "trainer"):
             names = [each.name for each in BUILT_IN.values() if each.source == column.source]
             which = f"{column.source} has {', '.join(names)}, but no {name}{nearest(name, names)}"
-            raise Invalid(f"{key}.{name}.source", which)
+            raise InvalidValue(f"{key}.{name}.source", which)
         if known is None and (not name.isidentifier() or name in TAKEN):
-            raise Invalid(key, f"{shown(name)} cannot be the name of a column")
+            raise InvalidValue(key, f"{shown(name)} cannot be the name of a column")
         missing = {"value": "no value model", "teacher": "no teacher", "trainer": "no columns from trainers"}.get(
             column.source
         )
         if missing is not None and column.source not in {each.source for each in _declared(config)}:
-            raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} has {missing}")
+            raise InvalidValue(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} has {missing}")
         if column.source not in ("policy", "reference") and not config.declaration.rolls_out:
-            raise Invalid(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} rolls nothing out")
+            raise InvalidValue(
+                f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} rolls nothing out"
+            )
 
 
-def _declared(config: Config) -> Iterator[Column]:
+def _declared(config: Config) -> Iterator[ColumnDeclaration]:
     """Yield the loss inputs that the algorithm's own losses read."""
     declared = (column for training in config.declaration.trainings for column in training.columns)
     return (column for column in declared if column.is_read(config, config.num_optimizer_steps))
@@ -89,7 +93,7 @@ def options_agree(config: Config) -> None:
     for conflict in _CONFLICTS:
         value, other = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.other))
         if value and other != conflict.needed:
-            raise Invalid(
+            raise InvalidValue(
                 f"loss_fn.{conflict.key}",
                 f"{shown(value)} needs loss_fn.{conflict.other} to be {shown(conflict.needed)}: {conflict.why}",
             )
@@ -100,9 +104,13 @@ def the_mean_is_one(config: Config) -> None:
     loss = config.loss_fn
     if loss.loss_type is not None and loss.token_level_loss == (loss.loss_type == MEAN_OF_SEQUENCES):
         needed = shown(not loss.token_level_loss)
-        raise Invalid("loss_fn.token_level_loss", f"loss_fn.loss_type {loss.loss_type} needs {needed}, or no such key")
+        raise InvalidValue(
+            "loss_fn.token_level_loss", f"loss_fn.loss_type {loss.loss_type} needs {needed}, or no such key"
+        )
     if loss.loss_scale_factor is not None and loss.loss_type != "dr_grpo":
-        raise Invalid("loss_fn.loss_scale_factor", f"{loss.loss_scale_factor} needs loss_fn.loss_type to be dr_grpo")
+        raise InvalidValue(
+            "loss_fn.loss_scale_factor", f"{loss.loss_scale_factor} needs loss_fn.loss_type to be dr_grpo"
+        )
 
 
 def importance_weights_have_bounds(config: Config) -> None:
@@ -113,13 +121,13 @@ def importance_weights_have_bounds(config: Config) -> None:
     needed = () if kind is None else (_HIGH,) if kind == "tis" else (_HIGH, _LOW)
     for name, bound in ((_HIGH, high), (_LOW, low)):
         if kind is None and bound is not None:
-            raise Invalid(_KIND, f"null, but loss_fn.{name} is {bound:g}: expected tis, icepop or seq-mask-tis")
+            raise InvalidValue(_KIND, f"null, but loss_fn.{name} is {bound:g}: expected tis, icepop or seq-mask-tis")
         if name in needed and bound is None:
-            raise Invalid(f"loss_fn.{name}", f"null, but {_KIND} {kind} needs it")
+            raise InvalidValue(f"loss_fn.{name}", f"null, but {_KIND} {kind} needs it")
     if high is not None and low is not None and low > high:
-        raise Invalid(f"loss_fn.{_LOW}", f"{low:g} is more than loss_fn.{_HIGH} ({high:g})")
+        raise InvalidValue(f"loss_fn.{_LOW}", f"{low:g} is more than loss_fn.{_HIGH} ({high:g})")
     if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        raise Invalid(
+        raise InvalidValue(
             _KIND, "seq-mask-tis weights each token, but loss_fn.sequence_level_importance_ratios each sequence"
         )
 
@@ -130,13 +138,15 @@ def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
         return
     estimator = config.rollout_section.group_estimator
     if estimator is not None and estimator.name != "reinforce_plus_plus":
-        raise Invalid(
+        raise InvalidValue(
             "loss_fn.use_kl_in_reward",
             "true needs grpo.adv_estimator.name to be reinforce_plus_plus: "
             f"{estimator.name} has one advantage a sample",
         )
     if config.loss_fn.reference_policy_kl_penalty == 0:
-        raise Invalid("loss_fn.use_kl_in_reward", "true needs loss_fn.reference_policy_kl_penalty to be more than 0")
+        raise InvalidValue(
+            "loss_fn.use_kl_in_reward", "true needs loss_fn.reference_policy_kl_penalty to be more than 0"
+        )
 
 
 def forced_ratios_are_true(config: Config) -> None:
@@ -144,7 +154,7 @@ def forced_ratios_are_true(config: Config) -> None:
     batch, samples, passes = config.policy.train_global_batch_size, config.units_per_step, config.num_passes
     if config.loss_fn.force_on_policy_ratio and (batch != samples or passes > 1):
         name, times = config.algorithm, f", and it passes over it {passes} times" if passes > 1 else ""
-        raise Invalid(
+        raise InvalidValue(
             "loss_fn.force_on_policy_ratio",
             f"true needs one optimizer step a rollout batch: policy.train_global_batch_size is {batch}, "
             f"{name}.num_prompts_per_step * {name}.num_generations_per_prompt {samples}{times}",
@@ -158,7 +168,7 @@ def the_reference_is_read_or_skipped(config: Config) -> None:
     """Check that the reference's log-probabilities are skipped only if the loss does not read them, as in NeMo-RL."""
     penalty, name = config.loss_fn.reference_policy_kl_penalty, config.algorithm
     if getattr(config, name).skip_reference_policy_logprobs_calculation and penalty > 0:
-        raise Invalid(
+        raise InvalidValue(
             f"{name}.skip_reference_policy_logprobs_calculation",
             f"true, but loss_fn.reference_policy_kl_penalty is {penalty:g}",
         )

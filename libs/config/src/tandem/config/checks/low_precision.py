@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.config.checks.rule import Rule
 from tandem.config.low_precision import DELAYED, products_of
 from tandem.config.models.model_sizes import model_sizes
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
 KEY = "policy.megatron_cfg"
@@ -30,11 +30,11 @@ def products_are_requested_once(config: Config) -> None:
         for key in (name, f"{name}_recipe"):
             if megatron.forwarded.get(key) is not None:
                 value = megatron.forwarded[key]
-                raise Invalid(f"{KEY}.{key}", f"{value}, but {KEY}.{name}_cfg is enabled: set it there")
+                raise InvalidValue(f"{KEY}.{key}", f"{value}, but {KEY}.{name}_cfg is enabled: set it there")
     found = products_of(megatron)
     if len(found) > 1:
         first, second = found
-        raise Invalid(f"{KEY}.{second.key}", f"{second.value}, but {KEY}.{first.key} is {first.value}")
+        raise InvalidValue(f"{KEY}.{second.key}", f"{second.value}, but {KEY}.{first.key} is {first.value}")
 
 
 def scales_are_of_the_pass_itself(config: Config) -> None:
@@ -45,7 +45,7 @@ def scales_are_of_the_pass_itself(config: Config) -> None:
     """
     for products in products_of(config.policy.megatron_cfg):
         if products.recipe == DELAYED:
-            raise Invalid(
+            raise InvalidValue(
                 f"{KEY}.{products.recipe_key}",
                 "delayed takes scales from earlier passes in training, of which a pass that scores has none: choose "
                 "blockwise, tensorwise or mxfp8",
@@ -57,14 +57,14 @@ def recipes_of_users_have_a_factory(config: Config) -> None:
     for products in products_of(config.policy.megatron_cfg):
         factory = f"{products.name}_quantizer_factory"
         if products.recipe == "custom" and not config.policy.megatron_cfg.forwarded.get(factory):
-            raise Invalid(f"{KEY}.{factory}", f"required where {KEY}.{products.recipe_key} is custom")
+            raise InvalidValue(f"{KEY}.{factory}", f"required where {KEY}.{products.recipe_key} is custom")
 
 
 def four_bits_are_made_of_bfloat16(config: Config) -> None:
     """Check that products in float4 have inputs in bfloat16: their Hadamard transform takes no other type."""
     for products in products_of(config.policy.megatron_cfg):
         if products.recipe == "nvfp4" and config.policy.precision != "bfloat16":
-            raise Invalid(
+            raise InvalidValue(
                 f"{KEY}.{products.key}",
                 f"{products.value} needs policy.precision bfloat16, not {config.policy.precision}",
             )
@@ -80,7 +80,9 @@ def layers_at_the_ends_are_of_one_stage(config: Config) -> None:
     most = layers // megatron.pipeline_model_parallel_size
     for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if not 0 <= given.get(key, 1) <= most:
-            raise Invalid(f"{KEY}.{key}", f"{given[key]} is not between 0 and {most}, the layers of a pipeline stage")
+            raise InvalidValue(
+                f"{KEY}.{key}", f"{given[key]} is not between 0 and {most}, the layers of a pipeline stage"
+            )
 
 
 def weights_keep_their_precision(config: Config) -> None:
@@ -88,7 +90,9 @@ def weights_keep_their_precision(config: Config) -> None:
     for section, name in _OF_WEIGHTS:
         value = getattr(config.policy.megatron_cfg, section).get(name)
         if value:
-            raise Invalid(f"{KEY}.{section}.{name}", f"{shown(value)} is for weights in float8, which is not supported")
+            raise InvalidValue(
+                f"{KEY}.{section}.{name}", f"{shown(value)} is for weights in float8, which is not supported"
+            )
 
 
 def routers_pad_for_products(config: Config) -> None:
@@ -96,7 +100,7 @@ def routers_pad_for_products(config: Config) -> None:
     megatron = config.policy.megatron_cfg
     for name in _PADDING:
         if megatron.forwarded.get(name) and not products_of(megatron):
-            raise Invalid(f"{KEY}.{name}", f"true, but neither {KEY}.fp8_cfg nor {KEY}.fp4_cfg is enabled")
+            raise InvalidValue(f"{KEY}.{name}", f"true, but neither {KEY}.fp8_cfg nor {KEY}.fp4_cfg is enabled")
 
 
 RULES: tuple[Rule, ...] = (

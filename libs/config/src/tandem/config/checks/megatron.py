@@ -9,7 +9,7 @@ from tandem.config.checks.rule import Rule
 from tandem.config.models.families import MEGATRON, MEGATRON_VISION
 from tandem.config.models.model_sizes import model_config
 from tandem.config.models.vision_families import VISION
-from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config
 
 KEY = "policy.megatron_cfg"
@@ -24,7 +24,7 @@ def the_architecture_is_megatrons(config: Config) -> None:
         sees = model_type in VISION
         known = ", ".join(MEGATRON_VISION if sees else MEGATRON)
         what = f"true, but Megatron-Core trains {known}{' with images' if sees else ''} here, not {model_type}"
-        raise Invalid(f"{KEY}.enabled", what)
+        raise InvalidValue(f"{KEY}.enabled", what)
 
 
 def rates_are_in_order(config: Config) -> None:
@@ -32,26 +32,26 @@ def rates_are_in_order(config: Config) -> None:
     megatron = config.policy.megatron_cfg
     highest = megatron.optimizer.get("lr")
     if highest is None:
-        raise Invalid(f"{KEY}.optimizer.lr", "required: the highest learning rate")
+        raise InvalidValue(f"{KEY}.optimizer.lr", "required: the highest learning rate")
     others = (
         ("optimizer.min_lr", megatron.optimizer.get("min_lr") or 0.0),
         ("scheduler.lr_warmup_init", megatron.scheduler.lr_warmup_init),
     )
     for key, rate in others:
         if rate > highest:
-            raise Invalid(f"{KEY}.{key}", f"{rate:g} is greater than {KEY}.optimizer.lr ({highest:g})")
+            raise InvalidValue(f"{KEY}.{key}", f"{rate:g} is greater than {KEY}.optimizer.lr ({highest:g})")
 
 
 def the_decay_outlasts_the_warmup(config: Config) -> None:
     """Check that the decay ends after the warm-up; both are counted from the first step."""
     scheduler = config.policy.megatron_cfg.scheduler
     if scheduler.lr_decay_iters is not None and scheduler.lr_decay_iters <= scheduler.lr_warmup_iters:
-        raise Invalid(
+        raise InvalidValue(
             f"{KEY}.scheduler.lr_decay_iters",
             f"{scheduler.lr_decay_iters} is no more than {KEY}.scheduler.lr_warmup_iters ({scheduler.lr_warmup_iters})",
         )
     if scheduler.lr_decay_style == "WSD" and scheduler.lr_wsd_decay_iters is None:
-        raise Invalid(f"{KEY}.scheduler.lr_wsd_decay_iters", "required where lr_decay_style is WSD")
+        raise InvalidValue(f"{KEY}.scheduler.lr_wsd_decay_iters", "required where lr_decay_style is WSD")
 
 
 def a_constant_weight_decay_is_constant(config: Config) -> None:
@@ -61,7 +61,7 @@ def a_constant_weight_decay_is_constant(config: Config) -> None:
     start = decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
     end = decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
     if scheduler.weight_decay_incr_style == "constant" and start != end:
-        raise Invalid(
+        raise InvalidValue(
             f"{KEY}.scheduler.end_weight_decay",
             f"{end:g} differs from the start ({start:g}), but weight_decay_incr_style is constant",
         )
@@ -72,7 +72,7 @@ def stages_are_interleaved_over_several_ranks(config: Config) -> None:
     megatron = config.policy.megatron_cfg
     virtual = megatron.virtual_pipeline_model_parallel_size
     if virtual is not None and virtual > 1 and megatron.pipeline_model_parallel_size == 1:
-        raise Invalid(
+        raise InvalidValue(
             f"{KEY}.virtual_pipeline_model_parallel_size",
             f"{virtual}, but {KEY}.pipeline_model_parallel_size is 1: there are no stages to interleave",
         )
@@ -82,13 +82,15 @@ def stages_speak_one_type(config: Config) -> None:
     """Check that `pipeline_dtype` is the policy's precision: a stage reads what it receives as that type."""
     dtype = config.policy.megatron_cfg.pipeline_dtype
     if dtype not in (None, config.policy.precision):
-        raise Invalid(f"{KEY}.pipeline_dtype", f"{dtype} is not policy.precision ({config.policy.precision}), nor null")
+        raise InvalidValue(
+            f"{KEY}.pipeline_dtype", f"{dtype} is not policy.precision ({config.policy.precision}), nor null"
+        )
 
 
 def the_optimizer_keeps_the_precision(config: Config) -> None:
     """Check that the optimizer follows the policy's precision: float16 would need a loss scale, which is not built."""
     if config.policy.megatron_cfg.optimizer.get("fp16"):
-        raise Invalid(f"{KEY}.optimizer.fp16", f"true, but policy.precision is {config.policy.precision}")
+        raise InvalidValue(f"{KEY}.optimizer.fp16", f"true, but policy.precision is {config.policy.precision}")
 
 
 def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
@@ -96,24 +98,26 @@ def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
     given, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
     name = given.get("optimizer", "adam")
     if name not in OPTIMIZERS:
-        raise Invalid(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
+        raise InvalidValue(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
     if given.get("optimizer_cpu_offload") and config.checkpointing.enabled:
-        raise Invalid(f"{key}.optimizer_cpu_offload", "true, but its state cannot be saved (checkpointing.enabled)")
+        raise InvalidValue(
+            f"{key}.optimizer_cpu_offload", "true, but its state cannot be saved (checkpointing.enabled)"
+        )
     if (
         given.get("optimizer_cpu_offload")
         and given["use_distributed_optimizer"]
         and config.policy.precision == "float32"
     ):
         # Megatron-Core would give it views of the parameters, which no optimizer of torch takes.
-        raise Invalid(
+        raise InvalidValue(
             f"{key}.optimizer_cpu_offload", f"true, but in float32 it needs {key}.use_distributed_optimizer off"
         )
     aware = "use_precision_aware_optimizer"
     if given.get(aware) and (name != "adam" or not given["use_distributed_optimizer"]):
-        raise Invalid(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")
+        raise InvalidValue(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")
     for state in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if given.get(state, "float32") != "float32" and not given.get(aware):
-            raise Invalid(f"{key}.{state}", f"{given[state]} needs {key}.{aware}")
+            raise InvalidValue(f"{key}.{state}", f"{given[state]} needs {key}.{aware}")
 
 
 def the_optimizer_shards(config: Config) -> None:
@@ -121,7 +125,7 @@ def the_optimizer_shards(config: Config) -> None:
     given = config.policy.megatron_cfg.distributed_data_parallel_config
     for name in ("use_custom_fsdp", "use_megatron_fsdp"):
         if given.get(name):
-            raise Invalid(
+            raise InvalidValue(
                 f"{KEY}.distributed_data_parallel_config.{name}",
                 f"true is not supported: {KEY}.optimizer.use_distributed_optimizer shards, and so does dtensor_cfg",
             )
@@ -134,25 +138,27 @@ def recomputation_is_whole(config: Config) -> None:
     if granularity is None:
         extra = next((name for name in given if name.startswith("recompute_") and given[name] is not None), None)
         if extra is not None:
-            raise Invalid(f"{KEY}.{extra}", f"needs {KEY}.recompute_granularity")
+            raise InvalidValue(f"{KEY}.{extra}", f"needs {KEY}.recompute_granularity")
     elif granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
             if given.get(name) is None:
-                raise Invalid(f"{KEY}.{name}", f"required where {KEY}.recompute_granularity is full")
+                raise InvalidValue(f"{KEY}.{name}", f"required where {KEY}.recompute_granularity is full")
     elif layers is not None:
-        raise Invalid(f"{KEY}.recompute_num_layers", f"{layers}, but {KEY}.recompute_granularity is selective")
+        raise InvalidValue(f"{KEY}.recompute_num_layers", f"{layers}, but {KEY}.recompute_granularity is selective")
 
 
 def environment_variables_are_texts(config: Config) -> None:
     """Check that environment variables have valid names, and text or numbers as values."""
-    problems = Problems()
+    problems = ProblemCollector()
     for name, value in (config.policy.megatron_cfg.env_vars or {}).items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            problems.found.append(Invalid(f"{KEY}.env_vars", f"{shown(name)} is not a valid name of a variable"))
+            problems.found.append(InvalidValue(f"{KEY}.env_vars", f"{shown(name)} is not a valid name of a variable"))
         elif isinstance(value, bool) or not isinstance(value, str | int | float):
-            problems.found.append(Invalid(f"{KEY}.env_vars.{name}", f"expected text or a number, got {shown(value)}"))
+            problems.found.append(
+                InvalidValue(f"{KEY}.env_vars.{name}", f"expected text or a number, got {shown(value)}")
+            )
         elif "\0" in str(value):
-            problems.found.append(Invalid(f"{KEY}.env_vars.{name}", "holds a null byte"))
+            problems.found.append(InvalidValue(f"{KEY}.env_vars.{name}", "holds a null byte"))
     problems.complain()
 
 

@@ -10,14 +10,14 @@ from tandem.config.derive import linear_warmup, warmup_length
 from tandem.config.installed.model_fields import model_fields
 from tandem.config.installed.torch_arguments import torch_problems
 from tandem.config.models.model_sizes import max_positions, model_config
-from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config, SchedulerEntry
 
 
 def a_backend_is_enabled(config: Config) -> None:
     """Check that a backend is enabled; if both are, Megatron-Core takes precedence over FSDP2."""
     if not config.policy.dtensor_cfg.enabled and not config.policy.megatron_cfg.enabled:
-        raise Invalid(
+        raise InvalidValue(
             "policy.dtensor_cfg.enabled", "false, and policy.megatron_cfg.enabled is false too: nothing can train"
         )
 
@@ -25,12 +25,12 @@ def a_backend_is_enabled(config: Config) -> None:
 def an_optimizer_is_named(config: Config) -> None:
     """Check that an optimizer is named, unless Megatron-Core brings its own."""
     if config.policy.optimizer is None and not config.policy.megatron_cfg.enabled:
-        raise Invalid("policy.optimizer", "null, but policy.dtensor_cfg needs an optimizer")
+        raise InvalidValue("policy.optimizer", "null, but policy.dtensor_cfg needs an optimizer")
 
 
 def the_optimizer_and_its_schedules_are_torchs(config: Config) -> None:
     """Check the names and arguments of optimizer and schedules, as far as they are torch classes."""
-    policy, problems = config.policy, Problems()
+    policy, problems = config.policy, ProblemCollector()
     if policy.megatron_cfg.enabled:
         return
     if policy.optimizer is not None:
@@ -49,9 +49,11 @@ def the_warmup_is_one(config: Config) -> None:
     if not policy.warmup_steps:
         return
     if policy.warmup_steps > 1 and not policy.warmup_steps.is_integer():
-        raise Invalid(key, f"{policy.warmup_steps:g} is neither a whole number of steps nor a share below 1")
+        raise InvalidValue(key, f"{policy.warmup_steps:g} is neither a whole number of steps nor a share below 1")
     if policy.warmup_steps < 1 and config.algorithm_section.max_num_steps < 1:
-        raise Invalid(key, f"{policy.warmup_steps:g} is a share of {config.algorithm}.max_num_steps, which is not set")
+        raise InvalidValue(
+            key, f"{policy.warmup_steps:g} is a share of {config.algorithm}.max_num_steps, which is not set"
+        )
     steps = warmup_length(policy.warmup_steps, config.algorithm_section.max_num_steps, config.num_passes)
     schedule = policy.megatron_cfg.scheduler.lr_warmup_iters if policy.megatron_cfg.enabled else policy.scheduler
     if policy.warmup_steps < 1:  # a run that its epochs end is shorter, and has written how long its warm-up is
@@ -60,7 +62,7 @@ def the_warmup_is_one(config: Config) -> None:
     expected = steps if policy.megatron_cfg.enabled else (SchedulerEntry(**linear_warmup(steps)),)
     if schedule != expected:
         other = "megatron_cfg.scheduler.lr_warmup_iters" if policy.megatron_cfg.enabled else "scheduler"
-        raise Invalid(key, f"{policy.warmup_steps:g}, but policy.{other} says another warm-up: set one of them")
+        raise InvalidValue(key, f"{policy.warmup_steps:g}, but policy.{other} says another warm-up: set one of them")
 
 
 def schedules_have_milestones_between(config: Config) -> None:
@@ -68,19 +70,19 @@ def schedules_have_milestones_between(config: Config) -> None:
     entries = config.policy.scheduler
     for index, entry in enumerate(entries):
         if (entry.name is None) == (entry.milestones is None):
-            raise Invalid(f"policy.scheduler[{index}]", "expected either a name or milestones")
+            raise InvalidValue(f"policy.scheduler[{index}]", "expected either a name or milestones")
     num_schedules = sum(entry.name is not None for entry in entries)
     milestones = [entry.milestones for entry in entries if entry.milestones is not None]
     if len(milestones) > 1:
-        raise Invalid("policy.scheduler", "milestones are given more than once")
+        raise InvalidValue("policy.scheduler", "milestones are given more than once")
     times = milestones[0] if milestones else ()
     if len(times) != max(0, num_schedules - 1):
-        raise Invalid(
+        raise InvalidValue(
             "policy.scheduler",
             f"{num_schedules} schedules need {max(0, num_schedules - 1)} milestones between them, got {len(times)}",
         )
     if any(later <= earlier for earlier, later in itertools.pairwise(times)):
-        raise Invalid("policy.scheduler", f"milestones must rise, got {shown(times)}")
+        raise InvalidValue("policy.scheduler", f"milestones must rise, got {shown(times)}")
 
 
 def the_new_model_is_described(config: Config) -> None:
@@ -89,10 +91,10 @@ def the_new_model_is_described(config: Config) -> None:
     if new is None:
         return
     if not isinstance(new.config.get("model_type"), str):
-        raise Invalid("policy.new_model.config.model_type", "required: the Hugging Face model type, such as qwen3")
+        raise InvalidValue("policy.new_model.config.model_type", "required: the Hugging Face model type, such as qwen3")
     doubled = sorted({character for character in new.characters if new.characters.count(character) > 1})
     if doubled:
-        raise Invalid("policy.new_model.characters", f"{shown(doubled[0])} appears more than once")
+        raise InvalidValue("policy.new_model.characters", f"{shown(doubled[0])} appears more than once")
 
 
 def the_new_model_has_fields_of_its_type(config: Config) -> None:
@@ -104,7 +106,7 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
     fields = model_fields(model_type)  # empty for an unknown type, which is reported when the model is made
     unknown = next((field for field in new.config if fields and field not in fields), None)
     if unknown is not None:
-        raise Invalid(
+        raise InvalidValue(
             f"policy.new_model.config.{unknown}",
             f"a {model_type} configuration has no such field{nearest(unknown, fields)}",
         )
@@ -120,17 +122,17 @@ def overrides_are_fields_of_the_model(config: Config) -> None:
         model_type = (model_config(settings) or {}).get("model_type")
         for field in settings.hf_config_overrides or {}:
             if field == "model_type":
-                raise Invalid(f"{key}.{field}", "the model type cannot be overridden: it comes with the weights")
+                raise InvalidValue(f"{key}.{field}", "the model type cannot be overridden: it comes with the weights")
             fields = model_fields(str(model_type))  # empty where the type is not known here
             if fields and field not in fields:
-                raise Invalid(f"{key}.{field}", f"a {model_type} has no such field{nearest(field, fields)}")
+                raise InvalidValue(f"{key}.{field}", f"a {model_type} has no such field{nearest(field, fields)}")
 
 
 def sequences_fit_the_model(config: Config) -> None:
     """Check that sequences fit into the positions that the model was made for."""
     longest, positions = config.policy.max_total_sequence_length, max_positions(config.policy)
     if positions is not None and longest > positions:
-        raise Invalid(
+        raise InvalidValue(
             "policy.max_total_sequence_length", f"{longest} is more than the {positions} positions of the model"
         )
 

@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.common.messages import LARGEST
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
 SMALLEST = 1e-30
@@ -23,9 +23,9 @@ def float32_carries_numbers(config: Config) -> None:
     """Check that no number would overflow: learning rates of 1e300 or temperatures of 1e-300 produce infinities."""
     for key, number in all_numbers("", config):
         if abs(number) > LARGEST:
-            raise Invalid(key, f"{number:g} must be from {-LARGEST:g} to {LARGEST:g}: the run computes in float32")
+            raise InvalidValue(key, f"{number:g} must be from {-LARGEST:g} to {LARGEST:g}: the run computes in float32")
         if number and abs(number) < SMALLEST and key.rpartition(".")[2] not in MAY_VANISH:
-            raise Invalid(key, f"{number:g} must be 0 or at least {SMALLEST:g}: the run computes in float32")
+            raise InvalidValue(key, f"{number:g} must be 0 or at least {SMALLEST:g}: the run computes in float32")
 
 
 def all_numbers(key: str, value: object) -> Iterator[tuple[str, float]]:

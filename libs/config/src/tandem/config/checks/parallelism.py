@@ -6,8 +6,8 @@ import msgspec
 
 from tandem.config.checks.rule import Rule
 from tandem.config.models.model_sizes import model_config, model_sizes
-from tandem.config.problem import Invalid
-from tandem.config.schema import Config, Model
+from tandem.config.problem import InvalidValue
+from tandem.config.schema import Config, ModelConfig
 
 MEGATRON = "policy.megatron_cfg"
 
@@ -16,12 +16,12 @@ def trainers_make_whole_replicas(config: Config) -> None:
     """Check that the trainers form a whole number of model replicas."""
     trainers, each = config.cluster.trainers, config.policy.model_parallel_size
     if trainers % each:
-        raise Invalid(
+        raise InvalidValue(
             "cluster.trainers", f"{trainers} is not a multiple of {each}, the product of {factors(config.policy)}"
         )
 
 
-def factors(model: Model, name: str = "policy") -> str:
+def factors(model: ModelConfig, name: str = "policy") -> str:
     """Return the sizes in a model's section, named `name`, that multiply to the number of trainers per replica."""
     if model.megatron_cfg.enabled:
         section: msgspec.Struct = model.megatron_cfg
@@ -47,7 +47,7 @@ def layers_make_even_stages(config: Config) -> None:
     if between < 0 or not whole or any(size % virtual for size in given):
         said = f" with {given} in the first or last" if given else ""
         times = f" of {virtual} virtual stages each" if virtual > 1 else ""
-        raise Invalid(
+        raise InvalidValue(
             f"{MEGATRON}.pipeline_model_parallel_size",
             f"{layers} layers do not make {stages} even stages{times}{said}; num_layers_in_first_pipeline_stage and "
             "num_layers_in_last_pipeline_stage make the ends different",
@@ -61,9 +61,9 @@ def heads_are_shared_out(config: Config) -> None:
         return
     ranks, heads, groups = megatron.tensor_model_parallel_size, sizes.num_heads, sizes.num_key_value_heads
     if heads is not None and heads % ranks:
-        raise Invalid(f"{MEGATRON}.tensor_model_parallel_size", f"{ranks} does not divide {heads} attention heads")
+        raise InvalidValue(f"{MEGATRON}.tensor_model_parallel_size", f"{ranks} does not divide {heads} attention heads")
     if groups is not None and groups % ranks and ranks % groups:
-        raise Invalid(
+        raise InvalidValue(
             f"{MEGATRON}.tensor_model_parallel_size",
             f"{ranks} is neither a divisor nor a multiple of {groups} key-value heads",
         )
@@ -76,13 +76,13 @@ def experts_are_shared_out(config: Config) -> None:
         return
     ranks, key = megatron.expert_model_parallel_size, f"{MEGATRON}.expert_model_parallel_size"
     if experts is None and ranks > 1 and model_config(config.policy) is not None:
-        raise Invalid(key, f"{ranks}, but the model has no experts")
+        raise InvalidValue(key, f"{ranks}, but the model has no experts")
     if experts is not None and experts % ranks:
-        raise Invalid(key, f"{ranks} does not divide {experts} experts")
+        raise InvalidValue(key, f"{ranks} does not divide {experts} experts")
     a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
     each = ranks * megatron.expert_tensor_parallel_size
     if a_stage % each:
-        raise Invalid(
+        raise InvalidValue(
             key,
             f"{ranks} * expert_tensor_parallel_size ({megatron.expert_tensor_parallel_size}) does not divide the "
             f"{a_stage} trainers of a pipeline stage",

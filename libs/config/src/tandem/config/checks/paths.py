@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config
 
 
@@ -24,7 +24,7 @@ def why_no_path(path: str | Path) -> str | None:
 
 def paths_are_paths(config: Config) -> None:
     """Check that paths are valid, and not too long for the file system, for example."""
-    data, template, problems = config.data, config.policy.tokenizer.chat_template, Problems()
+    data, template, problems = config.data, config.policy.tokenizer.chat_template, ProblemCollector()
     paths = {
         "policy.model_name": config.policy.model_name,
         "policy.tokenizer.name": config.policy.tokenizer.name,
@@ -40,7 +40,7 @@ def paths_are_paths(config: Config) -> None:
     }
     for key, path in paths.items():
         if path is not None and (why := why_no_path(path)) is not None:
-            problems.found.append(Invalid(key, f"{shown(path)} cannot be a path: {why}"))
+            problems.found.append(InvalidValue(key, f"{shown(path)} cannot be a path: {why}"))
     problems.complain()
 
 

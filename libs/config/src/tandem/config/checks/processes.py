@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.config.checks.dtensor import check_groups
 from tandem.config.checks.parallelism import factors
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config, ProcessesOf
 
 KEY = "cluster.processes_of"
@@ -19,7 +19,9 @@ def the_models_are_held(config: Config) -> None:
         if num and model not in held and not config.evaluates:
             reads_kl = model == "reference" and config.declaration.loss_section == "loss_fn"
             why = f": loss_fn.reference_policy_kl_penalty is {config.loss_fn.reference_policy_kl_penalty:g}"
-            raise Invalid(f"{KEY}.{model}", f"{num}, but {config.declaration.title} holds no {model}{why * reads_kl}")
+            raise InvalidValue(
+                f"{KEY}.{model}", f"{num}, but {config.declaration.title} holds no {model}{why * reads_kl}"
+            )
 
 
 def the_reference_stands_alone(config: Config) -> None:
@@ -28,9 +30,11 @@ def the_reference_stands_alone(config: Config) -> None:
     if num is None:
         return
     if config.policy.adapters is not None:
-        raise Invalid(f"{KEY}.reference", f"{num}, but policy trains adapters: without them it is its own reference")
+        raise InvalidValue(
+            f"{KEY}.reference", f"{num}, but policy trains adapters: without them it is its own reference"
+        )
     if config.policy.router_replay.enabled:
-        raise Invalid(
+        raise InvalidValue(
             f"{KEY}.reference", f"{num}, but policy.router_replay.enabled is true: the policy has the recorded experts"
         )
 
@@ -43,7 +47,7 @@ def the_processes_make_whole_replicas(config: Config) -> None:
         section, settings = "policy" if model == "reference" else model, config.settings_of(model)
         if num % settings.model_parallel_size:
             each, product = settings.model_parallel_size, factors(settings, section)
-            raise Invalid(f"{KEY}.{model}", f"{num} is not a multiple of {each}, the product of {product}")
+            raise InvalidValue(f"{KEY}.{model}", f"{num} is not a multiple of {each}, the product of {product}")
         if model == "reference":  # others are checked with their sections
             check_groups(settings, num, f"with {KEY}.{model} ({num}), policy.dtensor_cfg")
 
@@ -55,7 +59,7 @@ def teachers_have_stages_on_megatron_core(config: Config) -> None:
         return
     stages = routes.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size
     if stages > 1 and not config.policy.megatron_cfg.enabled:
-        raise Invalid(
+        raise InvalidValue(
             "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.pipeline_model_parallel_size",
             f"{stages}, but policy.megatron_cfg.enabled is false, and teachers use the policy's backend",
         )
@@ -67,7 +71,7 @@ def there_are_gpus_for_all(config: Config) -> None:
     there, beside = cluster.num_nodes * cluster.gpus_per_node, config.num_trainers - cluster.trainers
     if beside and 1 < there < config.num_trainers:
         named = next(model for model in config.processes_of if model != "policy")
-        raise Invalid(
+        raise InvalidValue(
             f"{KEY}.{named}",
             f"{beside} processes beside cluster.trainers ({cluster.trainers}) need {config.num_trainers} GPUs, and the "
             f"cluster has {there}",

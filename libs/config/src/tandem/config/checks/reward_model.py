@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from tandem.config.checks.rule import Rule, where_it_rolls_out
 from tandem.config.placement import gpus_of_reward_models
-from tandem.config.problem import Invalid
-from tandem.config.schema import Config, Environment
+from tandem.config.problem import InvalidValue
+from tandem.config.schema import Config, EnvironmentConfig
 
 
-def check_reward_model(name: str, entry: Environment) -> None:
-    """Raise `Invalid` if the settings of a reward model lack the model or ask for something that is not built."""
+def check_reward_model(name: str, entry: EnvironmentConfig) -> None:
+    """Raise `InvalidValue` if the settings of a reward model lack the model or ask for something that is not built."""
     key = f"env.{name}"
     if entry.model_name is None:
-        raise Invalid(f"{key}.model_name", "required: the folder of a sequence classifier")
+        raise InvalidValue(f"{key}.model_name", "required: the folder of a sequence classifier")
     if not entry.reward_model_cfg.enabled:
-        raise Invalid(f"{key}.reward_model_cfg.enabled", "false, but the environment is a reward model")
+        raise InvalidValue(f"{key}.reward_model_cfg.enabled", "false, but the environment is a reward model")
     if entry.checkpoint_path is not None:
-        raise Invalid(
+        raise InvalidValue(
             f"{key}.checkpoint_path", f"not supported: save a Hugging Face folder, and name it in {key}.model_name"
         )
     for size in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "dp_replicate_size"):
         if (ranks := getattr(entry.dtensor_cfg, size)) != 1:
-            raise Invalid(f"{key}.dtensor_cfg.{size}", f"{ranks}, but a reward model is on one device")
+            raise InvalidValue(f"{key}.dtensor_cfg.{size}", f"{ranks}, but a reward model is on one device")
     for switch in ("cpu_offload", "custom_parallel_plan"):
         if getattr(entry.dtensor_cfg, switch):
-            raise Invalid(f"{key}.dtensor_cfg.{switch}", "not supported: a reward model is whole on one device")
+            raise InvalidValue(f"{key}.dtensor_cfg.{switch}", "not supported: a reward model is whole on one device")
 
 
 def the_reward_model_is_enabled(config: Config) -> None:
     """Check that a reward model that scores samples is enabled."""
     for name, entry in config.reward_models.items():
         if not entry.enabled:
-            raise Invalid(f"env.{name}.enabled", "false, but the environment scores samples")
+            raise InvalidValue(f"env.{name}.enabled", "false, but the environment scores samples")
 
 
 def reward_models_leave_gpus(config: Config) -> None:
@@ -39,7 +39,7 @@ def reward_models_leave_gpus(config: Config) -> None:
     aside, there = gpus_of_reward_models(config), config.cluster.gpus_per_node
     if aside >= max(1, there):
         name = next(iter(config.reward_models))
-        raise Invalid(
+        raise InvalidValue(
             f"env.{name}.resources.gpus_per_node", f"{aside} of cluster.gpus_per_node ({there}) leaves none to training"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
 
@@ -11,7 +11,7 @@ def it_gives_scores(config: Config) -> None:
     """Check that a reward model gives one score per response, by which pairs are compared."""
     kind = config.policy.reward_model_cfg.reward_model_type
     if kind != "bradley_terry":
-        raise Invalid(
+        raise InvalidValue(
             "policy.reward_model_cfg.reward_model_type",
             f"{kind}, but training on pairs needs bradley_terry",
         )

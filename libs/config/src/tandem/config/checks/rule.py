@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
 Rule = Callable[[Config], None]
-"""A check that raises `Invalid` if the configuration breaks it."""
+"""A check that raises `InvalidValue` if the configuration breaks it."""
 
 
 def where_it_rolls_out(*rules: Rule) -> tuple[Rule, ...]:
@@ -23,9 +23,9 @@ def over_a_data_set(*rules: Rule) -> tuple[Rule, ...]:
 
 
 def check_dotted_path(key: str, path: str) -> None:
-    """Raise `Invalid` if a path cannot name a class."""
+    """Raise `InvalidValue` if a path cannot name a class."""
     if not re.fullmatch(r"\w+(\.\w+)+", path):
-        raise Invalid(key, f"{shown(path)} is not a dotted path, such as package.Class")
+        raise InvalidValue(key, f"{shown(path)} is not a dotted path, such as package.Class")
 
 
 def _of(rule: Rule, *, rolls_out: bool) -> Rule:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule, where_it_rolls_out
-from tandem.config.problem import Invalid
+from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
 NOTHING_TO_VALIDATE_ON = "there is nothing to validate on (data.num_validation is 0, or data.validation null)"
@@ -21,7 +21,7 @@ def checkpoints_can_be_ranked(config: Config) -> None:
     known = [*config.declaration.metrics, *of_sets]
     if metric not in known:
         only = f"{config.algorithm} has no {metric}, only {', '.join(known)}{nearest(metric, of_sets)}"
-        raise Invalid("checkpointing.metric_name", only)
+        raise InvalidValue("checkpointing.metric_name", only)
 
 
 def why_never_validated(config: Config) -> str | None:
@@ -44,13 +44,13 @@ def the_run_can_be_stopped(config: Config) -> None:
     known += _of_one_set(config)
     if metric not in known:
         more = f"; {name}.num_val_generations_per_prompt is 1" if metric == "val_pass_k" else nearest(metric, known)
-        raise Invalid(key, f"validation has no {metric}, only {', '.join(known)}{more}")
+        raise InvalidValue(key, f"validation has no {metric}, only {', '.join(known)}{more}")
     if section.stop_at_validation_threshold is None:
-        raise Invalid(f"{name}.stop_at_validation_threshold", f"null, but {key} is {metric}")
+        raise InvalidValue(f"{name}.stop_at_validation_threshold", f"null, but {key} is {metric}")
     if not config.has_validation:
-        raise Invalid(key, f"{metric} is never measured: {NOTHING_TO_VALIDATE_ON}")
+        raise InvalidValue(key, f"{metric} is never measured: {NOTHING_TO_VALIDATE_ON}")
     if not (section.val_period or section.val_at_start):
-        raise Invalid(key, f"{metric} is never measured before the end: {name}.val_period is 0")
+        raise InvalidValue(key, f"{metric} is never measured before the end: {name}.val_period is 0")
 
 
 def _of_one_set(config: Config) -> list[str]:
@@ -65,16 +65,16 @@ def there_is_something_to_validate_on(config: Config) -> None:
     if data.num_validation != 0:
         return
     if config.evaluates:
-        raise Invalid(key, f"0, but {config.algorithm}.max_num_steps is 0: the run only validates")
+        raise InvalidValue(key, f"0, but {config.algorithm}.max_num_steps is 0: the run only validates")
     given = [name for name in ("validation", "val_data_path", "val_data_paths", "val_split") if getattr(data, name)]
     if given:
-        raise Invalid(key, f"0, but data.{given[0]} is given")
+        raise InvalidValue(key, f"0, but data.{given[0]} is given")
 
 
 def the_prerequisite_exists(config: Config) -> None:
     """Check that the configuration of the earlier run exists."""
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
-        raise Invalid("prerequisite", f"there is no file {config.prerequisite}")
+        raise InvalidValue("prerequisite", f"there is no file {config.prerequisite}")
 
 
 RULES: tuple[Rule, ...] = (

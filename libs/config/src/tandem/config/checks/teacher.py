@@ -10,7 +10,7 @@ from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
 from tandem.config.checks.value import check_same_tokens, check_section
 from tandem.config.models.model_sizes import model_config, vocabulary_in
-from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config
 
 _TRAINING = (
@@ -27,7 +27,7 @@ _TRAINING = (
 def there_is_a_teacher(config: Config) -> None:
     """Check that there is a teacher."""
     if config.teacher is None and not config.teachers and config.routes is None:
-        raise Invalid("teacher", f"null, but {config.declaration.title} needs a model to learn from")
+        raise InvalidValue("teacher", f"null, but {config.declaration.title} needs a model to learn from")
 
 
 def one_backend_holds_both(config: Config) -> None:
@@ -35,7 +35,7 @@ def one_backend_holds_both(config: Config) -> None:
     teacher = None if "teacher" in config.processes_of else config.teacher
     if teacher is not None and teacher.megatron_cfg.enabled != config.policy.megatron_cfg.enabled:
         value = str(teacher.megatron_cfg.enabled).lower()
-        raise Invalid("teacher.megatron_cfg.enabled", f"{value}, but policy.megatron_cfg.enabled is not")
+        raise InvalidValue("teacher.megatron_cfg.enabled", f"{value}, but policy.megatron_cfg.enabled is not")
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
@@ -55,14 +55,14 @@ def it_has_the_tokens_of_the_policy(config: Config) -> None:
     for key, teacher in config.teacher_sections.items():
         own, policys = (vocabulary_in(model_config(model) or {}) for model in (teacher, config.policy))
         if own is not None and policys is not None and own != policys:
-            raise Invalid(
+            raise InvalidValue(
                 key,
                 f"{teacher.model_name} has {own} tokens, but {config.policy.model_name} has {policys}: "
                 "distillation needs the same tokenizer",
             )
         known = own or policys
         if known is not None and config.topk_logits_k > known:
-            raise Invalid(
+            raise InvalidValue(
                 f"{config.algorithm}.topk_logits_k", f"{config.topk_logits_k} is more than the teacher's {known} tokens"
             )
 
@@ -81,25 +81,25 @@ _ALIKE = (
 def joint_ones_fit(config: Config) -> None:
     """Check each of several teachers of every sequence as the only one, and that they are divided alike."""
     for index, teacher in enumerate(config.joint_teachers):
-        problems, alone = Problems(), msgspec.structs.replace(config, teacher=teacher, teachers=None)
+        problems, alone = ProblemCollector(), msgspec.structs.replace(config, teacher=teacher, teachers=None)
         for rule in (one_backend_holds_both, it_sees_what_the_policy_sees, its_section_is_whole):
             with problems.collected():
                 rule(alone)
         prefix, first = f"teachers[{index}].", config.joint_teachers[0]
         problems.found = [
-            Invalid(re.sub(r"\bteacher\.", prefix, problem.key), re.sub(r"\bteacher\.", prefix, problem.text))
+            InvalidValue(re.sub(r"\bteacher\.", prefix, problem.key), re.sub(r"\bteacher\.", prefix, problem.text))
             for problem in problems.found
         ]
         problems.complain()
         for key in _ALIKE:
             if getattr(teacher, key) != getattr(first, key):
-                raise Invalid(
+                raise InvalidValue(
                     f"{prefix}{key}", f"differs from teachers[0].{key}: the same ranks score with each of them"
                 )
     loss = config.loss_fn
     if config.joint_teachers and loss.sum_weights_metric is not None and loss.kd_loss_mode != "sum":
         text = f"{loss.sum_weights_metric}, but loss_fn.kd_loss_mode is {loss.kd_loss_mode}: only a sum has weights"
-        raise Invalid("loss_fn.sum_weights_metric", text)
+        raise InvalidValue("loss_fn.sum_weights_metric", text)
 
 
 def several_have_names(config: Config) -> None:
@@ -109,23 +109,25 @@ def several_have_names(config: Config) -> None:
         return
     models, default = routes.teacher_model_by_agent_name, routes.default_teacher_alias
     if not models:
-        raise Invalid(f"{key}.teacher_model_by_agent_name", "empty, but on_policy_distillation.enabled is true")
+        raise InvalidValue(f"{key}.teacher_model_by_agent_name", "empty, but on_policy_distillation.enabled is true")
     if default is not None and default not in models:
-        raise Invalid(
+        raise InvalidValue(
             f"{key}.default_teacher_alias",
             f"{shown(default)} is not one of {', '.join(models)}{nearest(default, list(models))}",
         )
     if config.replay is not None and len(models) > 1:
-        raise Invalid("replay.run", f"{config.replay.run}, but the rollout log does not say which teacher a sample has")
+        raise InvalidValue(
+            "replay.run", f"{config.replay.run}, but the rollout log does not say which teacher a sample has"
+        )
     if not config.declaration.rolls_out:
-        raise Invalid(f"{key}.enabled", f"true, but {config.declaration.title} rolls nothing out")
+        raise InvalidValue(f"{key}.enabled", f"true, but {config.declaration.title} rolls nothing out")
 
 
 def advantages_have_a_teacher(config: Config) -> None:
     """Check that teachers are given if and only if the advantage estimator is opd, which alone reads them."""
     name, routes = config.rollout_section.group_estimator, config.routes
     if name is not None and (name.name == "opd") != (routes is not None):
-        raise Invalid(
+        raise InvalidValue(
             f"{config.algorithm}.adv_estimator.name",
             f"{name.name}, but on_policy_distillation.enabled is {'true' if routes is not None else 'false'}: "
             "opd needs it, and no other estimator reads it",
@@ -136,7 +138,9 @@ def the_mixture_is_one(config: Config) -> None:
     """Check the mixture weight of the Jensen-Shannon divergence, which lies between the two models."""
     loss = config.loss_fn
     if loss.kl_type == "jsd" and not 0 < loss.mixed_kl_weight < 1:
-        raise Invalid("loss_fn.mixed_kl_weight", f"{loss.mixed_kl_weight:g}, but loss_fn.kl_type jsd needs 0 < it < 1")
+        raise InvalidValue(
+            "loss_fn.mixed_kl_weight", f"{loss.mixed_kl_weight:g}, but loss_fn.kl_type jsd needs 0 < it < 1"
+        )
 
 
 _OF_ALL: tuple[Rule, ...] = (

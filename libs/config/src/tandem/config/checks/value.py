@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.config.checks import batches, dtensor, megatron, model, parallelism
 from tandem.config.checks.rule import Rule
-from tandem.config.problem import Invalid, Problems, shown
+from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config
 
 _SHARED = ("train_global_batch_size", "max_total_sequence_length")
@@ -20,7 +20,7 @@ _SHARED = ("train_global_batch_size", "max_total_sequence_length")
 def there_is_a_value_model(config: Config) -> None:
     """Check that there is a value model."""
     if config.value is None:
-        raise Invalid("value", "null, but PPO needs a value model: leave it out for one like the policy")
+        raise InvalidValue("value", "null, but PPO needs a value model: leave it out for one like the policy")
 
 
 def it_sees_what_the_policy_sees(config: Config) -> None:
@@ -30,17 +30,19 @@ def it_sees_what_the_policy_sees(config: Config) -> None:
 
 
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
-    """Raise `Invalid` for the first of these keys with another value than the policy's."""
+    """Raise `InvalidValue` for the first of these keys with another value than the policy's."""
     for key in keys:
         own, policys = (_at(getattr(config, name), key) for name in (section, "policy"))
         if own != policys:
-            raise Invalid(f"{section}.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal")
+            raise InvalidValue(
+                f"{section}.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal"
+            )
 
 
 def it_knows_which_sequences_are_excluded(config: Config) -> None:
     """Check that sequences are excluded by their errors only where the policy's processes train both models."""
     if config.largest_logprob_error is not None and (own := config.cluster.processes_of.value):
-        raise Invalid(
+        raise InvalidValue(
             "ppo.seq_logprob_error_threshold",
             f"{config.largest_logprob_error:g}, but cluster.processes_of.value is {own}: the policy's processes find "
             "the sequences to exclude, and the value model's would not know them",
@@ -51,7 +53,7 @@ def its_section_is_whole(config: Config) -> None:
     """Check the value model's section by the rules for the policy's."""
     assert config.value is not None, "checked before"
     if config.value.optimizer is None and not config.value.megatron_cfg.enabled:
-        raise Invalid("value.optimizer", "null, but the value model is trained")
+        raise InvalidValue("value.optimizer", "null, but the value model is trained")
     check_section(config, "value", {})
 
 
@@ -64,7 +66,7 @@ def check_section(config: Config, section: str, others: Mapping[str, Any]) -> No
     if own:
         cluster = msgspec.structs.replace(config.cluster, trainers=own)
         as_policy = msgspec.structs.replace(as_policy, cluster=cluster)
-    problems = Problems()
+    problems = ProblemCollector()
     for rules in ((*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES), batches.RULES):
         for rule in () if problems.found else rules:  # a batch is divided by whole replicas
             with problems.collected():
@@ -74,7 +76,7 @@ def check_section(config: Config, section: str, others: Mapping[str, Any]) -> No
         text = re.sub(r"\bpolicy\.", f"{section}.", text)
         return re.sub(r"\bcluster\.trainers\b", f"cluster.processes_of.{section}", text) if own else text
 
-    problems.found = [Invalid(renamed(problem.key), renamed(problem.text)) for problem in problems.found]
+    problems.found = [InvalidValue(renamed(problem.key), renamed(problem.text)) for problem in problems.found]
     problems.complain()
 
 

@@ -9,8 +9,8 @@ from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule, where_it_rolls_out
 from tandem.config.models.model_sizes import model_config, model_sizes
 from tandem.config.models.vision_families import family_of
-from tandem.config.problem import Invalid, Problems, shown
-from tandem.config.schema import Config, Model
+from tandem.config.problem import InvalidValue, ProblemCollector, shown
+from tandem.config.schema import Config, ModelConfig
 from tandem.config.schema.megatron import MegatronCfg
 from tandem.config.schema.policy import DtensorCfg
 
@@ -24,7 +24,7 @@ _LEVELS = (8, 16, 24)
 
 def no_ranks_share_sequences_with_images(config: Config) -> None:
     """Check that no ranks share the sequences of a model that sees, nor rows by a plan that may not know how."""
-    problems, of_images = Problems(), "which with images is not built"
+    problems, of_images = ProblemCollector(), "which with images is not built"
     for key, section in _models(config):
         if family_of(section) is None:
             continue
@@ -33,11 +33,11 @@ def no_ranks_share_sequences_with_images(config: Config) -> None:
         name = f"{key.removesuffix('.model_name')}.{'megatron' if is_megatron else 'dtensor'}_cfg"
         if backend.context_parallel_size > 1:
             what = f"{backend.context_parallel_size}, {of_images}"
-            problems.found.append(Invalid(f"{name}.context_parallel_size", what))
+            problems.found.append(InvalidValue(f"{name}.context_parallel_size", what))
         plan = section.dtensor_cfg.custom_parallel_plan
         if not is_megatron and section.dtensor_cfg.sequence_parallel and plan is not None:
             what = f"true, which with a plan for a model that sees ({plan}) is not built"
-            problems.found.append(Invalid(f"{name}.sequence_parallel", what))
+            problems.found.append(InvalidValue(f"{name}.sequence_parallel", what))
     problems.complain()
 
 
@@ -54,7 +54,7 @@ def the_first_stage_has_the_layers_that_images_reach(config: Config) -> None:
     if here is not None and here // virtual < levels:
         key = "policy.megatron_cfg.pipeline_model_parallel_size"
         what = f"images reach the first {levels} layers of a qwen3_vl, and the first stage has {here // virtual}"
-        raise Invalid(key, f"{what}; num_layers_in_first_pipeline_stage may give it more")
+        raise InvalidValue(key, f"{what}; num_layers_in_first_pipeline_stage may give it more")
 
 
 def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
@@ -64,18 +64,18 @@ def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
         own = family_of(teacher)
         if own != family and model_config(teacher) is not None and model_config(config.policy) is not None:
             what, policys = (each.model_type if each else "a model of text" for each in (own, family))
-            raise Invalid(key, f"{what}, but policy.model_name is {policys}: both must see, and in the same way")
+            raise InvalidValue(key, f"{what}, but policy.model_name is {policys}: both must see, and in the same way")
     if family is None:
         return
     for model in config.holds:
         head = config.declaration.head_of(model)
         if head != "vocabulary":
-            raise Invalid(f"{model}.model_name", f"{family.model_type}: a {head} head is not built with images")
+            raise InvalidValue(f"{model}.model_name", f"{family.model_type}: a {head} head is not built with images")
     others = [model for model in config.processes_of if model != "policy"]
     if others:
-        raise Invalid(f"cluster.processes_of.{others[0]}", "its images would stay with the policy: not built")
+        raise InvalidValue(f"cluster.processes_of.{others[0]}", "its images would stay with the policy: not built")
     if config.policy.router_replay.enabled:
-        raise Invalid("policy.router_replay.enabled", "true, which with images is not built")
+        raise InvalidValue("policy.router_replay.enabled", "true, which with images is not built")
 
 
 def frozen_parts_are_known(config: Config) -> None:
@@ -84,15 +84,15 @@ def frozen_parts_are_known(config: Config) -> None:
         return
     frozen: Any = config.policy.dtensor_cfg.automodel_kwargs.get("freeze_config") or {}
     if not isinstance(frozen, Mapping):
-        raise Invalid(FREEZE, f"{shown(frozen)} is not a section")
+        raise InvalidValue(FREEZE, f"{shown(frozen)} is not a section")
     for name, value in frozen.items():
         known = (*FROZEN_PARTS, *_ABSENT_PARTS)
         if name not in known:
-            raise Invalid(f"{FREEZE}.{name}", f"unknown key{nearest(str(name), known)}")
+            raise InvalidValue(f"{FREEZE}.{name}", f"unknown key{nearest(str(name), known)}")
         if not isinstance(value, bool):
-            raise Invalid(f"{FREEZE}.{name}", f"{shown(value)} is not true or false")
+            raise InvalidValue(f"{FREEZE}.{name}", f"{shown(value)} is not true or false")
     if frozen and frozen.get("freeze_vision_tower", True) and frozen.get("freeze_language_model", False):
-        raise Invalid(f"{FREEZE}.freeze_language_model", "true, but the tower is frozen too")
+        raise InvalidValue(f"{FREEZE}.freeze_language_model", "true, but the tower is frozen too")
 
 
 def vllm_sees_with_whole_models(config: Config) -> None:
@@ -103,12 +103,12 @@ def vllm_sees_with_whole_models(config: Config) -> None:
     key, settings = "policy.generation.vllm_cfg", generation.vllm_cfg
     if settings.pipeline_parallel_size > 1:
         what = f"{settings.pipeline_parallel_size}, which with images is not built"
-        raise Invalid(f"{key}.pipeline_parallel_size", what)
+        raise InvalidValue(f"{key}.pipeline_parallel_size", what)
     if settings.precision == "fp8":
-        raise Invalid(f"{key}.precision", "fp8, which with images is not built")
+        raise InvalidValue(f"{key}.precision", "fp8, which with images is not built")
 
 
-def _models(config: Config) -> Iterator[tuple[str, Model]]:
+def _models(config: Config) -> Iterator[tuple[str, ModelConfig]]:
     """Yield the models that take the tokens of the run, by the key of each one's name."""
     yield "policy.model_name", config.policy
     yield from config.teacher_sections.items()

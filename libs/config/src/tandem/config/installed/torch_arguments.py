@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tandem.common.errors import nearest
 from tandem.config.installed.sources import package_folder, parsed
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 
 Base = Literal["Optimizer", "LRScheduler"]
 
@@ -19,7 +19,7 @@ _NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
 _PLATEAU = "ReduceLROnPlateau"
 
 
-def torch_problems(base: Base, path: str, kwargs: Mapping[str, Any], key: str) -> Iterator[Invalid]:
+def torch_problems(base: Base, path: str, kwargs: Mapping[str, Any], key: str) -> Iterator[InvalidValue]:
     """Yield the problems of a torch class named at ``KEY.name``, and of its ``KEY.kwargs``.
 
     Classes of other packages are not checked, and none are if torch is not installed.
@@ -29,28 +29,28 @@ def torch_problems(base: Base, path: str, kwargs: Mapping[str, Any], key: str) -
         return
     folder = root.joinpath(*module.split(".")[1:])
     if module == "" or not (folder.is_dir() or folder.with_suffix(".py").is_file()):
-        yield Invalid(f"{key}.name", f"there is no module {module!r} to take {path!r} from")
+        yield InvalidValue(f"{key}.name", f"there is no module {module!r} to take {path!r} from")
         return
     known = _classes(root, base)
     if name not in known or not module.startswith("torch.optim"):
         hint = nearest(name, known) if module.startswith("torch.optim") else ""
-        yield Invalid(f"{key}.name", f"{path!r} is no {base} class{hint}")
+        yield InvalidValue(f"{key}.name", f"{path!r} is no {base} class{hint}")
     elif name == _PLATEAU:
-        yield Invalid(f"{key}.name", f"{_PLATEAU} needs a metric at every step, which schedules do not get")
+        yield InvalidValue(f"{key}.name", f"{_PLATEAU} needs a metric at every step, which schedules do not get")
     else:
         yield from _argument_problems(name, _arguments(known, name), kwargs, f"{key}.kwargs")
 
 
 def _argument_problems(
     name: str, arguments: Mapping[str, ast.expr | None], kwargs: Mapping[str, Any], key: str
-) -> Iterator[Invalid]:
+) -> Iterator[InvalidValue]:
     for given in kwargs:
         if given not in arguments:
-            yield Invalid(key, f"{name} takes no {given!r}{nearest(given, arguments)}")
+            yield InvalidValue(key, f"{name} takes no {given!r}{nearest(given, arguments)}")
     for argument, default in arguments.items():
         if argument not in kwargs:
             if default is None:
-                yield Invalid(key, f"{name} needs {argument!r}")
+                yield InvalidValue(key, f"{name} needs {argument!r}")
             continue
         value, like = kwargs[argument], _literal(default)
         expected = _expected(like, value)
@@ -59,7 +59,7 @@ def _argument_problems(
         if expected is None and argument == "betas" and not all(0 <= beta < 1 for beta in value):
             expected = "numbers at least 0 and less than 1"
         if expected is not None:
-            yield Invalid(f"{key}.{argument}", f"expected {expected}, got {shown(value)}")
+            yield InvalidValue(f"{key}.{argument}", f"expected {expected}, got {shown(value)}")
 
 
 def _expected(like: Any, value: Any) -> str | None:

@@ -6,13 +6,13 @@ from typing import Any
 
 from tandem.common.errors import ModelError
 from tandem.config.models.hf_config import load_config
-from tandem.config.schema import Model
+from tandem.config.schema import ModelConfig
 
 _DEQUANTISED = ("fp8", "mxfp4")
 """Ways of quantising that Transformers undoes while it reads weights."""
 
 
-def described_for_training(source: str, settings: Model, **fields: Any) -> Any:
+def described_for_training(source: str, settings: ModelConfig, **fields: Any) -> Any:
     """Return the configuration by which weights are read: of a quantised checkpoint, dequantised if configured.
 
     Raises `ModelError` if they would stay quantised, and so could not be trained.

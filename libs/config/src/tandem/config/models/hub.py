@@ -55,7 +55,7 @@ _ANSWER_S = 60.0
 T = TypeVar("T")
 
 
-class Reference(msgspec.Struct, frozen=True):
+class HubReference(msgspec.Struct, frozen=True):
     """A name on the Hub."""
 
     repo: str
@@ -71,7 +71,7 @@ class Reference(msgspec.Struct, frozen=True):
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class RepositorySnapshot(msgspec.Struct, frozen=True):
     """A commit of a repository."""
 
     repo: str
@@ -84,10 +84,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Reason that only the cache was read."""
 
 
-def reference_in(name: str) -> Reference | None:
+def reference_in(name: str) -> HubReference | None:
     """Return the name on the Hub that a text can be; None for one that can only be a path."""
     found = _REFERENCE.fullmatch(name)
-    return None if found is None else Reference(found["repo"], found["revision"])
+    return None if found is None else HubReference(found["repo"], found["revision"])
 
 
 def cached_names(kind: Kind = "model") -> list[str]:
@@ -120,7 +120,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     return answers[0]
 
 
-def folder_of(reference: Reference, kind: Kind = "model") -> Path:
+def folder_of(reference: HubReference, kind: Kind = "model") -> Path:
     """Return the folder of a commit in this node's cache, whether it exists or not."""
     from huggingface_hub import constants
 
@@ -128,7 +128,7 @@ def folder_of(reference: Reference, kind: Kind = "model") -> Path:
     return Path(constants.HF_HUB_CACHE) / name / "snapshots" / str(reference.revision)
 
 
-def name_in_cache(folder: str) -> Reference | None:
+def name_in_cache(folder: str) -> HubReference | None:
     """Return the commit of a folder in this node's cache; None for any other folder."""
     if "/snapshots/" not in folder:
         return None
@@ -137,7 +137,7 @@ def name_in_cache(folder: str) -> Reference | None:
     with contextlib.suppress(ValueError):
         inside = Path(folder).relative_to(constants.HF_HUB_CACHE)
         if (found := _SNAPSHOT.fullmatch(inside.as_posix())) is not None:
-            return Reference(found["repo"].replace("--", "/"), found["commit"])
+            return HubReference(found["repo"].replace("--", "/"), found["commit"])
     return None
 
 
@@ -147,7 +147,7 @@ def shown(name: str) -> str:
     return name if reference is None else f"{reference.repo}@{str(reference.revision)[:8]}"
 
 
-def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
+def resolve(reference: HubReference, kind: Kind = "model") -> RepositorySnapshot:
     """Ask the Hub for the commit of a revision, or only the cache if the Hub is off limits, unreachable or broken.
 
     Raises:
@@ -172,7 +172,7 @@ def resolve(reference: Reference, kind: Kind = "model") -> Snapshot:
         return _in_cache(reference, kind, f"{constants.ENDPOINT} answers with error {status}")
     sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings or ()}
     _remember(reference, kind, str(info.sha))
-    return Snapshot(reference.repo, str(info.sha), sizes)
+    return RepositorySnapshot(reference.repo, str(info.sha), sizes)
 
 
 def fetched(name: str, say: Callable[[str], None]) -> Path:
@@ -183,7 +183,7 @@ def fetched(name: str, say: Callable[[str], None]) -> Path:
     if not (reference.is_pinned and is_whole(folder_of(reference))):
         snapshot = resolve(reference)
         fetch(snapshot, say)
-        reference = Reference(snapshot.repo, snapshot.commit)
+        reference = HubReference(snapshot.repo, snapshot.commit)
     return folder_of(reference)
 
 
@@ -197,22 +197,22 @@ def described(name: str) -> Path:
         return Path(name)
     snapshot = resolve(reference)
     fetch_description(snapshot)
-    return folder_of(Reference(snapshot.repo, snapshot.commit))
+    return folder_of(HubReference(snapshot.repo, snapshot.commit))
 
 
-def fetch_description(snapshot: Snapshot) -> None:
+def fetch_description(snapshot: RepositorySnapshot) -> None:
     """Fetch a model's configuration and tokenizer. Raises `ModelError`."""
     _download(snapshot, list(_DESCRIPTION), shows_bar=False)
 
 
-def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
+def fetch(snapshot: RepositorySnapshot, say: Callable[[str], None]) -> None:
     """Fetch a model's description and its safetensors weights, unless the cache has them.
 
     Complete files survive an interrupted attempt. A broken connection resumes where it broke, but the unfinished
     file of a killed process starts again, under another name; what the killed one left is removed. If several
     processes fetch the same file, one does and the others wait. Raises `ModelError`.
     """
-    reference = Reference(snapshot.repo, snapshot.commit)
+    reference = HubReference(snapshot.repo, snapshot.commit)
     folder = folder_of(reference)
     remove_unfinished(reference)
     if is_whole(folder):
@@ -231,7 +231,7 @@ def fetch(snapshot: Snapshot, say: Callable[[str], None]) -> None:
         raise ModelError(f"{snapshot.repo!r}: what was fetched is not whole: {folder} lacks weights")
 
 
-def remove_unfinished(reference: Reference, kind: Kind = "model") -> None:
+def remove_unfinished(reference: HubReference, kind: Kind = "model") -> None:
     """Remove the unfinished files that killed processes have left of a repository in the cache.
 
     The Hub's library writes to a file with a random name, which nothing finds again once the process is killed. A
@@ -240,7 +240,7 @@ def remove_unfinished(reference: Reference, kind: Kind = "model") -> None:
     from filelock import FileLock, Timeout
     from huggingface_hub import constants
 
-    repository = folder_of(Reference(reference.repo, "x"), kind).parent.parent
+    repository = folder_of(HubReference(reference.repo, "x"), kind).parent.parent
     locks = Path(constants.HF_HUB_CACHE) / ".locks" / repository.name
     for path in repository.glob("blobs/*.incomplete"):
         found = _UNFINISHED.fullmatch(path.name)
@@ -250,14 +250,14 @@ def remove_unfinished(reference: Reference, kind: Kind = "model") -> None:
                     path.unlink(missing_ok=True)
 
 
-def missing(snapshot: Snapshot) -> dict[str, int]:
+def missing(snapshot: RepositorySnapshot) -> dict[str, int]:
     """Return the files that the cache lacks of a model that is not whole, with their bytes.
 
     Raises:
         ModelError: only the cache could be asked, the model has no weights that are read, or the disk no room for them.
 
     """
-    folder = folder_of(Reference(snapshot.repo, snapshot.commit))
+    folder = folder_of(HubReference(snapshot.repo, snapshot.commit))
     sizes = snapshot.sizes
     if sizes is None:
         raise ModelError(
@@ -310,19 +310,19 @@ def is_to_come(folder: Path) -> bool:
     return name_in_cache(str(folder)) is not None and not is_whole(folder)
 
 
-def _remember(reference: Reference, kind: Kind, commit: str) -> None:
+def _remember(reference: HubReference, kind: Kind, commit: str) -> None:
     """Record the current commit of a branch or tag in the cache, like the Hub's library, for use without the Hub."""
     if reference.is_pinned:
         return
-    path = folder_of(Reference(reference.repo, "x"), kind).parent.parent / "refs" / (reference.revision or "main")
+    path = folder_of(HubReference(reference.repo, "x"), kind).parent.parent / "refs" / (reference.revision or "main")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(commit)
 
 
-def _in_cache(reference: Reference, kind: Kind, why: str) -> Snapshot:
+def _in_cache(reference: HubReference, kind: Kind, why: str) -> RepositorySnapshot:
     """Return the commit of a revision in the cache."""
-    folder = folder_of(Reference(reference.repo, "x"), kind).parent.parent
+    folder = folder_of(HubReference(reference.repo, "x"), kind).parent.parent
     commit = reference.revision or "main"
     if not reference.is_pinned:
         with contextlib.suppress(OSError):
@@ -330,17 +330,17 @@ def _in_cache(reference: Reference, kind: Kind, why: str) -> Snapshot:
     if _COMMIT.fullmatch(commit) is None or not (folder / "snapshots" / commit).is_dir():
         raise ModelError(f"{str(reference)!r} is not in the cache of the Hub ({folder}), and {why}")
     note = "" if reference.is_pinned else f"{reference} is taken from the cache, at {commit[:8]}: {why}"
-    return Snapshot(reference.repo, commit, None, note, why)
+    return RepositorySnapshot(reference.repo, commit, None, note, why)
 
 
-def _download(snapshot: Snapshot, files: list[str], *, shows_bar: bool) -> None:
+def _download(snapshot: RepositorySnapshot, files: list[str], *, shows_bar: bool) -> None:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     if not shows_bar:
         disable_progress_bars()
     try:
-        with as_one_line(Reference(snapshot.repo, snapshot.commit), "model"):
+        with as_one_line(HubReference(snapshot.repo, snapshot.commit), "model"):
             snapshot_download(
                 snapshot.repo,
                 revision=snapshot.commit,
@@ -353,9 +353,9 @@ def _download(snapshot: Snapshot, files: list[str], *, shows_bar: bool) -> None:
 
 
 @contextlib.contextmanager
-def _telling(snapshot: Snapshot, num_bytes: int, say: Callable[[str], None]) -> Iterator[None]:
+def _telling(snapshot: RepositorySnapshot, num_bytes: int, say: Callable[[str], None]) -> Iterator[None]:
     """Report progress from time to time."""
-    blobs = folder_of(Reference(snapshot.repo, snapshot.commit)).parent.parent / "blobs"
+    blobs = folder_of(HubReference(snapshot.repo, snapshot.commit)).parent.parent / "blobs"
     is_done = threading.Event()
 
     def tell() -> None:
@@ -374,7 +374,7 @@ def _telling(snapshot: Snapshot, num_bytes: int, say: Callable[[str], None]) -> 
 
 
 @contextlib.contextmanager
-def as_one_line(reference: Reference, kind: Kind, doing: str = "fetching it from") -> Iterator[None]:
+def as_one_line(reference: HubReference, kind: Kind, doing: str = "fetching it from") -> Iterator[None]:
     """Convert errors of the Hub's libraries to a `ModelError` of one line; `doing` goes before the Hub's address."""
     from huggingface_hub import constants, errors
 

@@ -34,7 +34,7 @@ class PushedCommit(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-def reference_for_push(name: str) -> hub.Reference:
+def reference_for_push(name: str) -> hub.HubReference:
     """Return the repository and the branch that a name on the Hub means. Raises `ModelError`."""
     reference = hub.reference_in(name)
     if reference is None or "/" not in reference.repo:
@@ -57,7 +57,7 @@ def refuse_offline(name: str) -> None:
 
 
 def push_model(
-    folder: Path, reference: hub.Reference, message: str, *, is_private: bool, say: Callable[[str], None]
+    folder: Path, reference: hub.HubReference, message: str, *, is_private: bool, say: Callable[[str], None]
 ) -> PushedCommit:
     """Make a commit with the files of a model's folder; the repository and the branch are made if they do not exist.
 
@@ -84,7 +84,7 @@ def push_model(
     )
 
 
-def _commit(files: Mapping[str, Path], reference: hub.Reference, message: str, is_private: bool) -> Any:
+def _commit(files: Mapping[str, Path], reference: hub.HubReference, message: str, is_private: bool) -> Any:
     """Make the commit, and the repository and branch before it; return the library's description of it."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

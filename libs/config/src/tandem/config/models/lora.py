@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tandem.common.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from tandem.config.schema.adapters import LoraCfg, Peft
+    from tandem.config.schema.adapters import LoraCfg, PeftConfig
 
 A, B = "lora_A.weight", "lora_B.weight"
 """Last parts of the names of an adapter's tensors."""
@@ -55,7 +55,7 @@ def matches(layer: str, patterns: Iterable[str]) -> bool:
     return any(pattern == last or fnmatchcase(layer, pattern) for pattern in patterns)
 
 
-def chosen(layers: Sequence[str], adapters: LoraCfg | Peft, section: str) -> list[str]:
+def chosen(layers: Sequence[str], adapters: LoraCfg | PeftConfig, section: str) -> list[str]:
     """Return the linear layers of a model that have an adapter.
 
     Excluded layers need not exist. Raises `ConfigError` if no layer remains, or if one of `target_modules` matches

@@ -11,7 +11,7 @@ import msgspec
 from tandem.config.installed.model_fields import field_default
 
 if TYPE_CHECKING:
-    from tandem.config.schema import Model
+    from tandem.config.schema import ModelConfig
 
 _NAMES = {
     "num_layers": ("num_hidden_layers",),
@@ -66,7 +66,7 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes | None:
     return ExpertSizes(**sizes) if all(value > 0 for value in sizes.values()) else None
 
 
-def config_file(section: Model) -> Path | None:
+def config_file(section: ModelConfig) -> Path | None:
     """Return the ``config.json`` of a section's model, in its folder or in the Hub's cache; None if it is in
     neither."""
     path = Path(section.model_name) / "config.json"
@@ -81,7 +81,7 @@ def local_folder(name: str) -> Path | None:
     return None if cached is None else cached.parent
 
 
-def model_config(section: Model) -> dict[str, Any] | None:
+def model_config(section: ModelConfig) -> dict[str, Any] | None:
     """Return the content of `config_file`, or of the one that ``new_model`` will write; None without either.
 
     The fields in ``hf_config_overrides`` are replaced.
@@ -105,14 +105,14 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-def model_sizes(policy: Model) -> ModelSizes:
+def model_sizes(policy: ModelConfig) -> ModelSizes:
     """Return the known sizes of the model; all None if it is not on this machine."""
     config = language_config(model_config(policy) or {})
     found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
     return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
 
 
-def vocabulary_size(policy: Model) -> int:
+def vocabulary_size(policy: ModelConfig) -> int:
     """Return the model's vocabulary size; the largest possible one if it is not known here."""
     return vocabulary_in(model_config(policy) or {}) or 2**31
 
@@ -123,7 +123,7 @@ def vocabulary_in(config: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def max_positions(policy: Model) -> int | None:
+def max_positions(policy: ModelConfig) -> int | None:
     """Return the longest sequence that a model was made for; None if it is not known here."""
     config = model_config(policy)
     return None if config is None else max_positions_in(config)
@@ -145,7 +145,7 @@ def max_positions_in(config: Mapping[str, Any]) -> int | None:
     return int(positions * stretched)
 
 
-def _new(section: Model) -> dict[str, Any] | None:
+def _new(section: ModelConfig) -> dict[str, Any] | None:
     return section.new_model.config if section.new_model is not None else None
 
 

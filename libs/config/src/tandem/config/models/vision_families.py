@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.config.models.model_sizes import model_config
-from tandem.config.schema import Model
+from tandem.config.schema import ModelConfig
 from tandem.config.schema.policy import DtensorCfg
 
 
@@ -142,7 +142,7 @@ def vision_family(model_config: Mapping[str, Any] | None) -> VisionFamily | None
     return VISION.get(model_type) if isinstance(model_type, str) else None
 
 
-def family_of(section: Model) -> VisionFamily | None:
+def family_of(section: ModelConfig) -> VisionFamily | None:
     """Return the family of a section's model; None if it does not see, or is not on this machine."""
     return vision_family(model_config(section))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tandem.config.problem import Invalid, shown
+from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS
 
@@ -13,7 +13,7 @@ _UNSET = {"max_num_steps": -1, "async_grpo": None, "async_ppo": None}
 
 
 def name_as_here(tree: dict[str, Any]) -> None:
-    """Move settings to the keys that say the same here, in place. Raises `Invalid` if the two disagree.
+    """Move settings to the keys that say the same here, in place. Raises `InvalidValue` if the two disagree.
 
     Values of another type are left for `conform` to report.
     """
@@ -63,5 +63,5 @@ def _move(given: dict[str, Any], section: dict[str, Any], moved: _Moved, algorit
         section[moved.meant] = value
     elif value not in (known, moved.usual):
         key, here = f"{moved.section}.{moved.name}", f"{algorithm}.{moved.meant}"
-        raise Invalid(key, f"{shown(value)}, but {here} is {shown(known)}: they are the same")
+        raise InvalidValue(key, f"{shown(value)}, but {here} is {shown(known)}: they are the same")
     given[moved.name] = None

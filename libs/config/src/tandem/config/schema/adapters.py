@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Literal
 
-from tandem.config.schema.base import NonEmptyStr, PositiveFloat, PositiveInt, Probability, Section
+from tandem.config.schema.base import ConfigSection, NonEmptyStr, PositiveFloat, PositiveInt, Probability
 
 Initial = Literal["xavier", "kaiming", "normal", "zero"]
 """Initialisation of a matrix: ``xavier`` is normal, ``kaiming`` uniform as in torch's linear layers, ``normal`` has
 a standard deviation of 0.2."""
 
 
-class Adapters(Section, frozen=True, kw_only=True):
+class AdaptersConfig(ConfigSection, frozen=True, kw_only=True):
     """Training of low-rank adapters beside the weights (LoRA, Hu et al. 2021, arXiv:2106.09685)."""
 
     enabled: bool = False
@@ -37,7 +37,7 @@ class Adapters(Section, frozen=True, kw_only=True):
         return self.alpha / self.dim
 
 
-class LoraCfg(Adapters, frozen=True, kw_only=True):
+class LoraCfg(AdaptersConfig, frozen=True, kw_only=True):
     """Training of low-rank adapters beside the weights with DTensor (LoRA, Hu et al. 2021, arXiv:2106.09685)."""
 
     lora_A_init: Literal["xavier", "kaiming"] = "xavier"
@@ -63,7 +63,7 @@ class LoraCfg(Adapters, frozen=True, kw_only=True):
         return self.lora_A_init, "zero"
 
 
-class Peft(Adapters, frozen=True, kw_only=True):
+class PeftConfig(AdaptersConfig, frozen=True, kw_only=True):
     """Training of low-rank adapters beside the weights with Megatron-Core (LoRA, arXiv:2106.09685)."""
 
     lora_A_init_method: Initial = "xavier"

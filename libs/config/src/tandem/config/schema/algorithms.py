@@ -7,17 +7,17 @@ from typing import Annotated
 from msgspec import Meta
 
 from tandem.config.schema.base import (
+    ConfigSection,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    Section,
     Seed,
 )
 
 NumBatches = Annotated[int, Meta(ge=-1)]
 
 
-class Sft(Section, frozen=True, kw_only=True):
+class SftConfig(ConfigSection, frozen=True, kw_only=True):
     """Supervised fine-tuning on worked solutions."""
 
     max_num_epochs: PositiveInt = 1
@@ -42,7 +42,7 @@ class Sft(Section, frozen=True, kw_only=True):
     """Seed of the problems and their order."""
 
 
-class Dpo(Section, frozen=True, kw_only=True):
+class DpoConfig(ConfigSection, frozen=True, kw_only=True):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290). As in NeMo-RL, its batch sizes and
     those of `policy` count pairs."""
 
@@ -76,7 +76,7 @@ class Dpo(Section, frozen=True, kw_only=True):
     """Weight of the added SFT loss on the chosen responses."""
 
 
-class Rm(Section, frozen=True, kw_only=True):
+class RewardModelConfig(ConfigSection, frozen=True, kw_only=True):
     """Training of a reward model on pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155). As in
     NeMo-RL, its batch sizes and those of `policy` count pairs."""
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class ConfigSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """The base of every section of the configuration."""
 
 

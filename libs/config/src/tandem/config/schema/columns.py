@@ -44,7 +44,7 @@ reference: log-probabilities of tokens under that model, before the first optimi
 that model's scores, then."""
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class ColumnDeclaration(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Declaration of a column."""
 
     name: str
@@ -65,21 +65,21 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return next((model for model in MODELS if model == self.source), None)
 
 
-GENERATION_LOGPROBS = Column(name="generation_logprobs", source="engine")
+GENERATION_LOGPROBS = ColumnDeclaration(name="generation_logprobs", source="engine")
 """Log-probability of each token under the sampling distribution; zero for tokens the policy did not generate."""
-VERSIONS = Column(name="versions", source="engine", dtype="int32", fill=-1)
+VERSIONS = ColumnDeclaration(name="versions", source="engine", dtype="int32", fill=-1)
 """Weight version that generated each token; -1 for tokens the policy did not generate."""
-ADVANTAGES = Column(name="advantages", source="coordinator")
-REWARDS = Column(name="rewards", source="coordinator")
+ADVANTAGES = ColumnDeclaration(name="advantages", source="coordinator")
+REWARDS = ColumnDeclaration(name="rewards", source="coordinator")
 """Rewards behind the advantages; for preferences, the margin of the chosen response."""
-PREVIOUS_LOGPROBS = Column(name="previous_logprobs", source="policy")
-REFERENCE_LOGPROBS = Column(name="reference_logprobs", source="reference")
-VALUES = Column(name="values", source="value")
+PREVIOUS_LOGPROBS = ColumnDeclaration(name="previous_logprobs", source="policy")
+REFERENCE_LOGPROBS = ColumnDeclaration(name="reference_logprobs", source="reference")
+VALUES = ColumnDeclaration(name="values", source="value")
 """Expected return of the rest of the response, before each token."""
-RETURNS = Column(name="returns", source="trainer")
+RETURNS = ColumnDeclaration(name="returns", source="trainer")
 """Returns that were observed: the value model's targets."""
-TEACHER_LOGPROBS = Column(name="teacher_logprobs", source="teacher")
-TEACHER_TOPK_LOGITS = Column(
+TEACHER_LOGPROBS = ColumnDeclaration(name="teacher_logprobs", source="teacher")
+TEACHER_TOPK_LOGITS = ColumnDeclaration(
     name="teacher_topk_logits",
     source="teacher",
     num_each=lambda config: config.topk_logits_k * max(1, len(config.joint_teachers)),
@@ -89,7 +89,7 @@ TEACHER_TOPK_INDICES = msgspec.structs.replace(
     TEACHER_TOPK_LOGITS, name="teacher_topk_indices", dtype="int32", number=1
 )
 """Ids of these tokens."""
-TEACHER_CONFIDENCE = Column(
+TEACHER_CONFIDENCE = ColumnDeclaration(
     name="teacher_confidence",
     source="teacher",
     number=2,
@@ -97,7 +97,7 @@ TEACHER_CONFIDENCE = Column(
     is_read=lambda config, num_steps: bool(config.weighs_teachers_by),
 )
 """How far each joint teacher is to be trusted in the place of each token."""
-TEACHER_WEIGHTS = Column(
+TEACHER_WEIGHTS = ColumnDeclaration(
     name="teacher_weights",
     source="trainer",
     num_each=lambda config: len(config.joint_teachers),
@@ -145,6 +145,6 @@ TAKEN = frozenset(
 """Other arrays of a batch's table: no column can have such a name."""
 
 
-def read_where(column: Column, is_read: Callable[[Config, int], bool]) -> Column:
+def read_where(column: ColumnDeclaration, is_read: Callable[[Config, int], bool]) -> ColumnDeclaration:
     """Return the column with another condition for reading it."""
     return msgspec.structs.replace(column, is_read=is_read)

@@ -12,17 +12,17 @@ import msgspec
 from msgspec import Meta
 
 from tandem.config.schema.base import (
+    ConfigSection,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
 )
 from tandem.config.schema.reward_model import RewardModelKeys
 
 
-class DataSet(Section, frozen=True, kw_only=True):
+class DataSet(ConfigSection, frozen=True, kw_only=True):
     """One of several data sets, as in NeMo-RL v0.7. Unset keys are taken from `data.default`, or else from the key
     of the same name in `data`."""
 
@@ -134,7 +134,7 @@ OF_EACH_SET = (
 """Keys of a data set in a list, which `data` has for a single one."""
 
 
-class Data(Section, frozen=True, kw_only=True):
+class DataConfig(ConfigSection, frozen=True, kw_only=True):
     """The problems of the run. Each row is a problem, and several may have the same prompt. Training and validation
     never share a problem with the same prompt, answer and other fields: files or splits that do are refused."""
 
@@ -302,7 +302,7 @@ class Data(Section, frozen=True, kw_only=True):
         return tuple(held_out) if len(held_out) > 1 else ()
 
     @cached_property
-    def train_sets(self) -> tuple[Data, ...]:
+    def train_sets(self) -> tuple[DataConfig, ...]:
         """A section for each training set, as if it were the only one; validation problems are held out of the first
         by default."""
         first, *others = (self.of_set(each) for each in self.train)
@@ -319,7 +319,7 @@ class Data(Section, frozen=True, kw_only=True):
             return False
         return self.num_validation is not None or not any(each.split_validation_size for each in self.train)
 
-    def of_set(self, each: DataSet) -> Data:
+    def of_set(self, each: DataSet) -> DataConfig:
         """Return the section for one listed data set, as if it were the only one, and all of it for training."""
         own = {key: getattr(each, key) for key in OF_EACH_SET}
         return msgspec.structs.replace(
@@ -337,7 +337,7 @@ class Data(Section, frozen=True, kw_only=True):
         )
 
 
-class Judge(Section, frozen=True, kw_only=True):
+class JudgeConfig(ConfigSection, frozen=True, kw_only=True):
     """A language model that scores responses: it is shown question and response, and its answer contains the score."""
 
     base_url: NonEmptyStr | None = None
@@ -395,7 +395,7 @@ _LONGEST_PAUSE_S = 60.0
 """Longest pause that the client makes on the endpoint's request."""
 
 
-class Environment(RewardModelKeys, frozen=True, kw_only=True):
+class EnvironmentConfig(RewardModelKeys, frozen=True, kw_only=True):
     """A way to score samples. Built in are ``reasoning_gym``, ``math`` (math-verify), ``math_multi_reward`` (several
     rewards a sample), ``exact_match``, NeMo-RL's environments for images (`reward_functions`), and two that reply to
     the policy: ``calculator`` and ``sliding_puzzle_game``. Any other name needs a `class`, a `judge`, a reward model
@@ -448,7 +448,7 @@ class Environment(RewardModelKeys, frozen=True, kw_only=True):
     """New. Concurrent episodes of an agent in each rollout process."""
     max_completions: Annotated[int, Meta(ge=1, le=4096)] = 64
     """New. Most responses that one episode of an agent may request."""
-    judge: Judge | None = None
+    judge: JudgeConfig | None = None
     """New. A language model that scores the responses."""
 
     @cached_property

@@ -28,7 +28,7 @@ from tandem.config.schema.columns import (
     TEACHER_TOPK_LOGITS,
     TEACHER_WEIGHTS,
     VALUES,
-    Column,
+    ColumnDeclaration,
     Head,
     Model,
     read_where,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tandem.config.schema import Config
 
 
-class Training(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingDeclaration(msgspec.Struct, frozen=True, kw_only=True):
     """The training of one model, with a loss and an optimizer of its own."""
 
     model: Model
@@ -47,7 +47,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Class of its loss: `tandem.trainer.losses`."""
     loss_section: str
     """Section of the configuration with the loss's arguments."""
-    columns: tuple[Column, ...]
+    columns: tuple[ColumnDeclaration, ...]
     """Columns that the loss reads."""
 
 
@@ -75,7 +75,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Metrics that can rank checkpoints; the first is the default."""
     curves: tuple[str, str]
     """Metrics that a report plots: one of training, one of validation."""
-    columns: tuple[Column, ...]
+    columns: tuple[ColumnDeclaration, ...]
     """Columns that its loss reads."""
     head: Head = "vocabulary"
     """Head on top of the policy's layers."""
@@ -88,7 +88,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Class of its loss, unless ``loss_fn.class`` names another: `tandem.trainer.losses`."""
     loss_section: str
     """Section of the configuration with the loss's arguments."""
-    beside: tuple[Training, ...] = ()
+    beside: tuple[TrainingDeclaration, ...] = ()
     """Models trained beside the policy, each before it."""
     rules: tuple[str, ...] = ()
     """Paths of tuples of rules for this algorithm's configurations, beside those for all algorithms."""
@@ -107,13 +107,13 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return "preferences" in self.learns_from
 
     @cached_property
-    def trainings(self) -> tuple[Training, ...]:
+    def trainings(self) -> tuple[TrainingDeclaration, ...]:
         """Trainings of all trained models, the policy's last."""
-        own = Training(model="policy", loss=self.loss, loss_section=self.loss_section, columns=self.columns)
+        own = TrainingDeclaration(model="policy", loss=self.loss, loss_section=self.loss_section, columns=self.columns)
         return (*self.beside, own)
 
     @cached_property
-    def training_of(self) -> dict[Model, Training]:
+    def training_of(self) -> dict[Model, TrainingDeclaration]:
         """Training of each trained model."""
         return {training.model: training for training in self.trainings}
 
@@ -199,7 +199,7 @@ PPO = Algorithm(
     loss="tandem.trainer.losses.policy_gradient.PolicyGradientLoss",
     loss_section="loss_fn",
     beside=(
-        Training(
+        TrainingDeclaration(
             model="value",
             loss="tandem.trainer.losses.value.ValueLoss",
             loss_section="value_loss_fn",

@@ -7,20 +7,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.config.schema.algorithms import Sft
+from tandem.config.schema.algorithms import SftConfig
 from tandem.config.schema.base import (
+    ConfigSection,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
 )
-from tandem.config.schema.grpo import Rollouts
-from tandem.config.schema.policy import Model
+from tandem.config.schema.grpo import RolloutsConfig
+from tandem.config.schema.policy import ModelConfig
 
 
-class Distillation(Rollouts, frozen=True, kw_only=True):
+class DistillationConfig(RolloutsConfig, frozen=True, kw_only=True):
     """Distillation of a teacher (section `teacher`) into the policy, over the policy's own samples (Agarwal et al.
     2023, arXiv:2306.13649)."""
 
@@ -43,7 +43,7 @@ class Distillation(Rollouts, frozen=True, kw_only=True):
     """Accepted, like `grpo.val_batch_size`."""
 
 
-class OffPolicyDistillation(Sft, frozen=True, kw_only=True):
+class OffPolicyDistillation(SftConfig, frozen=True, kw_only=True):
     """New. Distillation of a teacher into the policy over recorded text: a data set like SFT's, and no engines. Its
     loss is that of `distillation`. NeMo-RL's section for it is `distillation`, with a list of `teachers`."""
 
@@ -51,7 +51,7 @@ class OffPolicyDistillation(Sft, frozen=True, kw_only=True):
     """New. Likeliest tokens of the teacher that are compared at each position."""
 
 
-class Teacher(Model, frozen=True, kw_only=True):
+class TeacherConfig(ModelConfig, frozen=True, kw_only=True):
     """The teacher of distillation, with the keys of `policy`."""
 
     generation_batch_size: PositiveInt = 32
@@ -68,7 +68,7 @@ class Teacher(Model, frozen=True, kw_only=True):
     """Same as `loss_fn.xtoken_loss`, for this teacher."""
 
 
-class TeacherCfg(Section, frozen=True, kw_only=True):
+class TeacherCfg(ConfigSection, frozen=True, kw_only=True):
     """Distribution of each teacher over processes of its own. The sizes apply if the section `teacher` is null."""
 
     gpus_per_node: PositiveInt = 1
@@ -86,7 +86,7 @@ class TeacherCfg(Section, frozen=True, kw_only=True):
     precision: Literal["bf16", "bfloat16", "fp32", "float32"] = "bf16"
     """Element type of its forward pass."""
 
-    def applied_to(self, model: Model) -> Model:
+    def applied_to(self, model: ModelConfig) -> ModelConfig:
         """Return a model's section with these sizes, for its backend."""
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
         megatron, dtensor = model.megatron_cfg, model.dtensor_cfg
@@ -115,7 +115,7 @@ class TeacherCfg(Section, frozen=True, kw_only=True):
         )
 
 
-class NonColocatedTeachers(Section, frozen=True, kw_only=True):
+class NonColocatedTeachers(ConfigSection, frozen=True, kw_only=True):
     """Teachers in processes of their own, by NeMo-RL's keys; `cluster.processes_of.teacher` is their total."""
 
     enabled: bool = False
@@ -123,7 +123,7 @@ class NonColocatedTeachers(Section, frozen=True, kw_only=True):
     default_teacher_cfg: TeacherCfg = TeacherCfg()
 
 
-class OnPolicyDistillation(Section, frozen=True, kw_only=True):
+class OnPolicyDistillation(ConfigSection, frozen=True, kw_only=True):
     """Several teachers, each for its own tasks. With ``grpo.adv_estimator.name: opd``, GRPO's advantages are the
     teacher's log-probabilities minus the policy's. With ``algorithm: distillation``, the task's teacher provides the
     likeliest tokens."""
@@ -143,7 +143,7 @@ class OnPolicyDistillation(Section, frozen=True, kw_only=True):
     non_colocated_teachers: NonColocatedTeachers = NonColocatedTeachers()
 
 
-class DistillationLoss(Section, frozen=True, kw_only=True):
+class DistillationLossConfig(ConfigSection, frozen=True, kw_only=True):
     """Keys of ``loss_fn`` that only distillation reads."""
 
     kl_type: Literal["forward", "reverse", "mixed", "jsd"] = "mixed"

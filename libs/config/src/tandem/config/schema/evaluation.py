@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 from tandem.config.schema.base import (
+    ConfigSection,
     Fraction,
     NonEmptyStr,
     NonNegativeFloat,
     PositiveInt,
-    Section,
     Seed,
 )
 
 
-class Eval(Section, frozen=True, kw_only=True):
+class EvalConfig(ConfigSection, frozen=True, kw_only=True):
     """Settings of `coordinator eval` alone. The problems are the held-out ones, limited by `grpo.max_val_samples`;
     null keys follow the validation of a run."""
 

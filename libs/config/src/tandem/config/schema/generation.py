@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.config.schema.base import (
+    ConfigSection,
     Fraction,
     NonEmptyStr,
     NonNegativeFloat,
@@ -16,7 +17,6 @@ from tandem.config.schema.base import (
     Port,
     PositiveFloat,
     PositiveInt,
-    Section,
 )
 
 ToolCallParser = Literal[
@@ -43,7 +43,7 @@ ToolCallParser = Literal[
 """Formats of tool calls, by vLLM's names."""
 
 
-class TransformersCfg(Section, frozen=True, kw_only=True):
+class TransformersCfg(ConfigSection, frozen=True, kw_only=True):
     """The embedded engine, which runs the model through the transformers library."""
 
     num_slots: PositiveInt
@@ -52,7 +52,7 @@ class TransformersCfg(Section, frozen=True, kw_only=True):
     """New. Same as `policy.generation.adapter_sets`, at its earlier place; the larger one holds."""
 
 
-class MediaLimits(Section, frozen=True, kw_only=True):
+class MediaLimits(ConfigSection, frozen=True, kw_only=True):
     """Limits of a prompt besides its text, in NeMo-RL's files."""
 
     image: NonNegativeInt | None = None
@@ -63,7 +63,7 @@ class MediaLimits(Section, frozen=True, kw_only=True):
     """Videos."""
 
 
-class VllmCfg(Section, frozen=True, kw_only=True):
+class VllmCfg(ConfigSection, frozen=True, kw_only=True):
     """The vLLM engine; read only where `policy.generation.backend` is vllm."""
 
     precision: str
@@ -141,7 +141,7 @@ class VllmCfg(Section, frozen=True, kw_only=True):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-class ColocatedResources(Section, frozen=True, kw_only=True):
+class ColocatedResources(ConfigSection, frozen=True, kw_only=True):
     """GPUs reserved for generation that is not colocated: some of a single node, or whole nodes of several.
 
     They are the last of the cluster. By default they follow those of the trainers.
@@ -153,7 +153,7 @@ class ColocatedResources(Section, frozen=True, kw_only=True):
     """Nodes for generation, if `cluster.num_nodes` is greater than 1; else null or 1."""
 
 
-class Colocated(Section, frozen=True, kw_only=True):
+class ColocatedConfig(ConfigSection, frozen=True, kw_only=True):
     """Whether generation shares its devices with training."""
 
     enabled: bool = True
@@ -167,7 +167,7 @@ _VLLM_WIDTH = 256
 """Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
 
 
-class Generation(Section, frozen=True, kw_only=True):
+class GenerationConfig(ConfigSection, frozen=True, kw_only=True):
     """Settings of generation in algorithms that roll out; no other algorithm reads them."""
 
     backend: Literal["transformers", "vllm", "sglang", "megatron"] = "transformers"
@@ -245,7 +245,7 @@ class Generation(Section, frozen=True, kw_only=True):
     max_stored_tokens: PositiveInt = 500_000_000
     """New. Most tokens of finished samples that one engine's process keeps until they are trained on: 13 bytes of
     host memory each, and with `top_p`, `top_k`, `min_p` or `bad_words` those of their sampling masks."""
-    colocated: Colocated = Colocated()
+    colocated: ColocatedConfig = ColocatedConfig()
 
     @cached_property
     def validation_top_p(self) -> float:

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tandem.config.schema.base import (
+    ConfigSection,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
     Seed,
 )
 
@@ -21,7 +21,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 """Samples over whose rewards the standard deviation is taken that divides an advantage."""
 
 
-class AdvEstimator(Section, frozen=True, kw_only=True):
+class AdvEstimator(ConfigSection, frozen=True, kw_only=True):
     """The estimator that turns rewards into advantages."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"
@@ -41,7 +41,7 @@ class AdvEstimator(Section, frozen=True, kw_only=True):
     """For gdpo: weights of the components, in the alphabetical order of their names; null means 1 each."""
 
 
-class RewardShaping(Section, frozen=True, kw_only=True):
+class RewardShaping(ConfigSection, frozen=True, kw_only=True):
     """Rewards that depend on the length of the response, after `grpo.reward_scaling`."""
 
     enabled: bool = False
@@ -57,7 +57,7 @@ class RewardShaping(Section, frozen=True, kw_only=True):
     """Factor of the reward of each response cut off at a token limit; there is no length penalty then."""
 
 
-class RewardScaling(Section, frozen=True, kw_only=True):
+class RewardScaling(ConfigSection, frozen=True, kw_only=True):
     """A linear map of rewards from one interval to another; rewards outside the first are clamped to it."""
 
     enabled: bool = False
@@ -72,7 +72,7 @@ class RewardScaling(Section, frozen=True, kw_only=True):
     """The reward at the other end."""
 
 
-class AsyncGrpo(Section, frozen=True, kw_only=True):
+class AsyncGrpo(ConfigSection, frozen=True, kw_only=True):
     """Generation for later steps while a step trains, with slightly older weights."""
 
     enabled: bool = False
@@ -91,7 +91,7 @@ class AsyncGrpo(Section, frozen=True, kw_only=True):
     new weights. Otherwise they keep the old ones."""
 
 
-class Rollouts(Section, frozen=True, kw_only=True):
+class RolloutsConfig(ConfigSection, frozen=True, kw_only=True):
     """Settings of all algorithms that roll out: amount of generation, reward shaping, validation."""
 
     num_prompts_per_step: PositiveInt = 32
@@ -201,7 +201,7 @@ PENALTIES = ("invalid_tool_call_advantage", "malformed_thinking_advantage")
 """Keys of the advantages of turns with a flaw."""
 
 
-class Grpo(Rollouts, frozen=True, kw_only=True):
+class GrpoConfig(RolloutsConfig, frozen=True, kw_only=True):
     """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
     num_iterations: PositiveInt = 1

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tandem.config.schema.base import NonEmptyStr, Section
+from tandem.config.schema.base import ConfigSection, NonEmptyStr
 
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 
-class Arguments(Section, frozen=True, kw_only=True, omit_defaults=True):
+class RewardArguments(ConfigSection, frozen=True, kw_only=True, omit_defaults=True):
     """Arguments of all functions; each has some of them."""
 
     think_tag: NonEmptyStr = "think"
@@ -24,14 +24,14 @@ class Arguments(Section, frozen=True, kw_only=True, omit_defaults=True):
     """Intersection over union below which boxes that are far apart cost more than none (GIoU)."""
 
 
-class RewardFunction(Section, frozen=True, kw_only=True):
+class RewardFunctionConfig(ConfigSection, frozen=True, kw_only=True):
     """An entry of `env.NAME.reward_functions`."""
 
     name: Literal["format", "exact_alnum", "math_expr", "bbox_giou"]
     """The function."""
     weight: Annotated[float, Meta(ge=0.0, le=1e6)]
     """Its share of the reward, relative to the others'."""
-    kwargs: Arguments | None = None
+    kwargs: RewardArguments | None = None
     """Its arguments."""
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.config.schema.base import NonEmptyStr, NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from tandem.config.schema.columns import BUILT_IN, Column, Source
-from tandem.config.schema.distillation import DistillationLoss
+from tandem.config.schema.base import ConfigSection, NonEmptyStr, NonNegativeFloat, PositiveFloat, PositiveInt
+from tandem.config.schema.columns import BUILT_IN, ColumnDeclaration, Source
+from tandem.config.schema.distillation import DistillationLossConfig
 
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of a KL divergence from samples (Schulman 2020, joschu.net/blog/kl-approx.html)."""
@@ -28,7 +28,7 @@ OF_ANY_LOSS = ("class", "kwargs", "columns")
 """Keys of this section that are read for every algorithm."""
 
 
-class LossColumn(Section, frozen=True, kw_only=True):
+class LossColumn(ConfigSection, frozen=True, kw_only=True):
     """An input of a custom loss for each token: `batch.columns[NAME]`."""
 
     source: Source
@@ -41,7 +41,7 @@ class LossColumn(Section, frozen=True, kw_only=True):
     """New. Value in the padding, and where a sample's score has no such entry."""
 
 
-class LossFn(DistillationLoss, frozen=True, kw_only=True):
+class LossFn(DistillationLossConfig, frozen=True, kw_only=True):
     """The policy-gradient loss of GRPO and related algorithms; others read only `class`, `kwargs` and `columns`.
 
     The defaults are GRPO's. REINFORCE and RLOO: ``disable_ppo_ratio``. GSPO: ``sequence_level_importance_ratios``
@@ -121,10 +121,10 @@ class LossFn(DistillationLoss, frozen=True, kw_only=True):
     """New. With `loss_type` dr_grpo: tokens that each sequence counts as, however long it is."""
 
     @cached_property
-    def custom_columns(self) -> dict[str, Column]:
+    def custom_columns(self) -> dict[str, ColumnDeclaration]:
         """Inputs of a custom loss, by name."""
         return {
-            name: BUILT_IN.get(name) or Column(name=name, source=column.source, fill=column.fill)
+            name: BUILT_IN.get(name) or ColumnDeclaration(name=name, source=column.source, fill=column.fill)
             for name, column in self.columns.items()
         }
 

@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.config.schema.adapters import Peft
+from tandem.config.schema.adapters import PeftConfig
 from tandem.config.schema.base import (
+    ConfigSection,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    Section,
 )
 
 
-class MegatronScheduler(Section, frozen=True, kw_only=True):
+class MegatronScheduler(ConfigSection, frozen=True, kw_only=True):
     """Schedules of the learning rate and the weight decay, counted in training steps.
 
     A step may have several optimizer steps, with one learning rate. PPO counts each of its `ppo_epochs`, GRPO each of
@@ -47,7 +47,7 @@ class MegatronScheduler(Section, frozen=True, kw_only=True):
     where they would have ended when the run began. No other of these keys can change."""
 
 
-class Fp8Cfg(Section, frozen=True, kw_only=True):
+class Fp8Cfg(ConfigSection, frozen=True, kw_only=True):
     """Matrix products in float8, by Transformer Engine, in training and in scoring.
 
     Weights, activations and gradients are rounded for each product, and kept in `policy.precision`.
@@ -65,7 +65,7 @@ class Fp8Cfg(Section, frozen=True, kw_only=True):
     """Keep the weights in float8 as well."""
 
 
-class Fp4Cfg(Section, frozen=True, kw_only=True):
+class Fp4Cfg(ConfigSection, frozen=True, kw_only=True):
     """Matrix products in float4, by Transformer Engine, in training and in scoring, as in `fp8_cfg`."""
 
     enabled: bool = False
@@ -79,7 +79,7 @@ class Fp4Cfg(Section, frozen=True, kw_only=True):
     """Keep the weights in float4 as well."""
 
 
-class MegatronCfg(Section, frozen=True, kw_only=True):
+class MegatronCfg(ConfigSection, frozen=True, kw_only=True):
     """Training with Megatron-Core (extra ``megatron``); takes precedence over `policy.dtensor_cfg` if enabled.
 
     Any other key here is an argument of Megatron-Core's own ``TransformerConfig``, such as `recompute_granularity`
@@ -151,7 +151,7 @@ class MegatronCfg(Section, frozen=True, kw_only=True):
     it when it begins."""
     track_moe_metrics: bool | None = None
     """Accepted: log the load of experts."""
-    peft: Peft = Peft()
+    peft: PeftConfig = PeftConfig()
     fp8_cfg: Fp8Cfg | None = None
     """Products in float8; null means `enabled: false`."""
     fp4_cfg: Fp4Cfg | None = None

@@ -7,24 +7,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.config.schema.adapters import LoraCfg, Peft
+from tandem.config.schema.adapters import LoraCfg, PeftConfig
 from tandem.config.schema.base import (
+    ConfigSection,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Section,
     Seed,
 )
-from tandem.config.schema.generation import Generation
+from tandem.config.schema.generation import GenerationConfig
 from tandem.config.schema.megatron import MegatronCfg
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The template that a file's ``chat_template: null`` means."""
 
 
-class Tokenizer(Section, frozen=True, kw_only=True):
+class TokenizerConfig(ConfigSection, frozen=True, kw_only=True):
     """The tokenizer of the policy."""
 
     name: NonEmptyStr
@@ -41,7 +41,7 @@ class Tokenizer(Section, frozen=True, kw_only=True):
     """Conversion of video to tokens, such as `num_frames`."""
 
 
-class DtensorCfg(Section, frozen=True, kw_only=True):
+class DtensorCfg(ConfigSection, frozen=True, kw_only=True):
     """Training with FSDP2 (`fully_shard`) and the tensor parallelism of DTensor."""
 
     enabled: bool = True
@@ -111,7 +111,7 @@ PackingAlgorithm = Literal[
 ]
 
 
-class SequencePacking(Section, frozen=True, kw_only=True):
+class SequencePacking(ConfigSection, frozen=True, kw_only=True):
     """Micro-batches of one row each, in which sequences lie end to end without padding, and none sees another.
 
     Then `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect.
@@ -134,7 +134,7 @@ class SequencePacking(Section, frozen=True, kw_only=True):
     """Accepted: compute the loss of a row at once. Here it always is."""
 
 
-class DynamicBatching(Section, frozen=True, kw_only=True):
+class DynamicBatching(ConfigSection, frozen=True, kw_only=True):
     """Micro-batches of padded rows of similar lengths, as many as a token limit allows.
 
     Then `policy.train_micro_batch_size`, `policy.logprob_batch_size` and `policy.share_prompts` have no effect. Not
@@ -151,7 +151,7 @@ class DynamicBatching(Section, frozen=True, kw_only=True):
     """Multiple to which row lengths are rounded up."""
 
 
-class Optimizer(Section, frozen=True, kw_only=True):
+class OptimizerConfig(ConfigSection, frozen=True, kw_only=True):
     """The optimizer, by the dotted path of its class."""
 
     name: NonEmptyStr = "torch.optim.AdamW"
@@ -163,7 +163,7 @@ class Optimizer(Section, frozen=True, kw_only=True):
     defaults."""
 
 
-class SchedulerEntry(Section, frozen=True, kw_only=True):
+class SchedulerEntry(ConfigSection, frozen=True, kw_only=True):
     """One part of the learning-rate schedule: a schedule (`name`, `kwargs`) or the milestones between schedules."""
 
     name: NonEmptyStr | None = None
@@ -174,7 +174,7 @@ class SchedulerEntry(Section, frozen=True, kw_only=True):
     """Training steps at which the next schedule takes over; one fewer than there are schedules."""
 
 
-class NewModel(Section, frozen=True, kw_only=True):
+class NewModel(ConfigSection, frozen=True, kw_only=True):
     """A model to make if `policy.model_name` does not exist: random weights and a character-level tokenizer."""
 
     config: dict[str, Any]
@@ -189,7 +189,7 @@ class NewModel(Section, frozen=True, kw_only=True):
     """New. Seed of the weights."""
 
 
-class Draft(Section, frozen=True, kw_only=True):
+class DraftConfig(ConfigSection, frozen=True, kw_only=True):
     """A small model that predicts tokens ahead of the policy, trained beside it (EAGLE-3, arXiv:2503.01840)."""
 
     enabled: bool = False
@@ -204,7 +204,7 @@ class Draft(Section, frozen=True, kw_only=True):
     """Layers of the policy that it reads."""
 
 
-class RouterReplay(Section, frozen=True, kw_only=True):
+class RouterReplayConfig(ConfigSection, frozen=True, kw_only=True):
     """Routing of tokens in training to the experts that the engine chose (arXiv:2510.11370)."""
 
     enabled: bool = False
@@ -213,7 +213,7 @@ class RouterReplay(Section, frozen=True, kw_only=True):
     experts on."""
 
 
-class RewardModelCfg(Section, frozen=True, kw_only=True):
+class RewardModelCfg(ConfigSection, frozen=True, kw_only=True):
     """A head with one output instead of the one that predicts tokens."""
 
     enabled: bool = False
@@ -222,7 +222,7 @@ class RewardModelCfg(Section, frozen=True, kw_only=True):
     """Meaning of the output: a score for comparing pairs, or a value."""
 
 
-class Model(Section, frozen=True, kw_only=True):
+class ModelConfig(ConfigSection, frozen=True, kw_only=True):
     """A model that trainers hold: its origin, batches, sharding and optimizer."""
 
     model_name: NonEmptyStr
@@ -262,8 +262,8 @@ class Model(Section, frozen=True, kw_only=True):
     hf_config_overrides: dict[str, Any] | None = None
     """Replacements for fields of the model's ``config.json``, in trainers, engines and checkpoints."""
     reward_model_cfg: RewardModelCfg = RewardModelCfg()
-    router_replay: RouterReplay = RouterReplay()
-    draft: Draft = Draft()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    draft: DraftConfig = DraftConfig()
     quant_cfg: NonEmptyStr | None = None
     """Quantise the model in training according to a file for NVIDIA's ModelOpt."""
     quant_calib_size: PositiveInt = 16
@@ -286,12 +286,12 @@ class Model(Section, frozen=True, kw_only=True):
     generation, it is on the device only during a training step."""
     refit_buffer_size_gb: PositiveFloat | None = None
     """Accepted: memory of NeMo-RL's refit. Here weights go straight to engines, through buffers of a few MB."""
-    tokenizer: Tokenizer
+    tokenizer: TokenizerConfig
     dtensor_cfg: DtensorCfg = DtensorCfg()
     megatron_cfg: MegatronCfg = MegatronCfg()
     sequence_packing: SequencePacking
     dynamic_batching: DynamicBatching
-    optimizer: Optimizer | None = Optimizer()
+    optimizer: OptimizerConfig | None = OptimizerConfig()
     """The optimizer; null only if Megatron-Core brings its own."""
     warmup_steps: NonNegativeFloat = 0.0
     """New. Steps in which the learning rate rises linearly from 0 to its value, where it stays, in either backend;
@@ -315,7 +315,7 @@ class Model(Section, frozen=True, kw_only=True):
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).environment
 
     @cached_property
-    def adapters(self) -> LoraCfg | Peft | None:
+    def adapters(self) -> LoraCfg | PeftConfig | None:
         """Settings of the adapters that the enabled backend trains instead of the weights; None if it trains the
         weights."""
         section = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
@@ -327,11 +327,11 @@ class Model(Section, frozen=True, kw_only=True):
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).model_parallel_size
 
 
-class Policy(Model, frozen=True, kw_only=True):
+class PolicyConfig(ModelConfig, frozen=True, kw_only=True):
     """The model in training."""
 
     generation_batch_size: PositiveInt = 32
     """Sequences that an engine decodes at once, unless the engine's own section has another number."""
     is_vlm: bool | None = None
     """Accepted: whether the model sees. Its config.json says so."""
-    generation: Generation
+    generation: GenerationConfig

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tandem.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from tandem.config.schema.grpo import AsyncGrpo, Rollouts
-from tandem.config.schema.policy import Model
+from tandem.config.schema.base import ConfigSection, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from tandem.config.schema.grpo import AsyncGrpo, RolloutsConfig
+from tandem.config.schema.policy import ModelConfig
 
 Discount = Annotated[float, Meta(ge=0, le=1)]
 
 
-class GaeEstimator(Section, frozen=True, kw_only=True):
+class GaeEstimator(ConfigSection, frozen=True, kw_only=True):
     """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438), over the tokens of a response."""
 
     name: Literal["gae"] = "gae"
@@ -48,7 +48,7 @@ class AsyncPpo(AsyncGrpo, frozen=True, kw_only=True):
     what its rollout log lacks."""
 
 
-class Ppo(Rollouts, frozen=True, kw_only=True):
+class PpoConfig(RolloutsConfig, frozen=True, kw_only=True):
     """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) with a value model (section `value`)."""
 
     ppo_epochs: PositiveInt = 4
@@ -85,12 +85,12 @@ class Ppo(Rollouts, frozen=True, kw_only=True):
         return self.policy_training_start_step
 
 
-class Value(Model, frozen=True, kw_only=True):
+class ValueConfig(ModelConfig, frozen=True, kw_only=True):
     """The value model of PPO: a language model with a head that gives one number per token, the expected return of
     the rest of the response. It has the keys of `policy`, except those of generation."""
 
 
-class ValueLossFn(Section, frozen=True, kw_only=True):
+class ValueLossFn(ConfigSection, frozen=True, kw_only=True):
     """The value model's loss: half the squared distance to the return. If it is larger, the same distance of the
     value clipped to within `cliprange` of its former value is used (Schulman et al. 2017)."""
 

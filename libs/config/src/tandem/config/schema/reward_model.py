@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tandem.config.schema.base import NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from tandem.config.schema.policy import DtensorCfg, RewardModelCfg, Tokenizer
+from tandem.config.schema.base import ConfigSection, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt
+from tandem.config.schema.policy import DtensorCfg, RewardModelCfg, TokenizerConfig
 
 REWARD_MODEL = "reward_model"
 """NeMo-RL's environment with these keys; any other environment with a `model_name` is a reward model too."""
 
 
-class RewardModelResources(Section, frozen=True, kw_only=True):
+class RewardModelResources(ConfigSection, frozen=True, kw_only=True):
     """GPUs reserved for the reward model: the last of the node. On several nodes it shares the engines' GPUs."""
 
     gpus_per_node: NonNegativeInt = 0
@@ -20,14 +20,14 @@ class RewardModelResources(Section, frozen=True, kw_only=True):
     """Accepted: every node with rollout processes has a reward model beside each of them."""
 
 
-class Switch(Section, frozen=True, kw_only=True):
+class AcceptedSwitch(ConfigSection, frozen=True, kw_only=True):
     """Accepted: a way to make batches in training. Rewards are computed in batches of one shape."""
 
     enabled: bool = False
     """Whether it is requested."""
 
 
-class RewardModelKeys(Section, frozen=True, kw_only=True):
+class RewardModelKeys(ConfigSection, frozen=True, kw_only=True):
     """Keys of an environment's reward model."""
 
     enabled: bool = True
@@ -35,7 +35,7 @@ class RewardModelKeys(Section, frozen=True, kw_only=True):
     model_name: NonEmptyStr | None = None
     """The reward model: folder (relative to the working directory) or Hub name of a Hugging Face sequence classifier
     with one label. Its output is the reward."""
-    tokenizer: Tokenizer | None = None
+    tokenizer: TokenizerConfig | None = None
     """For a reward model: its tokenizer; the chat template turns prompt and response into text; null means the one
     in its folder."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
@@ -53,8 +53,8 @@ class RewardModelKeys(Section, frozen=True, kw_only=True):
     resources: RewardModelResources = RewardModelResources()
     dtensor_cfg: DtensorCfg = DtensorCfg()
     reward_model_cfg: RewardModelCfg = RewardModelCfg(enabled=True)
-    dynamic_batching: Switch = Switch()
-    sequence_packing: Switch = Switch()
+    dynamic_batching: AcceptedSwitch = AcceptedSwitch()
+    sequence_packing: AcceptedSwitch = AcceptedSwitch()
     max_grad_norm: PositiveFloat | None = None
     """Accepted: a reward model is not trained here."""
     offload_optimizer_for_logprob: bool = False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.config.schema.base import Section
+from tandem.config.schema.base import ConfigSection
 
 
-class PenaltyTokenIds(Section, frozen=True, kw_only=True):
+class PenaltyTokenIds(ConfigSection, frozen=True, kw_only=True):
     """Tokens that reward penalties look for."""
 
     unwanted: tuple[int, ...] | None = None
@@ -16,7 +16,7 @@ class PenaltyTokenIds(Section, frozen=True, kw_only=True):
     """Accepted: token that ends thinking."""
 
 
-class RewardPenalties(Section, frozen=True, kw_only=True):
+class RewardPenalties(ConfigSection, frozen=True, kw_only=True):
     """Responses of NeMo Gym's agents whose reward becomes zero. NeMo-RL applies them to no other environment."""
 
     penalize_duplicated_reasoning: bool = False

@@ -10,23 +10,30 @@ from msgspec import Meta
 
 from tandem.common.cached_method import cached_method
 from tandem.config.schema import columns
-from tandem.config.schema.algorithms import Dpo, Rm, Sft
-from tandem.config.schema.base import NonEmptyStr, Section
-from tandem.config.schema.data import Data, Environment
+from tandem.config.schema.algorithms import DpoConfig, RewardModelConfig, SftConfig
+from tandem.config.schema.base import ConfigSection, NonEmptyStr
+from tandem.config.schema.data import DataConfig, EnvironmentConfig
 from tandem.config.schema.declarations import ALGORITHMS, Algorithm, AlgorithmName
 from tandem.config.schema.distillation import (
-    Distillation,
+    DistillationConfig,
     OffPolicyDistillation,
     OnPolicyDistillation,
-    Teacher,
+    TeacherConfig,
 )
-from tandem.config.schema.evaluation import Eval
-from tandem.config.schema.grpo import Grpo, Rollouts
+from tandem.config.schema.evaluation import EvalConfig
+from tandem.config.schema.grpo import GrpoConfig, RolloutsConfig
 from tandem.config.schema.loss import LossFn
-from tandem.config.schema.policy import Model, Policy
-from tandem.config.schema.ppo import Ppo, Value, ValueLossFn
+from tandem.config.schema.policy import ModelConfig, PolicyConfig
+from tandem.config.schema.ppo import PpoConfig, ValueConfig, ValueLossFn
 from tandem.config.schema.reward_penalties import RewardPenalties
-from tandem.config.schema.run import Checkpointing, Cluster, DataPlane, Logger, Refit, Replay
+from tandem.config.schema.run import (
+    CheckpointingConfig,
+    ClusterConfig,
+    DataPlane,
+    LoggerConfig,
+    RefitConfig,
+    ReplayConfig,
+)
 
 VERSION = r"^(newer|\d+\.\d+(\.\d+)*)$"
 """Form of `nemo_rl_version`."""
@@ -35,7 +42,7 @@ MODELS = ("policy", "value", "teacher")
 """Sections of models, each with `policy`'s keys."""
 
 
-class Config(Section, frozen=True, kw_only=True):
+class Config(ConfigSection, frozen=True, kw_only=True):
     """The whole configuration of a run, resolved: every default filled in, every interpolation replaced."""
 
     algorithm: AlgorithmName
@@ -51,37 +58,37 @@ class Config(Section, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
     """New. Written by Tandem: notices about keys of the file that the configuration does not keep, those ignored
     because of `nemo_rl_version` above all."""
-    grpo: Grpo = Grpo()
-    ppo: Ppo = Ppo()
-    sft: Sft = Sft()
-    dpo: Dpo = Dpo()
-    rm: Rm = Rm()
-    distillation: Distillation = Distillation()
+    grpo: GrpoConfig = GrpoConfig()
+    ppo: PpoConfig = PpoConfig()
+    sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
+    rm: RewardModelConfig = RewardModelConfig()
+    distillation: DistillationConfig = DistillationConfig()
     off_policy_distillation: OffPolicyDistillation = OffPolicyDistillation()
     on_policy_distillation: OnPolicyDistillation | None = None
     """GRPO with a teacher instead of rewards; null means `enabled: false`."""
     loss_fn: LossFn = LossFn()
     value_loss_fn: ValueLossFn = ValueLossFn()
-    policy: Policy
-    value: Value | None
+    policy: PolicyConfig
+    value: ValueConfig | None
     """The value model of PPO."""
-    teacher: Teacher | None = None
+    teacher: TeacherConfig | None = None
     """The teacher of distillation."""
-    teachers: tuple[Teacher, ...] | None = None
+    teachers: tuple[TeacherConfig, ...] | None = None
     """Several teachers of distillation, instead of one."""
-    data: Data
+    data: DataConfig
     reward_penalties: RewardPenalties = RewardPenalties()
-    env: dict[str, Environment] = msgspec.field(default_factory=dict)
+    env: dict[str, EnvironmentConfig] = msgspec.field(default_factory=dict)
     """Ways to score samples, by name."""
-    checkpointing: Checkpointing
-    logger: Logger = Logger()
-    cluster: Cluster
-    refit: Refit = Refit()
+    checkpointing: CheckpointingConfig
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig
+    refit: RefitConfig = RefitConfig()
     data_plane: DataPlane | None = None
     """Accepted: NeMo-RL's own transport of samples."""
-    replay: Replay | None = None
+    replay: ReplayConfig | None = None
     """New. The run to replay; null means that the run generates its own samples."""
-    eval: Eval = Eval()
+    eval: EvalConfig = EvalConfig()
 
     @cached_property
     def data_parallel_size(self) -> int:
@@ -132,7 +139,7 @@ class Config(Section, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(filter(None, (self.data.environment, *of_sets))))
 
     @cached_property
-    def reward_models(self) -> dict[str, Environment]:
+    def reward_models(self) -> dict[str, EnvironmentConfig]:
         """Reward models among the run's environments; empty if nothing is generated."""
         entries = {name: self.env.get(name) for name in self.environments} if self.generates else {}
         return {name: entry for name, entry in entries.items() if entry is not None and entry.is_reward_model}
@@ -147,7 +154,7 @@ class Config(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, data=msgspec.structs.replace(self.data, environment=name))
 
     @cached_property
-    def agent(self) -> Environment | None:
+    def agent(self) -> EnvironmentConfig | None:
         """The external program that plays the run's episodes, if there is one."""
         environment = self.env.get(self.data.environment or "") if self.declaration.rolls_out else None
         return environment if environment is not None and environment.is_agent else None
@@ -164,7 +171,7 @@ class Config(Section, frozen=True, kw_only=True):
         return self.declaration.sequences_per_unit
 
     @cached_method
-    def columns_of(self, num_steps: int, model: columns.Model = "policy") -> tuple[columns.Column, ...]:
+    def columns_of(self, num_steps: int, model: columns.Model = "policy") -> tuple[columns.ColumnDeclaration, ...]:
         """Return the columns that a model's loss reads in a step of `num_steps` optimizer steps.
 
         The policy's end with those of a custom loss.
@@ -179,7 +186,7 @@ class Config(Section, frozen=True, kw_only=True):
         return tuple(read.values())
 
     @cached_method
-    def all_columns(self, num_steps: int) -> tuple[columns.Column, ...]:
+    def all_columns(self, num_steps: int) -> tuple[columns.ColumnDeclaration, ...]:
         """Return the columns that the losses of all models read."""
         read = (column for model in self.declaration.trains for column in self.columns_of(num_steps, model))
         return tuple(dict.fromkeys(read))
@@ -208,7 +215,7 @@ class Config(Section, frozen=True, kw_only=True):
         return "reference" in self.holds
 
     @cached_method
-    def settings_of(self, model: columns.Model, number: int = 0) -> Model:
+    def settings_of(self, model: columns.Model, number: int = 0) -> ModelConfig:
         """Return the section of a model that trainers hold; `number` selects one of several teachers.
 
         The reference is the policy before any training.
@@ -217,7 +224,7 @@ class Config(Section, frozen=True, kw_only=True):
             return self.policy
         if model == "teacher":
             return [*self.teacher_sections.values()][number]
-        section: Model | None = getattr(self, model)
+        section: ModelConfig | None = getattr(self, model)
         assert section is not None, "the algorithm declares that it holds one"
         return section
 
@@ -233,22 +240,22 @@ class Config(Section, frozen=True, kw_only=True):
         several = {f"{columns.TEACHER}_S": "int32"} if has_routes else {}
         return self.loss_fn.environment_columns | several
 
-    def with_policy(self, section: Model, **others: Any) -> Config:
+    def with_policy(self, section: ModelConfig, **others: Any) -> Config:
         """Return the configuration as if another model's section, updated with `others`, were the policy's."""
-        own = {name: getattr(section, name) for name in Model.__struct_fields__} | others
+        own = {name: getattr(section, name) for name in ModelConfig.__struct_fields__} | others
         return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **own))
 
     @cached_property
-    def algorithm_section(self) -> Rollouts | Sft | Dpo | Rm:
+    def algorithm_section(self) -> RolloutsConfig | SftConfig | DpoConfig | RewardModelConfig:
         """Section of the algorithm in use; every one has `seed`, `max_num_steps`, `val_period` and `val_at_start`."""
-        section: Rollouts | Sft | Dpo | Rm = getattr(self, self.algorithm)
+        section: RolloutsConfig | SftConfig | DpoConfig | RewardModelConfig = getattr(self, self.algorithm)
         return section
 
     @cached_property
-    def rollout_section(self) -> Rollouts:
+    def rollout_section(self) -> RolloutsConfig:
         """Section of an algorithm that rolls out."""
         assert self.declaration.rolls_out, f"{self.algorithm} does not roll out"
-        section: Rollouts = getattr(self, self.algorithm)
+        section: RolloutsConfig = getattr(self, self.algorithm)
         return section
 
     @cached_property
@@ -285,10 +292,10 @@ class Config(Section, frozen=True, kw_only=True):
         return self.max_trajectory_age_steps > 1 and not self.updates_in_flight and self.cluster.num_nodes == 1
 
     @cached_property
-    def data_set_section(self) -> Sft | Dpo | Rm:
+    def data_set_section(self) -> SftConfig | DpoConfig | RewardModelConfig:
         """Section of an algorithm over a data set."""
         assert not self.declaration.rolls_out, f"{self.algorithm} rolls out"
-        section: Sft | Dpo | Rm = getattr(self, self.algorithm)
+        section: SftConfig | DpoConfig | RewardModelConfig = getattr(self, self.algorithm)
         return section
 
     @cached_property
@@ -334,17 +341,17 @@ class Config(Section, frozen=True, kw_only=True):
         return section if section is not None and section.enabled else None
 
     @cached_property
-    def teacher_sections(self) -> dict[str, Model]:
+    def teacher_sections(self) -> dict[str, ModelConfig]:
         """Teachers of the policy, by the key of each one's name, in order."""
         if "teacher" not in self.holds:
             return {}
-        joint: dict[str, Model] = {
+        joint: dict[str, ModelConfig] = {
             f"teachers[{index}].model_name": each for index, each in enumerate(self.joint_teachers)
         }
         return joint or self._routed() or {"teacher.model_name": self._teacher_like("")}
 
     @cached_property
-    def joint_teachers(self) -> tuple[Teacher, ...]:
+    def joint_teachers(self) -> tuple[TeacherConfig, ...]:
         """Teachers that all score every sequence; empty if each sequence has one."""
         return (self.teachers or ()) if self.algorithm == "off_policy_distillation" else ()
 
@@ -355,22 +362,22 @@ class Config(Section, frozen=True, kw_only=True):
             return ""
         return "ce" if self.loss_fn.kd_loss_mode == "select_teacher" else self.loss_fn.sum_weights_metric or ""
 
-    def _routed(self) -> dict[str, Model]:
+    def _routed(self) -> dict[str, ModelConfig]:
         routes = self.routes
         if routes is None:
             return {}
-        key, found = "on_policy_distillation.teacher_model_by_agent_name", dict[str, Model]()
+        key, found = "on_policy_distillation.teacher_model_by_agent_name", dict[str, ModelConfig]()
         for alias, name in routes.teacher_model_by_agent_name.items():
             known = [section.model_name for section in found.values()]
             if name not in known or not routes.deduplicate_shared_teacher_checkpoints:
                 found[f"{key}.{alias}"] = self._teacher_like(name)
         return found
 
-    def _teacher_like(self, name: str) -> Model:
+    def _teacher_like(self, name: str) -> ModelConfig:
         """Return the section `teacher`, or else one like the policy's, for the named model if a name is given."""
-        section: Model | None = self.teacher
+        section: ModelConfig | None = self.teacher
         if section is None:
-            section = Teacher(**{field: getattr(self.policy, field) for field in Model.__struct_fields__})
+            section = TeacherConfig(**{field: getattr(self.policy, field) for field in ModelConfig.__struct_fields__})
             if self.routes is not None and self.routes.non_colocated_teachers.enabled:
                 section = self.routes.non_colocated_teachers.default_teacher_cfg.applied_to(section)
         if not name or name == section.model_name:

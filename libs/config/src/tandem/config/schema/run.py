@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tandem.config.schema.base import (
+    ConfigSection,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     Port,
     PositiveFloat,
     PositiveInt,
-    Section,
 )
 
 DURATION = r"^\d+:\d\d:\d\d:\d\d$"
@@ -21,7 +21,7 @@ Duration = Annotated[str, Meta(pattern=DURATION)]
 """A duration as days, hours, minutes and seconds."""
 
 
-class Checkpointing(Section, frozen=True, kw_only=True):
+class CheckpointingConfig(ConfigSection, frozen=True, kw_only=True):
     """When checkpoints are saved and which are kept."""
 
     enabled: bool = True
@@ -50,7 +50,7 @@ class Checkpointing(Section, frozen=True, kw_only=True):
     """Accepted: whether a checkpoint has the optimizer's state. Here it always does, so that a run resumes exactly."""
 
 
-class Replay(Section, frozen=True, kw_only=True):
+class ReplayConfig(ConfigSection, frozen=True, kw_only=True):
     """The run that provides the rollout log to train on again; `coordinator replay` sets this section."""
 
     run: NonEmptyStr
@@ -63,7 +63,7 @@ class Replay(Section, frozen=True, kw_only=True):
     """New. Last step to train on."""
 
 
-class Wandb(Section, frozen=True, kw_only=True):
+class WandbConfig(ConfigSection, frozen=True, kw_only=True):
     """Weights & Biases."""
 
     project: NonEmptyStr = "tandem"
@@ -72,7 +72,7 @@ class Wandb(Section, frozen=True, kw_only=True):
     """Name of the run there; null lets the service choose."""
 
 
-class Mlflow(Section, frozen=True, kw_only=True):
+class MlflowConfig(ConfigSection, frozen=True, kw_only=True):
     """MLflow."""
 
     experiment_name: NonEmptyStr = "tandem"
@@ -84,7 +84,7 @@ class Mlflow(Section, frozen=True, kw_only=True):
     not set either, the folder ``mlflow`` in `logger.log_dir`."""
 
 
-class Swanlab(Section, frozen=True, kw_only=True):
+class SwanlabConfig(ConfigSection, frozen=True, kw_only=True):
     """SwanLab."""
 
     project: NonEmptyStr = "tandem"
@@ -93,14 +93,14 @@ class Swanlab(Section, frozen=True, kw_only=True):
     """Name of the run there; null lets the service choose."""
 
 
-class Tensorboard(Section, frozen=True, kw_only=True):
+class TensorboardConfig(ConfigSection, frozen=True, kw_only=True):
     """TensorBoard."""
 
     log_dir: NonEmptyStr = "tensorboard"
     """Folder of the event files, within `logger.log_dir`."""
 
 
-class GpuMonitoring(Section, frozen=True, kw_only=True):
+class GpuMonitoring(ConfigSection, frozen=True, kw_only=True):
     """Sampling of GPU metrics if `logger.monitor_gpus` is set."""
 
     collection_interval: PositiveFloat = 10.0
@@ -109,7 +109,7 @@ class GpuMonitoring(Section, frozen=True, kw_only=True):
     """Accepted: NeMo-RL's interval of writing. Here readings are written with each step."""
 
 
-class Prometheus(Section, frozen=True, kw_only=True):
+class PrometheusConfig(ConfigSection, frozen=True, kw_only=True):
     """Metrics for Prometheus to scrape from the coordinator; needs the extra ``prometheus``."""
 
     port: Port | None = None
@@ -118,14 +118,14 @@ class Prometheus(Section, frozen=True, kw_only=True):
     """New. Address to listen on. There is no authentication: every client that reaches it can read the metrics."""
 
 
-class OpenTelemetry(Section, frozen=True, kw_only=True):
+class OpenTelemetry(ConfigSection, frozen=True, kw_only=True):
     """Spans of steps, refits and requests for OpenTelemetry; needs the extra ``opentelemetry``."""
 
     endpoint: NonEmptyStr | None = None
     """New. OTLP-over-HTTP endpoint of a collector, such as ``http://localhost:4318/v1/traces``; null sends no spans."""
 
 
-class Logger(Section, frozen=True, kw_only=True):
+class LoggerConfig(ConfigSection, frozen=True, kw_only=True):
     """Destinations of results."""
 
     log_dir: NonEmptyStr = "logs"
@@ -151,16 +151,16 @@ class Logger(Section, frozen=True, kw_only=True):
     page: Literal["auto", "off"] | Port = "auto"
     """New. The page that shows the run in a browser on this machine, from a process of its own: auto, off, or its
     port, which must be free. auto means the first free port from 8700 on."""
-    wandb: Wandb = Wandb()
-    mlflow: Mlflow = Mlflow()
-    swanlab: Swanlab = Swanlab()
-    tensorboard: Tensorboard = Tensorboard()
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    swanlab: SwanlabConfig = SwanlabConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
     gpu_monitoring: GpuMonitoring = GpuMonitoring()
-    prometheus: Prometheus = Prometheus()
+    prometheus: PrometheusConfig = PrometheusConfig()
     opentelemetry: OpenTelemetry = OpenTelemetry()
 
 
-class Launch(Section, frozen=True, kw_only=True):
+class LaunchConfig(ConfigSection, frozen=True, kw_only=True):
     """Number of processes that the coordinator launches itself; the others are started by hand and join."""
 
     trainers: NonNegativeInt = 0
@@ -171,7 +171,7 @@ class Launch(Section, frozen=True, kw_only=True):
     """New. Launch the refit process."""
 
 
-class Deadlines(Section, frozen=True, kw_only=True):
+class ReplyDeadlines(ConfigSection, frozen=True, kw_only=True):
     """Timeouts of the coordinator for each kind of reply, in seconds, after which the run fails."""
 
     join_s: PositiveFloat = 120.0
@@ -193,7 +193,7 @@ class Deadlines(Section, frozen=True, kw_only=True):
     it leaves at once, and other engines generate its samples again."""
 
 
-class DataPlane(Section, frozen=True, kw_only=True):
+class DataPlane(ConfigSection, frozen=True, kw_only=True):
     """Accepted: transport of samples between NeMo-RL's processes. Here samples go straight from engines to the ranks
     that train on them, without settings."""
 
@@ -215,7 +215,7 @@ class DataPlane(Section, frozen=True, kw_only=True):
     """Most samples that they store."""
 
 
-class LinkRates(Section, frozen=True, kw_only=True):
+class LinkRates(ConfigSection, frozen=True, kw_only=True):
     """Transfer rates in GB/s (10^9 bytes), for the predictions of `coordinator plan` only.
 
     Measure yours: `coordinator doctor` prints this section. Between two nodes, ``nccl-tests``' ``sendrecv`` measures
@@ -232,7 +232,7 @@ class LinkRates(Section, frozen=True, kw_only=True):
     """New. Transfers between nodes, in each direction of each process: one 400 Gb/s card for each GPU."""
 
 
-class ProcessesOf(Section, frozen=True, kw_only=True):
+class ProcessesOf(ConfigSection, frozen=True, kw_only=True):
     """Trainer processes that hold only one model, beside `cluster.trainers`: the model works while the policy does.
     0: the model lives in the policy's processes, which alternate between both."""
 
@@ -244,7 +244,7 @@ class ProcessesOf(Section, frozen=True, kw_only=True):
     """New. Processes of the teacher of distillation, or of all teachers."""
 
 
-class Cluster(Section, frozen=True, kw_only=True):
+class ClusterConfig(ConfigSection, frozen=True, kw_only=True):
     """The processes of the run, and their nodes."""
 
     gpus_per_node: NonNegativeInt = 1
@@ -265,7 +265,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     max_rollouts: PositiveInt | None = None
     """New. Most rollouts at once. More than `cluster.rollouts` may be started by hand during the run and join it.
     null means no limit."""
-    launch: Literal["all", "none"] | Launch
+    launch: Literal["all", "none"] | LaunchConfig
     """New. Processes that the coordinator launches on its own machine: all, none, or a count of each kind."""
     address: NonEmptyStr = "tcp://127.0.0.1:*"
     """New. Address on which the coordinator listens, ``tcp://host:port``; ``*`` picks a free port."""
@@ -287,10 +287,10 @@ class Cluster(Section, frozen=True, kw_only=True):
     """New. Seconds after which a loss no longer counts towards `cluster.max_replacements`: a run of weeks may lose a
     process now and then, but one that loses them in quick succession makes no progress."""
     links: LinkRates = LinkRates()
-    deadlines: Deadlines = Deadlines()
+    deadlines: ReplyDeadlines = ReplyDeadlines()
 
 
-class Refit(Section, frozen=True, kw_only=True):
+class RefitConfig(ConfigSection, frozen=True, kw_only=True):
     """Transfer of weights to the engines."""
 
     alias: Literal["auto", "never"] = "auto"

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common import wire
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import VersionMismatch, WireError
 from tandem.common.keys import Key, RunKeys
 from tandem.common.messages import MAX_NAME, MAX_TEXT, Hello, KeyAccepted, Refused, Shutdown, Welcome
 from tandem.common.texts import shortened
 from tandem.launch.admission.known_processes import KnownProcesses
-from tandem.launch.admission.names import Names
+from tandem.launch.admission.names import ReservedNames
 
-_hello_codec: wire.Codec[Hello] = wire.Codec(Hello)
+_hello_codec: wire.MessageCodec[Hello] = wire.MessageCodec(Hello)
 _ANOTHER_GOES_ON = "another coordinator goes on with the run, and this process is started again"
 
 
@@ -34,7 +34,7 @@ class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RegisteredProcess:
     """One admitted process."""
 
-    def __init__(self, hello: Hello, name: str, peer: wire.Peer, now: float) -> None:
+    def __init__(self, hello: Hello, name: str, peer: wire.HubPeer, now: float) -> None:
         self.hello = hello
         self.name = name
         self.peer = peer
@@ -49,7 +49,7 @@ def new_run_keys() -> RunKeys:
     return RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
 
 
-class Listening:
+class ListeningSocket:
     """The coordinator's socket, and the keys that it admits: at first only the joining key."""
 
     def __init__(self, address: str, keys: RunKeys, key_file: Path, known: Iterable[Key] = ()) -> None:
@@ -59,7 +59,7 @@ class Listening:
         """
         self.joining_key = keys.joining.public
         """A process that proves it may register a key of its own."""
-        self.admitted = Admitted([self.joining_key, *known])
+        self.admitted = AdmittedKeys([self.joining_key, *known])
         self.hub = wire.Hub(address, keys.coordinator, self.admitted)
         self._key_file = key_file
 
@@ -68,7 +68,7 @@ class Listening:
         return f"{kind} --coordinator {self.hub.address} --key-file {shlex.quote(str(self._key_file))}"
 
 
-class Run(NamedTuple):
+class RunDescription(NamedTuple):
     """The run, as a process that joins is told of it."""
 
     config_json: bytes
@@ -76,10 +76,12 @@ class Run(NamedTuple):
     heartbeat: HeartbeatSettings
 
 
-class Admission:
+class RunAdmission:
     """Lets processes into a run."""
 
-    def __init__(self, listening: Listening, names: Names, known: KnownProcesses | None, run: Run) -> None:
+    def __init__(
+        self, listening: ListeningSocket, names: ReservedNames, known: KnownProcesses | None, run: RunDescription
+    ) -> None:
         """`known` is kept up to date with the admitted processes."""
         self._hub = listening.hub
         self._joining_key = listening.joining_key
@@ -87,7 +89,7 @@ class Admission:
         self._known = known
         self._run = run
 
-    def admit(self, peer: wire.Peer, frames: wire.Frames, present: Container[str]) -> RegisteredProcess | None:
+    def admit(self, peer: wire.HubPeer, frames: wire.Frames, present: Container[str]) -> RegisteredProcess | None:
         """Welcome or reject a process that says hello; drop anything else. `present` are those that joined."""
         if self._names.is_sent_away(peer.key):
             self._hub.send(peer, wire.encode(Shutdown(reason=_ANOTHER_GOES_ON, is_awaited_anew=True)))
@@ -115,7 +117,7 @@ class Admission:
             return None
         return self._welcome(peer, hello, name)
 
-    def _welcome(self, peer: wire.Peer, hello: Hello, name: str) -> RegisteredProcess:
+    def _welcome(self, peer: wire.HubPeer, hello: Hello, name: str) -> RegisteredProcess:
         self._names.take(name, peer.key)
         if self._known is not None:
             self._known.note(name, peer.key)

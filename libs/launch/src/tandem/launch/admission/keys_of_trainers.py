@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem.common import wire
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.messages import TrainerKeys
 from tandem.launch.admission.admission import RegisteredProcess
 
@@ -17,7 +17,7 @@ class KeysOfTrainers:
         """Take the way to the processes, and those that there are, by name."""
         self._hub = hub
         self._processes = processes
-        self.admitted = Admitted()
+        self.admitted = AdmittedKeys()
         """Keys of all trainers."""
         self._number = 0
         """Number of changes of these."""

@@ -11,20 +11,20 @@ import itertools
 import math
 from collections.abc import Container, Iterable, Mapping
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.keys import Key
 from tandem.common.messages import Hello, Refused, ServiceKind
-from tandem.launch.child import Launched
+from tandem.launch.child import LaunchedProcess
 
 _MOST_REGISTERED = 10_000
 _MOST_ROLLOUTS = 1_000_000
 """Most rollout engines, if no limit is set."""
 
 
-class Names:
+class ReservedNames:
     """The names that the run has, and the keys that they are reserved for."""
 
-    def __init__(self, expected: dict[ServiceKind, int], max_rollouts: int | None, admitted: Admitted) -> None:
+    def __init__(self, expected: dict[ServiceKind, int], max_rollouts: int | None, admitted: AdmittedKeys) -> None:
         """`max_rollouts` is the most engines at once, if the run has any; None sets no limit.
 
         Keys are admitted in `admitted`, and removed from it.
@@ -48,7 +48,7 @@ class Names:
         self._awaited: dict[str, None] = {}
         """Names of lost processes that the run must replace; they are given out first."""
 
-    def reserve(self, *launched: Launched) -> None:
+    def reserve(self, *launched: LaunchedProcess) -> None:
         """Reserve the names of processes that were just launched."""
         self._reserved |= {each.public_key: each.name for each in launched}
 

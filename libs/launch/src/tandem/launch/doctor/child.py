@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from tandem.launch.doctor.findings import Finding, Outcome
-from tandem.launch.doctor.steps import Said, Step
+from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
+from tandem.launch.doctor.steps import DoctorStep, OutputLine
 
 _GONE_S = 5.0
 """Longest wait for a killed process: one that hangs in a driver cannot be killed."""
@@ -22,8 +22,8 @@ _CHUNK = 1 << 16
 
 
 def outcomes(
-    steps: Mapping[str, Step], num_threads: int, deadline_s: float, program: Sequence[str]
-) -> Iterator[Outcome]:
+    steps: Mapping[str, DoctorStep], num_threads: int, deadline_s: float, program: Sequence[str]
+) -> Iterator[StepOutcome]:
     """Yield the outcome of each step as it arrives from a process that runs `program`.
 
     A step fails if its process dies, or if it takes longer than `deadline_s`. A new process then carries out the
@@ -44,9 +44,9 @@ def outcomes(
         if not left:
             return
         failed = left.pop(0)
-        yield Outcome((Finding(steps[failed].finding, "missing", why),))
+        yield StepOutcome((DoctorFinding(steps[failed].finding, "missing", why),))
         for name in [name for name in left if failed in steps[name].needs]:
-            yield Outcome((Finding(steps[name].finding, "skipped", f"{steps[failed].finding} has failed"),))
+            yield StepOutcome((DoctorFinding(steps[name].finding, "skipped", f"{steps[failed].finding} has failed"),))
             left.remove(name)
 
 
@@ -72,7 +72,7 @@ class _Child:
         finally:
             os.close(theirs)
 
-    def read(self, deadline_s: float) -> Said | None:
+    def read(self, deadline_s: float) -> OutputLine | None:
         """Return the next line; None if the process has ended, or sends nothing for `deadline_s`."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as selector:
@@ -86,7 +86,7 @@ class _Child:
                     return None
                 self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
-        return msgspec.json.decode(line, type=Said)
+        return msgspec.json.decode(line, type=OutputLine)
 
     def why(self, deadline_s: float) -> str:
         """Return the reason for which no further line came."""

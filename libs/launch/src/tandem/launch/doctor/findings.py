@@ -13,7 +13,7 @@ Status = Literal["ok", "warning", "missing", "skipped"]
 """Skipped: there is nothing to test; without a GPU, all checks of GPUs."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DoctorFinding(msgspec.Struct, frozen=True):
     """The result of one check."""
 
     name: str
@@ -23,29 +23,29 @@ class Finding(msgspec.Struct, frozen=True):
     """Advice on what to do about it."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class StepOutcome(msgspec.Struct, frozen=True):
     """The result of one step."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
     rates: dict[str, float] = {}
     """Rates in GB/s, by their keys in ``cluster.links``."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result for a machine."""
 
     host: str
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
     links: dict[str, float]
     """Measured rates, by their keys in ``cluster.links``."""
     needed_but_missing: tuple[str, ...]
     """Missing findings that the given configuration needs."""
 
 
-def report_of(host: str, outcomes: Sequence[Outcome], needed: Collection[str]) -> Report:
+def report_of(host: str, outcomes: Sequence[StepOutcome], needed: Collection[str]) -> DoctorReport:
     """Combine the outcomes of steps."""
     findings = tuple(finding for outcome in outcomes for finding in outcome.findings)
-    return Report(
+    return DoctorReport(
         host=host,
         findings=findings,
         links={key: rate for outcome in outcomes for key, rate in outcome.rates.items()},
@@ -53,7 +53,7 @@ def report_of(host: str, outcomes: Sequence[Outcome], needed: Collection[str]) -
     )
 
 
-def line_of(finding: Finding) -> str:
+def line_of(finding: DoctorFinding) -> str:
     """Return a finding as a line of text."""
     advice = f"; {finding.advice}" if finding.advice else ""
     return f"{finding.status:<8} {finding.name:<15} {finding.says}{advice}"

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from tandem.config import Config
 from tandem.launch.doctor.child import outcomes
-from tandem.launch.doctor.findings import Finding, Outcome
+from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
 from tandem.launch.doctor.machine import look_at_machine
 from tandem.launch.doctor.network import measure_loopback, measure_peer
-from tandem.launch.doctor.steps import Step
+from tandem.launch.doctor.steps import DoctorStep
 
 _CLOCKS_APART_S = 1.0
 _GPU_FINDINGS = ("CUDA", "copy kernel", "CUDA IPC", "NCCL", "GPU to GPU")
 
 
 def look(
-    config: Config | None, peer: str | None, deadline_s: float, steps: Mapping[str, Step], program: Sequence[str]
-) -> Iterator[Outcome]:
+    config: Config | None, peer: str | None, deadline_s: float, steps: Mapping[str, DoctorStep], program: Sequence[str]
+) -> Iterator[StepOutcome]:
     """Yield findings as they arrive; a process that runs `program` carries out the steps."""
     folder = Path("." if config is None else config.logger.log_dir)
     for finding in look_at_machine(folder):
-        yield Outcome((finding,))
+        yield StepOutcome((finding,))
     # Processes of a run share the cores; the default of cluster.links.memory was measured with one thread.
     threads = 1 if config is None else config.cluster.threads_per_process or 1
     yield from outcomes(steps, threads, deadline_s, program)
@@ -43,14 +43,14 @@ def needed_by(config: Config | None) -> frozenset[str]:
     return frozenset(needed)
 
 
-def _network(peer: str | None) -> Outcome:
+def _network(peer: str | None) -> StepOutcome:
     rate = measure_loopback() if peer is None else measure_peer(peer)
     where = "within this host" if peer is None else f"to {peer}"
     says = f"{rate.sent:.2f} GB/s sent, {rate.received:.2f} GB/s received {where}, one TCP connection"
     if peer is None:
         advice = "between nodes: coordinator doctor --listen HOST:PORT there, --peer HOST:PORT here"
-        return Outcome((Finding("network", "ok", says, advice),))
-    apart = Finding("clock of peer", "ok", f"{abs(rate.clock_ahead_s) * 1e3:.1f} ms from this one's")
+        return StepOutcome((DoctorFinding("network", "ok", says, advice),))
+    apart = DoctorFinding("clock of peer", "ok", f"{abs(rate.clock_ahead_s) * 1e3:.1f} ms from this one's")
     if abs(rate.clock_ahead_s) > _CLOCKS_APART_S:
-        apart = Finding("clock of peer", "warning", apart.says, "run chrony or systemd-timesyncd on both")
-    return Outcome((Finding("network", "ok", says), apart), {"network": rate.slower})
+        apart = DoctorFinding("clock of peer", "warning", apart.says, "run chrony or systemd-timesyncd on both")
+    return StepOutcome((DoctorFinding("network", "ok", says), apart), {"network": rate.slower})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tandem.common import descriptors
 from tandem.common.memory import available_bytes
-from tandem.launch.doctor.findings import Finding
+from tandem.launch.doctor.findings import DoctorFinding
 
 _GB = 1e9
 _SHM = Path("/dev/shm")
@@ -30,7 +30,7 @@ _UNSYNCHRONISED = 0x40
 """``STA_UNSYNC`` of ``adjtimex``."""
 
 
-def look_at_machine(folder: Path) -> Iterator[Finding]:
+def look_at_machine(folder: Path) -> Iterator[DoctorFinding]:
     """Yield the findings about this machine, and about the disk of a folder, which need not exist yet."""
     yield _python()
     yield _memory()
@@ -43,59 +43,59 @@ def look_at_machine(folder: Path) -> Iterator[Finding]:
     yield _disk(folder)
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     says = f"{platform.python_version()} ({sys.executable}), {os.cpu_count()} cores, {platform.machine()}"
-    return Finding("Python", "ok", says)
+    return DoctorFinding("Python", "ok", says)
 
 
-def _memory() -> Finding:
-    return Finding("memory", "ok", f"{available_bytes() / _GB:.1f} GB available")
+def _memory() -> DoctorFinding:
+    return DoctorFinding("memory", "ok", f"{available_bytes() / _GB:.1f} GB available")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> DoctorFinding:
     try:
         disk = shutil.disk_usage(_SHM)
     except OSError as error:
-        return Finding("shared memory", "missing", f"{_SHM}: {error.strerror}", "mount a tmpfs there")
+        return DoctorFinding("shared memory", "missing", f"{_SHM}: {error.strerror}", "mount a tmpfs there")
     says = f"{_SHM} has {disk.total / _GB:.1f} GB, {disk.free / _GB:.1f} GB free"
     if disk.free < _LEAST_SHM_GB * _GB:
         advice = "weights on CPUs are shared there: give the container more, as by docker run --shm-size"
-        return Finding("shared memory", "warning", says, advice)
-    return Finding("shared memory", "ok", says)
+        return DoctorFinding("shared memory", "warning", says, advice)
+    return DoctorFinding("shared memory", "ok", says)
 
 
-def _huge_pages() -> Finding:
+def _huge_pages() -> DoctorFinding:
     try:
         text = _HUGE_PAGES.read_text()
     except OSError:
-        return Finding("huge pages", "skipped", "the kernel does not say")
+        return DoctorFinding("huge pages", "skipped", "the kernel does not say")
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen == "never":
         advice = f"echo madvise > {_HUGE_PAGES}, as root: memory is copied and touched faster"
-        return Finding("huge pages", "warning", "switched off", advice)
-    return Finding("huge pages", "ok", f"transparent: {chosen}")
+        return DoctorFinding("huge pages", "warning", "switched off", advice)
+    return DoctorFinding("huge pages", "ok", f"transparent: {chosen}")
 
 
-def _files() -> Finding:
+def _files() -> DoctorFinding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     says = f"{_limit(hard)} files and connections may be open in a process of a run, which raises its limit to that"
     if descriptors.notice():
         advice = f"ulimit -Hn {descriptors.LEAST}, or LimitNOFILE= of the unit"
-        return Finding("open files", "warning", says, advice)
-    return Finding("open files", "ok", says)
+        return DoctorFinding("open files", "warning", says, advice)
+    return DoctorFinding("open files", "ok", says)
 
 
-def _locked_memory() -> Finding:
+def _locked_memory() -> DoctorFinding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", "ok", "no limit")
+        return DoctorFinding("locked memory", "ok", "no limit")
     says = f"{soft / 1e6:.3g} MB a process"
     if _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
-        return Finding("locked memory", "warning", says, "NCCL over InfiniBand needs more: ulimit -l unlimited")
-    return Finding("locked memory", "ok", f"{says}; there is no InfiniBand, which would need more")
+        return DoctorFinding("locked memory", "warning", says, "NCCL over InfiniBand needs more: ulimit -l unlimited")
+    return DoctorFinding("locked memory", "ok", f"{says}; there is no InfiniBand, which would need more")
 
 
-def _clocks() -> Finding:
+def _clocks() -> DoctorFinding:
     wall, steady = time.time(), time.monotonic()
     time.sleep(_CLOCK_S)
     passed = time.monotonic() - steady
@@ -103,11 +103,13 @@ def _clocks() -> Finding:
     resolution = time.get_clock_info("monotonic").resolution
     says = f"wall and monotonic differ by {abs(drift) * 1e3:.1f} ms after {passed:.1f} s; resolution {resolution:g} s"
     if abs(drift) > _CLOCK_DRIFT_S or resolution > 1e-3:
-        return Finding("clocks", "warning", says, "the wall clock is being set: logs of nodes may not be comparable")
-    return Finding("clocks", "ok", says)
+        return DoctorFinding(
+            "clocks", "warning", says, "the wall clock is being set: logs of nodes may not be comparable"
+        )
+    return DoctorFinding("clocks", "ok", says)
 
 
-def _synchronised() -> Finding:
+def _synchronised() -> DoctorFinding:
     """Ask the kernel whether its clock is synchronised; asking takes no privilege."""
     name = "clock sync"
     asked = (ctypes.c_byte * 512)()  # ``struct timex`` with room to spare; its first field, modes, is 0: change nothing
@@ -116,12 +118,12 @@ def _synchronised() -> Finding:
     except (OSError, AttributeError):
         state = -1
     if state == -1:
-        return Finding(name, "skipped", "the kernel does not say")
+        return DoctorFinding(name, "skipped", "the kernel does not say")
     status = ctypes.c_int.from_buffer(asked, _status_offset()).value
     if status & _UNSYNCHRONISED:
         advice = "on several nodes, run chrony or systemd-timesyncd on the hosts"
-        return Finding(name, "warning", "nothing keeps the clock right (NTP)", advice)
-    return Finding(name, "ok", "the kernel's clock is synchronised")
+        return DoctorFinding(name, "warning", "nothing keeps the clock right (NTP)", advice)
+    return DoctorFinding(name, "ok", "the kernel's clock is synchronised")
 
 
 def _status_offset() -> int:
@@ -130,19 +132,21 @@ def _status_offset() -> int:
     return word + 4 * word
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> DoctorFinding:
     whole = folder.absolute()
     there = next(path for path in (whole, *whole.parents) if path.exists())
     try:
         disk = shutil.disk_usage(there)
     except OSError as error:
-        return Finding("disk", "missing", f"{there}: {error.strerror}", "choose another folder")
+        return DoctorFinding("disk", "missing", f"{there}: {error.strerror}", "choose another folder")
     says = f"{disk.free / _GB:.1f} GB free for {whole}"
     if not os.access(there, os.W_OK):
-        return Finding("disk", "missing", f"{there} cannot be written", "choose another folder")
+        return DoctorFinding("disk", "missing", f"{there} cannot be written", "choose another folder")
     if disk.free < _LEAST_DISK_GB * _GB:
-        return Finding("disk", "warning", says, "checkpoints and samples need room: see logger.samples and keep_top_k")
-    return Finding("disk", "ok", says)
+        return DoctorFinding(
+            "disk", "warning", says, "checkpoints and samples need room: see logger.samples and keep_top_k"
+        )
+    return DoctorFinding("disk", "ok", says)
 
 
 def _limit(number: int) -> str:

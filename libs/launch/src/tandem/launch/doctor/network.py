@@ -43,7 +43,7 @@ class NetworkRate(msgspec.Struct, frozen=True):
         return min(self.sent, self.received)
 
 
-class Listener:
+class ProbeServer:
     """A server that answers one visitor after another."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -73,7 +73,7 @@ class Listener:
 
 
 def measure_peer(peer: str) -> NetworkRate:
-    """Measure the connection to a `Listener` at ``HOST:PORT``. Raise `TandemError` if that fails."""
+    """Measure the connection to a `ProbeServer` at ``HOST:PORT``. Raise `TandemError` if that fails."""
     host, port = parse_address(peer)
     try:
         with socket.create_connection((host, port), _SILENCE_S) as connection:
@@ -84,7 +84,7 @@ def measure_peer(peer: str) -> NetworkRate:
 
 def measure_loopback() -> NetworkRate:
     """Measure a connection within this host."""
-    listener = Listener("127.0.0.1", 0)
+    listener = ProbeServer("127.0.0.1", 0)
     answering = threading.Thread(target=listener.answer_next, name="loopback", daemon=True)
     answering.start()
     try:

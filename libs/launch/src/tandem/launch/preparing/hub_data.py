@@ -14,13 +14,13 @@ from tandem.common.kept_inputs import path_of
 from tandem.config import Config, config_from_json
 from tandem.config.models import hub
 from tandem.config.named import NAMED, holds_texts, is_local, place_of
-from tandem.config.schema.data import Data, DataSet
+from tandem.config.schema.data import DataConfig, DataSet
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
 _MADE = ("reasoning_gym", "sliding_puzzle", "shapes")
 """Datasets that the run generates itself."""
-Section = TypeVar("Section", Data, DataSet)
+Section = TypeVar("Section", DataConfig, DataSet)
 Asked = tuple[str, str | None]
 """A repository on the Hub and its revision."""
 
@@ -107,7 +107,7 @@ def _files_at(path: str, dataset_name: str) -> Sequence[str]:
 
 def prompt_files(config: Config) -> list[str]:
     """Return the files that prompts are made with."""
-    sections: tuple[Data | DataSet, ...] = (config.data, *config.data.train, *config.data.validation)
+    sections: tuple[DataConfig | DataSet, ...] = (config.data, *config.data.train, *config.data.validation)
     return [path for each in sections for path in (each.prompt_file, each.system_prompt_file) if path is not None]
 
 
@@ -136,7 +136,7 @@ class _Finding:
             return section
         if asked not in self._commits:
             try:
-                self._commits[asked] = self._commit(key, hub.Reference(*asked))
+                self._commits[asked] = self._commit(key, hub.HubReference(*asked))
             except ModelError as error:
                 self._commits[asked] = None
                 where = f"{key}.dataset_name: cannot load {asked[0]!r}, split {section.split!r}"
@@ -144,7 +144,7 @@ class _Finding:
                 self.say(f"{where}: {error}{near}")
         return msgspec.structs.replace(section, commit=self._commits[asked])
 
-    def _commit(self, key: str, reference: hub.Reference) -> str | None:
+    def _commit(self, key: str, reference: hub.HubReference) -> str | None:
         try:
             snapshot = hub.resolve(reference, "dataset")
         except ModelError:
@@ -156,12 +156,14 @@ class _Finding:
         return snapshot.commit
 
 
-def _asked(section: Data | DataSet) -> Asked | None:
+def _asked(section: DataConfig | DataSet) -> Asked | None:
     """Return a dataset's repository and revision; None for files, and for generated data."""
     name = section.dataset_name
     if name is None or name in _MADE or is_local(name):
         return None
-    path, _ = place_of(name, section.split, section.train_data_path if isinstance(section, Data) else section.data_path)
+    path, _ = place_of(
+        name, section.split, section.train_data_path if isinstance(section, DataConfig) else section.data_path
+    )
     if Path(path).exists() or hub.reference_in(path) is None:
         return None
     return path, section.revision
@@ -176,7 +178,7 @@ def _recorded(config: Config, mode: Mode) -> dict[Asked, str | None]:
     return {asked: section.commit for section, asked in _sections(data) if asked is not None}
 
 
-def _sections(data: Data) -> Iterator[tuple[Data | DataSet, Asked | None]]:
-    sections: list[Data | DataSet] = [*data.train, *data.validation]
+def _sections(data: DataConfig) -> Iterator[tuple[DataConfig | DataSet, Asked | None]]:
+    sections: list[DataConfig | DataSet] = [*data.train, *data.validation]
     for section in sections if data.train else [data, *sections]:
         yield section, _asked(section)

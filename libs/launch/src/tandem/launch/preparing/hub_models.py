@@ -18,7 +18,7 @@ from tandem.config import Config, config_from_json
 from tandem.config.checks import broken_rules
 from tandem.config.model_names import change_model_names, is_used
 from tandem.config.models import hub
-from tandem.config.schema.policy import Model, Tokenizer
+from tandem.config.schema.policy import ModelConfig, TokenizerConfig
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
@@ -59,7 +59,7 @@ class _Finding:
     def __init__(
         self,
         config: Config,
-        recorded: dict[str, hub.Reference],
+        recorded: dict[str, hub.HubReference],
         earlier: Config | None,
         fetches_weights: bool,
         only_looks: bool = False,
@@ -79,7 +79,7 @@ class _Finding:
         """Return the folder of a model."""
         if not is_used(self._config, key):
             return name
-        revision = section.revision if isinstance(section, Model) else None
+        revision = section.revision if isinstance(section, ModelConfig) else None
         if revision is None:  # such as a tokenizer: it has the commit of the model of this name
             revision = next((asked for known, asked in self._known if known == name), None)
         if (name, revision) not in self._known:
@@ -97,10 +97,10 @@ class _Finding:
         asked = cached or hub.reference_in(name)
         if asked is None:
             return name
-        if isinstance(section, Model) and section.revision is not None and cached is None:
+        if isinstance(section, ModelConfig) and section.revision is not None and cached is None:
             if asked.revision not in (None, section.revision):
                 raise ModelError(f"revision is {section.revision!r}, and the name says {asked.revision!r}")
-            asked = hub.Reference(asked.repo, section.revision)
+            asked = hub.HubReference(asked.repo, section.revision)
         before = self._recorded.get(key)
         if before is not None and before.repo == asked.repo and not asked.is_pinned:
             asked = before
@@ -113,13 +113,13 @@ class _Finding:
         hub.fetch_description(snapshot)
         if snapshot.note:
             self.notices.append(f"{key}: {snapshot.note}")
-        if self._fetches_weights and not isinstance(section, Tokenizer):
+        if self._fetches_weights and not isinstance(section, TokenizerConfig):
             self._tell_size(key, snapshot)
-        return str(hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit)))
+        return str(hub.folder_of(hub.HubReference(snapshot.repo, snapshot.commit)))
 
-    def _tell_size(self, key: str, snapshot: hub.Snapshot) -> None:
+    def _tell_size(self, key: str, snapshot: hub.RepositorySnapshot) -> None:
         """Add a notice of the bytes to fetch, or the problem with them."""
-        folder = hub.folder_of(hub.Reference(snapshot.repo, snapshot.commit))
+        folder = hub.folder_of(hub.HubReference(snapshot.repo, snapshot.commit))
         if hub.is_whole(folder):
             return
         try:
@@ -134,7 +134,7 @@ class _Finding:
 
     def _is_made(self, name: str, section: msgspec.Struct) -> bool:
         """Return whether this run or the one before it makes the folder."""
-        if isinstance(section, Model) and section.new_model is not None:
+        if isinstance(section, ModelConfig) and section.new_model is not None:
             return True
         if self._earlier is None:
             return False
@@ -159,9 +159,9 @@ def _beside(path: Path) -> Iterator[str]:
         yield from (str(path.with_name(each.name)) for each in path.parent.iterdir() if each.is_dir())
 
 
-def _recorded(config: Config, mode: Mode) -> dict[str, hub.Reference]:
+def _recorded(config: Config, mode: Mode) -> dict[str, hub.HubReference]:
     """Return the commits that a resumed run began with, by key."""
-    found: dict[str, hub.Reference] = {}
+    found: dict[str, hub.HubReference] = {}
     if mode != "resume" or not has_begun(config):
         return found
     with read_journal(Path(config.logger.log_dir)) as journal:

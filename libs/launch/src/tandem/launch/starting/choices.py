@@ -63,7 +63,7 @@ _ROOM = 64
 """Tokens of a response beyond those of the reference answer."""
 
 
-class Choices(msgspec.Struct, frozen=True, kw_only=True):
+class UserChoices(msgspec.Struct, frozen=True, kw_only=True):
     """The choices of the user."""
 
     algorithm: str
@@ -81,7 +81,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """Whether only low-rank adapters are trained."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class DataProperties(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of the data."""
 
     fields: Mapping[str, str]
@@ -93,7 +93,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Characters of the longest prompt with its solution."""
 
 
-def check_choices(choices: Choices) -> None:
+def check_choices(choices: UserChoices) -> None:
     """Raise `ConfigError` for choices that do not exist, or do not go together."""
     check_name("algorithm", choices.algorithm, ALGORITHMS)
     check_name("engine", choices.engine, ENGINES)
@@ -111,7 +111,7 @@ def check_choices(choices: Choices) -> None:
         raise ConfigError("--lora: adapters need a trained model: name one by --model FOLDER")
 
 
-def _check_teacher(choices: Choices) -> None:
+def _check_teacher(choices: UserChoices) -> None:
     """Raise `ConfigError` for a teacher without distillation, and for distillation without a teacher."""
     teacher = choices.teacher
     if choices.algorithm != "distillation":
@@ -163,7 +163,7 @@ def _described(model: str) -> Path:
 def check_source(algorithm: str, source: str) -> None:
     """Raise `TandemError` for an unusable answer to the question for a task or a file."""
     task, file = (None, source) if is_file(source) else (source, None)
-    choices = Choices(
+    choices = UserChoices(
         algorithm=algorithm, task=task, file=file, model=NEW, engine="transformers", environment="exact_match"
     )
     check_choices(choices)
@@ -180,7 +180,7 @@ def is_installed(engine: str) -> bool:
     return package_folder(engine) is not None
 
 
-def look_at(choices: Choices) -> Found:
+def look_at(choices: UserChoices) -> DataProperties:
     """Read the data. Raise `ConfigError` or `DataError` if they cannot be used."""
     if choices.task is not None:
         return _of_task(choices.task)
@@ -193,7 +193,7 @@ def look_at(choices: Choices) -> Found:
     return _found(fields, num_held_out, texts)
 
 
-def _of_task(task: str) -> Found:
+def _of_task(task: str) -> DataProperties:
     settings = {
         "algorithm": "grpo",
         "policy": {"model_name": "any"},
@@ -203,15 +203,17 @@ def _of_task(task: str) -> Found:
     return _found({}, 64, [[text_of(problem.question), text_of(problem.answer)] for problem in problems])
 
 
-def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequence[str]]) -> Found:
+def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequence[str]]) -> DataProperties:
     longest, characters = 0, set(string.ascii_letters + string.digits + string.punctuation + " \n")
     for parts in texts:
         longest = max(longest, sum(map(len, parts)))
         characters.update(*parts)
-    return Found(fields=fields, num_held_out=num_held_out, characters="".join(sorted(characters)), longest=longest)
+    return DataProperties(
+        fields=fields, num_held_out=num_held_out, characters="".join(sorted(characters)), longest=longest
+    )
 
 
-def _fields(choices: Choices, rows: sources.Rows) -> dict[str, str]:
+def _fields(choices: UserChoices, rows: sources.Rows) -> dict[str, str]:
     """Find the fields of a file by their usual names. Raise `DataError` if one is missing."""
     keys = (
         ("prompt_key", "chosen_key", "rejected_key") if choices.algorithm in OF_PAIRS else ("input_key", "output_key")
@@ -229,7 +231,7 @@ def _fields(choices: Choices, rows: sources.Rows) -> dict[str, str]:
     return fields
 
 
-def max_length(found: Found, choices: Choices) -> int:
+def max_length(found: DataProperties, choices: UserChoices) -> int:
     """Return tokens enough for the longest prompt and its answer; a new tokenizer has a token a character."""
     if choices.model == NEW:
         return -(-(found.longest + _ROOM) // 64) * 64

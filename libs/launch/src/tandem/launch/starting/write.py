@@ -11,7 +11,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError, RunFolderError
-from tandem.launch.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, Choices, Found, max_length
+from tandem.launch.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, DataProperties, UserChoices, max_length
 
 Entry: TypeAlias = "tuple[Any, str] | dict[str, Entry]"
 """A value with its comment, or a section."""
@@ -41,7 +41,7 @@ def _is_there(path: Path) -> ConfigError:
     return ConfigError(f"{path} already exists, and is not overwritten: name another file")
 
 
-def starting_configurations(choices: Choices, found: Found, path: Path) -> dict[Path, str]:
+def starting_configurations(choices: UserChoices, found: DataProperties, path: Path) -> dict[Path, str]:
     """Return the texts of configuration files, of which `path` is the last.
 
     A model from scratch gives no useful response to reinforce. SFT therefore comes first, with a file of its own.
@@ -58,7 +58,7 @@ def starting_configurations(choices: Choices, found: Found, path: Path) -> dict[
 
 
 def _configuration(
-    choices: Choices, found: Found, path: Path, prerequisite: Path | None, *, keeps_all: bool = False
+    choices: UserChoices, found: DataProperties, path: Path, prerequisite: Path | None, *, keeps_all: bool = False
 ) -> str:
     """Return the text of a configuration file; a prerequisite, if given, makes its model."""
     source = f"the task {choices.task}" if choices.task else f"{choices.file}"
@@ -129,7 +129,7 @@ def _teacher(model: str) -> dict[str, Entry]:
     return {"model_name": (model, "the model to learn from; its tokenizer must be the policy's")}
 
 
-def _algorithm(choices: Choices) -> dict[str, Entry]:
+def _algorithm(choices: UserChoices) -> dict[str, Entry]:
     if choices.algorithm in ROLLS_OUT:
         sizes: dict[str, Entry] = {
             "num_prompts_per_step": (16, "problems of a step"),
@@ -165,7 +165,7 @@ def _algorithm(choices: Choices) -> dict[str, Entry]:
     return entries
 
 
-def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -> dict[str, Entry]:
+def _policy(choices: UserChoices, found: DataProperties, model: str, *, is_made_here: bool) -> dict[str, Entry]:
     length = max_length(found, choices)
     is_new = choices.model == NEW
     batch = 128 if choices.algorithm in ROLLS_OUT else 32
@@ -209,7 +209,7 @@ def _policy(choices: Choices, found: Found, model: str, *, is_made_here: bool) -
     return policy
 
 
-def _generation(choices: Choices, length: int) -> dict[str, Entry]:
+def _generation(choices: UserChoices, length: int) -> dict[str, Entry]:
     its_own: dict[str, Entry] = {
         "transformers_cfg": {"num_slots": (64, "sequences that it decodes at once")},
     }
@@ -223,7 +223,7 @@ def _generation(choices: Choices, length: int) -> dict[str, Entry]:
     }
 
 
-def _new_model(found: Found, length: int) -> dict[str, Entry]:
+def _new_model(found: DataProperties, length: int) -> dict[str, Entry]:
     return {
         "characters": (found.characters, "characters of its tokenizer: each is a token"),
         "config": (
@@ -243,7 +243,7 @@ def _new_model(found: Found, length: int) -> dict[str, Entry]:
     }
 
 
-def _data(choices: Choices, found: Found) -> dict[str, Entry]:
+def _data(choices: UserChoices, found: DataProperties) -> dict[str, Entry]:
     data: dict[str, Entry]
     if choices.task is not None:
         data = {
@@ -279,7 +279,7 @@ _FIELDS = {
 }
 
 
-def _env(choices: Choices) -> dict[str, Entry]:
+def _env(choices: UserChoices) -> dict[str, Entry]:
     if choices.task is not None:
         return {
             "reasoning_gym": {
@@ -292,7 +292,7 @@ def _env(choices: Choices) -> dict[str, Entry]:
     return {choices.environment: {"num_workers": (1, "processes that score; a class of your own may take its place")}}
 
 
-def _num_gpus(choices: Choices) -> int:
+def _num_gpus(choices: UserChoices) -> int:
     return int(choices.engine == "vllm")
 
 

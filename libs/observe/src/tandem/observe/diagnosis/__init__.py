@@ -14,64 +14,64 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.observe.diagnosis import agreement, data, environment, optimisation, processes, responses, rewards, weights
-from tandem.observe.diagnosis.evidence import Evidence, gather
-from tandem.observe.diagnosis.finding import CERTAINTIES, Finding
+from tandem.observe.diagnosis.evidence import RunEvidence, gather
+from tandem.observe.diagnosis.finding import CERTAINTIES, DiagnosisFinding
 
 
-class Check(NamedTuple):
+class CauseCheck(NamedTuple):
     """A cause to look for, in words, and the function that finds it."""
 
     what: str
-    find: Callable[[Evidence], Finding | None]
+    find: Callable[[RunEvidence], DiagnosisFinding | None]
 
 
 CHECKS = (
-    Check("damaged weights", weights.damaged_weights),
-    Check("damaged checkpoints", weights.damaged_checkpoint),
-    Check("an environment that fails", environment.failing_environment),
-    Check("a learning rate of 0", optimisation.zero_learning_rate),
-    Check("a learning rate that is too small", optimisation.small_rate),
-    Check("a temperature that is too low", responses.low_temperature),
-    Check("a clip range that is too narrow", optimisation.narrow_clip),
-    Check("a KL penalty that is too large", optimisation.large_penalty),
-    Check("numbers out of all proportion", optimisation.outlying_steps),
-    Check("a learning rate that is too large", optimisation.large_steps),
-    Check("dropout that hides what was learned", optimisation.dropout),
-    Check("a reference that is another model", agreement.wrong_reference),
-    Check("engines and trainers that disagree", agreement.disagreement),
-    Check("stale samples", agreement.stale_samples),
-    Check("weights that do not change", weights.unchanged_weights),
-    Check("a tokenizer that is not the model's", data.another_tokenizer),
-    Check("prompts that tell the answer", data.leaked_answer),
-    Check("stop strings that come too early", responses.early_stop),
-    Check("rewards that miss right answers, or go to wrong ones", rewards.against_the_answers),
-    Check("one answer to everything", rewards.one_answer),
-    Check("growing responses", responses.growing_responses),
-    Check("truncated responses", responses.truncated_responses),
-    Check("low entropy", optimisation.low_entropy),
-    Check("equal rewards", rewards.equal_rewards),
-    Check("groups without spread", rewards.groups_without_spread),
-    Check("shrinking responses", responses.shrinking_responses),
-    Check("steps without a gradient", optimisation.zero_gradient),
-    Check("rewards that rise while accuracy falls", rewards.reward_without_accuracy),
-    Check("held-out accuracy that does not rise", data.no_progress),
-    Check("repeated problems", data.repeated_problems),
-    Check("overfitting", data.overfitting),
-    Check("lost processes", processes.lost_processes),
-    Check("a slow environment", environment.slow_environment),
-    Check("a slow engine", processes.slow_engine),
-    Check("a slow trainer rank", processes.slow_trainer),
-    Check("a process that became slow", processes.became_slow),
-    Check("groups thrown away for their age", agreement.groups_thrown_away),
-    Check("engines or trainers that wait", processes.waiting),
-    Check("a standstill", processes.standstill),
-    Check("a run that was killed", weights.killed),
-    Check("other errors", weights.run_failed),
+    CauseCheck("damaged weights", weights.damaged_weights),
+    CauseCheck("damaged checkpoints", weights.damaged_checkpoint),
+    CauseCheck("an environment that fails", environment.failing_environment),
+    CauseCheck("a learning rate of 0", optimisation.zero_learning_rate),
+    CauseCheck("a learning rate that is too small", optimisation.small_rate),
+    CauseCheck("a temperature that is too low", responses.low_temperature),
+    CauseCheck("a clip range that is too narrow", optimisation.narrow_clip),
+    CauseCheck("a KL penalty that is too large", optimisation.large_penalty),
+    CauseCheck("numbers out of all proportion", optimisation.outlying_steps),
+    CauseCheck("a learning rate that is too large", optimisation.large_steps),
+    CauseCheck("dropout that hides what was learned", optimisation.dropout),
+    CauseCheck("a reference that is another model", agreement.wrong_reference),
+    CauseCheck("engines and trainers that disagree", agreement.disagreement),
+    CauseCheck("stale samples", agreement.stale_samples),
+    CauseCheck("weights that do not change", weights.unchanged_weights),
+    CauseCheck("a tokenizer that is not the model's", data.another_tokenizer),
+    CauseCheck("prompts that tell the answer", data.leaked_answer),
+    CauseCheck("stop strings that come too early", responses.early_stop),
+    CauseCheck("rewards that miss right answers, or go to wrong ones", rewards.against_the_answers),
+    CauseCheck("one answer to everything", rewards.one_answer),
+    CauseCheck("growing responses", responses.growing_responses),
+    CauseCheck("truncated responses", responses.truncated_responses),
+    CauseCheck("low entropy", optimisation.low_entropy),
+    CauseCheck("equal rewards", rewards.equal_rewards),
+    CauseCheck("groups without spread", rewards.groups_without_spread),
+    CauseCheck("shrinking responses", responses.shrinking_responses),
+    CauseCheck("steps without a gradient", optimisation.zero_gradient),
+    CauseCheck("rewards that rise while accuracy falls", rewards.reward_without_accuracy),
+    CauseCheck("held-out accuracy that does not rise", data.no_progress),
+    CauseCheck("repeated problems", data.repeated_problems),
+    CauseCheck("overfitting", data.overfitting),
+    CauseCheck("lost processes", processes.lost_processes),
+    CauseCheck("a slow environment", environment.slow_environment),
+    CauseCheck("a slow engine", processes.slow_engine),
+    CauseCheck("a slow trainer rank", processes.slow_trainer),
+    CauseCheck("a process that became slow", processes.became_slow),
+    CauseCheck("groups thrown away for their age", agreement.groups_thrown_away),
+    CauseCheck("engines or trainers that wait", processes.waiting),
+    CauseCheck("a standstill", processes.standstill),
+    CauseCheck("a run that was killed", weights.killed),
+    CauseCheck("other errors", weights.run_failed),
 )
 """Checks: causes before consequences, and before mere losses of time."""
 
 
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """All findings about a run."""
 
     run: str
@@ -79,18 +79,18 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     course: str
     """How far the run came, and how it ended."""
-    findings: tuple[Finding, ...]
+    findings: tuple[DiagnosisFinding, ...]
     """Findings, the most likely cause first."""
     looked_for: tuple[str, ...]
     not_looked_at: tuple[str, ...]
     """Parts of the record that could not be examined."""
 
 
-def diagnose(folder: Path) -> Diagnosis:
+def diagnose(folder: Path) -> RunDiagnosis:
     """Diagnose the run in a folder. Raises `RunFolderError` if its record cannot be read."""
     evidence = gather(folder)
     found = [finding for check in CHECKS if (finding := check.find(evidence)) is not None]
-    return Diagnosis(
+    return RunDiagnosis(
         run=str(folder),
         run_id=evidence.run.run_id,
         course=_course(evidence),
@@ -100,7 +100,7 @@ def diagnose(folder: Path) -> Diagnosis:
     )
 
 
-def _in_order(found: Sequence[Finding]) -> list[Finding]:
+def _in_order(found: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
     """Sort causes by certainty, before their consequences."""
     told = []
     for finding in found:
@@ -109,7 +109,7 @@ def _in_order(found: Sequence[Finding]) -> list[Finding]:
     return sorted(told, key=lambda finding: (bool(finding.explained_by), CERTAINTIES.index(finding.certainty)))
 
 
-def _course(evidence: Evidence) -> str:
+def _course(evidence: RunEvidence) -> str:
     """Describe how far a run came and how it ended."""
     last = evidence.steps[-1].step if evidence.steps else 0
     planned = weights.planned_steps(evidence)
@@ -129,7 +129,7 @@ def _course(evidence: Evidence) -> str:
     return "; ".join(parts)
 
 
-def format_diagnosis(diagnosis: Diagnosis) -> str:
+def format_diagnosis(diagnosis: RunDiagnosis) -> str:
     """Format a diagnosis as text."""
     lines = [f"{diagnosis.run}: {diagnosis.course}"]
     for number, finding in enumerate(diagnosis.findings, 1):

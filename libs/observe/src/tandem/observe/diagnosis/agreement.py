@@ -6,8 +6,8 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import Evidence, change, shortened
-from tandem.observe.diagnosis.finding import Certainty, Finding
+from tandem.observe.diagnosis.evidence import RunEvidence, change, shortened
+from tandem.observe.diagnosis.finding import Certainty, DiagnosisFinding
 from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, learning_rate_keys
 from tandem.observe.run_folder.journal import StepRecord
 
@@ -21,7 +21,7 @@ TOO_OLD_SHARE = 0.1
 """Share of the generated groups that were discarded because of their age, from which it is reported."""
 
 
-def disagreement(evidence: Evidence) -> Finding | None:
+def disagreement(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find engines and trainers that disagree on token probabilities with the same weights."""
     fresh = [r for r in evidence.steps if _GAP in r.metrics and r.metrics.get("max_trajectory_age", 0) == 0]
     high = [r for r in fresh if not r.metrics[_GAP] <= HIGH_PROBABILITY_ERROR]
@@ -40,7 +40,7 @@ def disagreement(evidence: Evidence) -> Finding | None:
         lines.append(f"refit.verify is {verify}: it is not verified that engines hold the trained weights")
     condition = evidence.condition(_GAP)
     own = condition.look_at if condition else ""
-    return Finding(
+    return DiagnosisFinding(
         name="engine and trainer disagree",
         what="With the same weights, engines and trainers give tokens different probabilities, so samples come from "
         "another policy than the trained one.",
@@ -52,7 +52,7 @@ def disagreement(evidence: Evidence) -> Finding | None:
     )
 
 
-def stale_samples(evidence: Evidence) -> Finding | None:
+def stale_samples(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find samples of older weights that are trained on as if they were of the newest."""
     age, config = evidence.config.max_trajectory_age_steps, evidence.config
     old = [r for r in evidence.steps if r.metrics.get("avg_trajectory_age", 0) > 0 and _GAP in r.metrics]
@@ -68,7 +68,7 @@ def stale_samples(evidence: Evidence) -> Finding | None:
         f"{len(old)} steps with such samples, {worst.metrics[_GAP]:.4g} in step {worst.step}",
         f"loss_fn.use_importance_sampling_correction is {str(corrected).lower()}",
     ]
-    return Finding(
+    return DiagnosisFinding(
         name="stale samples",
         what="Samples come from older weights than those in training"
         + (", too different for their correction to help." if corrected else ", and nothing corrects for it."),
@@ -82,7 +82,7 @@ def stale_samples(evidence: Evidence) -> Finding | None:
     )
 
 
-def wrong_reference(evidence: Evidence) -> Finding | None:
+def wrong_reference(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a reference model that is not the model that the run began with.
 
     A policy that was not trained yet is its reference, and one step does not carry it far away. So a distance that is
@@ -115,7 +115,7 @@ def wrong_reference(evidence: Evidence) -> Finding | None:
         ]
     else:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="wrong reference",
         what="The reference of the KL penalty is not the model that the run began with, so that the penalty pulls the "
         "policy towards another one.",
@@ -141,7 +141,7 @@ def _far_at_once(steps: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] |
     return None
 
 
-def groups_thrown_away(evidence: Evidence) -> Finding | None:
+def groups_thrown_away(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find groups generated in vain, because their weights were too old when they were done."""
     config = evidence.config
     if not config.declaration.rolls_out:
@@ -151,7 +151,7 @@ def groups_thrown_away(evidence: Evidence) -> Finding | None:
     if not thrown or thrown / made < TOO_OLD_SHARE:
         return None
     idle = change(evidence, "trainer_idle_s")
-    return Finding(
+    return DiagnosisFinding(
         name="groups thrown away",
         what="Many generated groups were thrown away, because their weights were too old for their step.",
         evidence=(

@@ -8,8 +8,8 @@ import string
 from collections import Counter
 
 from tandem.observe import held_out_accuracy
-from tandem.observe.diagnosis.evidence import SHORT_RUN, Evidence, change, held_out, shortened
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, held_out, shortened
+from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import learning_rate_keys
 
 GAP_OF_ACCURACIES = 0.3
@@ -29,7 +29,7 @@ OUTLYING = 100.0
 """Multiple of the usual loss from which a step's loss is named."""
 
 
-def another_tokenizer(evidence: Evidence) -> Finding | None:
+def another_tokenizer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a tokenizer that is not the model's own, if the model hardly answers from the start."""
     policy, accuracy = evidence.config.policy, evidence.points("accuracy")
     name = policy.tokenizer.name
@@ -38,7 +38,7 @@ def another_tokenizer(evidence: Evidence) -> Finding | None:
     best = max(value for _, value in accuracy[:SHORT_RUN])
     if best > held_out_accuracy.STILL_LOW:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="another tokenizer",
         what="The tokenizer is not the model's own, and the model hardly answers with it: it confuses the tokens.",
         evidence=(
@@ -53,7 +53,7 @@ def another_tokenizer(evidence: Evidence) -> Finding | None:
     )
 
 
-def leaked_answer(evidence: Evidence) -> Finding | None:
+def leaked_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find prompts that tell the model the answer."""
     template = evidence.config.data.prompt_template
     told = _fills_answer(template)
@@ -64,7 +64,7 @@ def leaked_answer(evidence: Evidence) -> Finding | None:
         if found is None:
             return None
         lines, look_at = found, "the source of the data, data.prompt_template and data.input_key"
-    return Finding(
+    return DiagnosisFinding(
         name="leaked answer",
         what="Prompts contain the answer: the model learns to copy it, not to find it.",
         evidence=tuple(lines),
@@ -86,7 +86,7 @@ def _fills_answer(template: str) -> bool:
         return False
 
 
-def _told_in(evidence: Evidence) -> list[str] | None:
+def _told_in(evidence: RunEvidence) -> list[str] | None:
     """Return how the prompts of the first recorded step tell their answers; None if they do not.
 
     A task may well have its answer somewhere in the question: in a passage, or among choices. A leak is at the same
@@ -116,7 +116,7 @@ def _told_in(evidence: Evidence) -> list[str] | None:
     ]
 
 
-def repeated_problems(evidence: Evidence) -> Finding | None:
+def repeated_problems(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find problems that were drawn again and again, and may be memorised."""
     places = {(row.step, row.group): row.problem_id for row in evidence.samples}
     distinct = len({*places.values()})
@@ -130,7 +130,7 @@ def repeated_problems(evidence: Evidence) -> Finding | None:
     by_heart = bool(train and held) and train[-1][1] - held[-1][1] >= GAP_OF_ACCURACIES
     if train and held:
         lines.append(f"the last accuracy is {train[-1][1]:.4g} in training, {held[-1][1]:.4g} on held-out problems")
-    return Finding(
+    return DiagnosisFinding(
         name="repeated problems",
         what="The same few problems come again and again"
         + (", and the model has memorised them." if by_heart else "."),
@@ -141,7 +141,7 @@ def repeated_problems(evidence: Evidence) -> Finding | None:
     )
 
 
-def overfitting(evidence: Evidence) -> Finding | None:
+def overfitting(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a held-out loss that rises while the training loss falls."""
     loss, held = change(evidence, "loss"), held_out(evidence, "val_loss")
     if loss is None or len(held) < 2 or evidence.config.declaration.rolls_out:
@@ -149,7 +149,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
     best_step, best = min(held, key=lambda point: point[1])
     if held[-1][1] < (1 + RISE_OF_LOSS) * best or loss.late >= loss.early:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="overfitting",
         what="The held-out loss rises while the training loss falls: the model memorises the data.",
         evidence=(str(loss), f"val_loss was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
@@ -159,7 +159,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
     )
 
 
-def _largest_loss(evidence: Evidence) -> tuple[str, ...]:
+def _largest_loss(evidence: RunEvidence) -> tuple[str, ...]:
     """Name the loss that is out of all proportion to those of the other steps, if there is one."""
     losses = [(record.step, record.metrics["loss"]) for record in evidence.steps if "loss" in record.metrics]
     if len(losses) < SHORT_RUN:
@@ -173,14 +173,14 @@ def _largest_loss(evidence: Evidence) -> tuple[str, ...]:
     )
 
 
-def no_progress(evidence: Evidence) -> Finding | None:
+def no_progress(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find held-out accuracy that stays near zero, or does not rise, after many steps."""
     accuracy = held_out(evidence, "val_accuracy")
     said = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
     if said is None:
         return None
     if said.endswith(held_out_accuracy.FELL):
-        return Finding(
+        return DiagnosisFinding(
             name="no progress",
             what="The run got worse: held-out accuracy fell.",
             evidence=(said, *_largest_loss(evidence)),
@@ -188,7 +188,7 @@ def no_progress(evidence: Evidence) -> Finding | None:
             certainty="likely",
             since=accuracy[-1][0],
         )
-    return Finding(
+    return DiagnosisFinding(
         name="no progress",
         what="The run learned next to nothing.",
         evidence=(said,),

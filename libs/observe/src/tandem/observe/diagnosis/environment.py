@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from tandem.config import Config
-from tandem.observe.diagnosis.evidence import Evidence, in_steps, shortened
-from tandem.observe.diagnosis.finding import Certainty, Finding
+from tandem.observe.diagnosis.evidence import RunEvidence, in_steps, shortened
+from tandem.observe.diagnosis.finding import Certainty, DiagnosisFinding
 
 FAILURE_SHARES: tuple[tuple[float, Certainty], ...] = ((0.5, "certain"), (0.1, "likely"), (0.02, "possible"))
 """Share of samples that the environment failed on, with the certainty that this is the cause."""
@@ -23,7 +23,7 @@ _ENVIRONMENT = re.compile(r"environment '")
 _QUOTED = re.compile(r"(environment '[^']*')|'[^']*'|\"[^\"]*\"")
 
 
-def failing_environment(evidence: Evidence) -> Finding | None:
+def failing_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find samples that the environment could not score."""
     config, ending = evidence.config, evidence.ending
     if not config.declaration.rolls_out:
@@ -34,7 +34,7 @@ def failing_environment(evidence: Evidence) -> Finding | None:
     who, part = ("agent", "command") if is_agent else ("environment", "class")
     keys = f"{config.environment_keys}: its {part}, timeout_s and on_error"
     if ending is not None and ending.outcome == "failed" and _ENVIRONMENT.search(ending.why):
-        return Finding(
+        return DiagnosisFinding(
             name=f"failing {who}",
             what=f"The {who} failed on {'an episode' if is_agent else 'a response'}, which ended the run.",
             evidence=(shortened(ending.why, 600), *lines),
@@ -50,7 +50,7 @@ def failing_environment(evidence: Evidence) -> Finding | None:
     certainty = next((certainty for least, certainty in FAILURE_SHARES if share >= least), None)
     if certainty is None:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name=f"failing {who}",
         what=f"The {who} {'failed on' if is_agent else 'could not score'} {share:.0%} of the samples"
         + (", mostly because it took too long." if late > failed / 2 else "."),
@@ -66,7 +66,7 @@ def failing_environment(evidence: Evidence) -> Finding | None:
     )
 
 
-def slow_environment(evidence: Evidence) -> Finding | None:
+def slow_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find an environment that scores one response after another, which takes most of a step.
 
     An engine generates samples of equal length that it started together in equal times; any difference is spent in the
@@ -95,7 +95,7 @@ def slow_environment(evidence: Evidence) -> Finding | None:
     if len(slow) < max(_LEAST_STEPS, len(waits) / 2):
         return None
     wait, total = (statistics.median(each[column] for each in waits if each[0] in slow) for column in (1, 2))
-    return Finding(
+    return DiagnosisFinding(
         name="slow environment",
         what="Most of a step is spent in the environment: generated samples wait to be scored.",
         evidence=(
@@ -118,7 +118,7 @@ def _num_places(config: Config) -> int:
     return int(generation.vllm_kwargs.get("max_num_seqs") or USUAL_PLACES)
 
 
-def without_restated(evidence: Evidence, found: Sequence[Finding]) -> list[Finding]:
+def without_restated(evidence: RunEvidence, found: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
     """Leave out findings that only repeat that an agent fails: it gives no reward, and nothing else is wrong."""
     agent = next((each for each in found if each.name == "failing agent" and each.certainty == "certain"), None)
     return [each for each in found if agent is None or each.name not in agent.explains or each.since < agent.since]

@@ -16,7 +16,7 @@ import msgspec
 from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.config import Config, config_from_json
 from tandem.config.notice_rules import most_learning_rate
-from tandem.observe.health import NUM_STEPS, Condition
+from tandem.observe.health import NUM_STEPS, HealthCondition
 from tandem.observe.health_conditions import conditions
 from tandem.observe.held_out_accuracy import SOLVED
 from tandem.observe.run_folder.ending import ENDED
@@ -25,11 +25,11 @@ from tandem.observe.run_folder.journal_file import is_taken
 from tandem.samples import sample_files
 
 SHORT_RUN = 3
-"""Steps of the shortest run for which a condition can hold, if it holds in all of them; see `Evidence.streak`."""
+"""Steps of the shortest run for which a condition can hold, if it holds in all of them; see `RunEvidence.streak`."""
 MAX_STEPS_OF_SAMPLES = 16
 """Number of steps with examined samples: the first, the last, and others evenly between them."""
 _FEWEST = 3
-"""Steps that define a metric's early and late value; see `Change`."""
+"""Steps that define a metric's early and late value; see `MetricChange`."""
 _LOG_LINES, _LOG_BYTES = 5, 1 << 16
 """Lines and bytes read from the end of each log."""
 _COLUMNS = (
@@ -65,7 +65,7 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt; empty except in the first recorded step."""
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class RunEnding(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a run."""
 
     outcome: str
@@ -75,10 +75,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Streak(msgspec.Struct, frozen=True, kw_only=True):
+class ConditionStreak(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive steps in which a condition held."""
 
-    condition: Condition
+    condition: HealthCondition
     steps: tuple[StepRecord, ...]
 
     @property
@@ -97,7 +97,7 @@ class Streak(msgspec.Struct, frozen=True, kw_only=True):
         return f"{in_steps(self.first, self.last)}: {held}"
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known about a run."""
 
     folder: Path
@@ -110,7 +110,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     refits: tuple[RefitRecord, ...]
     events: tuple[str, ...]
     """Events recorded during the run, as text."""
-    ending: Ending | None
+    ending: RunEnding | None
     is_running: bool
     """Whether a coordinator holds the folder now."""
     quiet_s: float
@@ -145,11 +145,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         first = [value for _, value in self.points("accuracy")[:SHORT_RUN]]
         return bool(first) and statistics.median(first) >= SOLVED
 
-    def condition(self, metric: str) -> Condition | None:
+    def condition(self, metric: str) -> HealthCondition | None:
         """Return the condition that `tandem.observe.health` watches in a metric of such a run."""
         return next((each for each in conditions(self.config) if each.metric == metric), None)
 
-    def streak(self, metric: str) -> Streak | None:
+    def streak(self, metric: str) -> ConditionStreak | None:
         """Return the longest streak of that condition: at least `NUM_STEPS`, or all steps of a short run."""
         condition = self.condition(metric)
         if condition is None:
@@ -159,10 +159,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         runs = [tuple(records) for held, records in grouped if held]
         longest = max(runs, key=len, default=())
         enough = NUM_STEPS if len(steps) > NUM_STEPS else max(SHORT_RUN, len(steps))
-        return Streak(condition=condition, steps=longest) if len(longest) >= enough else None
+        return ConditionStreak(condition=condition, steps=longest) if len(longest) >= enough else None
 
 
-def gather(folder: Path) -> Evidence:
+def gather(folder: Path) -> RunEvidence:
     """Read the record of the run in a folder, live or not. Raises `RunFolderError` if it cannot be read."""
     with read_journal(folder) as journal:
         try:
@@ -174,7 +174,7 @@ def gather(folder: Path) -> Evidence:
     times = [at for at, _, _ in events] + [record.committed_at for record in steps] + [run.created_at]
     lines = [text for _, _, text in events]
     samples, unread = _samples(folder, run.run_id)
-    return Evidence(
+    return RunEvidence(
         folder=folder,
         run=run,
         config=config,
@@ -193,13 +193,13 @@ def gather(folder: Path) -> Evidence:
     )
 
 
-def _ending(lines: Iterable[str]) -> Ending | None:
+def _ending(lines: Iterable[str]) -> RunEnding | None:
     """Return how the run last ended; None if no end is recorded, as after a kill or a resume."""
     last = None
     for line in lines:
         found = ENDED.fullmatch(line)
         if found is not None:
-            last = Ending(outcome=found["outcome"], kind=found["kind"] or "", why=found["why"] or "")
+            last = RunEnding(outcome=found["outcome"], kind=found["kind"] or "", why=found["why"] or "")
         elif last is not None:
             last = None  # it was resumed
     return last
@@ -245,7 +245,7 @@ def _logs(folder: Path) -> dict[str, tuple[str, ...]]:
 # --- helpers of the checks ------------------------------------------------------------------------------------------
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class MetricChange(msgspec.Struct, frozen=True, kw_only=True):
     """A metric early and late in a run: medians of a quarter of the steps each.
 
     A quarter has at least `_FEWEST` steps, unless that is more than half of all.
@@ -267,7 +267,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def change(evidence: Evidence, metric: str, *, from_first: bool = False) -> Change | None:
+def change(evidence: RunEvidence, metric: str, *, from_first: bool = False) -> MetricChange | None:
     """Return a metric's change over the trained steps, optionally from the first one; None if too few steps have it."""
     points = evidence.points(metric)
     if len(points) <= SHORT_RUN:
@@ -276,10 +276,12 @@ def change(evidence: Evidence, metric: str, *, from_first: bool = False) -> Chan
     early, late = points[:count], points[-count:]
     if from_first:
         early = points[:1]
-    return Change(name=metric, early=_median(early), late=_median(late), last_early=early[-1][0], first_late=late[0][0])
+    return MetricChange(
+        name=metric, early=_median(early), late=_median(late), last_early=early[-1][0], first_late=late[0][0]
+    )
 
 
-class Jump(msgspec.Struct, frozen=True, kw_only=True):
+class MetricJump(msgspec.Struct, frozen=True, kw_only=True):
     """A lasting change of a metric at one step, by the means of both sides."""
 
     name: str
@@ -292,12 +294,12 @@ class Jump(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} went from {self.before:.4g} to {self.after:.4g} in step {self.step}"
 
 
-def jump(evidence: Evidence, metric: str) -> Jump | None:
+def jump(evidence: RunEvidence, metric: str) -> MetricJump | None:
     """Return the step at which a metric changed for good; None if too few steps have it."""
     return change_point(metric, evidence.points(metric))
 
 
-def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1) -> Jump | None:
+def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1) -> MetricJump | None:
     """Return the change point of a series: the split with the smallest squared error, into parts of at least
     `fewest`."""
     values = [value for _, value in points]
@@ -312,14 +314,14 @@ def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1
 
     place = max(places, key=explained)
     after = (sums[-1] - sums[place]) / (len(values) - place)
-    return Jump(name=name, step=points[place][0], before=sums[place] / place, after=after)
+    return MetricJump(name=name, step=points[place][0], before=sums[place] / place, after=after)
 
 
 def _median(points: Sequence[tuple[int, float]]) -> float:
     return statistics.median(value for _, value in points)
 
 
-def held_out(evidence: Evidence, metric: str) -> list[tuple[int, float]]:
+def held_out(evidence: RunEvidence, metric: str) -> list[tuple[int, float]]:
     """Return a held-out metric's values, with their steps."""
     return [(record.step, record.metrics[metric]) for record in evidence.held_out if metric in record.metrics]
 

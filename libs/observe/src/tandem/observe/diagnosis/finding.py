@@ -11,7 +11,7 @@ Certainty = Literal["certain", "likely", "possible"]
 CERTAINTIES: tuple[Certainty, ...] = ("certain", "likely", "possible")
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class DiagnosisFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A possible cause of a collapse or stall, and its evidence in the record."""
 
     name: str

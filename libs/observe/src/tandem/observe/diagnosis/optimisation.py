@@ -9,8 +9,16 @@ from typing import NamedTuple
 
 from tandem.common.numeric.outliers import PHRASE, RecentSteps
 from tandem.config.notice_rules import FAR_ABOVE, LOWEST_RATE
-from tandem.observe.diagnosis.evidence import SHORT_RUN, Change, Evidence, Streak, change, jump, shortened
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import (
+    SHORT_RUN,
+    ConditionStreak,
+    MetricChange,
+    RunEvidence,
+    change,
+    jump,
+    shortened,
+)
+from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys
 
 HIGH_LEARNING_RATE = 0.01
@@ -63,7 +71,7 @@ _OF_A_COLLAPSE = (
 )
 
 
-def zero_learning_rate(evidence: Evidence) -> Finding | None:
+def zero_learning_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a learning rate of 0."""
     return _of_health(
         evidence.streak("learning_rate"),
@@ -73,7 +81,7 @@ def zero_learning_rate(evidence: Evidence) -> Finding | None:
     )
 
 
-def small_rate(evidence: Evidence) -> Finding | None:
+def small_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a learning rate with which Adam changes next to nothing."""
     rate = max((value for _, value in evidence.points("learning_rate")), default=0.0)
     peak = evidence.most_learning_rate / FAR_ABOVE if evidence.most_learning_rate else 0.0
@@ -84,7 +92,7 @@ def small_rate(evidence: Evidence) -> Finding | None:
     moved = max((abs(value) for _, value in evidence.points("approx_kl")), default=None)
     if moved is not None:
         lines.append(f"the policy moved by {moved:.2g} nats a token at most in a step (approx_kl)")
-    return Finding(
+    return DiagnosisFinding(
         name="learning rate too small",
         what="The learning rate is so small that weights hardly change.",
         evidence=tuple(lines),
@@ -95,7 +103,7 @@ def small_rate(evidence: Evidence) -> Finding | None:
     )
 
 
-def outlying_steps(evidence: Evidence) -> Finding | None:
+def outlying_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find advantages, losses and gradients out of all proportion to their neighbours, which one bad sample makes."""
     named = [line for line in evidence.events if PHRASE in line]
     steps = [step for line in named if (step := _STEP.search(line))]
@@ -111,7 +119,7 @@ def outlying_steps(evidence: Evidence) -> Finding | None:
         lines.append(f"and {len(named) - _MOST_NAMED} more")
     section = evidence.config.algorithm
     key = f"{section}.set_aside_outliers, " if evidence.config.declaration.rolls_out else ""
-    return Finding(
+    return DiagnosisFinding(
         name="numbers out of proportion",
         what="A few samples had an advantage, a loss or a gradient out of all proportion to the others, and alone "
         "decided those steps.",
@@ -123,7 +131,7 @@ def outlying_steps(evidence: Evidence) -> Finding | None:
     )
 
 
-def _excesses(evidence: Evidence) -> Iterator[tuple[int, str]]:
+def _excesses(evidence: RunEvidence) -> Iterator[tuple[int, str]]:
     """Yield the steps with a loss or gradient out of all proportion to those before, unless the next is like them."""
     recent = RecentSteps()
     sizes = [(record.metrics.get("loss", 0.0), record.metrics.get("grad_norm", 0.0)) for record in evidence.steps]
@@ -134,7 +142,7 @@ def _excesses(evidence: Evidence) -> Iterator[tuple[int, str]]:
         recent.add(loss, norm)
 
 
-def narrow_clip(evidence: Evidence) -> Finding | None:
+def narrow_clip(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find ratio bounds so narrow that tokens stop teaching as soon as the policy moves at all."""
     loss, clipped = evidence.config.loss_fn, [value for _, value in evidence.points("clip_fraction")]
     low, high = loss.ratio_clip_min, loss.ratio_clip_max
@@ -144,7 +152,7 @@ def narrow_clip(evidence: Evidence) -> Finding | None:
     share = statistics.median(clipped)
     if share < MUCH_CLIPPED:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="clip range too narrow",
         what="The ratio of tokens is clipped as soon as the policy moves, so that most of a batch teaches nothing.",
         evidence=(
@@ -158,7 +166,7 @@ def narrow_clip(evidence: Evidence) -> Finding | None:
     )
 
 
-def large_penalty(evidence: Evidence) -> Finding | None:
+def large_penalty(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a penalty for leaving the reference that outweighs the rewards, however near the policy stays."""
     weight, kl = evidence.config.loss_fn.reference_policy_kl_penalty, [value for _, value in evidence.points("kl")]
     if not weight or len(kl) < SHORT_RUN:
@@ -166,7 +174,7 @@ def large_penalty(evidence: Evidence) -> Finding | None:
     usual = statistics.median(kl)
     if usual > NEAR_REFERENCE or weight * usual < HIGH_PENALTY:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="KL penalty too large",
         what="The penalty for leaving the reference outweighs the rewards: the policy is kept where it began.",
         evidence=(
@@ -180,7 +188,7 @@ def large_penalty(evidence: Evidence) -> Finding | None:
     )
 
 
-def dropout(evidence: Evidence) -> Finding | None:
+def dropout(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find adapters whose dropout makes trainers score another policy than the one that generates.
 
     Only training steps drop anything. The effect grows with the adapters, which begin at zero.
@@ -199,7 +207,7 @@ def dropout(evidence: Evidence) -> Finding | None:
         )
     elif adapters.dropout < HIGH_DROPOUT:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="dropout",
         what="Dropout leaves so little of the adapters in training that what is trained is not what generates."
         if differs
@@ -212,16 +220,18 @@ def dropout(evidence: Evidence) -> Finding | None:
     )
 
 
-def zero_gradient(evidence: Evidence) -> Finding | None:
+def zero_gradient(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find steps without a gradient."""
     return _of_health(evidence.streak("grad_norm"), "no gradient", "The gradient is 0: no weight changes.", ())
 
 
-def _of_health(streak: Streak | None, name: str, what: str, explains: tuple[str, ...]) -> Finding | None:
+def _of_health(
+    streak: ConditionStreak | None, name: str, what: str, explains: tuple[str, ...]
+) -> DiagnosisFinding | None:
     if streak is None:
         return None
     look_at = streak.condition.look_at
-    return Finding(
+    return DiagnosisFinding(
         name=name,
         what=what,
         evidence=(str(streak),),
@@ -232,7 +242,7 @@ def _of_health(streak: Streak | None, name: str, what: str, explains: tuple[str,
     )
 
 
-def large_steps(evidence: Evidence) -> Finding | None:
+def large_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find optimizer steps that are too large, by their effects: two signs suffice, or NaN."""
     signs = [sign.text for sign in sorted(_signs(evidence))]
     rate = max((value for _, value in evidence.points("learning_rate")), default=0.0)
@@ -249,7 +259,7 @@ def large_steps(evidence: Evidence) -> Finding | None:
         lines[0] += f"; with Adam, {high:.2g} makes another model of it within a few steps"
     if broke and ending is not None:
         lines.append(shortened(ending.why))
-    return Finding(
+    return DiagnosisFinding(
         name="learning rate too large",
         what="Optimizer steps are too large: they destroy what the model knew.",
         evidence=(*lines, *signs),
@@ -260,7 +270,7 @@ def large_steps(evidence: Evidence) -> Finding | None:
     )
 
 
-def _is_adam(evidence: Evidence) -> bool:
+def _is_adam(evidence: RunEvidence) -> bool:
     policy = evidence.config.policy
     if policy.megatron_cfg.enabled:
         return "adam" in str(policy.megatron_cfg.optimizer.get("optimizer", "adam")).lower()
@@ -276,7 +286,7 @@ class _Sign(NamedTuple):
     text: str
 
 
-def _signs(evidence: Evidence) -> Iterator[_Sign]:
+def _signs(evidence: RunEvidence) -> Iterator[_Sign]:
     """Yield the effects of large steps on a policy, with their steps."""
     gradient = change(evidence, "grad_norm")
     highest = max(evidence.points("grad_norm"), key=lambda point: point[1], default=(0, 0.0))
@@ -300,7 +310,7 @@ def _signs(evidence: Evidence) -> Iterator[_Sign]:
         yield from _rising_loss(evidence)
 
 
-def _of_rollouts(evidence: Evidence) -> Iterator[_Sign]:
+def _of_rollouts(evidence: RunEvidence) -> Iterator[_Sign]:
     """Yield the signs in a policy that generates. Over a data set, falling entropy is just learning."""
     entropy, fell = change(evidence, "entropy", from_first=True), jump(evidence, "entropy")
     if entropy is not None and fell is not None and _has_collapsed(entropy):
@@ -313,7 +323,7 @@ def _of_rollouts(evidence: Evidence) -> Iterator[_Sign]:
         yield _Sign(reward.step, 2, f"{reward}; {REWARD_LEFT:.0%} of what it was is a sign")
 
 
-def _rising_loss(evidence: Evidence) -> Iterator[_Sign]:
+def _rising_loss(evidence: RunEvidence) -> Iterator[_Sign]:
     points = evidence.points("loss")
     if len(points) >= 4 and points[0][1] > 0:
         late = statistics.median(value for _, value in points[-max(1, len(points) // 4) :])
@@ -322,7 +332,7 @@ def _rising_loss(evidence: Evidence) -> Iterator[_Sign]:
             yield _Sign(points[-1][0], 1, text)
 
 
-def low_entropy(evidence: Evidence) -> Finding | None:
+def low_entropy(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a policy that always says the same."""
     condition, streak, entropy = (
         evidence.condition("entropy"),
@@ -335,7 +345,7 @@ def low_entropy(evidence: Evidence) -> Finding | None:
     lines = [str(streak)] if streak is not None else []
     if collapsed:
         lines.append(f"{entropy} nats a token; {ENTROPY_LEFT:.0%} of what it was, or {LOW_ENTROPY:g}, is the threshold")
-    return Finding(
+    return DiagnosisFinding(
         name="low entropy",
         what="The policy's responses hardly vary any more: samples of a prompt are alike, and nothing new is tried.",
         evidence=tuple(lines),
@@ -347,5 +357,5 @@ def low_entropy(evidence: Evidence) -> Finding | None:
     )
 
 
-def _has_collapsed(entropy: Change) -> bool:
+def _has_collapsed(entropy: MetricChange) -> bool:
     return entropy.early >= _LEAST_ENTROPY and entropy.late <= ENTROPY_LEFT * entropy.early

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from tandem.observe.diagnosis.evidence import Evidence, Jump, SampleRow, change_point, shortened
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import MetricJump, RunEvidence, SampleRow, change_point, shortened
+from tandem.observe.diagnosis.finding import DiagnosisFinding
 
 MANY_LOSSES = 3
 """Number of lost processes from which the run did little else."""
@@ -35,7 +35,7 @@ Points: TypeAlias = list[tuple[int, float]]
 """Values with their steps."""
 
 
-def lost_processes(evidence: Evidence) -> Finding | None:
+def lost_processes(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find processes that died, or were silent for too long."""
     lost = [found for line in evidence.events if (found := _LOST.fullmatch(line)) is not None]
     ending = evidence.ending
@@ -47,7 +47,7 @@ def lost_processes(evidence: Evidence) -> Finding | None:
     lines = [f"{found['name']}: {shortened(found['why'], 400)}" for found in lost[-_SHOWN:]]
     if ended and ending is not None:
         lines.append(shortened(ending.why, 600))
-    return Finding(
+    return DiagnosisFinding(
         name="lost processes",
         what=f"Processes were lost{f' and replaced: {told}' if told else ''}."
         + (" The run ended with it." if ended else ""),
@@ -59,7 +59,7 @@ def lost_processes(evidence: Evidence) -> Finding | None:
     )
 
 
-def slow_engine(evidence: Evidence) -> Finding | None:
+def slow_engine(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find an engine that generates much more slowly than the others."""
     seconds: dict[str, list[float]] = {}
     steps = sorted({row.step for row in evidence.samples})
@@ -73,7 +73,7 @@ def slow_engine(evidence: Evidence) -> Finding | None:
     others = statistics.median(value for name, value in medians.items() if name != slowest)
     if medians[slowest] < SLOW * others:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="slow engine",
         what=f"{slowest} takes {_times(medians[slowest], others)} as long for a token as the other engines do, and "
         "every synchronous step waits for it.",
@@ -102,7 +102,7 @@ def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in by_rollout.items()}
 
 
-def slow_trainer(evidence: Evidence) -> Finding | None:
+def slow_trainer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a trainer rank that takes much longer for its own work than the others, which wait for it."""
     steps = [record for record in evidence.steps[1:] if "slowest_trainer" in record.metrics]  # the first step is cold
     if len(steps) < _LEAST_STEPS:
@@ -119,7 +119,7 @@ def slow_trainer(evidence: Evidence) -> Finding | None:
         return None
     name, settings = f"trainer-{rank}", evidence.config.policy.megatron_cfg
     stages = settings.pipeline_model_parallel_size if settings.enabled else 1
-    return Finding(
+    return DiagnosisFinding(
         name="slow trainer rank",
         what=f"{name} takes {_times(own, others)} as long for its own work as the other ranks do, and all of them wait "
         "for it in every step.",
@@ -141,7 +141,7 @@ def slow_trainer(evidence: Evidence) -> Finding | None:
     )
 
 
-def became_slow(evidence: Evidence) -> Finding | None:
+def became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find an engine, or trainers, whose own work became slow during a run and stayed slow.
 
     A machine that becomes busy slows all of its processes at once, so that a process must be slow beside the others of
@@ -164,7 +164,7 @@ def became_slow(evidence: Evidence) -> Finding | None:
         return None
     name, at = min(slowed.items(), key=lambda item: item[1].step)
     is_alone = not beside[name] and not (knows_queue and name.startswith("trainer-"))
-    return Finding(
+    return DiagnosisFinding(
         name="became slow",
         what=f"{name} became slow in step {at.step}, and stayed so.",
         evidence=(
@@ -182,13 +182,13 @@ def became_slow(evidence: Evidence) -> Finding | None:
     )
 
 
-def _without_queue(evidence: Evidence, points: Points) -> Points:
+def _without_queue(evidence: RunEvidence, points: Points) -> Points:
     """Return a trainer's seconds without those in which it waited for a free processor."""
     queued = {record.step: record.metrics.get("trainer_queued_per_s", 0.0) for record in evidence.steps}
     return [(step, value * (1 - queued[step])) for step, value in points]
 
 
-def _slowing_of_others(evidence: Evidence, courses: Mapping[str, Points], name: str, step: int) -> float | None:
+def _slowing_of_others(evidence: RunEvidence, courses: Mapping[str, Points], name: str, step: int) -> float | None:
     """Return how many times as long the other processes took from a step on, in the median; None without others."""
     others = [points for each, points in courses.items() if each != name]
     if name.startswith("trainer-"):
@@ -208,7 +208,7 @@ def _slowing_of_others(evidence: Evidence, courses: Mapping[str, Points], name: 
     return max(1.0, statistics.median_low(ratios)) if ratios else None
 
 
-def _courses(evidence: Evidence) -> dict[str, Points]:
+def _courses(evidence: RunEvidence) -> dict[str, Points]:
     """Return seconds per token by step, without the cold first one, for each engine and the slowest trainer rank."""
     courses: dict[str, Points] = {}
     for step in sorted({row.step for row in evidence.samples})[1:]:
@@ -234,7 +234,7 @@ def _courses(evidence: Evidence) -> dict[str, Points]:
     return courses
 
 
-def _slowed(name: str, points: Points) -> Jump | None:
+def _slowed(name: str, points: Points) -> MetricJump | None:
     """Return the step from which nearly every step takes `SLOW` times as long; None if there is none."""
     found = change_point(name, points, _LEAST_OF_A_SIDE)
     if found is None:
@@ -245,10 +245,10 @@ def _slowed(name: str, points: Points) -> Jump | None:
     calm = sum(value >= SLOW * statistics.median(before) for value in before) <= (1 - STAYS_SLOW) * len(before)
     if not (stays and calm and statistics.median(before) > 0):
         return None
-    return Jump(name=name, step=found.step, before=statistics.median(before), after=statistics.median(after))
+    return MetricJump(name=name, step=found.step, before=statistics.median(before), after=statistics.median(after))
 
 
-def waiting(evidence: Evidence) -> Finding | None:
+def waiting(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find engines or trainers of an asynchronous run that wait for the others most of the time."""
     if not evidence.config.max_trajectory_age_steps:
         return None
@@ -262,7 +262,7 @@ def waiting(evidence: Evidence) -> Finding | None:
     if not kind or shares[kind] < IDLE_SHARE:
         return None
     who, whom = ("engines", "trainers") if kind == "engine" else ("trainers", "engines")
-    return Finding(
+    return DiagnosisFinding(
         name="waiting",
         what=f"The run is only as fast as its {whom}: {who} have nothing to do most of the time.",
         evidence=(
@@ -273,13 +273,13 @@ def waiting(evidence: Evidence) -> Finding | None:
     )
 
 
-def standstill(evidence: Evidence) -> Finding | None:
+def standstill(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a live run that does nothing."""
     usual = statistics.median([record.seconds.get("total", 0.0) for record in evidence.steps] or [0.0])
     if not evidence.is_running or evidence.quiet_s < max(STANDSTILL_S, STANDSTILL_STEPS * usual):
         return None
     last = evidence.steps[-1].step if evidence.steps else 0
-    return Finding(
+    return DiagnosisFinding(
         name="standstill",
         what=f"The run is live, but has done nothing since step {last}.",
         evidence=(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from tandem.observe.diagnosis.evidence import SHORT_RUN, Evidence, change, jump, shortened
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, jump, shortened
+from tandem.observe.diagnosis.finding import DiagnosisFinding
 
 MOST_TRUNCATED = 0.5
 """Share of cut-off responses, in the last quarter of a run, from which the run mostly learns from those."""
@@ -32,7 +32,7 @@ _OF_NO_ANSWER = (
 _LENGTH, _TRUNCATED = "mean_generation_length", "truncated_fraction"
 
 
-def truncated_responses(evidence: Evidence) -> Finding | None:
+def truncated_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find responses that the token limit cuts off."""
     condition, streak, course = (
         evidence.condition(_TRUNCATED),
@@ -48,7 +48,7 @@ def truncated_responses(evidence: Evidence) -> Finding | None:
         f"{course if was_so or rise is None else rise}; {MOST_TRUNCATED:g} is the threshold",
         f"policy.generation.max_new_tokens is {limit}",
     ]
-    return Finding(
+    return DiagnosisFinding(
         name="truncated responses",
         what="Most responses are cut off before they end, so that their answers are never seen"
         + (", from the start." if was_so else "."),
@@ -60,7 +60,7 @@ def truncated_responses(evidence: Evidence) -> Finding | None:
     )
 
 
-def growing_responses(evidence: Evidence) -> Finding | None:
+def growing_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find responses that grow without getting better, or up to their limit."""
     length, cut, reward = (change(evidence, name) for name in (_LENGTH, _TRUNCATED, "accuracy"))
     if length is None or cut is None or length.late < GROWTH * length.early:
@@ -69,7 +69,7 @@ def growing_responses(evidence: Evidence) -> Finding | None:
     if cut.late < max(MOST_TRUNCATED, cut.early) and gets_better:
         return None
     onsets = [found.step for name in (_LENGTH, _TRUNCATED) if (found := jump(evidence, name)) is not None]
-    return Finding(
+    return DiagnosisFinding(
         name="growing responses",
         what="Responses keep growing, and their answers get no better.",
         evidence=(
@@ -85,12 +85,12 @@ def growing_responses(evidence: Evidence) -> Finding | None:
     )
 
 
-def shrinking_responses(evidence: Evidence) -> Finding | None:
+def shrinking_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find responses that have shrunk to next to nothing."""
     length = change(evidence, _LENGTH)
     if length is None or length.early < SHORTEST or length.late > SHRINKAGE * length.early:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="responses shrink",
         what="Responses have become much shorter: the policy says next to nothing any more.",
         evidence=(f"{length} tokens; {SHRINKAGE:.0%} of what it was is the threshold",),
@@ -100,7 +100,7 @@ def shrinking_responses(evidence: Evidence) -> Finding | None:
     )
 
 
-def low_temperature(evidence: Evidence) -> Finding | None:
+def low_temperature(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a temperature so low that samples of a prompt are alike before training."""
     config, alike = evidence.config, evidence.points("groups_without_spread")
     if not config.declaration.rolls_out or len(alike) < SHORT_RUN:
@@ -109,7 +109,7 @@ def low_temperature(evidence: Evidence) -> Finding | None:
     share = statistics.median(value for _, value in alike[:SHORT_RUN])
     if temperature > LOW_TEMPERATURE or share < MOST_ALIKE:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="low temperature",
         what="The temperature is so low that samples of a prompt are alike from the start: there is nothing to "
         "compare.",
@@ -131,7 +131,7 @@ def low_temperature(evidence: Evidence) -> Finding | None:
     )
 
 
-def early_stop(evidence: Evidence) -> Finding | None:
+def early_stop(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find stop strings that end nearly every response before its answer."""
     if not evidence.samples or not evidence.config.declaration.rolls_out:
         return None
@@ -141,7 +141,7 @@ def early_stop(evidence: Evidence) -> Finding | None:
     right = max((value for _, value in evidence.points("accuracy")), default=0.0)
     if len(stopped) < MOST_STOPPED * len(first) or right > 0:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="responses stop too early",
         what="A stop string ends nearly every response, and none was ever right: it comes before the answer.",
         evidence=(

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import Evidence, SampleRow, change, held_out, in_steps, shortened
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow, change, held_out, in_steps, shortened
+from tandem.observe.diagnosis.finding import DiagnosisFinding
 
 MOST_GROUPS = 0.9
 """Share of groups without spread, in the last quarter of a run, from which almost nothing is learned."""
@@ -38,7 +38,7 @@ WRONG_WAY = 0.5
 _GRADIENT = ("groups without spread", "no gradient", "no progress")
 
 
-def equal_rewards(evidence: Evidence) -> Finding | None:
+def equal_rewards(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find steps in which all samples have the same reward."""
     streak = evidence.streak("reward_max")
     if streak is None:
@@ -52,7 +52,7 @@ def equal_rewards(evidence: Evidence) -> Finding | None:
     else:
         said = "All responses have the same reward: no sample is better than another, and nothing is learned."
     lines = [str(streak), *_examples(evidence)]
-    return Finding(
+    return DiagnosisFinding(
         name="equal rewards",
         what=said,
         evidence=tuple(lines),
@@ -63,13 +63,13 @@ def equal_rewards(evidence: Evidence) -> Finding | None:
     )
 
 
-def _examples(evidence: Evidence) -> list[str]:
+def _examples(evidence: RunEvidence) -> list[str]:
     """Return an example of an answer from the last recorded step."""
     last = [row for row in evidence.samples if row.response][-1:]
     return [f"for example, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
 
 
-def groups_without_spread(evidence: Evidence) -> Finding | None:
+def groups_without_spread(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find steps in which each group has one reward."""
     name = "groups_without_spread"
     condition, streak, course = evidence.condition(name), evidence.streak(name), change(evidence, name)
@@ -77,7 +77,7 @@ def groups_without_spread(evidence: Evidence) -> Finding | None:
         return None
     lines = [str(streak)] if streak is not None else []
     since = streak.first if streak is not None else course.first_late
-    return Finding(
+    return DiagnosisFinding(
         name="groups without spread",
         what="The samples of a prompt have the same reward, so that their advantages are 0 and they teach nothing."
         + (" The problems were solved from the start: they are too easy." if evidence.is_solved else ""),
@@ -91,7 +91,7 @@ def groups_without_spread(evidence: Evidence) -> Finding | None:
     )
 
 
-def one_answer(evidence: Evidence) -> Finding | None:
+def one_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a response that is given to every prompt."""
     if not evidence.samples:
         return None
@@ -106,7 +106,7 @@ def one_answer(evidence: Evidence) -> Finding | None:
     before = [row for row in evidence.samples if row.step == evidence.samples[0].step]
     was = sum(row.reward for row in before) / len(before)
     pays = worth > was and worth >= sum(row.reward for row in last) / len(last)
-    return Finding(
+    return DiagnosisFinding(
         name="one answer to everything",
         what="The policy gives the same response to every prompt"
         + (", and is rewarded for it: the reward does not measure the task." if pays else "."),
@@ -129,7 +129,7 @@ def _habitual_share(rows: Sequence[SampleRow]) -> float:
     return max(SAME_SHARE, min(1.0, BEYOND_ANSWERS * count / len(rows))) if answer else SAME_SHARE
 
 
-def reward_without_accuracy(evidence: Evidence) -> Finding | None:
+def reward_without_accuracy(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find rewards that rise while held-out accuracy falls."""
     reward, held = change(evidence, "reward"), held_out(evidence, "val_accuracy")
     if reward is None or len(held) < 2:
@@ -137,7 +137,7 @@ def reward_without_accuracy(evidence: Evidence) -> Finding | None:
     best_step, best = max(held, key=lambda point: point[1])
     if reward.late - reward.early < RISE or best - held[-1][1] < FALL:
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="reward without accuracy",
         what="Rewards rise in training while accuracy on held-out problems falls: the reward can be had without "
         "solving them, or the training problems are memorised.",
@@ -149,7 +149,7 @@ def reward_without_accuracy(evidence: Evidence) -> Finding | None:
     )
 
 
-def against_the_answers(evidence: Evidence) -> Finding | None:
+def against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find rewards that do not go to responses with the reference answer, in the first recorded steps."""
     steps = sorted({row.step for row in evidence.samples})[:_FIRST_STEPS]
     rows = [row for row in evidence.samples if row.step in steps and row.reference_answer and not row.failure]
@@ -167,7 +167,7 @@ def against_the_answers(evidence: Evidence) -> Finding | None:
     unrewarded = lowest == highest == 0
     if not unrewarded and (lowest == highest or other - worth < WRONG_WAY * (highest - lowest)):
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="right answers unrewarded" if unrewarded else "reward against the answers",
         what="Responses have the right answer, but the environment never rewards them: it expects another form."
         if unrewarded

@@ -6,8 +6,8 @@ import itertools
 import re
 from collections import Counter
 
-from tandem.observe.diagnosis.evidence import Evidence, in_steps, shortened
-from tandem.observe.diagnosis.finding import Finding
+from tandem.observe.diagnosis.evidence import RunEvidence, in_steps, shortened
+from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import learning_rate_keys
 
 NUM_REPAIRS = 3
@@ -19,7 +19,7 @@ _OF_REFITS = re.compile(r"failed while (refitting|verifying|attesting|copying we
 _SHOWN = 3
 
 
-def damaged_weights(evidence: Evidence) -> Finding | None:
+def damaged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find engines, or trainers' copies, that did not hold the trained weights."""
     repaired = [
         (record.version, engine, why) for record in evidence.refits for engine, why in record.quarantined.items()
@@ -29,7 +29,7 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
     ending = evidence.ending
     if ending is not None and (_NOT_HELD.search(ending.why) or _OF_REFITS.search(ending.why)):
         version = _NOT_HELD.search(ending.why)
-        return Finding(
+        return DiagnosisFinding(
             name="damaged weights",
             what="An engine did not hold the trained weights, even after a second transfer, so that the run "
             "ended before any of its samples was trained on.",
@@ -43,7 +43,7 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
         return None
     engine, count = Counter(engine for _, engine, _ in repaired).most_common(1)[0]
     often = count >= NUM_REPAIRS
-    return Finding(
+    return DiagnosisFinding(
         name="damaged weights",
         what=f"Engines did not hold the trained weights {len(repaired)} times; they were repaired before any of "
         f"their samples was trained on{f', {engine} {count} times' if often else ''}.",
@@ -54,12 +54,12 @@ def damaged_weights(evidence: Evidence) -> Finding | None:
     )
 
 
-def damaged_checkpoint(evidence: Evidence) -> Finding | None:
+def damaged_checkpoint(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a checkpoint with files that differ from what was written."""
     ending = evidence.ending
     if ending is None or ending.kind != "DamagedCheckpoint":
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="damaged checkpoint",
         what="The checkpoint that the run was to resume from differs from what was written.",
         evidence=(ending.why,),
@@ -70,7 +70,7 @@ def damaged_checkpoint(evidence: Evidence) -> Finding | None:
     )
 
 
-def unchanged_weights(evidence: Evidence) -> Finding | None:
+def unchanged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find versions of weights that are equal to the bit despite steps between them."""
     digests = [(r.version, r.digest) for r in evidence.refits if r.verify == "full" and r.digest]
     runs = [[version for version, _ in group] for _, group in itertools.groupby(digests, lambda pair: pair[1])]
@@ -80,7 +80,7 @@ def unchanged_weights(evidence: Evidence) -> Finding | None:
     if len(same) < NUM_EQUAL or not moved:
         return None
     last = moved[-1].metrics
-    return Finding(
+    return DiagnosisFinding(
         name="unchanged weights",
         what="Steps were taken, but the weights stayed the same to the bit: updates are smaller than the "
         "precision of the weights.",
@@ -94,7 +94,7 @@ def unchanged_weights(evidence: Evidence) -> Finding | None:
     )
 
 
-def run_failed(evidence: Evidence) -> Finding | None:
+def run_failed(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find the error that ended the run, whatever it is."""
     ending = evidence.ending
     if ending is None or ending.outcome != "failed":
@@ -102,7 +102,7 @@ def run_failed(evidence: Evidence) -> Finding | None:
     named = next((name for name in evidence.logs if ending.why.startswith(f"{name} ")), "")
     log = [f"last in logs/{named}.log: {shortened(line)}" for line in evidence.logs.get(named, ())[-1:]]
     done = evidence.steps[-1].step if evidence.steps else 0
-    return Finding(
+    return DiagnosisFinding(
         name="run failed",
         what=f"The run ended with an error after step {done} ({ending.kind}).",
         evidence=(shortened(ending.why, 600), *log),
@@ -112,12 +112,12 @@ def run_failed(evidence: Evidence) -> Finding | None:
     )
 
 
-def killed(evidence: Evidence) -> Finding | None:
+def killed(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a run without a recorded end: its coordinator was killed, or its machine went down."""
     last = evidence.steps[-1].step if evidence.steps else 0
     if evidence.ending is not None or evidence.is_running or last >= (planned_steps(evidence) or last):
         return None
-    return Finding(
+    return DiagnosisFinding(
         name="killed",
         what=f"The run stopped after step {last} without a recorded end: its coordinator was killed, or its "
         "machine went down.",
@@ -131,7 +131,7 @@ def killed(evidence: Evidence) -> Finding | None:
     )
 
 
-def planned_steps(evidence: Evidence) -> int | None:
+def planned_steps(evidence: RunEvidence) -> int | None:
     """Return the last planned step of the run; None if that depends on its data."""
     config = evidence.config
     if config.replay is not None:

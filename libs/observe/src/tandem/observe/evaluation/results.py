@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.messages import SampleScored
-from tandem.observe.evaluation.scores import Answer, Estimate, estimate, ks, majority_at, pass_at
+from tandem.observe.evaluation.scores import SampleVote, ScoreEstimate, estimate, ks, majority_at, pass_at
 
 
 class ProblemResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +44,12 @@ class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
     num_problems: int
     num_samples: int
     """Number of valid samples, over all problems."""
-    accuracy: Estimate
+    accuracy: ScoreEstimate
     """Fraction of correct samples."""
     mean_reward: float
-    pass_at: dict[int, Estimate]
+    pass_at: dict[int, ScoreEstimate]
     """Estimates of pass@k, by k."""
-    majority_at: dict[int, Estimate] | None
+    majority_at: dict[int, ScoreEstimate] | None
     """Estimates of maj@k, by k; null if the environment extracts no answers."""
     mean_length: float
     truncated: float
@@ -58,7 +58,7 @@ class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
     """Number of samples without a score."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     """A problem as it was given to the model."""
 
     problem_id: str
@@ -67,7 +67,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     reference: str
 
 
-def results_of(asked: Sequence[Asked], samples: Sequence[SampleScored]) -> list[ProblemResult]:
+def results_of(asked: Sequence[EvaluatedProblem], samples: Sequence[SampleScored]) -> list[ProblemResult]:
     """Return the results of problems, in their order."""
     by_group: dict[int, list[SampleScored]] = {}
     for sample in sorted(samples, key=lambda sample: (sample.group, sample.sample)):
@@ -99,7 +99,7 @@ def scores_of(
     counted = [sample for sample in samples if not sample.dropped]
     num_samples = max((result.n for result in results), default=0)
     chosen = ks(num_samples, asked_k)
-    votes = [[*map(Answer, result.answers, result.is_correct)] for result in results]
+    votes = [[*map(SampleVote, result.answers, result.is_correct)] for result in results]
     has_answers = any(answer is not None for result in results for answer in result.answers)
     accuracy = estimate(result.correct / result.n for result in results if result.n)
     if counted:  # equal to validation's, to the last bit

@@ -22,7 +22,7 @@ _Z = 1.959963984540054
 """Standard deviations within which 95 per cent of the normal distribution lie."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class SampleVote(msgspec.Struct, frozen=True):
     """One sample's vote."""
 
     extracted: str | None
@@ -30,7 +30,7 @@ class Answer(msgspec.Struct, frozen=True):
     correct: bool
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class ScoreEstimate(msgspec.Struct, frozen=True):
     """A score and its 95 per cent interval."""
 
     mean: float
@@ -52,7 +52,7 @@ def pass_at(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def majority_at(answers: Sequence[Answer], k: int) -> float:
+def majority_at(answers: Sequence[SampleVote], k: int) -> float:
     """Return the chance that the most frequent answer of k samples is correct; ties are averaged.
 
     Samples without an answer cast no vote. The worth of an answer is the mean correctness of the samples that give it.
@@ -93,15 +93,15 @@ def _ways(votes: Counter[str | None], worth: dict[str | None, float], silent: in
     return sum(worths / winners for winners, (_, worths) in enumerate(ways[k]) if winners)
 
 
-def estimate(values: Iterable[float]) -> Estimate:
+def estimate(values: Iterable[float]) -> ScoreEstimate:
     """Return the mean of problems' scores, each from 0 to 1, with its interval; without scores, nothing is known."""
     scores = [*values]
     num = len(scores)
     if not num:
-        return Estimate(math.nan, 0.0, 1.0)
+        return ScoreEstimate(math.nan, 0.0, 1.0)
     mean = math.fsum(scores) / num
     variance = math.fsum((score - mean) ** 2 for score in scores) / num
     trials = mean * (1 - mean) * num / variance if variance else float(num)
     middle = (mean + _Z**2 / (2 * trials)) / (1 + _Z**2 / trials)
     reach = _Z / (1 + _Z**2 / trials) * math.sqrt(max(0.0, mean * (1 - mean)) / trials + (_Z / (2 * trials)) ** 2)
-    return Estimate(mean, max(0.0, middle - reach), min(1.0, middle + reach))
+    return ScoreEstimate(mean, max(0.0, middle - reach), min(1.0, middle + reach))

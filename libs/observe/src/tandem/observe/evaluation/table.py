@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tandem.config import Config
 from tandem.observe.evaluation.results import ModelScores
-from tandem.observe.evaluation.scores import Estimate
+from tandem.observe.evaluation.scores import ScoreEstimate
 
 FILE = "results.json"
 _WIDTH = 120
@@ -18,7 +18,7 @@ _WIDTH = 120
 INTERVAL = "Wilson, 95 %, over problems, with the effective sample size"
 
 
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationResults(msgspec.Struct, frozen=True, kw_only=True):
     """The content of ``results.json``."""
 
     source: str
@@ -38,14 +38,14 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelScores]
 
 
-def write_table(folder: Path, evaluation: Evaluation) -> None:
+def write_table(folder: Path, evaluation: EvaluationResults) -> None:
     """Write the table as JSON. Raise `OSError` if that fails."""
     temporary = folder / f".{FILE}.tmp"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation)))
     temporary.replace(folder / FILE)
 
 
-def print_table(evaluation: Evaluation, config: Config, console: Console) -> None:
+def print_table(evaluation: EvaluationResults, config: Config, console: Console) -> None:
     """Print the table, its settings and its headlines."""
     longest = max(len(row.model) for row in evaluation.models)
     if not console.is_terminal:
@@ -83,13 +83,13 @@ def print_table(evaluation: Evaluation, config: Config, console: Console) -> Non
         console.print(line, soft_wrap=True)
 
 
-def headline(row: ModelScores, config: Config) -> Estimate | None:
+def headline(row: ModelScores, config: Config) -> ScoreEstimate | None:
     """Return the score that ``eval.metric`` selects."""
     k = config.eval.k_value
     return row.pass_at.get(k) if config.eval.metric == "pass@k" else (row.majority_at or {}).get(k)
 
 
-def _headline(evaluation: Evaluation, config: Config) -> list[str]:
+def _headline(evaluation: EvaluationResults, config: Config) -> list[str]:
     lines = []
     if all(row.majority_at is None for row in evaluation.models):
         lines.append(f"no majority vote: env.{evaluation.environment} extracts no answer (Score.answer)")
@@ -101,5 +101,5 @@ def _headline(evaluation: Evaluation, config: Config) -> list[str]:
     return lines
 
 
-def _share(found: Estimate | None) -> str:
+def _share(found: ScoreEstimate | None) -> str:
     return "-" if found is None else f"{found.mean:.3f}"

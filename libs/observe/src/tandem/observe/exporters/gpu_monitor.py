@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from tandem.config.schema import Logger
+from tandem.config.schema import LoggerConfig
 from tandem.observe.exporters.nvml import MEASURED, GpuUse, Nvml, open_nvml, own_gpus
 
 _ENDED_S = 5.0
@@ -18,7 +18,7 @@ _ENDED_S = 5.0
 class GpuMonitor:
     """Monitor of GPUs: it reads them at intervals, and returns means since the last call."""
 
-    def __init__(self, logger: Logger, opened: Callable[[], Nvml | None] = open_nvml) -> None:
+    def __init__(self, logger: LoggerConfig, opened: Callable[[], Nvml | None] = open_nvml) -> None:
         self._is_on = logger.monitor_gpus
         self._interval_s = logger.gpu_monitoring.collection_interval
         self._opened = opened

@@ -21,9 +21,9 @@ from prometheus_client.registry import Collector
 from tandem.common import http_server
 from tandem.common.errors import ConfigError
 from tandem.common.network import url_of
-from tandem.config.schema import Prometheus
+from tandem.config.schema import PrometheusConfig
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
-from tandem.observe.run_folder.live import Live
+from tandem.observe.run_folder.live import RunStatus
 
 _END_S = 1
 """Time for pending answers when the server ends."""
@@ -32,10 +32,10 @@ _ENDED_S = 5.0
 _LOOK_S = 0.01
 
 
-class Exporter:
+class MetricsExporter:
     """The server and its content; it runs until it is closed."""
 
-    def __init__(self, settings: Prometheus, not_up: Collection[str]) -> None:
+    def __init__(self, settings: PrometheusConfig, not_up: Collection[str]) -> None:
         """Listen. `not_up` are the statuses of engines that are not built, or lost. Raise `ConfigError` if it fails."""
         assert settings.port is not None, "or there is nothing to serve"
         self._told = _Told(not_up)
@@ -75,7 +75,7 @@ class Exporter:
         """Count replaced processes."""
         self._told.num_replaced += count
 
-    def show(self, live: Live | None) -> None:
+    def show(self, live: RunStatus | None) -> None:
         """Publish the state of the run."""
         self._told.live = live
 
@@ -103,7 +103,7 @@ class _Told(Collector):
         self.refit: RefitRecord | None = None
         self.num_refits = 0
         self.num_replaced = 0
-        self.live: Live | None = None
+        self.live: RunStatus | None = None
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: no other collector can have the same metrics."""
@@ -137,7 +137,7 @@ def _of_step(record: StepRecord) -> Iterator[Metric]:
             yield _gauge(full, f"{name} of the newest step that is done", value)
 
 
-def _of_run(live: Live, not_up: Collection[str]) -> Iterator[Metric]:
+def _of_run(live: RunStatus, not_up: Collection[str]) -> Iterator[Metric]:
     groups = {name: getattr(live.groups, name) for name in live.groups.__struct_fields__}
     yield _labelled("tandem_groups", "Rollout groups", "state", groups)
     yield _gauge("tandem_step_in_progress", "The step in progress", live.step)

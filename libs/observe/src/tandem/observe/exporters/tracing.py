@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, Tracer, set_span_in_context
 
-from tandem.observe.timeline import COORDINATOR, Span, StepSpans
+from tandem.observe.timeline import COORDINATOR, StepSpans, TimelineSpan
 
 _TIMEOUT_S = 5.0
 """Longest time that the collector takes to answer, also at the end of a run."""
@@ -23,7 +23,7 @@ _MOST_SPANS = 1 << 16
 """Most spans waiting to be sent; more are dropped."""
 
 
-class Tracing:
+class SpanSender:
     """Sender of spans, until it is closed."""
 
     def __init__(
@@ -93,7 +93,7 @@ class _Watched(SpanExporter):
         return bool(self._exporter.force_flush(timeout_millis))
 
 
-def _attributes(span: Span) -> dict[str, str | int]:
+def _attributes(span: TimelineSpan) -> dict[str, str | int]:
     return {"tandem.process": span.process, "tandem.step": span.step, "tandem.detail": span.detail}
 
 

@@ -14,7 +14,7 @@ _PAUSE_S = 2.0
 """Shortest interval between two readings, however many requests there are."""
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one GPU."""
 
     host: str
@@ -27,15 +27,15 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the most recent moments in which it computed; None if the driver does not report it."""
 
 
-class Gpus:
+class GpuReader:
     """Reader of GPUs, which asks the driver only on request."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
         self._asked_at = -_PAUSE_S
-        self._found: list[Gpu] = []
+        self._found: list[GpuState] = []
 
-    def read(self) -> list[Gpu]:
+    def read(self) -> list[GpuState]:
         """Return the GPUs' state of at most two seconds ago; while the driver is being asked, the one before.
 
         So a driver that hangs blocks one request, and no other.
@@ -51,8 +51,8 @@ class Gpus:
         return self._found
 
 
-def _gpu(use: GpuUse) -> Gpu:
-    return Gpu(
+def _gpu(use: GpuUse) -> GpuState:
+    return GpuState(
         host=socket.gethostname(),
         index=use.index,
         name=use.name,

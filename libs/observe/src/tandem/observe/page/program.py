@@ -11,7 +11,7 @@ import uvicorn
 from tandem.common.http_server import SignalledServer, event_loop, settings
 from tandem.observe.page.address import END
 from tandem.observe.page.server import make_app
-from tandem.observe.page.stream import Watch
+from tandem.observe.page.stream import RunsWatch
 
 _END_S = 5
 """Longest time for unfinished requests once the program is to end."""
@@ -37,7 +37,7 @@ def serve(
 class _Server(SignalledServer):
     """A server that also ends its streams."""
 
-    def __init__(self, config: uvicorn.Config, watch: Watch, *, heeds_signals: bool) -> None:
+    def __init__(self, config: uvicorn.Config, watch: RunsWatch, *, heeds_signals: bool) -> None:
         super().__init__(config, heeds_signals=heeds_signals, end=END)
         self._watch = watch
 

@@ -20,12 +20,12 @@ from tandem.observe.run_folder.ending import State, state_of
 from tandem.observe.run_folder.journal import RefitRecord, last_event, read_refit
 from tandem.observe.run_folder.journal_errors import file_errors
 from tandem.observe.run_folder.journal_file import connect_checked, require_journal
-from tandem.observe.run_folder.live import Live, read_live
+from tandem.observe.run_folder.live import RunStatus, read_live
 
 _CONFIG = "SELECT json FROM configs ORDER BY id DESC LIMIT 1"
 
 
-class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+class PageRunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in the list of runs."""
 
     index: int
@@ -46,7 +46,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Whether clients have driven the run."""
 
 
-class Refit(msgspec.Struct, frozen=True, kw_only=True):
+class PageRefit(msgspec.Struct, frozen=True, kw_only=True):
     """A refit, as the page shows it."""
 
     version: int
@@ -73,7 +73,7 @@ class PastEvent(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class RecordMark(msgspec.Struct, frozen=True, kw_only=True):
     """The extent of a run's record, which tells whether there is anything new."""
 
     last_step: int | None
@@ -100,7 +100,7 @@ class RunReader:
             with file_errors(self.folder):
                 yield connection
 
-    def summary(self, index: int) -> RunSummary:
+    def summary(self, index: int) -> PageRunSummary:
         """Return the run's properties and progress."""
         with self.journal() as journal:
             run_id, created_at, algorithm = journal.execute("SELECT run_id, created_at, algorithm FROM run").fetchone()
@@ -114,7 +114,7 @@ class RunReader:
         config = msgspec.json.decode(config_json)
         live = read_live(self.folder)
         num_steps = config.get(algorithm, {}).get("max_num_steps") if live is None else live.num_steps
-        return RunSummary(
+        return PageRunSummary(
             index=index,
             name=self.folder.name,
             path=str(self.folder),
@@ -134,7 +134,7 @@ class RunReader:
         """Return the state of the run, ignoring ends before its last start."""
         return state_of(self.folder, last_event(journal))
 
-    def live(self) -> Live | None:
+    def live(self) -> RunStatus | None:
         """Return the coordinator's last status; None once the run has ended."""
         live = read_live(self.folder)
         if live is None:
@@ -181,7 +181,7 @@ class RunReader:
             seconds = journal.execute("SELECT phase, seconds FROM seconds WHERE step_id = ?", (row[0],)).fetchall()
         return row[1], dict(seconds)
 
-    def refits(self, limit: int) -> list[Refit]:
+    def refits(self, limit: int) -> list[PageRefit]:
         """Return the newest refits of valid versions, in order."""
         query = "SELECT record FROM refits WHERE superseded_at IS NULL ORDER BY id DESC LIMIT ?"
         with self.journal() as journal:
@@ -200,7 +200,7 @@ class RunReader:
             rows = journal.execute(query, (after, limit)).fetchall()
         return [PastEvent(id=i, at=at, source=member, text=text) for i, at, member, text in reversed(rows)]
 
-    def mark(self) -> Mark:
+    def mark(self) -> RecordMark:
         """Return the extent of the record."""
         with self.journal() as journal:
             (last_step,) = journal.execute("SELECT max(step) FROM steps WHERE superseded_at IS NULL").fetchone()
@@ -208,7 +208,7 @@ class RunReader:
             state = self._state(journal)
         live = read_live(self.folder)
         live_at = 0.0 if live is None else live.at
-        return Mark(last_step=last_step, last_event=last_event or 0, live_at=live_at, state=state)
+        return RecordMark(last_step=last_step, last_event=last_event or 0, live_at=live_at, state=state)
 
 
 def rolls_out(algorithm: str) -> bool:
@@ -217,8 +217,8 @@ def rolls_out(algorithm: str) -> bool:
     return declaration is None or declaration.rolls_out
 
 
-def _refit(record: RefitRecord) -> Refit:
-    return Refit(
+def _refit(record: RefitRecord) -> PageRefit:
+    return PageRefit(
         version=record.version,
         engines=record.engines,
         num_bytes=record.num_bytes,

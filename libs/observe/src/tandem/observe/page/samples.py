@@ -35,7 +35,7 @@ class SampleRows(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[dict[str, Any]]
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True):
+class SampleToken(msgspec.Struct, frozen=True, kw_only=True):
     """A token of a sample."""
 
     id: int
@@ -121,7 +121,7 @@ def _later_images(sample: RecordedSample) -> dict[str, Any]:
     return {"later_images": [*later]} if later else {}
 
 
-def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Sequence[str]) -> list[Token]:
+def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Sequence[str]) -> list[SampleToken]:
     arrays = sample.arrays
     ids: list[int] = arrays.token_ids_T.tolist()
     columns = zip(
@@ -134,7 +134,7 @@ def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Seq
         strict=True,
     )
     return [
-        Token(
+        SampleToken(
             id=token_id,
             text=text,
             made_by_policy=is_made,

@@ -36,7 +36,7 @@ def error(status: int, text: str) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-class Guard:
+class PageGuard:
     """Middleware that passes permitted requests on, and adds headers that restrict browsers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.steps import Steps
+from tandem.observe.page.steps import PageSteps
 from tandem.observe.run_folder.curves_table import SECONDS, CurvesTable, Flags, Ids, Numbers, read_curves
 
 _CHUNK = 1000
@@ -43,7 +43,7 @@ _MEASURED: dict[Along, list[str]] = {"steps": [], "tokens": [_TOTAL, _TOKEN_RATE
 """Metrics that measure an axis."""
 
 
-class Series(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CurveSeries(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A curve, or its buckets."""
 
     step: list[int]
@@ -73,13 +73,13 @@ class _Column:
         self.read_to = read_to
 
 
-class Curves:
+class RunCurves:
     """All curves of one run."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
         self._lock = threading.Lock()
-        self._steps = Steps()
+        self._steps = PageSteps()
         self._columns: dict[str, _Column] = {}
         """Cached columns; the last one is the most recently requested."""
         self._names: dict[str, None] = {}
@@ -97,9 +97,9 @@ class Curves:
 
     def series(
         self, names: Iterable[str], points: int, first: int | None, last: int | None, along: Along = "steps"
-    ) -> dict[str, Series]:
+    ) -> dict[str, CurveSeries]:
         """Return the existing curves between two steps, with at most `points` points each."""
-        found: dict[str, Series] = {}
+        found: dict[str, CurveSeries] = {}
         wanted = list(dict.fromkeys(names))
         with self._lock:
             places = self._read_all(wanted, along)
@@ -232,7 +232,7 @@ class Curves:
             total -= column.values.nbytes + column.ids.nbytes
 
 
-def _placed(series: Series, steps: Ids, sums: Numbers) -> Series:
+def _placed(series: CurveSeries, steps: Ids, sums: Numbers) -> CurveSeries:
     """Add the cumulative sum up to each step of a curve."""
     return msgspec.structs.replace(series, x=_place(np.array(series.step), steps, sums).tolist())
 
@@ -274,7 +274,7 @@ def _from_journal(
     }
 
 
-def bucketed(steps: Ids, values: Numbers, points: int) -> Series:
+def bucketed(steps: Ids, values: Numbers, points: int) -> CurveSeries:
     """Return a curve with at most `points` points: means, minima and maxima of buckets of steps.
 
     A bucket's width is a power of two, and its start a multiple of that. So new steps change only the last bucket,
@@ -287,13 +287,13 @@ def bucketed(steps: Ids, values: Numbers, points: int) -> Series:
             width *= 2
     if width == 1 or not span:
         plain = values.tolist()
-        return Series(step=steps.tolist(), mean=plain, low=plain, high=plain)
+        return CurveSeries(step=steps.tolist(), mean=plain, low=plain, high=plain)
     starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
     is_number = ~np.isnan(values)
     with np.errstate(invalid="ignore", divide="ignore"):  # a bucket may have no numbers
         mean = np.add.reduceat(np.where(is_number, values, 0.0), starts) / np.add.reduceat(is_number, starts, dtype=int)
     ends = np.append(starts[1:], len(steps))
-    return Series(
+    return CurveSeries(
         step=steps[(starts + ends - 1) // 2].tolist(),
         mean=mean.tolist(),
         low=np.fmin.reduceat(values, starts).tolist(),

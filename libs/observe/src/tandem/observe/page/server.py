@@ -19,15 +19,15 @@ from starlette.staticfiles import StaticFiles
 
 from tandem.common.errors import DataError, RunFolderError, SamplesError, TandemError
 from tandem.observe.page import samples
-from tandem.observe.page.gpus import Gpus
+from tandem.observe.page.gpus import GpuReader
 from tandem.observe.page.query import BadQuery, choice, maybe_number, maybe_whole_number, whole_number
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.rows import PageRows
-from tandem.observe.page.security import Guard, error
-from tandem.observe.page.series import Along, Curves
-from tandem.observe.page.stream import Watch
-from tandem.observe.page.table import Column, csv_parts
-from tandem.observe.page.thumbnails import Thumbnails
+from tandem.observe.page.security import PageGuard, error
+from tandem.observe.page.series import Along, RunCurves
+from tandem.observe.page.stream import RunsWatch
+from tandem.observe.page.table import CurveColumn, csv_parts
+from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.shown_rows import RowsRequest
 from tandem.observe.timeline_view import flame, timeline
 
@@ -42,32 +42,32 @@ _OF_PICTURE = {
 }
 
 
-class Run:
+class PageRun:
     """A run, and its data cached between requests."""
 
-    def __init__(self, folder: Path, gpus: Gpus, rows: PageRows) -> None:
+    def __init__(self, folder: Path, gpus: GpuReader, rows: PageRows) -> None:
         """Open the run. Raises `RunFolderError` if it cannot be read."""
         self.gpus = gpus
         self.rows = rows
         self.reader = RunReader(folder)
-        self.curves = Curves(self.reader)
+        self.curves = RunCurves(self.reader)
 
 
-Answer = Callable[[Run, Request], Any]
+Answer = Callable[[PageRun, Request], Any]
 """A function that answers a request about a run; its errors are reported on one line."""
 
 
 def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) -> Starlette:
-    """Return the program for these run folders; its state has the `Watch` of its streams, and its `Thumbnails` and
+    """Return the program for these run folders; its state has the `RunsWatch` of its streams, its `ImageThumbnails` and
     `PageRows` to close.
 
     Raises `RunFolderError` for a folder that cannot be read.
     """
-    gpus = Gpus()
+    gpus = GpuReader()
     rows = PageRows()
-    runs = [Run(folder, gpus, rows) for folder in folders]
-    watch = Watch([run.reader for run in runs])
-    thumbnails = Thumbnails()
+    runs = [PageRun(folder, gpus, rows) for folder in folders]
+    watch = RunsWatch([run.reader for run in runs])
+    thumbnails = ImageThumbnails()
 
     def list_runs(request: Request) -> Response:
         return _json([run.reader.summary(index) for index, run in enumerate(runs)])
@@ -100,7 +100,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
             Route("/api/stream", stream),
             Mount("/", StaticFiles(directory=static, html=True, check_dir=False)),
         ],
-        middleware=[Middleware(Guard, token=token)],
+        middleware=[Middleware(PageGuard, token=token)],
         exception_handlers={HTTPException: _refused},
     )
     app.state.watch = watch
@@ -109,14 +109,14 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     return app
 
 
-def _answer(runs: Sequence[Run], answer: Answer, request: Request) -> Response:
+def _answer(runs: Sequence[PageRun], answer: Answer, request: Request) -> Response:
     index = request.path_params["run"]
     if not index < len(runs):
         return error(404, _no_run(runs, index))
     return _said(lambda asked: _json(answer(runs[index], asked)))(request)
 
 
-def _no_run(runs: Sequence[Run], index: int) -> str:
+def _no_run(runs: Sequence[PageRun], index: int) -> str:
     return f"there is no run {index}: there are {len(runs)}, from 0 on"
 
 
@@ -149,22 +149,22 @@ async def _refused(request: Request, problem: Exception) -> Response:
 # --- answers about a run -------------------------------------------------------------------------------------------
 
 
-def _metrics(run: Run, request: Request) -> Any:
+def _metrics(run: PageRun, request: Request) -> Any:
     return {"names": run.curves.names()}
 
 
-def _series(run: Run, request: Request) -> Any:
+def _series(run: PageRun, request: Request) -> Any:
     names = [name for name in request.query_params.get("names", "").split(",") if name]
     if len(names) > _MOST_NAMES:
         raise BadQuery(f"names: at most {_MOST_NAMES} at once, not {len(names)}")
     return _curves(run, request, names)
 
 
-def _memory(run: Run, request: Request) -> Any:
+def _memory(run: PageRun, request: Request) -> Any:
     return _curves(run, request, [each.name for each in run.curves.names() if each.group == "memory"])
 
 
-def _curves(run: Run, request: Request, names: Sequence[str]) -> Any:
+def _curves(run: PageRun, request: Request, names: Sequence[str]) -> Any:
     points = whole_number(request, "points", 800, 1, _MOST_POINTS)
     return run.curves.series(names, points, *_range(request))
 
@@ -175,7 +175,7 @@ def _range(request: Request) -> tuple[int | None, int | None, Along]:
     return maybe_whole_number(request, "from"), maybe_whole_number(request, "to"), along
 
 
-def _csv(runs: Sequence[Run], request: Request) -> Response:
+def _csv(runs: Sequence[PageRun], request: Request) -> Response:
     """Stream all values of some curves, each given by `run`, `name` and `label`, in this order."""
     indices, names, labels = (request.query_params.getlist(key) for key in ("run", "name", "label"))
     if not len(indices) == len(names) == len(labels) <= _MOST_NAMES:
@@ -190,7 +190,7 @@ def _csv(runs: Sequence[Run], request: Request) -> Response:
         for index in dict.fromkeys(indices)
     }
     columns = [
-        Column(label, *found[index][name])
+        CurveColumn(label, *found[index][name])
         for index, name, label in zip(indices, names, labels, strict=True)
         if name in found[index]
     ]
@@ -199,11 +199,11 @@ def _csv(runs: Sequence[Run], request: Request) -> Response:
     return StreamingResponse(csv_parts(along, columns), media_type="text/csv", headers=headers)
 
 
-def _live(run: Run, request: Request) -> Any:
+def _live(run: PageRun, request: Request) -> Any:
     return run.reader.live()
 
 
-def _timeline(run: Run, request: Request) -> Any:
+def _timeline(run: PageRun, request: Request) -> Any:
     num_steps = whole_number(request, "steps", 10, 1, _MOST_STEPS)
     view = timeline(run.reader.folder, num_steps, maybe_whole_number(request, "to"))
     step = maybe_whole_number(request, "flame")
@@ -214,28 +214,28 @@ def _timeline(run: Run, request: Request) -> Any:
     )
 
 
-def _refits(run: Run, request: Request) -> Any:
+def _refits(run: PageRun, request: Request) -> Any:
     return run.reader.refits(whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
-def _calls(run: Run, request: Request) -> Any:
+def _calls(run: PageRun, request: Request) -> Any:
     return run.reader.calls(whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
-def _config(run: Run, request: Request) -> Any:
+def _config(run: PageRun, request: Request) -> Any:
     return run.reader.configuration()
 
 
-def _gpus(run: Run, request: Request) -> Any:
+def _gpus(run: PageRun, request: Request) -> Any:
     """Return the GPUs of this machine, which may be one of several, while the run is live."""
     return run.gpus.read() if run.reader.live() is not None else []
 
 
-def _events(run: Run, request: Request) -> Any:
+def _events(run: PageRun, request: Request) -> Any:
     return run.reader.events(whole_number(request, "after", 0), whole_number(request, "limit", 500, 1, _MOST_ROWS))
 
 
-def _samples(run: Run, request: Request) -> Any:
+def _samples(run: PageRun, request: Request) -> Any:
     from tandem.observe.samples import SampleQuery  # Arrow takes a while to be imported
 
     least, most = maybe_number(request, "min_reward"), maybe_number(request, "max_reward")
@@ -255,19 +255,19 @@ def _samples(run: Run, request: Request) -> Any:
     return samples.query_samples(run.reader.folder, query, run.reader.run_id())
 
 
-def _sample(run: Run, request: Request) -> Any:
+def _sample(run: PageRun, request: Request) -> Any:
     step, group, sample = (int(request.path_params[name]) for name in ("step", "group", "sample"))
     purpose = choice(request, "purpose", samples.PURPOSES)
     reader = run.reader
     return samples.one_sample(reader.folder, (step, group, sample), purpose, reader.run_id(), reader.models())
 
 
-def _rows(run: Run, request: Request) -> Any:
+def _rows(run: PageRun, request: Request) -> Any:
     limit = whole_number(request, "limit", 8, 1, _MOST_ROWS)
     return run.rows.of(run.reader.folder, RowsRequest(step=maybe_whole_number(request, "step"), limit=limit))
 
 
-def _problem(run: Run, request: Request) -> Any:
+def _problem(run: PageRun, request: Request) -> Any:
     return samples.samples_of_problem(run.reader.folder, request.path_params["problem_id"], run.reader.run_id())
 
 

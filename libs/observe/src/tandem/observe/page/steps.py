@@ -19,7 +19,7 @@ _MOST_COMPARED = 256
 _COUNTS = "superseded_at IS NULL"
 
 
-class Steps:
+class PageSteps:
     """All valid steps, in order."""
 
     def __init__(self) -> None:

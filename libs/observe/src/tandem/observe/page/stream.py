@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from tandem.common.errors import RunFolderError
-from tandem.observe.page.reader import Mark, RunReader
+from tandem.observe.page.reader import RecordMark, RunReader
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 from tandem.observe.run_folder.live import LIVE_NAME
 
@@ -21,7 +21,7 @@ _ALIVE_S = 15.0
 """Silence after which listeners get a comment, because proxies would close the connection."""
 
 
-class Watch:
+class RunsWatch:
     """A watch of the runs for all listeners."""
 
     def __init__(self, readers: Sequence[RunReader]) -> None:
@@ -37,7 +37,7 @@ class Watch:
 
         When the program is to end, it checks once more, because the run's end may be the reason.
         """
-        seen: list[tuple[object, Mark | None]] = [(None, None)] * len(self._readers)
+        seen: list[tuple[object, RecordMark | None]] = [(None, None)] * len(self._readers)
         silent_s = 0.0
         while not await request.is_disconnected():
             is_last = self._has_ended
@@ -57,7 +57,7 @@ class Watch:
             await asyncio.sleep(_LOOK_S)
 
 
-def _look(reader: RunReader, before: object, told: Mark | None) -> tuple[object, Mark | None]:
+def _look(reader: RunReader, before: object, told: RecordMark | None) -> tuple[object, RecordMark | None]:
     """Return the state of the files, and the extent of the record; the journal is opened only if files have changed."""
     now = _files(reader)
     if now == before:
@@ -79,6 +79,6 @@ def _files(reader: RunReader) -> object:
     return found
 
 
-def _event(index: int, mark: Mark) -> bytes:
+def _event(index: int, mark: RecordMark) -> bytes:
     said = {"run": index} | msgspec.to_builtins(mark)
     return b"data: " + msgspec.json.encode(said) + b"\n\n"

@@ -19,7 +19,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of texts that spreadsheets would compute."""
 
 
-class Column(NamedTuple):
+class CurveColumn(NamedTuple):
     """A curve as a column of the file."""
 
     label: str
@@ -28,7 +28,7 @@ class Column(NamedTuple):
     values: Numbers
 
 
-def csv_parts(along: Along, columns: Sequence[Column]) -> Iterator[str]:
+def csv_parts(along: Along, columns: Sequence[CurveColumn]) -> Iterator[str]:
     """Yield the file: a line of names, then a row for each place at which any curve has a value."""
     yield _lines([[_AXES[along], *(_safe(column.label) for column in columns)]])
     places = np.unique(np.concatenate([column.places for column in columns])) if columns else np.zeros(0)
@@ -37,7 +37,7 @@ def csv_parts(along: Along, columns: Sequence[Column]) -> Iterator[str]:
             yield _lines(zip(map(_number, part.tolist()), *(_cells(column, part) for column in columns), strict=True))
 
 
-def _cells(column: Column, places: Numbers) -> list[str]:
+def _cells(column: CurveColumn, places: Numbers) -> list[str]:
     """Return a column's values at these places; empty where it has none, and for NaN."""
     first, last = np.searchsorted(column.places, [places[0], places[-1]], "left")
     own, values = column.places[first : last + 1], column.values[first : last + 1]

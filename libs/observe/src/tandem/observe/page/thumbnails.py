@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tandem.common.errors import DataError
 from tandem.observe.page.worker import PageWorker
-from tandem.samples.images.bounded import Bounded
+from tandem.samples.images.bounded import BoundedCache
 from tandem.samples.images.store import ImageFolder
 
 FOLDER = "images"
@@ -27,13 +27,13 @@ _MOST_HELD = 1 << 24
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Thumbnails:
+class ImageThumbnails:
     """The thumbnails of images by digest. Threads may share it."""
 
     def __init__(self, deadline_s: float = _DEADLINE_S) -> None:
         """Start nothing yet; `deadline_s` is what a picture may take."""
         self._deadline_s = deadline_s
-        self._made: Bounded[bytes] = Bounded(lambda made: len(made) + 64, _MOST_HELD)
+        self._made: BoundedCache[bytes] = BoundedCache(lambda made: len(made) + 64, _MOST_HELD)
         """Thumbnails by digest; empty for pictures that cannot be shown."""
         self._lock = threading.Lock()
         self._worker = PageWorker([_WORKER], MOST_BYTES)

@@ -11,8 +11,8 @@ from typing import Any
 
 from tandem.common import gc_tuning
 from tandem.config.schema.declarations import ALGORITHMS
-from tandem.observe.report.panels import PHASES, SECONDS, Curve, Panel, panels_of
-from tandem.observe.report.side_by_side import Run
+from tandem.observe.report.panels import PHASES, SECONDS, PanelCurve, ReportPanel, panels_of
+from tandem.observe.report.side_by_side import ReportRun
 from tandem.observe.report.summary import RunSummary
 
 _TITLES = {
@@ -29,7 +29,7 @@ _FEW = 40
 
 
 @gc_tuning.paused()  # the import
-def draw_panels(runs: Sequence[Run], path: Path) -> None:
+def draw_panels(runs: Sequence[ReportRun], path: Path) -> None:
     """Draw the eight panels of one or more runs."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(2, 4, figsize=(18, 7.5))
@@ -49,7 +49,7 @@ def draw_panels(runs: Sequence[Run], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
+def _draw(axes: Any, panel: ReportPanel, runs: Sequence[ReportRun]) -> None:
     """Draw the curves of a panel; several runs differ in colour, as do the curves of a single run."""
     left, right = panel.drawn([run.curves for run in runs])
     if not left and not right:
@@ -83,7 +83,7 @@ def _widen(side: Any) -> None:
     side.ticklabel_format(axis="y", useOffset=False)
 
 
-def _lines(side: Any, curve: Curve, number: int, runs: Sequence[Run]) -> list[Any]:
+def _lines(side: Any, curve: PanelCurve, number: int, runs: Sequence[ReportRun]) -> list[Any]:
     lines = []
     for place, run in enumerate(runs):
         points = run.curves.get(curve.name, [])
@@ -102,7 +102,7 @@ def _lines(side: Any, curve: Curve, number: int, runs: Sequence[Run]) -> list[An
     return lines
 
 
-def _stack(axes: Any, run: Run) -> None:
+def _stack(axes: Any, run: ReportRun) -> None:
     """Stack the seconds of a run's phases."""
     layers = stacked_seconds(run.summary)
     if layers:

@@ -19,8 +19,8 @@ import msgspec
 
 from tandem.observe import page
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.series import Along, Curves, Series
-from tandem.observe.report.side_by_side import Row, Run, configuration_differences, memory, reached, times
+from tandem.observe.page.series import Along, CurveSeries, RunCurves
+from tandem.observe.report.side_by_side import ReportRow, ReportRun, configuration_differences, memory, reached, times
 from tandem.observe.timeline_view import flame, timeline
 
 _STATIC = Path(page.__file__).parent / "static"
@@ -45,7 +45,7 @@ _TAG = re.compile(
 )
 
 
-def frozen_page(runs: Sequence[Run]) -> str:
+def frozen_page(runs: Sequence[ReportRun]) -> str:
     """Return the page of these runs."""
     data = [_data(index, run) for index, run in enumerate(runs)]
     data[0]["tables"] = [
@@ -124,10 +124,10 @@ def _url(text: str, kind: str) -> str:
 # --- the data ----------------------------------------------------------------------------------------------------
 
 
-def _data(index: int, run: Run) -> dict[str, Any]:
+def _data(index: int, run: ReportRun) -> dict[str, Any]:
     """Return what ``frozen/api.js`` answers of a run."""
     reader = RunReader(run.folder)
-    curves = Curves(reader)
+    curves = RunCurves(reader)
     metrics = curves.names()
     view = timeline(run.folder, _NUM_STEPS, None)
     pictures: dict[str, Any] = {}
@@ -148,7 +148,7 @@ def _data(index: int, run: Run) -> dict[str, Any]:
     }
 
 
-def _curves(curves: Curves, names: Sequence[str]) -> dict[str, Any]:
+def _curves(curves: RunCurves, names: Sequence[str]) -> dict[str, Any]:
     """Return all curves, and once for each of their sets of steps, the places of these on the horizontal axes."""
     series = curves.series(names, _NUM_POINTS, None, None)
     along = {name: curves.series(names, _NUM_POINTS, None, None, name) for name in _ALONG}
@@ -163,11 +163,11 @@ def _curves(curves: Curves, names: Sequence[str]) -> dict[str, Any]:
     return {"series": compact, "places": axes}
 
 
-def _band(series: Series) -> dict[str, Any]:
+def _band(series: CurveSeries) -> dict[str, Any]:
     return {} if series.low == series.mean == series.high else {"low": series.low, "high": series.high}
 
 
-def _tables(runs: Sequence[Run]) -> list[tuple[str, str, list[Row]]]:
+def _tables(runs: Sequence[ReportRun]) -> list[tuple[str, str, list[ReportRow]]]:
     """Return the tables of the summary: their titles, notes and rows."""
     tables = [
         ("Results", "", reached(runs)),

@@ -17,24 +17,24 @@ Points = Sequence[tuple[int, float]]
 """Steps and values of a curve."""
 
 
-class Curve(NamedTuple):
+class PanelCurve(NamedTuple):
     """A metric, and its label."""
 
     name: str
     label: str
 
 
-class Panel(msgspec.Struct, frozen=True, kw_only=True):
+class ReportPanel(msgspec.Struct, frozen=True, kw_only=True):
     """The curves of one panel, drawn as far as runs have them."""
 
     title: str
-    left: tuple[Curve, ...] = ()
+    left: tuple[PanelCurve, ...] = ()
     """Curves on the left axis."""
-    right: tuple[Curve, ...] = ()
+    right: tuple[PanelCurve, ...] = ()
     missing: str
     """Text shown if no run has any of the curves."""
 
-    def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[Curve], list[Curve]]:
+    def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[PanelCurve], list[PanelCurve]]:
         """Return the curves of both axes that some run has. A KL that stays 0 means that there is no reference."""
         known = {
             name
@@ -57,26 +57,26 @@ PHASES = {
     "checkpointing": "checkpoints",
 }
 """Parts of a step's seconds, in stacking order."""
-TOTAL = Curve("seconds/total", "a whole step")
+TOTAL = PanelCurve("seconds/total", "a whole step")
 _PHASES_OF_MEMORY = ("generation", "training", "refit")
 _KINDS = ("trainer", "engine")
-_PEAKS = tuple(Curve(f"memory/{kind}", f"{kind}, GB") for kind in _KINDS)
+_PEAKS = tuple(PanelCurve(f"memory/{kind}", f"{kind}, GB") for kind in _KINDS)
 
 
 def _panel(
     title: str, left: Sequence[tuple[str, str]], right: Sequence[tuple[str, str]] = (), missing: str = ""
-) -> Panel:
-    return Panel(
+) -> ReportPanel:
+    return ReportPanel(
         title=title,
-        left=tuple(Curve(*pair) for pair in left),
-        right=tuple(Curve(*pair) for pair in right),
+        left=tuple(PanelCurve(*pair) for pair in left),
+        right=tuple(PanelCurve(*pair) for pair in right),
         missing=missing or "no such metric is recorded",
     )
 
 
 _LAST = (
-    Panel(title=SECONDS, left=(TOTAL,), missing="no seconds are recorded"),
-    Panel(title=MEMORY, left=_PEAKS, missing="no memory is recorded"),
+    ReportPanel(title=SECONDS, left=(TOTAL,), missing="no seconds are recorded"),
+    ReportPanel(title=MEMORY, left=_PEAKS, missing="no memory is recorded"),
 )
 _LEARNING_RATE = _panel("learning rate", [("learning_rate", "learning rate")])
 _NOT_VALIDATED = "nothing was validated"
@@ -124,22 +124,22 @@ _PREFERENCES = (
 )
 
 
-def panels_of(algorithms: Iterable[str]) -> tuple[Panel, ...]:
+def panels_of(algorithms: Iterable[str]) -> tuple[ReportPanel, ...]:
     """Return the eight panels for runs of these algorithms; for several, each panel has the curves of all."""
     sets = list(dict.fromkeys(_panels(name) for name in algorithms))
     return tuple(_together(panels) for panels in zip(*sets, strict=True))
 
 
-def _panels(algorithm: str) -> tuple[Panel, ...]:
+def _panels(algorithm: str) -> tuple[ReportPanel, ...]:
     declared = ALGORITHMS[algorithm]
     if declared.rolls_out:
         return _ROLLED_OUT
     return _PREFERENCES if declared.learns_preferences else _SUPERVISED
 
 
-def _together(panels: Sequence[Panel]) -> Panel:
+def _together(panels: Sequence[ReportPanel]) -> ReportPanel:
     left = tuple(dict.fromkeys(curve for panel in panels for curve in panel.left))
-    return Panel(
+    return ReportPanel(
         title=" / ".join(dict.fromkeys(panel.title for panel in panels)),
         left=left,
         right=tuple(dict.fromkeys(c for panel in panels for c in panel.right if c not in left)),

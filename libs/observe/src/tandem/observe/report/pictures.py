@@ -11,7 +11,7 @@ import msgspec
 from tandem.common.errors import DataError, SamplesError
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.samples import PURPOSES, one_sample
-from tandem.observe.page.thumbnails import Thumbnails
+from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.samples.images.markers import marked_in
 
 _NUM_SAMPLES = 12
@@ -29,7 +29,7 @@ def samples_with_pictures(reader: RunReader) -> dict[str, Any]:
             samples[purpose] = _newest(reader, purpose)
     if not samples:
         return {}
-    with contextlib.closing(Thumbnails()) as thumbnails:
+    with contextlib.closing(ImageThumbnails()) as thumbnails:
         pictures = {}
         for digest in _digests([row for rows in samples.values() for row in rows]):
             with contextlib.suppress(DataError):

@@ -11,11 +11,11 @@ from tandem.common.errors import RunFolderError
 from tandem.observe.held_out_accuracy import no_progress
 from tandem.observe.report.figure import draw_curves, draw_panels
 from tandem.observe.report.frozen import frozen_page
-from tandem.observe.report.side_by_side import Row, Run, configuration_differences, load_runs, reached
+from tandem.observe.report.side_by_side import ReportRow, ReportRun, configuration_differences, load_runs, reached
 from tandem.observe.report.summary import format_breakdown, format_curves
 
 
-def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) -> list[Run]:
+def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) -> list[ReportRun]:
     """Write the report of one or more runs to a folder; ``report.json`` describes the first of them.
 
     If it is brief, ``report.png`` has two panels, which take a fraction of the time of eight. Raises `RunFolderError`
@@ -35,7 +35,7 @@ def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) 
     return runs
 
 
-def format_report(runs: Sequence[Run], out: Path) -> str:
+def format_report(runs: Sequence[ReportRun], out: Path) -> str:
     """Describe finished runs: curves, results, time spent, and the place of the report."""
     lines: list[str] = []
     for run in runs:
@@ -63,7 +63,7 @@ _WIDEST = 40
 """Most characters of a value in a table on the terminal; the page shows all of it."""
 
 
-def _table(runs: Sequence[Run], rows: Sequence[Row]) -> list[str]:
+def _table(runs: Sequence[ReportRun], rows: Sequence[ReportRow]) -> list[str]:
     """Lay rows out in columns, one per run."""
     cells = [("", *(run.label for run in runs)), *((row.what, *row.values) for row in rows)]
     short = [[cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in row] for row in cells]

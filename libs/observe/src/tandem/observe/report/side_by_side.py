@@ -22,7 +22,7 @@ from tandem.observe.run_folder.journal_errors import damage
 _NONE = "-"
 
 
-class Run(NamedTuple):
+class ReportRun(NamedTuple):
     """A run in a report."""
 
     label: str
@@ -38,23 +38,23 @@ class Run(NamedTuple):
     """Metrics, seconds and memory by step, under the names that panels use."""
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """A row of a table: a label, and a value for each run."""
 
     what: str
     values: tuple[str, ...]
 
 
-def load_runs(folders: Sequence[Path]) -> list[Run]:
+def load_runs(folders: Sequence[Path]) -> list[ReportRun]:
     """Read the journals of runs. Raises `RunFolderError` if one has none."""
     return [_load(label, folder) for label, folder in zip(labels(folders), folders, strict=True)]
 
 
-def _load(label: str, folder: Path) -> Run:
+def _load(label: str, folder: Path) -> ReportRun:
     with read_journal(folder) as journal:
         summary = RunSummary.of(journal)
         seconds = {f"seconds/{name}": points for name, points in summary.seconds.items()}
-        return Run(
+        return ReportRun(
             label=label,
             folder=folder,
             record=journal.run,
@@ -85,7 +85,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
     raise AssertionError("whole paths differ")
 
 
-def reached(runs: Sequence[Run]) -> list[Row]:
+def reached(runs: Sequence[ReportRun]) -> list[ReportRow]:
     """Return the results of each run: steps, curves from first to last, time, tokens."""
     rows = [
         _row("run", (run.record.run_id for run in runs)),
@@ -110,7 +110,7 @@ def reached(runs: Sequence[Run]) -> list[Row]:
     return [row for row in rows if any(value != _NONE for value in row.values)]
 
 
-def times(runs: Sequence[Run]) -> list[Row]:
+def times(runs: Sequence[ReportRun]) -> list[ReportRow]:
     """Return the median time of a step by phase, and the speed of generation."""
     rows = [_row(TOTAL.label, (_seconds(run.summary, "total") for run in runs))]
     rows += [_row(label, (_seconds(run.summary, name) for run in runs)) for name, label in PHASES.items()]
@@ -126,7 +126,7 @@ def times(runs: Sequence[Run]) -> list[Row]:
     return [row for row in rows if any(value != _NONE for value in row.values)]
 
 
-def memory(runs: Sequence[Run]) -> list[Row]:
+def memory(runs: Sequence[ReportRun]) -> list[ReportRow]:
     """Return the peak memory of a process of each kind in each phase, over all steps."""
     names = sorted({name for run in runs for name in run.summary.curves if name.startswith("memory_")})
     return [
@@ -138,7 +138,7 @@ def memory(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
-def configuration_differences(runs: Sequence[Run]) -> list[Row]:
+def configuration_differences(runs: Sequence[ReportRun]) -> list[ReportRow]:
     """Return the keys in which configurations differ, with each run's value."""
     keys = dict.fromkeys(key for run in runs[1:] for key in differing(runs[0].config, run.config))
     return [_row(key, (_value_of(run.config, key) for run in runs)) for key in keys if key not in OF_EVERY_RUN]
@@ -153,11 +153,11 @@ def _value_of(config: Mapping[str, Any], key: str) -> str:
     return node if isinstance(node, str) else msgspec.json.encode(node).decode()
 
 
-def _row(what: str, values: Iterable[str]) -> Row:
-    return Row(what, tuple(values))
+def _row(what: str, values: Iterable[str]) -> ReportRow:
+    return ReportRow(what, tuple(values))
 
 
-def _ending(run: Run) -> str:
+def _ending(run: ReportRun) -> str:
     """Return how a run ended, according to its journal."""
     ends = [text for _, text in run.notes if ENDED.match(text)]
     return ends[-1].removeprefix("the run ") if ends else "no end is recorded"
@@ -189,7 +189,7 @@ def _seconds(summary: RunSummary, phase: str) -> str:
     return f"{seconds:.3f} s" + (f" ({seconds / total:.0%})" if total and phase != "total" else "")
 
 
-def _refit_megabytes(run: Run) -> str:
+def _refit_megabytes(run: ReportRun) -> str:
     if not run.refits:
         return _NONE
     return f"{statistics.median(sum(refit.num_bytes.values()) for refit in run.refits) / 1e6:,.1f}"

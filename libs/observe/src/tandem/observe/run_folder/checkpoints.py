@@ -74,7 +74,7 @@ class CheckpointFolder:
         final = self.folder_of(record.step)
         try:
             _write_synced(temporary / _RECORD, msgspec.json.format(msgspec.json.encode(record)))
-            whole = manifest.Manifest(
+            whole = manifest.CheckpointManifest(
                 run_id=self._run_id,
                 step=record.step,
                 version=record.version,

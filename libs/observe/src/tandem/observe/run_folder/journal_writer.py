@@ -37,7 +37,7 @@ _IN_RESERVE = 6
 """Descriptors of a reserve: a file, the one beside it, its folder, and a few for those that other threads snatch."""
 
 
-class Reserve:
+class DescriptorReserve:
     """Descriptors held for files that must be opened even when the process has no other descriptor left.
 
     Use it from one thread. Descriptors that other threads snatch while they are lent are taken back later, after any
@@ -80,7 +80,7 @@ class Journal(JournalReader):
 
     def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int) -> None:
         self._lock = lock
-        self.reserve = Reserve()
+        self.reserve = DescriptorReserve()
         """Descriptors for the run's record: this journal, and what else its thread must write."""
         try:
             super().__init__(folder, connection)

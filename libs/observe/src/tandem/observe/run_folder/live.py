@@ -65,7 +65,7 @@ class LiveVersions(msgspec.Struct, frozen=True, kw_only=True):
     verified: int
 
 
-class Live(msgspec.Struct, frozen=True, kw_only=True):
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of a run."""
 
     at: float
@@ -86,9 +86,9 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """Newest lines of the console."""
 
 
-def read_live(folder: Path) -> Live | None:
+def read_live(folder: Path) -> RunStatus | None:
     """Return the last status from the coordinator of the run in a folder; None if there is no readable one."""
     try:
-        return msgspec.json.decode((folder / LIVE_NAME).read_bytes(), type=Live)
+        return msgspec.json.decode((folder / LIVE_NAME).read_bytes(), type=RunStatus)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -17,20 +17,20 @@ from tandem.common.returned import beyond
 from tandem.config import Config
 from tandem.config.derive import GENERATED
 from tandem.config.named import holds_texts
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
 from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
 from tandem.samples.data_sets.questions import read_message
 from tandem.samples.data_sets.raw_texts import raw_texts
-from tandem.samples.data_sets.split import Identity, hold_out, load_problems, refuse_leakage
+from tandem.samples.data_sets.split import ItemIdentity, hold_out, load_problems, refuse_leakage
 from tandem.samples.data_sets.trees import threads
 from tandem.samples.images.rows import ImageRows
 from tandem.samples.turns.rendering import common_length
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationRow(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt and its possible answers."""
 
     name: str
@@ -49,8 +49,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations to train on and conversations held out."""
 
-    train: list[Conversation]
-    held_out: dict[str, list[Conversation]]
+    train: list[ConversationRow]
+    held_out: dict[str, list[ConversationRow]]
     sizes: tuple[int, ...] = ()
     """Sizes of the sets that `train` concatenates; empty if there is one."""
     """Keys are the names of ``data.val_data_paths``; a single set has the name ``""``."""
@@ -60,14 +60,14 @@ class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations that are left out because they are too similar to held-out ones."""
 
     @property
-    def validation(self) -> list[Conversation]:
+    def validation(self) -> list[ConversationRow]:
         """All held-out conversations."""
         return [conversation for conversations in self.held_out.values() for conversation in conversations]
 
 
 _THREAD = "thread"
 
-Read = Callable[[str, sources.Row, Data], Conversation | None]
+Read = Callable[[str, sources.Row, DataConfig], ConversationRow | None]
 """A function from a row's place, the row, and the section ``data`` to a conversation; None for a tie."""
 
 
@@ -93,7 +93,7 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
     writer = PromptWriter(data)
     num_ties = 0
 
-    def conversations(rows: sources.Rows) -> list[Conversation]:
+    def conversations(rows: sources.Rows) -> list[ConversationRow]:
         nonlocal num_ties
         if data.dataset_name == "open_assistant":
             rows = [(thread, {_THREAD: messages}) for where, row in rows for thread, messages in threads(where, row)]
@@ -118,9 +118,9 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
 def _listed(config: Config, images: ImageRows | None) -> ConversationSets:
     """Load the conversations of several datasets."""
     training, validation = load_parts(config, functools.partial(load_conversations, images=images), with_train=True)
-    own: list[list[Conversation]] = [taken(part) for part in training]
+    own: list[list[ConversationRow]] = [taken(part) for part in training]
     train = [conversation for conversations in own for conversation in conversations]
-    apart: dict[str, HeldOut[Conversation]] = held_out(training, validation)
+    apart: dict[str, HeldOut[ConversationRow]] = held_out(training, validation)
     held = {name: items for name, (items, _) in apart.items()}
     refuse_leakage(train, held, _IDENTITY)
     parts = (*training, *validation)
@@ -133,10 +133,10 @@ def _listed(config: Config, images: ImageRows | None) -> ConversationSets:
     )
 
 
-def _of_texts(data: Data) -> ConversationSets:
+def _of_texts(data: DataConfig) -> ConversationSets:
     """Load raw texts, each as the only answer to nothing."""
     texts = [
-        Conversation(name=name, prompt=[], answers=(_answer(text),), is_text=True) for name, text in raw_texts(data)
+        ConversationRow(name=name, prompt=[], answers=(_answer(text),), is_text=True) for name, text in raw_texts(data)
     ]
     sides = hold_out(data, texts, {}, _IDENTITY, keep_prompts_together=False)
     return ConversationSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
@@ -157,14 +157,14 @@ class ConversationWriter:
         texts = {f"data.{key}": literal_text(getattr(config.data, key) or "") for key in keys}
         return PromptWriter(config.data).literals() | {key: text for key, text in texts.items() if text}
 
-    def __call__(self, problems: Iterable[Problem]) -> list[Conversation]:
+    def __call__(self, problems: Iterable[Problem]) -> list[ConversationRow]:
         """Return the problems' prompts with their solutions, for DPO each with a worse answer after it.
 
         Several solutions, or worse answers, make a conversation each. Raise `DataError` and `ConfigError` if that
         fails.
         """
         return [
-            Conversation(name=problem.problem_id, prompt=self._prompts.messages(problem), answers=answers)
+            ConversationRow(name=problem.problem_id, prompt=self._prompts.messages(problem), answers=answers)
             for problem in problems
             for answers in itertools.product(*(write(problem) for write in self._solutions))
         ]
@@ -186,7 +186,7 @@ def _reader(config: Config) -> Read | None:
 # --- SFT -------------------------------------------------------------------------------------------------------------
 
 
-def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversation:
+def _chat(chat_key: str, where: str, row: sources.Row, data: DataConfig) -> ConversationRow:
     messages = _messages(where, chat_key, sources.field(where, row, "chat_key", chat_key))
     if data.system_key is not None and messages[0]["role"] != "system":
         system = sources.field(where, row, "system_key", data.system_key)
@@ -196,7 +196,7 @@ def _chat(chat_key: str, where: str, row: sources.Row, data: Data) -> Conversati
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken or spoken[0] == 0:
         raise DataError(f"{where}: {chat_key!r} has no turn of the assistant that follows another message")
-    return Conversation(
+    return ConversationRow(
         name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],), tools=_tools(where, row, data)
     )
 
@@ -215,10 +215,10 @@ class _SquadRow(msgspec.Struct, frozen=True):
     answers: _Answers
 
 
-def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
+def _squad(where: str, row: sources.Row, data: DataConfig) -> ConversationRow:
     """Read a question as NeMo-RL does: the passage is the system message."""
     asked = _converted(where, row, _SquadRow, "question about a passage")
-    return Conversation(
+    return ConversationRow(
         name=where,
         prompt=[{"role": "system", "content": asked.context}, {"role": "user", "content": asked.question}],
         answers=(_answer(asked.answers.text[0]),),
@@ -228,7 +228,7 @@ def _squad(where: str, row: sources.Row, data: Data) -> Conversation:
 # --- preferences -----------------------------------------------------------------------------------------------------
 
 
-def _with_margin(read: Read, where: str, row: sources.Row, data: Data) -> Conversation | None:
+def _with_margin(read: Read, where: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
     """Read a pair, and the margin of the better response if the dataset has one."""
     pair, key = read(where, row, data), data.margin_key
     if pair is None or key is None:
@@ -241,7 +241,7 @@ def _with_margin(read: Read, where: str, row: sources.Row, data: Data) -> Conver
     return msgspec.structs.replace(pair, margin=abs(float(value)))
 
 
-def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
+def _preference(where: str, row: sources.Row, data: DataConfig) -> ConversationRow:
     """Read a row of prompt, better and worse response, or one of ranked completions."""
     if "context" in row and "completions" in row:
         return _ranked(where, row)
@@ -259,7 +259,9 @@ def _preference(where: str, row: sources.Row, data: Data) -> Conversation:
     shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)  # a response for each
     if shared == 0:
         raise DataError(f"{where}: {data.chosen_key!r} and {data.rejected_key!r} do not begin with the same prompt")
-    return Conversation(name=where, prompt=chosen[:shared], answers=(chosen[shared:], rejected[shared:]), tools=tools)
+    return ConversationRow(
+        name=where, prompt=chosen[:shared], answers=(chosen[shared:], rejected[shared:]), tools=tools
+    )
 
 
 def _with_prompt(messages: Messages, prompt: Messages) -> Messages:
@@ -275,7 +277,7 @@ class _Completion(msgspec.Struct, frozen=True):
     completion: list[dict[str, Any]]
 
 
-def _ranked(where: str, row: sources.Row) -> Conversation:
+def _ranked(where: str, row: sources.Row) -> ConversationRow:
     try:
         completions = msgspec.convert(row["completions"], list[_Completion])
     except msgspec.ValidationError as error:
@@ -283,7 +285,7 @@ def _ranked(where: str, row: sources.Row) -> Conversation:
     if len(completions) != 2 or completions[0].rank == completions[1].rank:
         ranks = ", ".join(str(completion.rank) for completion in completions)
         raise DataError(f"{where}: preferences are two completions of different rank, got ranks {ranks or 'of none'}")
-    return Conversation(
+    return ConversationRow(
         name=where,
         prompt=_messages(where, "context", row["context"], role="user"),
         answers=tuple(
@@ -302,14 +304,14 @@ class _HelpSteerRow(msgspec.Struct, frozen=True):
     overall_preference: float
 
 
-def _help_steer(where: str, row: sources.Row, data: Data) -> Conversation | None:
+def _help_steer(where: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
     """Read a pair of HelpSteer: a negative preference is for the first response."""
     pair = _converted(where, row, _HelpSteerRow, "pair of responses")
     if pair.overall_preference == 0:
         return None
     first, second = _answer(pair.response1), _answer(pair.response2)
     answers = (first, second) if pair.overall_preference < 0 else (second, first)
-    return Conversation(name=where, prompt=_messages(where, "context", pair.context, role="user"), answers=answers)
+    return ConversationRow(name=where, prompt=_messages(where, "context", pair.context, role="user"), answers=answers)
 
 
 Parsed = TypeVar("Parsed")
@@ -346,7 +348,7 @@ def _messages(where: str, key: str, value: object, *, role: str | None = None) -
     return messages
 
 
-def _tools(where: str, row: sources.Row, data: Data) -> tuple[dict[str, Any], ...]:
+def _tools(where: str, row: sources.Row, data: DataConfig) -> tuple[dict[str, Any], ...]:
     """Return the tools of a row, as JSON schemas, which may stand in it as JSON text.
 
     Without ``data.tool_key``, a field ``tools`` that holds something else is no field of tools. Raise `DataError`.
@@ -380,7 +382,7 @@ def _text(*parts: Messages) -> str:
     return msgspec.json.encode(parts).decode()
 
 
-_IDENTITY: Identity[Conversation] = Identity(
+_IDENTITY: ItemIdentity[ConversationRow] = ItemIdentity(
     place=lambda conversation: conversation.name,
     prompt=lambda conversation: _text(conversation.prompt or conversation.answers[0]),
     content=lambda conversation: _text(conversation.prompt, *conversation.answers),

@@ -9,7 +9,7 @@ from tandem.common.dotted import named
 from tandem.common.errors import DataError
 from tandem.common.returned import line, shown
 from tandem.config import Config
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.config.schema.data import set_names
 
 _KEY = "data.custom_dataloader"
@@ -17,7 +17,7 @@ _FINEST = 1000
 """Most places of a pattern, to which weights are rounded."""
 
 
-class Pattern:
+class DrawingPattern:
     """Sets that take their places in a repeated pattern."""
 
     def __init__(self, pattern: tuple[int, ...]) -> None:
@@ -76,7 +76,7 @@ class ChosenSets:
         return [self._numbers[name] for name in names]
 
 
-def drawing_pattern(data: Data, num_sets: int) -> tuple[int, ...]:
+def drawing_pattern(data: DataConfig, num_sets: int) -> tuple[int, ...]:
     """Return the set of each place in the repeated pattern; zeros where the sets are drawn from as one."""
     if len(data.train) != num_sets or num_sets < 2:
         return (0,)

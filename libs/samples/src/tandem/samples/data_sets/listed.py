@@ -8,13 +8,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from tandem.config import Config
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.config.schema.data import DataSet, name_apart, set_names
 
 Item = TypeVar("Item")
 
 
-class Loaded(Protocol[Item]):
+class LoadedItems(Protocol[Item]):
     """The items of one dataset."""
 
     @property
@@ -28,23 +28,23 @@ class Loaded(Protocol[Item]):
         ...
 
 
-Sets = TypeVar("Sets", bound=Loaded)  # type: ignore[type-arg]
+Sets = TypeVar("Sets", bound=LoadedItems)  # type: ignore[type-arg]
 
 
-class Part(msgspec.Struct, Generic[Sets], frozen=True, kw_only=True):
+class ListedDataSet(msgspec.Struct, Generic[Sets], frozen=True, kw_only=True):
     """One dataset of a list."""
 
     listed: DataSet
     name: str
     """Name in metrics."""
-    data: Data
+    data: DataConfig
     """Section ``data`` for this dataset alone."""
     sets: Sets
 
 
 def load_parts(
     config: Config, load: Callable[[Config], Sets], *, with_train: bool
-) -> tuple[list[Part[Sets]], list[Part[Sets]]]:
+) -> tuple[list[ListedDataSet[Sets]], list[ListedDataSet[Sets]]]:
     """Load the sets to train on, unless they are not wanted, and those to validate on.
 
     Of a validation set, the part that `load` returns for training is used.
@@ -52,16 +52,16 @@ def load_parts(
     data = config.data
     validation = tuple(data.of_set(each) for each in data.validation)
 
-    def parts(listed: Sequence[DataSet], views: Sequence[Data]) -> list[Part[Sets]]:
+    def parts(listed: Sequence[DataSet], views: Sequence[DataConfig]) -> list[ListedDataSet[Sets]]:
         return [
-            Part(listed=each, name=name, data=view, sets=load(msgspec.structs.replace(config, data=view)))
+            ListedDataSet(listed=each, name=name, data=view, sets=load(msgspec.structs.replace(config, data=view)))
             for each, name, view in zip(listed, set_names(listed), views, strict=True)
         ]
 
     return parts(data.train, data.train_sets) if with_train else [], parts(data.validation, validation)
 
 
-def taken(part: Part[Sets]) -> list[Item]:
+def taken(part: ListedDataSet[Sets]) -> list[Item]:
     """Return the items of a set, cut and repeated as its entry says."""
     return list(part.sets.train[: part.listed.max_samples]) * part.listed.repeat
 
@@ -70,11 +70,13 @@ class HeldOut(NamedTuple, Generic[Item]):
     """The held-out items of one dataset."""
 
     items: list[Item]
-    data: Data
+    data: DataConfig
     """Section ``data`` for this dataset alone."""
 
 
-def held_out(training: Sequence[Part[Sets]], validation: Sequence[Part[Sets]]) -> dict[str, HeldOut[Item]]:
+def held_out(
+    training: Sequence[ListedDataSet[Sets]], validation: Sequence[ListedDataSet[Sets]]
+) -> dict[str, HeldOut[Item]]:
     """Return all held-out items, by name; a single set has the name ``""``."""
     found: dict[str, HeldOut[Item]] = {}
     for part in training:

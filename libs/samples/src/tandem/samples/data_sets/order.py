@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tandem.common.errors import DataError
 from tandem.config import Config
 from tandem.config.derive import GENERATED
-from tandem.samples.data_sets.drawing import ChosenSets, Pattern, drawing_pattern
+from tandem.samples.data_sets.drawing import ChosenSets, DrawingPattern, drawing_pattern
 
 Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")
@@ -61,7 +61,9 @@ class DataOrder:
         self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
         chosen = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
         pattern = drawing_pattern(data, len(sizes))
-        self._sets: ChosenSets | Pattern | None = chosen or (Pattern(pattern) if len({*pattern}) > 1 else None)
+        self._sets: ChosenSets | DrawingPattern | None = chosen or (
+            DrawingPattern(pattern) if len({*pattern}) > 1 else None
+        )
         """The sets that take turns in the stream; None if there is one."""
         self._sizes = [sum(sizes)] if self._sets is None else [*sizes]
         self._starts = [0, *accumulate(self._sizes)][:-1]

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.common.errors import DataError
 from tandem.common.regular_files import irregular
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 
 Row = Mapping[str, Any]
 Convert = Callable[[str, Row], Row]
@@ -28,13 +28,13 @@ _WHOLE = 1000
 """Width and height of an image in the coordinates of its answers."""
 
 
-def converter(data: Data) -> Convert | None:
+def converter(data: DataConfig) -> Convert | None:
     """Return how the rows of a data set are read; None if they are read as they are."""
     made = _CONVERTERS.get(data.dataset_name)
     return None if made is None else made(data)
 
 
-def _clevr(data: Data) -> Convert:
+def _clevr(data: DataConfig) -> Convert:
     """Read a row of CLEVR-CoGenT: the answer is in tags within its solution."""
 
     def convert(where: str, row: Row) -> Row:
@@ -49,7 +49,7 @@ def _clevr(data: Data) -> Convert:
     return convert
 
 
-def _geometry(data: Data) -> Convert:
+def _geometry(data: DataConfig) -> Convert:
     """Read a row of Geometry3K: of its images the first counts, and stands in front."""
 
     def convert(where: str, row: Row) -> Row:
@@ -65,7 +65,7 @@ def _geometry(data: Data) -> Convert:
     return convert
 
 
-def _refcoco(data: Data) -> Convert:
+def _refcoco(data: DataConfig) -> Convert:
     """Read a row of RefCOCO: a phrase, and the box that it describes, in thousandths of width and height.
 
     The image is scaled to a square. In the validation split the longest phrase is asked, elsewhere one that the row's
@@ -94,7 +94,7 @@ def _refcoco(data: Data) -> Convert:
     return convert
 
 
-def _scaled(where: str, path: Path, data: Data) -> tuple[bytes, int, int]:
+def _scaled(where: str, path: Path, data: DataConfig) -> tuple[bytes, int, int]:
     """Return an image scaled to a square, as PNG, and its own width and height. Raise `DataError`."""
     from tandem.samples.images.reading import ImageLimits, decode
 
@@ -114,12 +114,12 @@ def _scaled(where: str, path: Path, data: Data) -> tuple[bytes, int, int]:
     return written.getvalue(), image.width, image.height
 
 
-def _field(where: str, row: Row, name: str, data: Data) -> Any:
+def _field(where: str, row: Row, name: str, data: DataConfig) -> Any:
     if row.get(name) is None:
         raise DataError(f"{where} has no {name!r}, which rows of {data.dataset_name} have: {', '.join(row)}")
     return row[name]
 
 
-_CONVERTERS: MappingProxyType[str, Callable[[Data], Convert]] = MappingProxyType(
+_CONVERTERS: MappingProxyType[str, Callable[[DataConfig], Convert]] = MappingProxyType(
     {"clevr-cogent": _clevr, "clevr_cogent": _clevr, "geometry3k": _geometry, "refcoco": _refcoco}
 )

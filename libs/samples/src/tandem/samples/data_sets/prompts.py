@@ -18,7 +18,7 @@ from tandem.common.regular_files import read_text
 from tandem.common.values.templates import fill_template
 from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.samples.data_sets.chat import ChatEncoder
 from tandem.samples.data_sets.questions import as_messages, read_message, with_user_text
 from tandem.samples.images.markers import OPENING, in_front
@@ -29,11 +29,11 @@ _PLAIN = "{question}"
 _FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
-class Asked(NamedTuple):
+class PromptedProblem(NamedTuple):
     """A problem, and the settings of its prompt."""
 
     problem: Problem
-    data: Data
+    data: DataConfig
     """Section ``data`` of its set: it says how the prompt is written, and what scores the samples."""
     set_name: str = ""
     """Name of that set in metrics, if there are several."""
@@ -55,7 +55,7 @@ class EncodedProblem(msgspec.Struct, frozen=True, kw_only=True):
 class PromptWriter:
     """A writer of the messages of problems, by the templates of ``data``."""
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: DataConfig) -> None:
         self._data = data
         self._prompt_file = _prompt_format(data)
         self._system_prompt = data.system_prompt
@@ -103,7 +103,7 @@ class PromptWriter:
 class PromptEncoder:
     """A renderer of problems by the templates of their sets and the tokenizer's chat template."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, views: Iterable[Data] = ()) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, views: Iterable[DataConfig] = ()) -> None:
         """Check and keep the templates; `views` are the sections ``data`` of sets that have their own."""
         self._chat = ChatEncoder(config, tokenizer)
         self._reward_models = config.reward_models
@@ -111,16 +111,16 @@ class PromptEncoder:
         """The writers are keyed by identity, so the views must stay alive."""
         self._writers = {id(view): PromptWriter(view) for view in self._views}
 
-    def check_characters(self, asked: Iterable[Asked]) -> None:
+    def check_characters(self, asked: Iterable[PromptedProblem]) -> None:
         """Raise `DataError` naming all characters of all prompts that the tokenizer does not know."""
         items = ((each.problem.problem_id, (self._messages(each),)) for each in asked)
         literals = {key: text for writer in self._writers.values() for key, text in writer.literals().items()}
         self._chat.check_characters(items, literals)
 
-    def _messages(self, asked: Asked) -> Messages:
+    def _messages(self, asked: PromptedProblem) -> Messages:
         return self._writers[id(asked.data)].messages(asked.problem)
 
-    def encode(self, asked: Asked) -> EncodedProblem | None:
+    def encode(self, asked: PromptedProblem) -> EncodedProblem | None:
         """Tokenise a problem's prompt; return None if it does not fit the context and is left out.
 
         Raise `DataError` if it cannot be tokenised, or was generated for this run and does not fit.
@@ -206,7 +206,7 @@ def _said(solution: str) -> Messages:
     return [{"role": "assistant", "content": solution}]
 
 
-def _prompt_format(data: Data) -> str | None:
+def _prompt_format(data: DataConfig) -> str | None:
     """Return ``data.prompt_file`` as the format string that NeMo-RL takes it for; None if there is none.
 
     NeMo-RL's multiple-choice questions follow their instructions, which are no format string. Raise `ConfigError` for

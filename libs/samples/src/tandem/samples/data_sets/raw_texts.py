@@ -9,7 +9,7 @@ from typing import Any
 from tandem.common.errors import DataError
 from tandem.common.kept_inputs import path_of
 from tandem.common.regular_files import irregular
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.samples.data_sets import sources
 
 Text = tuple[str, str]
@@ -23,7 +23,7 @@ _LOADERS = {".arrow": "arrow", ".parquet": "parquet", ".csv": "csv", ".txt": "te
 """Loaders of `datasets` by ending; any other is JSON."""
 
 
-def raw_texts(data: Data) -> list[Text]:
+def raw_texts(data: DataConfig) -> list[Text]:
     """Read the texts of a data set. Raise `DataError` if that fails, or if there is no text in it."""
     key, place = data.text_key or "text", str(data.train_data_path)
     rows = _rows(data, place)
@@ -63,7 +63,7 @@ def local_files(place: str) -> list[str] | None:
     return sorted(glob.glob(place, recursive=True)) or [place]
 
 
-def _rows(data: Data, place: str) -> sources.Rows:
+def _rows(data: DataConfig, place: str) -> sources.Rows:
     files = local_files(place)
     if files is not None:
         return [row for file in files for row in _file_rows(file)]

@@ -9,12 +9,12 @@ from tandem.common.returned import shown
 from tandem.common.values.answer_texts import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import compares_answers, reads_boxes
-from tandem.samples.data_sets.prompts import Asked
+from tandem.samples.data_sets.prompts import PromptedProblem
 
 _MAX_SHOWN = 200
 
 
-def check_answers(config: Config, problems: Iterable[Asked]) -> None:
+def check_answers(config: Config, problems: Iterable[PromptedProblem]) -> None:
     """Raise `DataError` naming the first row whose answer its built-in environment cannot compare with."""
     comparing = {name: reads_boxes(config, name) for name in config.environments if compares_answers(config, name)}
     if not comparing:

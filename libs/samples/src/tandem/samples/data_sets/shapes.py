@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.samples.images.rows import ImageRows
 
 COLOURS = ("red", "green", "blue", "black")
@@ -29,7 +29,7 @@ class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether pictures show a few grey dots instead: a control, whose questions can only be guessed."""
 
 
-def shapes(data: Data, seed: int, images: ImageRows) -> Iterator[Problem]:
+def shapes(data: DataConfig, seed: int, images: ImageRows) -> Iterator[Problem]:
     """Yield questions about pictures without end; `images` keeps the pictures.
 
     A picture has up to ``max_shapes`` shapes of one colour. The question is how many there are, or of which colour.

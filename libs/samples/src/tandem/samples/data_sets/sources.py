@@ -21,16 +21,16 @@ from tandem.common.kept_inputs import path_of
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
 from tandem.common.values.json_values import decode_object, encode_json, plain_object
-from tandem.config.models.hub import Reference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
+from tandem.config.models.hub import HubReference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
 from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_of
 from tandem.config.problem import MAX_SHOWN
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.questions import read_question, with_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
-from tandem.samples.images.stored import Stored, rows_of, stored_columns
+from tandem.samples.images.stored import StoredMedia, rows_of, stored_columns
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]
@@ -55,7 +55,7 @@ _SEED_RANGE = 2**32 - 2**28
 """Some tasks seed numpy with 32 bits; the difference is room to count on from the first seed."""
 
 
-def reasoning_gym(data: Data, seed: int) -> Iterator[Problem]:
+def reasoning_gym(data: DataConfig, seed: int) -> Iterator[Problem]:
     """Yield problems of a reasoning-gym task without end; they may repeat.
 
     Raise `ConfigError` for an unknown task or parameter, naming the valid ones.
@@ -81,7 +81,7 @@ class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     shuffle_moves: Annotated[int, msgspec.Meta(ge=1)] = 8
 
 
-def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
+def sliding_puzzle(data: DataConfig, seed: int) -> Iterator[Problem]:
     """Yield boards without end, each up to ``shuffle_moves`` moves away from the solved one; they may repeat.
 
     The metadata has ``size``, ``board`` (see `tandem.samples.data_sets.sliding_puzzle`) and ``solution``, moves that
@@ -106,7 +106,7 @@ def sliding_puzzle(data: Data, seed: int) -> Iterator[Problem]:
 
 
 def rows(
-    data: Data,
+    data: DataConfig,
     images: ImageRows | None = None,
     *,
     asked: str | None = None,
@@ -142,17 +142,17 @@ def rows(
     return seen(train, own), {name: seen(part, held_out.get(name)) for name, part in apart.items()}
 
 
-def _refuse_images(where: str, row: Row, data: Data) -> None:
+def _refuse_images(where: str, row: Row, data: DataConfig) -> None:
     """Raise `DataError` for a row with an image, as bytes or as Hugging Face's data sets hold it."""
     for key in IMAGE_FIELDS if data.image_key is None else (data.image_key,):
         value = row.get(key)
         first = value[0] if isinstance(value, list) and value else value
-        is_image = isinstance(first, bytes | Stored) or (isinstance(first, Mapping) and "bytes" in first)
+        is_image = isinstance(first, bytes | StoredMedia) or (isinstance(first, Mapping) and "bytes" in first)
         if is_image or (data.image_key is not None and first is not None):
             raise DataError(f"{where} has an image in {key!r}, but policy.model_name is a text model")
 
 
-def _read_rows(data: Data, *, only_held_out: bool, keeps_digits: bool) -> tuple[Rows, dict[str, Rows]]:
+def _read_rows(data: DataConfig, *, only_held_out: bool, keeps_digits: bool) -> tuple[Rows, dict[str, Rows]]:
     """Read the rows of a dataset as they are."""
     name = data.dataset_name
     if is_local(name):
@@ -167,7 +167,7 @@ def _read_rows(data: Data, *, only_held_out: bool, keeps_digits: bool) -> tuple[
     return [] if only_held_out and held_out else hub(path, split, data.subset, data.commit), held_out
 
 
-def validation_paths(data: Data) -> dict[str, str]:
+def validation_paths(data: DataConfig) -> dict[str, str]:
     """Return the files to validate on, by name; a single file has the name ``""``."""
     return data.val_data_paths or ({} if data.val_data_path is None else {"": data.val_data_path})
 
@@ -251,7 +251,7 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
     if strange is not None:
         raise DataError(f"data.dataset_name: cannot load {name!r}: {strange}, not a data file")
     if not is_here:
-        remove_unfinished(Reference(name), "dataset")
+        remove_unfinished(HubReference(name), "dataset")
     unreachable = "" if is_here else why_unreachable()
     is_offline = bool(unreachable or datasets.config.HF_HUB_OFFLINE) and not is_here
     try:
@@ -305,7 +305,7 @@ def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
             return f"{cause.strerror}: HF_HOME names another place for what is fetched"
         if isinstance(cause, HfHubHTTPError):
             try:
-                with as_one_line(Reference(name, commit), "dataset"):
+                with as_one_line(HubReference(name, commit), "dataset"):
                     raise cause
             except ModelError as plain:
                 return str(plain)
@@ -315,7 +315,7 @@ def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
     return _first_line(error)
 
 
-def problem(where: str, row: Row, data: Data) -> Problem:
+def problem(where: str, row: Row, data: DataConfig) -> Problem:
     """Read a row that holds a question and its answer, which keeps its type. Raise `DataError` if it lacks one."""
     row = _of_conversation(row, data)
     value = field(where, row, "input_key", data.input_key)
@@ -335,7 +335,7 @@ def problem(where: str, row: Row, data: Data) -> Problem:
     return Problem(problem_id=where, question=question, **plain_object({"answer": answer, "metadata": others}))
 
 
-def _of_conversation(row: Row, data: Data) -> Row:
+def _of_conversation(row: Row, data: DataConfig) -> Row:
     """Return a row of NeMo-RL's ``messages`` as a question and its answer, which is what the assistant says last.
 
     So do rollouts in NeMo-RL read a file of conversations. Any other row is returned as it is.

@@ -26,10 +26,10 @@ from tandem.common.values.json_values import encode_json
 from tandem.common.values.templates import fill_template
 from tandem.common.values.texts import text_of
 from tandem.config import Config
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
-from tandem.samples.data_sets.prompts import Asked
+from tandem.samples.data_sets.prompts import PromptedProblem
 from tandem.samples.data_sets.shapes import shapes
 from tandem.samples.images.rows import ImageRows
 
@@ -46,12 +46,12 @@ _MOST_MADE = 1_000_000
 """Most problems that a task generates: all are generated before the run begins, and kept."""
 
 
-class Source(msgspec.Struct, frozen=True):
+class TrainingSource(msgspec.Struct, frozen=True):
     """One of several sets of problems to train on."""
 
     name: str
     """Name in metrics."""
-    data: Data
+    data: DataConfig
     """Section ``data`` for this set alone: it says how prompts are written, and what scores the samples."""
     num_problems: int
 
@@ -62,30 +62,30 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
     train: list[Problem]
     held_out: dict[str, list[Problem]]
     """By the names of the sets; a single set has the name ``""``."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[TrainingSource, ...] = ()
     """Sets that `train` concatenates; empty if there is one, which the section ``data`` describes."""
-    views: Mapping[str, Data] = {}
+    views: Mapping[str, DataConfig] = {}
     """Section ``data`` of held-out sets that are listed, by name."""
     num_set_aside: int = 0
     """Problems that are left out because they are too similar to held-out ones."""
 
     @property
-    def all_views(self) -> list[Data]:
+    def all_views(self) -> list[DataConfig]:
         """Sections ``data`` of all listed sets."""
         return [*(source.data for source in self.sources), *self.views.values()]
 
-    def train_asked(self, data: Data) -> list[Asked]:
+    def train_asked(self, data: DataConfig) -> list[PromptedProblem]:
         """Return the training problems, each with its settings; `data` is the section of the run."""
         if not self.sources:
-            return [Asked(problem, data) for problem in self.train]
+            return [PromptedProblem(problem, data) for problem in self.train]
         ways = [(source.data, source.name if len(self.sources) > 1 else "") for source in self.sources]
         repeated = [way for way, source in zip(ways, self.sources, strict=True) for _ in range(source.num_problems)]
-        return [Asked(problem, *way) for problem, way in zip(self.train, repeated, strict=True)]
+        return [PromptedProblem(problem, *way) for problem, way in zip(self.train, repeated, strict=True)]
 
-    def held_out_asked(self, data: Data) -> dict[str, list[Asked]]:
+    def held_out_asked(self, data: DataConfig) -> dict[str, list[PromptedProblem]]:
         """Return the held-out problems, each with its settings, by the names of the sets."""
         return {
-            name: [Asked(problem, self.views.get(name, data), name) for problem in problems]
+            name: [PromptedProblem(problem, self.views.get(name, data), name) for problem in problems]
             for name, problems in self.held_out.items()
         }
 
@@ -143,23 +143,25 @@ def _listed(config: Config, images: ImageRows | None) -> ProblemSets:
     return ProblemSets(
         train=train,
         held_out=held_problems,
-        sources=tuple(Source(part.name, part.data, len(items)) for part, items in zip(training, own, strict=True)),
+        sources=tuple(
+            TrainingSource(part.name, part.data, len(items)) for part, items in zip(training, own, strict=True)
+        ),
         views={name: data for name, (_, data) in held.items()},
         num_set_aside=sum(part.sets.num_set_aside for part in training),
     )
 
 
-def _identity(prompt: Callable[[Problem], str]) -> Identity[Problem]:
+def _identity(prompt: Callable[[Problem], str]) -> ItemIdentity[Problem]:
     """Return the identity of problems: their prompts, and their whole content."""
 
     def content(problem: Problem) -> str:
         parts = (prompt(problem), problem.answer, problem.metadata)
         return encode_json(parts, order="sorted").decode()
 
-    return Identity(place=lambda problem: problem.problem_id, prompt=prompt, content=content)
+    return ItemIdentity(place=lambda problem: problem.problem_id, prompt=prompt, content=content)
 
 
-def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
+def _generated(data: DataConfig, problems: Iterator[Problem]) -> ProblemSets:
     """Draw from an endless generator until both sets are full."""
     num_train, num_validation = data.num_train or 0, data.num_validation or 0
     if num_train + num_validation > _MOST_MADE:
@@ -186,7 +188,7 @@ def _generated(data: Data, problems: Iterator[Problem]) -> ProblemSets:
     return ProblemSets(train=found[False], held_out={"": found[True]})
 
 
-def _all_there_is(data: Data, seen: Mapping[str, Problem]) -> ProblemSets:
+def _all_there_is(data: DataConfig, seen: Mapping[str, Problem]) -> ProblemSets:
     """Split all the problems that a generator can make, by prompt; the hash alone gave too few of one side."""
     num_train, num_validation = data.num_train or 0, data.num_validation or 0
     if len(seen) < num_train + num_validation:
@@ -200,11 +202,11 @@ def _all_there_is(data: Data, seen: Mapping[str, Problem]) -> ProblemSets:
     return ProblemSets(train=train[:num_train], held_out={"": list(held_out.values())})
 
 
-def _name(data: Data) -> str:
+def _name(data: DataConfig) -> str:
     return f"data.dataset_name {data.dataset_name!r}" if data.task is None else f"data.task {data.task!r}"
 
 
-class Identity(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
+class ItemIdentity(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
     """Functions that identify an item for splitting."""
 
     place: Callable[[Item], str]
@@ -214,7 +216,7 @@ class Identity(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
     """Whole content, the prompt included."""
 
 
-class Sides(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
+class SplitSides(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
     """Items to train on, and items to validate on, by name."""
 
     train: list[Item]
@@ -224,13 +226,13 @@ class Sides(msgspec.Struct, Generic[Item], frozen=True, kw_only=True):
 
 
 def hold_out(
-    data: Data,
+    data: DataConfig,
     train: Sequence[Item],
     apart: Mapping[str, Sequence[Item]],
-    identity: Identity[Item],
+    identity: ItemIdentity[Item],
     *,
     keep_prompts_together: bool,
-) -> Sides[Item]:
+) -> SplitSides[Item]:
     """Split one file, or cut several, into items to train on and items to validate on, by name.
 
     With `keep_prompts_together`, when one file is split, no training item has the prompt of a held-out one, unless too
@@ -246,10 +248,12 @@ def hold_out(
         raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
     kept = list(train[: data.num_train])
     refuse_leakage(kept, held_out, identity)
-    return Sides(train=kept, held_out=held_out)
+    return SplitSides(train=kept, held_out=held_out)
 
 
-def _held_out_apart(data: Data, apart: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> dict[str, list[Item]]:
+def _held_out_apart(
+    data: DataConfig, apart: Mapping[str, Sequence[Item]], identity: ItemIdentity[Item]
+) -> dict[str, list[Item]]:
     """Take held-out items from sources of their own. Raise `DataError` if there are fewer than wanted."""
     names = {"": f"{data.dataset_name}[{data.val_split}]", **sources.validation_paths(data)}
     for name, items in apart.items():
@@ -260,7 +264,7 @@ def _held_out_apart(data: Data, apart: Mapping[str, Sequence[Item]], identity: I
     return {name: list(items[: data.num_validation]) for name, items in apart.items()}
 
 
-def refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: Identity[Item]) -> None:
+def refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: ItemIdentity[Item]) -> None:
     """Raise `DataError` if a training item is held out as well."""
     held = {identity.content(item): identity.place(item) for items in held_out.values() for item in reversed(items)}
     shared = [(identity.place(item), held[key]) for item in train if (key := identity.content(item)) in held]
@@ -274,8 +278,8 @@ def refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]]
 
 
 def _split(
-    data: Data, name: str, items: Sequence[Item], identity: Identity[Item], *, keep_prompts_together: bool
-) -> Sides[Item]:
+    data: DataConfig, name: str, items: Sequence[Item], identity: ItemIdentity[Item], *, keep_prompts_together: bool
+) -> SplitSides[Item]:
     """Split one file in the first way that leaves enough to train on."""
     wanted = _num_held_out(data, len(items))
     if len(items) < wanted:
@@ -292,7 +296,7 @@ def _split(
         kept_out = {keys[i] for i in held}
         rest = [i for i in range(len(items)) if keys[i] not in kept_out]
         if len(rest) >= (data.num_train or 1):
-            return Sides(
+            return SplitSides(
                 train=[items[i] for i in rest[: data.num_train]],
                 held_out={"": [items[i] for i in held]},
                 num_set_aside=len(items) - len(held) - len(rest),
@@ -314,7 +318,7 @@ def share_held_out(num_rows: int) -> int:
     return min(256, max(1, num_rows // 10))
 
 
-def _num_held_out(data: Data, num_items: int) -> int:
+def _num_held_out(data: DataConfig, num_items: int) -> int:
     """Return how many items of one file to hold out: by a number, a size, or by themselves."""
     size = data.split_validation_size
     if data.num_validation is not None:
@@ -347,7 +351,7 @@ def _choices(groups: Sequence[list[int]], wanted: int) -> Iterator[list[int]]:
         yield min(large, key=len)[:wanted]
 
 
-def _counted(items: Sequence[Item], identity: Identity[Item]) -> str:
+def _counted(items: Sequence[Item], identity: ItemIdentity[Item]) -> str:
     num_distinct = len({identity.content(item) for item in items})
     if num_distinct == len(items):
         return f"{len(items)} distinct problems"
@@ -358,7 +362,7 @@ def _distinct(count: int, num_distinct: int) -> str:
     return "distinct " if count == num_distinct else ""
 
 
-def _prompt(data: Data, problem: Problem) -> str:
+def _prompt(data: DataConfig, problem: Problem) -> str:
     if isinstance(problem.question, str):
         return fill_template("data.prompt_template", data.prompt_template, problem)
     return text_of(problem.question)

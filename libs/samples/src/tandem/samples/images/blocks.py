@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 
-class Block(NamedTuple):
+class ImageTokens(NamedTuple):
     """The tokens of an image within a row whose sequence lies there in one piece."""
 
     begin: int
@@ -29,7 +29,7 @@ def attend_blocks(
     query_1HND: torch.Tensor,
     key_1GND: torch.Tensor,
     value_1GND: torch.Tensor,
-    blocks: Iterable[Block],
+    blocks: Iterable[ImageTokens],
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:

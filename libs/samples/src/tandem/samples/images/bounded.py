@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class Bounded(Generic[Value]):
+class BoundedCache(Generic[Value]):
     """Values up to a number of bytes. Threads may share it."""
 
     def __init__(self, size_of: Callable[[Value], int], max_bytes: int) -> None:
@@ -64,7 +64,7 @@ class Bounded(Generic[Value]):
             self._num_bytes = 0
 
 
-class ReadThrough(Bounded[Value]):
+class ReadThrough(BoundedCache[Value]):
     """Values up to a number of bytes, that are read where they are missing."""
 
     def __init__(self, read: Callable[[str], Value], size_of: Callable[[Value], int], max_bytes: int) -> None:

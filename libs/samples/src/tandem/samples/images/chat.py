@@ -18,7 +18,7 @@ from tandem.samples.images.families import (
     num_tokens,
     read_settings,
 )
-from tandem.samples.images.markers import Marked, marked_in, marker, split_at_markers
+from tandem.samples.images.markers import MarkedImage, marked_in, marker, split_at_markers
 from tandem.samples.tokenizer import Tokenizer
 
 
@@ -63,7 +63,7 @@ class VisionTokenizer(Tokenizer):
         contents = (message.get("content") for message in messages)
         return tuple(self._reference(found) for text in contents if isinstance(text, str) for found in marked_in(text))
 
-    def _reference(self, found: Marked) -> ImageRef:
+    def _reference(self, found: MarkedImage) -> ImageRef:
         grid = grid_of(self.settings, found.width, found.height)
         return ImageRef(
             digest=found.digest,
@@ -85,7 +85,7 @@ class VisionTokenizer(Tokenizer):
         Raises `DataError` for a text that contains a special token of images, and the errors of
         `Tokenizer.render_chat`.
         """
-        images: list[Marked] = []
+        images: list[MarkedImage] = []
         plain = [{**message, "content": self._content(message.get("content"), images)} for message in messages]
         text = super().render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
         placeholder = self.settings.family.placeholder
@@ -105,7 +105,7 @@ class VisionTokenizer(Tokenizer):
         images = marked_in(text)
         if images:
             placeholder = self.settings.family.placeholder
-            parts = (placeholder if isinstance(part, Marked) else part for part in split_at_markers(text))
+            parts = (placeholder if isinstance(part, MarkedImage) else part for part in split_at_markers(text))
             grids = [grid_of(self.settings, image.width, image.height) for image in images]
             text = expanded(self.settings, "".join(parts), grids)
         return super().encode(text, add_special_tokens=add_special_tokens)
@@ -119,19 +119,21 @@ class VisionTokenizer(Tokenizer):
         """Return the characters of a text, without its markers, that the tokenizer does not know, each once."""
         return super().unknown_characters("".join(part for part in split_at_markers(text) if isinstance(part, str)))
 
-    def _content(self, content: Any, images: list[Marked]) -> Any:
+    def _content(self, content: Any, images: list[MarkedImage]) -> Any:
         """Return a message's content as the template reads it, and append its images."""
         if not isinstance(content, str):
             return content  # a message of tool calls alone
         parts = split_at_markers(content)
         for part in parts:
-            if isinstance(part, Marked):
+            if isinstance(part, MarkedImage):
                 images.append(part)
             else:
                 self._check_text(part)
         if not self._reads_parts:
-            return "".join(self.settings.family.part if isinstance(part, Marked) else part for part in parts)
-        return [{"type": "image"} if isinstance(part, Marked) else {"type": "text", "text": part} for part in parts]
+            return "".join(self.settings.family.part if isinstance(part, MarkedImage) else part for part in parts)
+        return [
+            {"type": "image"} if isinstance(part, MarkedImage) else {"type": "text", "text": part} for part in parts
+        ]
 
     def _check_text(self, text: str) -> None:
         token = next((token for token in self.settings.family.tokens if token in text), None)

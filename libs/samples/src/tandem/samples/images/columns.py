@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images.families import ImageSettings, grid_size, num_tokens
 
 DIGEST_BYTES = 32
@@ -29,7 +29,7 @@ def image_columns(images: Sequence[Sequence[ImageRef]]) -> dict[str, NDArray[Any
     }
 
 
-def prompt_images(sample: Batch, prompt_length: int, settings: ImageSettings) -> bytes:
+def prompt_images(sample: SampleBatch, prompt_length: int, settings: ImageSettings) -> bytes:
     """Return the digests of the images in a sample's prompt; others stand in later turns."""
     num_left = int((sample.token_ids_T[:prompt_length] == settings.image_token_id).sum())
     num_images = 0
@@ -40,7 +40,7 @@ def prompt_images(sample: Batch, prompt_length: int, settings: ImageSettings) ->
     return sample.image_digests_IX[:num_images].tobytes()
 
 
-def check_images(batch: Batch) -> None:
+def check_images(batch: SampleBatch) -> None:
     """Raise `WireError` unless each image has a digest and a grid."""
     for name, size in (("image_digests_IX", DIGEST_BYTES), ("image_grids_IX", GRID_SIZES)):
         if batch.columns[name].shape[1] != size:

@@ -21,8 +21,8 @@ from tandem.common.messages import (
     ImagesFetched,
     Listener,
 )
-from tandem.common.wire import Arrays, Callers, Codec, encode
-from tandem.samples.batch import Batch
+from tandem.common.wire import Arrays, CallerConnections, MessageCodec, encode
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images.reading import DEFAULT_LIMITS
 from tandem.samples.images.store import ImageFolder
 
@@ -52,7 +52,7 @@ class ImageFetcher:
         """Have these images in the folder; return why some are not to be had, with the names of those asked."""
         return [*self.fetch_from(dict.fromkeys(digests, COORDINATOR), {}, timeout_s).values()]
 
-    def fetch_batch(self, batch: Batch, sources: Mapping[str, Listener], timeout_s: float) -> dict[str, str]:
+    def fetch_batch(self, batch: SampleBatch, sources: Mapping[str, Listener], timeout_s: float) -> dict[str, str]:
         """Have the images of a batch in the folder; return why some are not to be had, by the source of a sample."""
         names = sorted(sources)
         flat = batch.image_digests_IX.tobytes().hex()
@@ -97,7 +97,7 @@ class ImageFetcher:
     ) -> dict[str, str]:
         """Ask several processes at once until all have answered or the time is up; return why some lack some."""
         try:
-            callers = Callers(listeners, self._own, max_bytes=_MAX_REPLY_BYTES)
+            callers = CallerConnections(listeners, self._own, max_bytes=_MAX_REPLY_BYTES)
         except WireError as error:
             return dict.fromkeys(listeners, str(error))
         inquiries = {name: _Inquiry(self._images, self._run_id, digests) for name, digests in wanted.items()}
@@ -121,7 +121,7 @@ class ImageFetcher:
 class _Inquiry:
     """The requests to one process, one at a time."""
 
-    _codec: Codec[ImagesFetched] = Codec(ImagesFetched)
+    _codec: MessageCodec[ImagesFetched] = MessageCodec(ImagesFetched)
 
     def __init__(self, images: ImageFolder, run_id: str, digests: list[str]) -> None:
         self._images, self._run_id = images, run_id

@@ -16,7 +16,7 @@ OPENING = "⟦"
 """Character that each marker begins with."""
 
 
-class Marked(NamedTuple):
+class MarkedImage(NamedTuple):
     """An image that a marker stands for."""
 
     digest: str
@@ -30,14 +30,14 @@ def marker(digest: str, width: int, height: int) -> str:
     return f"⟦image {digest} {width}x{height}⟧"
 
 
-def split_at_markers(text: str) -> list[str | Marked]:
+def split_at_markers(text: str) -> list[str | MarkedImage]:
     """Return a text's parts in order: text between markers, never empty, and images."""
-    parts: list[str | Marked] = []
+    parts: list[str | MarkedImage] = []
     end = 0
     for found in _MARKER.finditer(text):
         if found.start() > end:
             parts.append(text[end : found.start()])
-        parts.append(Marked(found[1], int(found[2]), int(found[3])))
+        parts.append(MarkedImage(found[1], int(found[2]), int(found[3])))
         end = found.end()
     return [*parts, text[end:]] if end < len(text) else parts
 
@@ -49,9 +49,9 @@ def in_front(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def marked_in(text: str) -> list[Marked]:
+def marked_in(text: str) -> list[MarkedImage]:
     """Return the images of a text."""
-    return [part for part in split_at_markers(text) if isinstance(part, Marked)]
+    return [part for part in split_at_markers(text) if isinstance(part, MarkedImage)]
 
 
 def shown(text: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.regular_files import irregular
-from tandem.samples.images.markers import Marked
+from tandem.samples.images.markers import MarkedImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,7 +56,7 @@ DEFAULT_LIMITS = ImageLimits()
 
 def described(
     value: object, where: str, limits: ImageLimits = DEFAULT_LIMITS, folder: Path | None = None
-) -> tuple[Marked, bytes | Path]:
+) -> tuple[MarkedImage, bytes | Path]:
     """Return what a marker says of an image, and its bytes, or its path if it is a file.
 
     Raises `DataError` for an image that cannot be read, and `ConfigError` without Pillow.
@@ -73,7 +73,7 @@ def described(
     if len(data) > limits.max_bytes:
         raise DataError(f"{where}: the image has over {limits.max_bytes} bytes")
     width, height = _shown_size(data, where, limits)
-    return Marked(hashlib.sha256(data).hexdigest(), width, height), found
+    return MarkedImage(hashlib.sha256(data).hexdigest(), width, height), found
 
 
 def decode(data: bytes, where: str = "image", limits: ImageLimits = DEFAULT_LIMITS) -> Image:

@@ -12,7 +12,7 @@ from tandem.samples.images.markers import marker
 from tandem.samples.images.parts import with_markers
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.images.stored import Stored
+from tandem.samples.images.stored import StoredMedia
 from tandem.samples.tokenizer import Tokenizer
 
 IMAGE_FIELDS = ("image", "images")
@@ -27,7 +27,7 @@ class ImageRows:
     def __init__(self, config: Config) -> None:
         self._key = config.data.image_key
         self._limits = ImageLimits(max_pixels=config.data.max_image_pixels)
-        self._found: dict[str, bytes | Path | Stored] = {}
+        self._found: dict[str, bytes | Path | StoredMedia] = {}
         """Images by digest: their bytes, or where these are."""
 
     def marked(self, where: str, image: object, folder: Path | None = None) -> str:
@@ -35,9 +35,9 @@ class ImageRows:
 
         Relative paths begin at `folder`. Raise `DataError` that begins with `where`.
         """
-        read = image.read() if isinstance(image, Stored) else image
+        read = image.read() if isinstance(image, StoredMedia) else image
         found, source = described(read, where, self._limits, folder)
-        self._found.setdefault(found.digest, image if isinstance(image, Stored) else source)
+        self._found.setdefault(found.digest, image if isinstance(image, StoredMedia) else source)
         return marker(*found)
 
     def row(self, where: str, row: Mapping[str, Any], text_key: str | None, folder: Path | None) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class ImageRows:
         """
         for name, value in row.items():
             first = value[0] if isinstance(value, list) and value else value
-            if isinstance(first, Stored) and first.kind != "image":
+            if isinstance(first, StoredMedia) and first.kind != "image":
                 raise DataError(f"{where} has {first.kind} in {name!r}, which is not built")
         plain = {name: self._parts(where, value, folder) for name, value in row.items()}
         for key in IMAGE_FIELDS if self._key is None else (self._key,):
@@ -81,7 +81,7 @@ class ImageRows:
         """Move all images found so far to a run's folder. Raise `RunFolderError` if that fails."""
         images = ImageFolder(folder)
         for digest, source in self._found.items():
-            images.put(digest, source.read() if isinstance(source, Stored) else source)
+            images.put(digest, source.read() if isinstance(source, StoredMedia) else source)
         self._found.clear()  # or they would take memory as long as the run
 
 

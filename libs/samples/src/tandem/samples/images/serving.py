@@ -11,10 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import DataError
 from tandem.common.messages import MAX_IMAGE_BYTES_FETCHED, FetchImages, ImagesFetched
-from tandem.common.wire import Answering, Frames, encode
+from tandem.common.wire import AnsweringThread, Frames, encode
 from tandem.samples.images.store import ImageFolder
 
 _MAX_REQUEST_BYTES = 2**20
@@ -49,10 +49,12 @@ def answer(images: ImageFolder, run_id: str, request: FetchImages) -> Frames:
 class ImageServer:
     """The images of a run, for its processes on other hosts."""
 
-    def __init__(self, host: str, run_id: str, images: ImageFolder, admitted: Admitted) -> None:
+    def __init__(self, host: str, run_id: str, images: ImageFolder, admitted: AdmittedKeys) -> None:
         """Listen on a port of `host`, for the processes with these keys."""
         answering = partial(answer, images, run_id)
-        self._answering = Answering(host, admitted, FetchImages, answering, name="images", max_bytes=_MAX_REQUEST_BYTES)
+        self._answering = AnsweringThread(
+            host, admitted, FetchImages, answering, name="images", max_bytes=_MAX_REQUEST_BYTES
+        )
         self.at = self._answering.at
         """Its listener."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.common.errors import DataError
 
 
-class Stored:
+class StoredMedia:
     """An image, sound or video of a row, which stays in its file until it is read."""
 
     __slots__ = ("_column", "_item", "_row", "kind")
@@ -45,7 +45,7 @@ def stored_columns(dataset: Any) -> dict[str, str]:
 
 
 def rows_of(dataset: Any, columns: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a dataset, those columns as `Stored`."""
+    """Yield the rows of a dataset, those columns as `StoredMedia`."""
     if dataset._indices is not None:  # rows are then not where the table has them
         dataset = dataset.flatten_indices()
     held = {name: dataset.data.column(name) for name in columns}
@@ -53,13 +53,13 @@ def rows_of(dataset: Any, columns: dict[str, str]) -> Iterator[dict[str, Any]]:
         yield row | {name: _stored(kind, held[name], index) for name, kind in columns.items()}
 
 
-def _stored(kind: str, column: Any, row: int) -> Stored | list[Stored | None] | None:
+def _stored(kind: str, column: Any, row: int) -> StoredMedia | list[StoredMedia | None] | None:
     from pyarrow import types
 
     value = column[row]
     if not value.is_valid:
         return None
     if types.is_struct(column.type):
-        return Stored(kind, column, row)
+        return StoredMedia(kind, column, row)
     items = value.values
-    return [Stored(kind, column, row, item) if items[item].is_valid else None for item in range(len(items))]
+    return [StoredMedia(kind, column, row, item) if items[item].is_valid else None for item in range(len(items))]

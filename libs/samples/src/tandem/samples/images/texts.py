@@ -9,7 +9,7 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import collapsed
-from tandem.samples.images.markers import Marked, marker
+from tandem.samples.images.markers import MarkedImage, marker
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class MarkedTexts:
             plain = self._tokenizer.decode(collapsed(token_ids, self._tokenizer, settings), skip_special_tokens=False)
         except DataError:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        sizes = {image.digest: Marked(image.digest, image.width, image.height) for image in known}
+        sizes = {image.digest: MarkedImage(image.digest, image.width, image.height) for image in known}
         placeholder = settings.family.placeholder
         text, *others = plain.split(placeholder)
         for number, part in enumerate(others):
@@ -50,7 +50,7 @@ class MarkedTexts:
             text += (placeholder if found is None else marker(*found)) + part
         return text
 
-    def _read(self, digest: str) -> Marked | None:
+    def _read(self, digest: str) -> MarkedImage | None:
         """Return what a marker says of an image; None if its file is gone or damaged."""
         try:
             return described(self._images.get(digest), "image")[0]

@@ -29,7 +29,7 @@ Inputs = dict[str, torch.Tensor]
 """Arguments of a model's forward pass, or of its ``get_image_features``."""
 
 
-class Pixels(NamedTuple):
+class TowerPixels(NamedTuple):
     """An image as a tower takes it."""
 
     tensors: Inputs
@@ -63,7 +63,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def pixels(family: VisionFamily, processor: Any, image: Image) -> Pixels:
+def pixels(family: VisionFamily, processor: Any, image: Image) -> TowerPixels:
     """Return what a tower takes of an image, as RGB. Raises `DataError` if the processor cannot take it."""
     extra = {"return_row_col_info": True} if family.has_crops else {}
     try:
@@ -72,14 +72,14 @@ def pixels(family: VisionFamily, processor: Any, image: Image) -> Pixels:
         raise DataError(f"an image of {image.width} × {image.height} pixels cannot be used: {error}") from error
     if family.is_qwen:
         grid = tuple(int(number) for number in found["image_grid_thw"][0])
-        return Pixels({"pixel_values": found["pixel_values"]}, grid)
+        return TowerPixels({"pixel_values": found["pixel_values"]}, grid)
     if family.has_crops:
         tensors = {name: found[name][0] for name in ("pixel_values", "pixel_attention_mask")}
-        return Pixels(tensors, (int(found["rows"][0][0]), int(found["cols"][0][0])))
-    return Pixels({"pixel_values": found["pixel_values"]}, ())
+        return TowerPixels(tensors, (int(found["rows"][0][0]), int(found["cols"][0][0])))
+    return TowerPixels({"pixel_values": found["pixel_values"]}, ())
 
 
-def tower_inputs(family: VisionFamily, images: Sequence[Pixels], device: torch.device | None = None) -> Inputs:
+def tower_inputs(family: VisionFamily, images: Sequence[TowerPixels], device: torch.device | None = None) -> Inputs:
     """Return the inputs of a tower for several images, in order: also a forward pass takes them."""
     inputs = {
         name: torch.cat([each.tensors[name] for each in images]).to(device or "cpu") for name in images[0].tensors
@@ -138,9 +138,9 @@ def features_only(output: Any) -> Any:
     return type(output)(**{name: value for name, value in kept.items() if value is not None})
 
 
-class PixelCache(ReadThrough[Pixels]):
+class PixelCache(ReadThrough[TowerPixels]):
     """Processed images, up to a number of bytes."""
 
-    def __init__(self, read: Callable[[str], Pixels], max_bytes: int = 2**30) -> None:
+    def __init__(self, read: Callable[[str], TowerPixels], max_bytes: int = 2**30) -> None:
         """Take what is missing from `read`, by digest."""
         super().__init__(read, lambda found: found.num_bytes, max_bytes)

@@ -42,7 +42,7 @@ class TurnSpan(NamedTuple):
     """Whether it begins as the generation prompt does, at least: a response would follow what stands before it."""
 
 
-class Rendering(NamedTuple):
+class RenderedConversation(NamedTuple):
     """A rendered conversation."""
 
     text: str
@@ -55,7 +55,7 @@ def mark_of(number: int) -> str:
     return f"q7zq{number}x"
 
 
-def join_texts(messages: Sequence[Message]) -> Rendering:
+def join_texts(messages: Sequence[Message]) -> RenderedConversation:
     """Return a conversation without a template: the plain text of its messages."""
     text, turns = "", []
     for number, message in enumerate(messages):
@@ -63,7 +63,7 @@ def join_texts(messages: Sequence[Message]) -> Rendering:
         text += message["content"] or ""  # a message of calls alone has none
         if message["role"] == "assistant":
             turns.append(TurnSpan(number, begin, begin, len(text), is_closed=False))
-    return Rendering(text, tuple(turns))
+    return RenderedConversation(text, tuple(turns))
 
 
 def locate_turns(
@@ -71,7 +71,7 @@ def locate_turns(
     messages: Sequence[Message],
     ends: Sequence[str],
     generated: Sequence[tuple[int, int]] = (),
-) -> Rendering:
+) -> RenderedConversation:
     """Return a conversation as text, and where the assistant's turns are.
 
     Args:
@@ -91,7 +91,7 @@ def locate_turns(
         for number, message in enumerate(messages)
         if message["role"] == "assistant" and number in content_ends
     )
-    return Rendering(text, tuple(turns))
+    return RenderedConversation(text, tuple(turns))
 
 
 def _locate_turn(

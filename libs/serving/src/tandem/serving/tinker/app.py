@@ -27,9 +27,9 @@ from tandem.common.http_server import settings
 from tandem.common.network import is_loopback
 from tandem.serving.tinker import checkpoint_paths, proto, requests
 from tandem.serving.tinker.api_keys import ApiKeys
-from tandem.serving.tinker.requests import Refused
-from tandem.serving.tinker.service import Service
-from tandem.serving.tinker.tls import Tls
+from tandem.serving.tinker.requests import TinkerRefused
+from tandem.serving.tinker.service import TinkerService
+from tandem.serving.tinker.tls import TlsCertificate
 
 _PREFIX = "/api/v1"
 _MOST_BODY_BYTES = 1 << 26
@@ -51,10 +51,10 @@ _CLIENT_CONFIG = {
 }
 _NOT_FOUND = 404
 
-Handler = Callable[[Service, str, Request, bytes], Awaitable[Response]]
+Handler = Callable[[TinkerService, str, Request, bytes], Awaitable[Response]]
 
 
-def make_app(service: Service, keys: ApiKeys, *, is_on_loopback: bool) -> ASGIApp:
+def make_app(service: TinkerService, keys: ApiKeys, *, is_on_loopback: bool) -> ASGIApp:
     """Return the application."""
     paths = _Paths(service, keys)
     app: ASGIApp = Starlette(routes=paths.routes(), exception_handlers={HTTPException: _unknown, Exception: _broken})
@@ -81,7 +81,7 @@ class _Guard:
 class _Paths:
     """The handlers of the paths."""
 
-    def __init__(self, service: Service, keys: ApiKeys) -> None:
+    def __init__(self, service: TinkerService, keys: ApiKeys) -> None:
         self._service = service
         self._keys = keys
         self._reading = asyncio.Semaphore(_MOST_AT_ONCE)
@@ -102,7 +102,7 @@ class _Paths:
             "save_weights_for_sampler": (requests.SaveForSampler, service.save_for_sampler),
             "load_weights": (requests.LoadWeights, service.load_weights),
             "create_sampling_session": (requests.CreateSamplingSession, service.create_sampler),
-            "asample": (requests.Sample, service.samplers.sample),
+            "asample": (requests.SampleRequest, service.samplers.sample),
             "weights_info": (
                 requests.WeightsInfo,
                 lambda owner, body: service.weights_info(owner, body.tinker_path),
@@ -129,7 +129,7 @@ class _Paths:
         return routes
 
     def _post(self, path: str, kind: Any, carry_out: Callable[[str, Any], Any]) -> Route:
-        async def handle(service: Service, owner: str, request: Request, body: bytes) -> Response:
+        async def handle(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
             return _json(carry_out(owner, requests.read(body, kind)))
 
         return self._route(path, handle, "POST")
@@ -141,7 +141,7 @@ class _Paths:
                 async with self._reading:
                     body = await _body(request) if method in ("POST", "PUT") else b""
                 return await handler(self._service, owner, request, body)
-            except Refused as error:
+            except TinkerRefused as error:
                 return _refusal(error.status, str(error))
             except ClientDisconnect:
                 return Response(status_code=499)
@@ -151,85 +151,87 @@ class _Paths:
     async def _link(self, request: Request) -> Response:
         try:
             return checkpoint_paths.linked(self._service, request)
-        except Refused as error:
+        except TinkerRefused as error:
             return _refusal(error.status, str(error))
 
     def _owner(self, request: Request) -> str:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         owner = self._keys.owner_of(request.headers.get("x-api-key") or bearer)
         if owner is None:
-            raise Refused("the header X-API-Key is missing or wrong: coordinator tinker keys NAME makes a key", 401)
+            raise TinkerRefused(
+                "the header X-API-Key is missing or wrong: coordinator tinker keys NAME makes a key", 401
+            )
         return owner
 
 
-async def _gradient(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _gradient(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     if request.headers.get("content-type") != _PROTO or request.headers.get("content-encoding"):
-        raise Refused(f"the body must be {_PROTO}, without an encoding", 415)
+        raise TinkerRefused(f"the body must be {_PROTO}, without an encoding", 415)
     try:
         # Large: other requests are answered meanwhile.
         read = await asyncio.to_thread(proto.read_gradient_request, body)
-    except proto.Malformed as error:
-        raise Refused(f"the body is no ForwardBackwardRequest that is served: {error}", 422) from error
+    except proto.MalformedMessage as error:
+        raise TinkerRefused(f"the body is no ForwardBackwardRequest that is served: {error}", 422) from error
     return _json(service.gradient(owner, read))
 
 
-async def _retrieve(service: Service, owner: str, request: Request, body: bytes) -> Response:
-    request_id = requests.read(body, requests.Retrieve).request_id
+async def _retrieve(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
+    request_id = requests.read(body, requests.RetrieveFuture).request_id
     result = await service.result(owner, request_id, _WAIT_S)
     if result is None:
         return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
     return Response(result.body, media_type=_PROTO if result.is_proto else "application/json")
 
 
-async def _retrieve_many(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _retrieve_many(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     return _json(await service.samplers.ended(owner, requests.read(body, requests.RetrieveMany), _WAIT_S))
 
 
-async def _telemetry(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _telemetry(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     return _json({"status": "accepted"})  # and not kept
 
 
-async def _finish(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _finish(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     service.finish_session(owner, request.path_params["session_id"])
     return Response(status_code=204)
 
 
-async def _healthy(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _healthy(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     return _json({"status": "ok"})
 
 
-async def _capabilities(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _capabilities(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     return _json(service.capabilities())
 
 
-async def _sampler(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _sampler(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     return _json(service.sampler(owner, request.path_params["sampler_id"]))
 
 
-async def _runs(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _runs(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     found, cursor = _page(request, service.training_runs(owner), 20)
     return _json({"training_runs": found, "cursor": cursor})
 
 
-async def _run(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _run(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     return _json(service.training_run(owner, request.path_params["model_id"]))
 
 
-async def _checkpoints(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _checkpoints(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     return _json({"checkpoints": service.checkpoints(owner, request.path_params["model_id"])})
 
 
-async def _all_checkpoints(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _all_checkpoints(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     found, cursor = _page(request, service.checkpoints(owner), 100)
     return _json({"checkpoints": found, "cursor": cursor})
 
 
-async def _delete(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _delete(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     service.delete_checkpoint(owner, request.path_params["model_id"], request.path_params["checkpoint_id"])
     return Response(status_code=204)
 
 
-def _configured(service: Service, body: requests.ClientConfig) -> dict[str, Any]:
+def _configured(service: TinkerService, body: requests.ClientConfig) -> dict[str, Any]:
     requests.check_version(body.sdk_version)
     # To ask once for all samples that have ended saves connections, and costs each sample a request more.
     is_large = service.num_engines > _FEW_ENGINES
@@ -242,9 +244,9 @@ def _page(request: Request, whole: list[Any], default: int) -> tuple[list[Any], 
     try:
         offset, limit = (int(request.query_params.get(name, value)) for name, value in _page_of(default).items())
     except ValueError:
-        raise Refused("offset and limit must be whole numbers") from None
+        raise TinkerRefused("offset and limit must be whole numbers") from None
     if offset < 0 or limit < 0:
-        raise Refused("offset and limit must be at least 0")
+        raise TinkerRefused("offset and limit must be at least 0")
     return whole[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(whole)}
 
 
@@ -253,17 +255,17 @@ def _page_of(default: int) -> dict[str, int]:
 
 
 async def _body(request: Request) -> bytes:
-    """Return a request's body. Raises `Refused` if it is too long or does not arrive."""
+    """Return a request's body. Raises `TinkerRefused` if it is too long or does not arrive."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 size += len(part)
                 if size > _MOST_BODY_BYTES:
-                    raise Refused(f"the body has more than {_MOST_BODY_BYTES} bytes", 413)
+                    raise TinkerRefused(f"the body has more than {_MOST_BODY_BYTES} bytes", 413)
                 parts.append(part)
     except TimeoutError:
-        raise Refused(f"the body has not arrived within {_BODY_S:g} s", 400) from None
+        raise TinkerRefused(f"the body has not arrived within {_BODY_S:g} s", 400) from None
     return b"".join(parts)
 
 
@@ -289,7 +291,7 @@ async def _broken(request: Request, error: Exception) -> Response:
 class TinkerServer:
     """The web server, in a thread beside the loop of the run."""
 
-    def __init__(self, make: Callable[[], ASGIApp], listening: socket.socket, tls: Tls | None) -> None:
+    def __init__(self, make: Callable[[], ASGIApp], listening: socket.socket, tls: TlsCertificate | None) -> None:
         """Begin to serve what `make` returns, which is called in the server's thread."""
         self._make = make
         self._socket = listening

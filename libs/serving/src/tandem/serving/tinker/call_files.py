@@ -1,7 +1,7 @@
 """Files of calls: the data of all that changed a model, in the order of its calls, to be done again.
 
 A run that clients drive has a file for each model, ``RUN/calls/MODEL.calls``. It is a row of frames: the length of a
-message of msgpack, its digest, a digest of these two, the message. The first is a `Head`, the others are calls with
+message of msgpack, its digest, a digest of these two, the message. The first is a `CallHead`, the others are calls with
 their outcomes. The last frame may be cut off, since a server that is killed writes no more of it; anything else that is
 wrong is damage.
 """
@@ -25,9 +25,9 @@ from tandem.serving.tinker.calls import (
     AddGradients,
     CallFailed,
     GivenSequence,
-    Restore,
-    Save,
-    Scored,
+    GradientsScored,
+    RestoreState,
+    SaveState,
     TakeStep,
 )
 
@@ -45,7 +45,7 @@ class _Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The base of all frames."""
 
 
-class Head(_Frame, frozen=True, kw_only=True):
+class CallHead(_Frame, frozen=True, kw_only=True, tag="Head"):
     """The first frame."""
 
     format: int = _FORMAT
@@ -105,14 +105,14 @@ class SaveDone(_Done, frozen=True, kw_only=True):
     """Digest of the state."""
 
 
-class Ended(_Frame, frozen=True, kw_only=True):
+class RecordEnd(_Frame, frozen=True, kw_only=True, tag="Ended"):
     """The last frame of a record that was given up, with the reason."""
 
     why: str
 
 
 Done = GradientDone | StepDone | RestoreDone | SaveDone
-Frame = Head | Done | Ended
+Frame = CallHead | Done | RecordEnd
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
 
@@ -129,20 +129,20 @@ def encode(frame: Frame) -> bytes:
     return sizes + xxhash.xxh32_intdigest(sizes).to_bytes(4, "little") + message
 
 
-def read(path: Path, run_id: str) -> tuple[Head, Iterator[Done | Ended]]:
+def read(path: Path, run_id: str) -> tuple[CallHead, Iterator[Done | RecordEnd]]:
     """Return the head of a file, and its calls, each read when it is asked for. Both raise `RunFolderError`."""
     frames = _frames(path)
     head = next(frames, None)
-    if not isinstance(head, Head) or head.format != _FORMAT:
+    if not isinstance(head, CallHead) or head.format != _FORMAT:
         raise RunFolderError(f"{path} is no file of calls that this release reads")
     if head.run_id != run_id:
         raise RunFolderError(f"{path} is of the run {head.run_id}, and the journal is of {run_id}")
     return head, _calls(path, frames)
 
 
-def _calls(path: Path, frames: Iterator[Frame]) -> Iterator[Done | Ended]:
+def _calls(path: Path, frames: Iterator[Frame]) -> Iterator[Done | RecordEnd]:
     for count, frame in enumerate(frames):
-        if isinstance(frame, Head) or (isinstance(frame, _Done) and frame.index != count):
+        if isinstance(frame, CallHead) or (isinstance(frame, _Done) and frame.index != count):
             raise RunFolderError(f"{path} is damaged: call {count} is missing")
         yield frame
 
@@ -167,7 +167,7 @@ def _frames(path: Path) -> Iterator[Frame]:
         raise RunFolderError(f"{path} is damaged: frame {number}: {error}") from error
 
 
-def gradient_done(index: int, call: AddGradients, answer: Scored | CallFailed) -> GradientDone:
+def gradient_done(index: int, call: AddGradients, answer: GradientsScored | CallFailed) -> GradientDone:
     """Return a gradient with its data."""
     each = call.sequences
     tokens = _joined((one.token_ids for one in each), np.int32)
@@ -212,12 +212,12 @@ def call_of(done: GradientDone) -> AddGradients:
     return AddGradients(sequences=sequences, loss=done.loss_name, settings=done.settings, has_gradient=True)
 
 
-def digest_of(scored: Scored) -> str:
+def digest_of(scored: GradientsScored) -> str:
     """Return the digest of log-probabilities."""
     return xxhash.xxh3_64_hexdigest(_joined(scored.logprobs, np.float32).tobytes())
 
 
-def digest_of_state(call: Save | Restore) -> str:
+def digest_of_state(call: SaveState | RestoreState) -> str:
     """Return the digest of a saved state, by those of its tensors; empty if there is none to read.
 
     Trainers have written those of their parts beside them. So only small files are read.

@@ -1,7 +1,7 @@
 """Calls: what the web server asks of the loop, and how it is answered.
 
-Two threads meet here. The web server's thread puts calls on the desk (`Desk.put`). The loop's thread takes them, one
-after the other, and answers each once (`Pending.answer`), from its own thread. Neither waits for the other.
+Two threads meet here. The web server's thread puts calls on the desk (`CallDesk.put`). The loop's thread takes them,
+one after the other, and answers each once (`PendingCall.answer`), from its own thread. Neither waits for the other.
 
 Trainers hold sets of weights by number, one at a time, and switch between them. Of ``n`` models, set ``i`` is what
 model ``i`` trains, and set ``n`` the first weights. Of each model, ``k`` published versions are kept: those of model
@@ -44,7 +44,7 @@ class GivenSequence(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class AddGradients(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Score sequences, and add the gradient of their loss. Answered with `Scored`."""
+    """Score sequences, and add the gradient of their loss. Answered with `GradientsScored`."""
 
     sequences: Sequence[GivenSequence]
     loss: LossOfCall
@@ -57,7 +57,7 @@ class AddGradients(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return any(not np.array_equal(each.targets[1:], each.token_ids[1:]) for each in self.sequences)
 
 
-class Scored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class GradientsScored(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The answer to `AddGradients`."""
 
     loss: float
@@ -76,7 +76,7 @@ class TakeStep(msgspec.Struct, frozen=True, kw_only=True):
     max_grad_norm: float
 
 
-class Restore(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreState(msgspec.Struct, frozen=True, kw_only=True):
     """Go to the weights of a saved state, or to the first ones. Answered with None."""
 
     folder: str
@@ -84,13 +84,13 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     with_optimizer: bool
 
 
-class Save(msgspec.Struct, frozen=True, kw_only=True):
+class SaveState(msgspec.Struct, frozen=True, kw_only=True):
     """Save weights and optimizer to a folder that does not exist. Answered with the bytes written."""
 
     folder: str
 
 
-class Publish(msgspec.Struct, frozen=True, kw_only=True):
+class PublishWeights(msgspec.Struct, frozen=True, kw_only=True):
     """Bring the weights to all engines. Answered with `PublishedSet`, once they are verified."""
 
 
@@ -102,12 +102,12 @@ class PublishedSet(msgspec.Struct, frozen=True):
     version: int
 
 
-class Recall(msgspec.Struct, frozen=True, kw_only=True):
+class RecallWeights(msgspec.Struct, frozen=True, kw_only=True):
     """Bring weights that were published before back to all engines. Answered with None."""
 
 
-Call = AddGradients | TakeStep | Restore | Save | Publish | Recall
-Answer = Scored | PublishedSet | float | int | None
+Call = AddGradients | TakeStep | RestoreState | SaveState | PublishWeights | RecallWeights
+Answer = GradientsScored | PublishedSet | float | int | None
 
 
 class CallFailed(Exception):
@@ -119,7 +119,7 @@ class CallFailed(Exception):
         """Whether the client is to blame."""
 
 
-class Pending(msgspec.Struct, frozen=True, eq=False):
+class PendingCall(msgspec.Struct, frozen=True, eq=False):
     """A call without an answer."""
 
     call: Call
@@ -132,7 +132,7 @@ class Pending(msgspec.Struct, frozen=True, eq=False):
     """Id of the model whose client asks; empty for samples."""
 
 
-class Held:
+class EngineAdapterSets:
     """The sets that engines hold, where they hold the adapters of several models."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ def _nothing() -> None:
     """Do nothing: there is no loop yet."""
 
 
-class Desk:
+class CallDesk:
     """The calls that wait, and what both threads know of the run.
 
     Calls may come before the run is ready for them, and between two attempts: they wait then. Queues take turns, a call
@@ -161,10 +161,10 @@ class Desk:
         """Published versions of each model that are kept."""
         self.base = most_models
         """Set with the weights that the run began with."""
-        self.held: Held | None = None
+        self.held: EngineAdapterSets | None = None
         """The sets that engines hold; None where they hold one at a time."""
         self._lock = threading.Lock()
-        self._waiting: dict[int, deque[Pending]] = {}
+        self._waiting: dict[int, deque[PendingCall]] = {}
         """Queues that are not empty, the next turn first."""
         self._why_over: str | None = None
         self.attempt = 0
@@ -236,7 +236,7 @@ class Desk:
 
         It is answered at once if the run is over.
         """
-        pending = Pending(call, answer, number, number if turn is None else turn, model)
+        pending = PendingCall(call, answer, number, number if turn is None else turn, model)
         with self._lock:
             why = self._why_over
             if why is None:
@@ -246,12 +246,12 @@ class Desk:
         else:
             self.wake()
 
-    def next(self) -> list[Pending]:
+    def next(self) -> list[PendingCall]:
         """Return the next call of each queue, in the order of their turns. They stay."""
         with self._lock:
             return [queue[0] for queue in self._waiting.values()]
 
-    def take(self, turn: int) -> Pending:
+    def take(self, turn: int) -> PendingCall:
         """Return the next call of a queue, whose next turn is after those of all others."""
         with self._lock:
             queue = self._waiting.pop(turn)

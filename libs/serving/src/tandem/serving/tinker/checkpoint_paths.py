@@ -8,27 +8,27 @@ from starlette.responses import FileResponse, Response
 
 from tandem.serving.tinker import requests
 from tandem.serving.tinker.checkpoints import LINKS
-from tandem.serving.tinker.service import Service
+from tandem.serving.tinker.service import TinkerService
 
 _CHECKPOINT = "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
 
 
-async def _publish(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _publish(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     service.saved.publish(owner, **request.path_params, is_public=True)
     return Response(status_code=204)
 
 
-async def _unpublish(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _unpublish(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     service.saved.publish(owner, **request.path_params, is_public=False)
     return Response(status_code=204)
 
 
-async def _set_ttl(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _set_ttl(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     service.saved.set_ttl(owner, **request.path_params, body=requests.read(body, requests.SetTtl))
     return Response(status_code=204)
 
 
-async def _links(service: Service, owner: str, request: Request, body: bytes) -> Response:
+async def _links(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     before, _, _ = str(request.url).partition("/training_runs/")
     if request.headers.get("x-forwarded-proto") == "https":  # a proxy has ended TLS
         before = f"https://{before.partition('://')[2]}"
@@ -46,7 +46,7 @@ PATHS = (
 LINK = f"{LINKS}/{{model_id}}/{{name}}/{{file:path}}"
 
 
-def linked(service: Service, request: Request) -> Response:
+def linked(service: TinkerService, request: Request) -> Response:
     """Send the file of a link, which needs no key. Raises `Refused`."""
     given = {name: request.query_params.get(name, "") for name in ("expires", "signature")}
     return FileResponse(service.saved.linked(**request.path_params, **given), media_type="application/octet-stream")

@@ -16,8 +16,8 @@ from urllib.parse import quote
 import msgspec
 
 from tandem.serving.tinker import requests
-from tandem.serving.tinker.requests import Refused
-from tandem.serving.tinker.states import Record, States, check_ttl, now
+from tandem.serving.tinker.requests import TinkerRefused
+from tandem.serving.tinker.states import StateFolder, StateRecord, check_ttl, now
 
 LINKS = "files"
 """Path of the links."""
@@ -25,10 +25,10 @@ _LINK_S = 3600.0
 _TYPES = {"weights": "training", "external_weights": "external"}
 
 
-class Checkpoints:
-    """All saved states, as clients manage them. Methods raise `Refused`."""
+class SavedStates:
+    """All saved states, as clients manage them. Methods raise `TinkerRefused`."""
 
-    def __init__(self, states: States) -> None:
+    def __init__(self, states: StateFolder) -> None:
         self._kinds = {each.kind: each for each in (states, states.external())}
         self.external = self._kinds["external_weights"]
         """Weights to be downloaded."""
@@ -38,7 +38,7 @@ class Checkpoints:
         """List the states of an owner, of one model or of all, each kind the newest first."""
         return [_listed(record) for states in self._kinds.values() for record in states.of(owner, model_id)]
 
-    def find(self, path: str, owner: str) -> Record:
+    def find(self, path: str, owner: str) -> StateRecord:
         """Return what is known of a state of any kind."""
         kind = path.removeprefix("tinker://").partition("/")[2]
         return self._states(kind).find(path, owner)[0]
@@ -62,7 +62,7 @@ class Checkpoints:
         record, folder = self.external.find(f"tinker://{model_id}/{checkpoint_id}", owner)
         expires = int(time.time() + _LINK_S)
         urls = {}
-        for file in States.files(folder):
+        for file in StateFolder.files(folder):
             path = "/".join((record.model_id, record.name, file))
             signed = f"expires={expires}&signature={self._signature(path, str(expires))}"
             urls[file] = f"{base_url}{LINKS}/{quote(path)}?{signed}"
@@ -72,18 +72,18 @@ class Checkpoints:
         """Return the file of a link."""
         expected = self._signature(f"{model_id}/{name}/{file}", expires)
         if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "replace")):
-            raise Refused("this link is not one of this server, or was made before it was started again", 403)
+            raise TinkerRefused("this link is not one of this server, or was made before it was started again", 403)
         if not time.time() <= int(expires):  # as it was signed
-            raise Refused("this link has expired: ask for another", 403)
+            raise TinkerRefused("this link has expired: ask for another", 403)
         found = self.external.file(model_id, name, file)
         if found is None:
-            raise Refused("these weights have been deleted", 404)
+            raise TinkerRefused("these weights have been deleted", 404)
         return found
 
     def _signature(self, path: str, expires: str) -> str:
         return hmac.new(self._secret, f"{path}\n{expires}".encode("utf-8", "replace"), hashlib.sha256).hexdigest()
 
-    def _states(self, checkpoint_id: str) -> States:
+    def _states(self, checkpoint_id: str) -> StateFolder:
         # What is neither is refused as a state that does not exist.
         return self._kinds["external_weights" if checkpoint_id.startswith("external_weights/") else "weights"]
 
@@ -93,10 +93,10 @@ class Checkpoints:
         try:
             states.write(msgspec.structs.replace(record, **fields))
         except OSError as error:
-            raise Refused(f"cannot write the state's record: {error.strerror}", 500) from error
+            raise TinkerRefused(f"cannot write the state's record: {error.strerror}", 500) from error
 
 
-def _listed(record: Record) -> dict[str, Any]:
+def _listed(record: StateRecord) -> dict[str, Any]:
     return {
         "checkpoint_id": record.checkpoint_id,
         "checkpoint_type": _TYPES[record.kind],

@@ -7,12 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from tandem.serving.tinker.call_files import Done, GradientDone, RestoreDone, SaveDone, StepDone, digest_of
-from tandem.serving.tinker.calls import Scored
+from tandem.serving.tinker.calls import GradientsScored
 
 _NAMES = {GradientDone: "gradient", StepDone: "step", SaveDone: "saved state", RestoreDone: "load"}
 
 
-class Comparison:
+class CallComparison:
     """The calls of one model, as far as they were done again."""
 
     def __init__(self, model: str, why_over: str) -> None:
@@ -33,7 +33,7 @@ class Comparison:
         """Whether nothing differs."""
         return not self._first
 
-    def gradient(self, done: GradientDone, scored: Scored | None, error: str) -> None:
+    def gradient(self, done: GradientDone, scored: GradientsScored | None, error: str) -> None:
         """Compare a gradient: its loss, and the log-probabilities that it was taken at."""
         why = self._failure(done, error)
         if not why and scored is not None:

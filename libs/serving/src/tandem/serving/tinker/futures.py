@@ -22,7 +22,7 @@ _MOST_BYTES = 1 << 29
 _MOST_FINISHED = 1 << 16
 
 
-class Result(msgspec.Struct, frozen=True):
+class FinishedRequest(msgspec.Struct, frozen=True):
     """A finished request."""
 
     body: bytes
@@ -32,7 +32,7 @@ class Result(msgspec.Struct, frozen=True):
     """Tokens that it has had; None for those that were asked for."""
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a request, as far as limits and the journal need it."""
 
     kind: str = ""
@@ -43,15 +43,15 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens that it can have; of samples with their prompts."""
 
 
-class Future:
+class RequestFuture:
     """A request, finished or not."""
 
-    def __init__(self, owner: str, about: About, batch: str | None) -> None:
+    def __init__(self, owner: str, about: RequestSummary, batch: str | None) -> None:
         self.owner = owner
         self.about = about
         self.batch = batch
         self.began_at = time.monotonic()
-        self.result: Result | None = None
+        self.result: FinishedRequest | None = None
         self.is_done = asyncio.Event()
 
 
@@ -72,22 +72,22 @@ class _Batch:
         return not (self.num_unfinished or self.num_waiting or self.finished)
 
 
-def failure(why: str, *, is_users: bool) -> Result:
+def failure(why: str, *, is_users: bool) -> FinishedRequest:
     """Return the result of a request that could not be carried out."""
     body = msgspec.json.encode({"error": why, "category": "user" if is_users else "server"})
-    return Result(body, why_failed=why or "it has failed")
+    return FinishedRequest(body, why_failed=why or "it has failed")
 
 
-class Futures:
+class RequestFutures:
     """All futures. The oldest results are dropped when there are too many."""
 
     def __init__(self, record: Callable[[CallRecord], None]) -> None:
         """`record` is called at the end of each request."""
         self._record = record
-        self._futures: dict[str, Future] = {}
+        self._futures: dict[str, RequestFuture] = {}
         self._finished: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0
-        self._dropped: OrderedDict[str, Future] = OrderedDict()
+        self._dropped: OrderedDict[str, RequestFuture] = OrderedDict()
         self.num_unfinished: dict[str, int] = {}
         """Requests in progress, by owner."""
         self.num_tokens: dict[str, int] = {}
@@ -95,7 +95,7 @@ class Futures:
         self._batches: dict[str, _Batch] = {}
         self._num_finished = 0
 
-    def get(self, request_id: str, owner: str) -> Future | None:
+    def get(self, request_id: str, owner: str) -> RequestFuture | None:
         """Return a future of an owner; None if there is none."""
         future = self._futures.get(request_id)
         return future if future is not None and future.owner == owner else None
@@ -105,10 +105,10 @@ class Futures:
         future = self._dropped.get(request_id)
         return future is not None and future.owner == owner
 
-    def begin(self, request_id: str, owner: str, about: About, batch: str | None = None) -> Future:
+    def begin(self, request_id: str, owner: str, about: RequestSummary, batch: str | None = None) -> RequestFuture:
         """Make a future; with `batch`, its end can be asked for together with those of others."""
         assert request_id not in self._futures, "asked first"
-        self._futures[request_id] = future = Future(owner, about, batch)
+        self._futures[request_id] = future = RequestFuture(owner, about, batch)
         self.num_unfinished[owner] = self.num_unfinished.get(owner, 0) + 1
         self.num_tokens[owner] = self.num_tokens.get(owner, 0) + about.num_tokens
         if batch is not None:
@@ -120,7 +120,7 @@ class Futures:
         found = map(self._futures.get, request_ids)
         return sum(each.about.num_tokens for each in found if each is not None and each.result is None)
 
-    def finish(self, request_id: str, result: Result) -> None:
+    def finish(self, request_id: str, result: FinishedRequest) -> None:
         """Give a future its result, once."""
         future = self._futures.get(request_id)
         if future is None or future.result is not None:
@@ -172,7 +172,7 @@ class Futures:
             self.drop(request_id)
             self._forget(request_id, future)
 
-    async def ends(self, name: str, seen: int, timeout_s: float) -> tuple[dict[str, Result | None], int]:
+    async def ends(self, name: str, seen: int, timeout_s: float) -> tuple[dict[str, FinishedRequest | None], int]:
         """Wait until a request of a batch ends that is not among the first `seen` ends.
 
         Return the results of those, None for each that is dropped, and the number of ends to give as `seen` then.
@@ -194,7 +194,7 @@ class Futures:
             del self._batches[name]
         return {each: None if future is None else future.result for each, future in futures.items()}, last
 
-    def _forget(self, request_id: str, future: Future) -> None:
+    def _forget(self, request_id: str, future: RequestFuture) -> None:
         """Tell no client any more that a request has ended."""
         batch = self._batches.get(future.batch or "")
         if batch is not None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from tandem.common.messages import LARGEST, LossOfCall
 from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.calls import INPUTS, AddGradients, Answer, GivenSequence, Scored, TakeStep
-from tandem.serving.tinker.futures import Result
-from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.calls import INPUTS, AddGradients, Answer, GivenSequence, GradientsScored, TakeStep
+from tandem.serving.tinker.futures import FinishedRequest
+from tandem.serving.tinker.requests import TinkerRefused
 
 _MOST_TOKENS = 1 << 22
 """Tokens of one gradient."""
@@ -29,7 +29,7 @@ _INPUTS_OF = {"cross_entropy": ("weights",)}
 _OF_SAMPLES = ("logprobs", "advantages")
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of what clients may send."""
 
     max_length: int
@@ -39,22 +39,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that a key may have in progress."""
 
 
-def gradient_call(body: proto.GradientRequest, limits: Limits) -> AddGradients:
-    """Return the call for a gradient, or for scores. Raises `Refused`."""
+def gradient_call(body: proto.GradientRequest, limits: ClientLimits) -> AddGradients:
+    """Return the call for a gradient, or for scores. Raises `TinkerRefused`."""
     if body.problem:
-        raise Refused(body.problem)
+        raise TinkerRefused(body.problem)
     if body.loss not in _LOSSES:
         what = "custom losses run in the client: forward_backward_custom" if body.loss == "custom" else ""
-        raise Refused(f"loss_fn: {body.loss[:100]!r} is not served; {what or ', '.join(_LOSSES) + ' are'}")
+        raise TinkerRefused(f"loss_fn: {body.loss[:100]!r} is not served; {what or ', '.join(_LOSSES) + ' are'}")
     settings = dict(_SETTINGS[body.loss])
     for name, value in body.settings.items():
         if name not in settings or isinstance(value, str) or not abs(value) <= LARGEST:
-            raise Refused(f"loss_fn_config: {name[:100]!r} of {body.loss} is not served, or no finite number")
+            raise TinkerRefused(f"loss_fn_config: {name[:100]!r} of {body.loss} is not served, or no finite number")
         settings[name] = value
     if not body.data:
-        raise Refused("data: there is none")
+        raise TinkerRefused("data: there is none")
     if sum(len(each.token_ids) + 1 for each in body.data) > min(_MOST_TOKENS, limits.most_tokens):
-        raise Refused(f"data: more than {min(_MOST_TOKENS, limits.most_tokens)} tokens")
+        raise TinkerRefused(f"data: more than {min(_MOST_TOKENS, limits.most_tokens)} tokens")
     return AddGradients(
         sequences=[_sequence(row, each, body.loss, limits) for row, each in enumerate(body.data)],
         loss=body.loss,  # type: ignore[arg-type]  # one of them, as was checked
@@ -63,17 +63,19 @@ def gradient_call(body: proto.GradientRequest, limits: Limits) -> AddGradients:
     )
 
 
-def _sequence(row: int, datum: proto.Datum, loss: str, limits: Limits) -> GivenSequence:
+def _sequence(row: int, datum: proto.TrainingDatum, loss: str, limits: ClientLimits) -> GivenSequence:
     """Return the sequence of a datum: its tokens, and one more to score the last target in its place."""
     token_ids, targets = datum.token_ids, datum.inputs.get("target_tokens")
     size = len(token_ids)
     if targets is None or targets.dtype != np.int64 or len(targets) != size or not size:
-        raise Refused(f"data[{row}].target_tokens: must be int64, one for each of at least one input token")
+        raise TinkerRefused(f"data[{row}].target_tokens: must be int64, one for each of at least one input token")
     if size + 1 > limits.max_length:
-        raise Refused(f"data[{row}]: {size + 1} tokens, and policy.max_total_sequence_length is {limits.max_length}")
+        raise TinkerRefused(
+            f"data[{row}]: {size + 1} tokens, and policy.max_total_sequence_length is {limits.max_length}"
+        )
     whole, scored = np.concatenate([token_ids, targets[-1:]]), np.concatenate([token_ids[:1], targets])
     if min(whole.min(), scored.min()) < 0 or max(whole.max(), scored.max()) >= limits.vocabulary:
-        raise Refused(f"data[{row}]: token ids must be from 0 to {limits.vocabulary - 1}")
+        raise TinkerRefused(f"data[{row}]: token ids must be from 0 to {limits.vocabulary - 1}")
     inputs = {name: np.zeros(size + 1, dtype=np.float32) for name in INPUTS}
     taken = _INPUTS_OF.get(loss, _OF_SAMPLES)
     for name in taken:
@@ -81,14 +83,16 @@ def _sequence(row: int, datum: proto.Datum, loss: str, limits: Limits) -> GivenS
         if values is None and name == "weights":
             values = np.ones(size, dtype=np.float32)
         if values is None or values.dtype != np.float32 or len(values) != size:
-            raise Refused(f"data[{row}].{name}: must be float32, one for each of the {size} input tokens")
+            raise TinkerRefused(f"data[{row}].{name}: must be float32, one for each of the {size} input tokens")
         if not (np.abs(values) <= LARGEST).all():
-            raise Refused(f"data[{row}].{name}: must be finite")
+            raise TinkerRefused(f"data[{row}].{name}: must be finite")
         inputs[name][1:] = values
     for name in datum.inputs:
         if name not in ("target_tokens", *taken):
             advice = "; advantages of 0 leave tokens out" if name in ("mask", "weights") else ""
-            raise Refused(f"data[{row}].{name[:100]}: {loss} takes target_tokens and {' and '.join(taken)}{advice}")
+            raise TinkerRefused(
+                f"data[{row}].{name[:100]}: {loss} takes target_tokens and {' and '.join(taken)}{advice}"
+            )
     return GivenSequence(token_ids=whole.astype(np.int32), targets=scored.astype(np.int32), inputs=inputs)
 
 
@@ -103,20 +107,22 @@ def scores_call(token_ids: list[int]) -> AddGradients:
     return AddGradients(sequences=[sequence], loss="cross_entropy", settings={}, has_gradient=False)
 
 
-def scored_result(answer: Answer) -> Result:
+def scored_result(answer: Answer) -> FinishedRequest:
     """Return the log-probabilities of the targets: those of the tokens that follow the first."""
-    assert isinstance(answer, Scored), "as asked for"
-    return Result(proto.gradient_output([each[1:] for each in answer.logprobs], {"loss:sum": answer.loss}), True)
+    assert isinstance(answer, GradientsScored), "as asked for"
+    return FinishedRequest(
+        proto.gradient_output([each[1:] for each in answer.logprobs], {"loss:sum": answer.loss}), True
+    )
 
 
 def step_call(params: requests.AdamParams | None) -> TakeStep:
-    """Return the call for a step of the optimizer. Raises `Refused`."""
+    """Return the call for a step of the optimizer. Raises `TinkerRefused`."""
     if params is None:
-        raise Refused("adam_params: only AdamW is served")
+        raise TinkerRefused("adam_params: only AdamW is served")
     given = msgspec.structs.asdict(params)
     for name, value in given.items():
         most = math.nextafter(1.0, 0.0) if name.startswith("beta") else LARGEST
         if not 0.0 <= value <= most:
-            raise Refused(f"adam_params.{name}: {value}, must be from 0 to {'below 1' if most < 1 else LARGEST}")
+            raise TinkerRefused(f"adam_params.{name}: {value}, must be from 0 to {'below 1' if most < 1 else LARGEST}")
     max_grad_norm = given.pop("grad_clip_norm")
     return TakeStep(max_grad_norm=max_grad_norm, **given)

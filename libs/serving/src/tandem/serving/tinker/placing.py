@@ -1,8 +1,8 @@
 """Places for samples in the engines: when a sample may begin, and of which version it has to be.
 
-`Places` are those of engines that hold the weights of one model. A sample of fixed weights begins when engines hold
-them. Otherwise it waits, with others of its weights, for the answer to a `Recall`. While there is one, samples of the
-weights that engines hold now wait in their turn.
+`WeightPlaces` are those of engines that hold the weights of one model. A sample of fixed weights begins when engines
+hold them. Otherwise it waits, with others of its weights, for the answer to a `RecallWeights`. While there is one,
+samples of the weights that engines hold now wait in their turn.
 
 `PlacesApart` are those of engines that hold the adapters of several models. A sample begins at once, and names the
 version that makes it. An engine that lacks this version says so, and then it is brought back. Each model has an equal
@@ -21,14 +21,23 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.serving.tinker.calls import RECALLS, Answer, Call, CallFailed, Desk, Held, PublishedSet, Recall
-from tandem.serving.tinker.sampling import Engines, NotHeld, Samples
+from tandem.serving.tinker.calls import (
+    RECALLS,
+    Answer,
+    Call,
+    CallDesk,
+    CallFailed,
+    EngineAdapterSets,
+    PublishedSet,
+    RecallWeights,
+)
+from tandem.serving.tinker.sampling import MissingVersion, SamplingEngines, VersionedSamples
 
 _LOOK_S = 0.2
 _MOST_AT_ONCE = 2048
 """Samples asked of engines at a time, of all models: half of what one engine takes."""
 
-Ask = Callable[[dict[str, Any]], Awaitable[Samples]]
+Ask = Callable[[dict[str, Any]], Awaitable[VersionedSamples]]
 """A way to ask engines. Raises `NoAnswer`, and `CallFailed` if a sample is of another version than it has to be."""
 Put = Callable[[Call, Callable[[Answer | CallFailed], None], int, int], None]
 """A way to put a call on the desk, for a set, in a turn."""
@@ -42,7 +51,7 @@ class LatestWeights(msgspec.Struct, frozen=True):
     model_id: str
 
 
-class Sampler:
+class SamplingSession:
     """A sampling session."""
 
     def __init__(
@@ -55,13 +64,13 @@ class Sampler:
         """Published weights, or whichever a model has published last."""
         self.path = path
 
-    def number_in(self, desk: Desk) -> int:
+    def number_in(self, desk: CallDesk) -> int:
         """Return the set of its weights."""
         if isinstance(self.weights, PublishedSet):
             return self.weights.number
         return desk.latest.get(self.weights.number, desk.base)
 
-    def check(self, desk: Desk) -> None:
+    def check(self, desk: CallDesk) -> None:
         """Raise `CallFailed` if it is over."""
         if self.attempt != desk.attempt:
             why = f"sampling session {self.sampler_id}: its weights are lost, because a trainer was"
@@ -77,7 +86,7 @@ class Sampler:
             raise CallFailed(f"sampling session {self.sampler_id}: {describe_replaced(desk, version)}", is_users=True)
 
 
-def describe_replaced(desk: Desk, version: int) -> str:
+def describe_replaced(desk: CallDesk, version: int) -> str:
     """Describe why published weights cannot be sampled from any more."""
     count = desk.most_published
     versions = "one published version" if count == 1 else f"{count} published versions"
@@ -90,7 +99,7 @@ def describe_replaced(desk: Desk, version: int) -> str:
 class AnyPlaces(Protocol):
     """Places for samples."""
 
-    def place(self, sampler: Sampler, num_samples: int) -> Any:
+    def place(self, sampler: SamplingSession, num_samples: int) -> Any:
         """Return a context in which the samples may be made, with the set of their weights and a way to ask for them.
 
         To enter it may take long. Raises `CallFailed`.
@@ -98,15 +107,15 @@ class AnyPlaces(Protocol):
         ...
 
 
-def places_of(desk: Desk, engines: Engines, put: Put) -> AnyPlaces:
+def places_of(desk: CallDesk, engines: SamplingEngines, put: Put) -> AnyPlaces:
     """Return places in the engines of a run."""
-    return Places(desk, engines, put) if desk.held is None else PlacesApart(desk, desk.held, engines, put)
+    return WeightPlaces(desk, engines, put) if desk.held is None else PlacesApart(desk, desk.held, engines, put)
 
 
-class Places:
+class WeightPlaces:
     """Places in engines that hold the weights of one model."""
 
-    def __init__(self, desk: Desk, engines: Engines, put: Put) -> None:
+    def __init__(self, desk: CallDesk, engines: SamplingEngines, put: Put) -> None:
         self._desk = desk
         self._engines = engines
         self._put = put
@@ -114,7 +123,7 @@ class Places:
         """Samples that wait until engines hold a set, by its number."""
 
     @asynccontextmanager
-    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[tuple[int, Ask]]:
+    async def place(self, sampler: SamplingSession, num_samples: int) -> AsyncIterator[tuple[int, Ask]]:
         """Return a context; see `AnyPlaces`."""
         desk = self._desk
         desk.num_following += 1  # before the look, as below
@@ -134,13 +143,13 @@ class Places:
         finally:
             desk.num_samples -= 1
 
-    def _may_follow(self, sampler: Sampler) -> bool:
+    def _may_follow(self, sampler: SamplingSession) -> bool:
         """Tell whether samples may be made by what engines hold, also by newer weights that come meanwhile."""
         desk = self._desk
         is_of_newest = isinstance(sampler.weights, LatestWeights) and desk.most_models == 1
         return is_of_newest and desk.holding == sampler.number_in(desk) and not self._recalls
 
-    async def _wait_for(self, sampler: Sampler, number: int) -> None:
+    async def _wait_for(self, sampler: SamplingSession, number: int) -> None:
         """Count a sample as in progress, once engines hold its weights, unless these are lost. Raises `CallFailed`."""
         desk = self._desk
         desk.num_samples += 1  # before the look: then nothing is published meanwhile
@@ -154,7 +163,7 @@ class Places:
         desk.num_samples -= 1
         if number not in self._recalls:
             self._recalls[number] = []
-            self._put(Recall(), partial(self._recalled, number), number, RECALLS)
+            self._put(RecallWeights(), partial(self._recalled, number), number, RECALLS)
         waiting: asyncio.Future[Answer | CallFailed] = asyncio.get_running_loop().create_future()
         self._recalls[number].append(waiting)
         answer = await waiting
@@ -174,17 +183,17 @@ class Places:
 class PlacesApart:
     """Places in engines that hold the adapters of several models."""
 
-    def __init__(self, desk: Desk, held: Held, engines: Engines, put: Put) -> None:
+    def __init__(self, desk: CallDesk, held: EngineAdapterSets, engines: SamplingEngines, put: Put) -> None:
         self._desk = desk
         self._held = held
         self._engines = engines
         self._put = put
-        self._shares = Shares(max(1, _MOST_AT_ONCE // (desk.most_models + 1)))
+        self._shares = EqualShares(max(1, _MOST_AT_ONCE // (desk.most_models + 1)))
         self._recalls: dict[int, asyncio.Future[Answer | CallFailed]] = {}
         """Recalls in progress, by the number of the set."""
 
     @asynccontextmanager
-    async def place(self, sampler: Sampler, num_samples: int) -> AsyncIterator[tuple[int, Ask]]:
+    async def place(self, sampler: SamplingSession, num_samples: int) -> AsyncIterator[tuple[int, Ask]]:
         """Return a context; see `AnyPlaces`."""
         number, is_fixed = sampler.number_in(self._desk), isinstance(sampler.weights, PublishedSet)
         self._desk.note_use(number)
@@ -196,7 +205,7 @@ class PlacesApart:
             finally:
                 self._held.num_samples[number] -= is_fixed
 
-    async def _ask(self, sampler: Sampler, number: int, question: dict[str, Any]) -> Samples:
+    async def _ask(self, sampler: SamplingSession, number: int, question: dict[str, Any]) -> VersionedSamples:
         deadline = time.monotonic() + self._engines.timeout_s
         while True:
             versions = self._held.versions
@@ -209,7 +218,7 @@ class PlacesApart:
                 newest = [versions[number] for number in sets if number in versions]
                 named = {"weight_version": version, "kept_versions": newest}
                 found = await _asked(self._engines, version, {**question, **named})
-            except NotHeld:
+            except MissingVersion:
                 if time.monotonic() > deadline:
                     raise
                 if self._held.versions.get(number) == version:
@@ -226,7 +235,7 @@ class PlacesApart:
         recall = self._recalls.get(number)
         if recall is None:
             self._recalls[number] = recall = asyncio.get_running_loop().create_future()
-            self._put(Recall(), partial(self._recalled, number), number, RECALLS)
+            self._put(RecallWeights(), partial(self._recalled, number), number, RECALLS)
         answer = await asyncio.shield(recall)
         if isinstance(answer, CallFailed):
             raise answer
@@ -235,7 +244,7 @@ class PlacesApart:
         self._recalls.pop(number).set_result(answer)
 
 
-class Shares:
+class EqualShares:
     """Equal shares of what is done at a time; what is more waits, in its order."""
 
     def __init__(self, most: int) -> None:
@@ -281,7 +290,7 @@ class Shares:
                 turn.set_result(None)
 
 
-async def _asked(engines: Engines, version: int, question: dict[str, Any]) -> Samples:
+async def _asked(engines: SamplingEngines, version: int, question: dict[str, Any]) -> VersionedSamples:
     """Return samples of one version. Raises `CallFailed` if they are of another."""
     found = await engines.sample(question)
     if found.versions != [version]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tandem.samples.batch_sharding import NO_PROMPT
 
 
-class Prefixes(NamedTuple):
+class CommonPrefixes(NamedTuple):
     """Common prefixes, of ``S`` sequences."""
 
     prompt_S: NDArray[np.int32]
@@ -57,10 +57,10 @@ class _Prefix:
         return self.last - self.first + 1
 
 
-def prefixes_of(sequences: Sequence[NDArray[np.int32]]) -> Prefixes:
+def prefixes_of(sequences: Sequence[NDArray[np.int32]]) -> CommonPrefixes:
     """Return groups of sequences, of one token or more, with what they begin with."""
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">i4").tobytes())
-    found = Prefixes(np.full(len(order), NO_PROMPT, np.int32), np.zeros(len(order), np.int32))
+    found = CommonPrefixes(np.full(len(order), NO_PROMPT, np.int32), np.zeros(len(order), np.int32))
     for prefix in _tree([_common(sequences[one], sequences[other]) for one, other in itertools.pairwise(order)]):
         prefix.join()
         if prefix.joined:  # instead of groups of these parts

@@ -1,7 +1,7 @@
 """The five protobuf messages of the SDK that the front end reads and writes, by their field numbers.
 
 The SDK sends the data of a gradient as protobuf, and takes that and samples only as protobuf. The numbers are those of
-its ``tinker_public.proto``. All input is checked: `Malformed` says what is wrong.
+its ``tinker_public.proto``. All input is checked: `MalformedMessage` says what is wrong.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Likeliest = Sequence[tuple[int, float]]
 """Tokens with their log-probabilities, the likeliest first."""
 
 
-class Malformed(Exception):
+class MalformedMessage(Exception):
     """The bytes are not the message that they should be."""
 
 
-class Datum(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingDatum(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence to train on."""
 
     token_ids: NDArray[np.int32]
@@ -45,7 +45,7 @@ class GradientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model_id: str
     seq_id: int
-    data: tuple[Datum, ...]
+    data: tuple[TrainingDatum, ...]
     loss: str
     settings: dict[str, float | str]
     is_forward: bool
@@ -57,9 +57,9 @@ class GradientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_gradient_request(body: bytes) -> GradientRequest:
-    """Read a request. Raises `Malformed` for one that does not say which it is: the client's numbers go on."""
+    """Read a request. Raises `MalformedMessage` for one that does not say which it is: the client's numbers go on."""
     model_id, loss, seq_id, is_forward, problem = "", "", 0, False, ""
-    data: list[Datum] = []
+    data: list[TrainingDatum] = []
     old: dict[str, float | str] = {}
     new: dict[str, float | str] = {}
     for number, value in _fields(body):
@@ -82,12 +82,12 @@ def read_gradient_request(body: bytes) -> GradientRequest:
                     name, setting = _entry(value)
                     new[name] = _setting(setting)
                 case _:
-                    raise Malformed(f"an unknown field {number}")
-        except Malformed as error:
+                    raise MalformedMessage(f"an unknown field {number}")
+        except MalformedMessage as error:
             place = f"data[{len(data)}]: " if number == 3 else ""
             problem = problem or f"{place}{error}"
     if not model_id:
-        raise Malformed(problem or "it names no model")
+        raise MalformedMessage(problem or "it names no model")
     return GradientRequest(
         model_id=model_id,
         seq_id=seq_id,
@@ -114,9 +114,9 @@ def _fields(body: bytes) -> Iterator[tuple[int, Value]]:
         elif kind in (_FIXED64, _FIXED32):
             length = 8 if kind == _FIXED64 else 4
         else:
-            raise Malformed(f"no field has the wire type {kind}")
+            raise MalformedMessage(f"no field has the wire type {kind}")
         if at + length > size:
-            raise Malformed(f"field {number} is cut off")
+            raise MalformedMessage(f"field {number} is cut off")
         yield number, body[at : at + length]
         at += length
 
@@ -125,7 +125,7 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(body) or shift >= _MOST_BITS:
-            raise Malformed("a number is cut off, or too long")
+            raise MalformedMessage("a number is cut off, or too long")
         byte = body[at]
         value |= (byte & 0x7F) << shift
         at += 1
@@ -138,12 +138,12 @@ def _text(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise Malformed("a text is not UTF-8") from error
+        raise MalformedMessage("a text is not UTF-8") from error
 
 
 def _double(value: Value) -> float:
     if isinstance(value, int) or len(value) not in (0, 8):
-        raise Malformed("a number is no double")
+        raise MalformedMessage("a number is no double")
     return float(struct.unpack("<d", value)[0]) if value else 0.0
 
 
@@ -165,37 +165,37 @@ def _setting(body: Value) -> float | str:
             return _double(each)
         if number == 2 and isinstance(each, bytes):
             return _text(each)
-    raise Malformed("loss_fn_config_v2: a value has neither number nor text")
+    raise MalformedMessage("loss_fn_config_v2: a value has neither number nor text")
 
 
-def _datum(body: bytes) -> Datum:
+def _datum(body: bytes) -> TrainingDatum:
     chunks: list[NDArray[np.int32]] = []
     inputs: dict[str, NDArray[np.float32] | NDArray[np.int64]] = {}
     for number, value in _fields(body):
         if not isinstance(value, bytes):
-            raise Malformed(f"Datum: field {number} is no message")
+            raise MalformedMessage(f"Datum: field {number} is no message")
         if number == 1:
             chunks.append(_chunk(value))
         elif number == 2:
             name, tensor = _entry(value)
             if not isinstance(tensor, bytes):
-                raise Malformed("Datum.loss_fn_inputs: a value is no tensor")
+                raise MalformedMessage("Datum.loss_fn_inputs: a value is no tensor")
             inputs[name] = _tensor(name, tensor)
         elif number not in (3, 4):  # provenance, which is for another loss
-            raise Malformed(f"Datum: an unknown field {number}")
+            raise MalformedMessage(f"Datum: an unknown field {number}")
     token_ids = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int32)
-    return Datum(token_ids=token_ids, inputs=inputs)
+    return TrainingDatum(token_ids=token_ids, inputs=inputs)
 
 
 def _chunk(body: bytes) -> NDArray[np.int32]:
     for number, value in _fields(body):
         if number != 1:
-            raise Malformed("model_input: images and audio are not served; only encoded_text is")
+            raise MalformedMessage("model_input: images and audio are not served; only encoded_text is")
         for inner, tokens in _fields(value) if isinstance(value, bytes) else ():
             if inner == 1 and isinstance(tokens, bytes) and len(tokens) % 4 == 0:
                 return np.frombuffer(tokens, dtype="<i4").astype(np.int32)
         return np.zeros(0, dtype=np.int32)
-    raise Malformed("model_input: a chunk is empty")
+    raise MalformedMessage("model_input: a chunk is empty")
 
 
 def _tensor(name: str, body: bytes) -> NDArray[np.float32] | NDArray[np.int64]:
@@ -207,7 +207,9 @@ def _tensor(name: str, body: bytes) -> NDArray[np.float32] | NDArray[np.int64]:
             case 1, bytes():
                 dense = value
             case 2, _:
-                raise Malformed(f"{name}: sparse tensors, which several targets at a position have, are not served")
+                raise MalformedMessage(
+                    f"{name}: sparse tensors, which several targets at a position have, are not served"
+                )
             case 3, int():
                 dtype = value
             case 4, bytes():  # packed
@@ -218,16 +220,16 @@ def _tensor(name: str, body: bytes) -> NDArray[np.float32] | NDArray[np.int64]:
             case 4, int():
                 shape.append(value)
             case _:
-                raise Malformed(f"{name}: an unknown field {number} of a tensor")
+                raise MalformedMessage(f"{name}: an unknown field {number} of a tensor")
     if dtype not in _DTYPES:
-        raise Malformed(f"{name}: must be float32 or int64")
+        raise MalformedMessage(f"{name}: must be float32 or int64")
     if len(dense) % _DTYPES[dtype].itemsize:
-        raise Malformed(f"{name}: its bytes are no whole numbers")
+        raise MalformedMessage(f"{name}: its bytes are no whole numbers")
     values: NDArray[Any] = np.frombuffer(dense, dtype=_DTYPES[dtype])
     if len(shape) > 1:
-        raise Malformed(f"{name}: has {len(shape)} dimensions; several targets at a position are not served")
+        raise MalformedMessage(f"{name}: has {len(shape)} dimensions; several targets at a position are not served")
     if shape and shape[0] != len(values):
-        raise Malformed(f"{name}: has {len(values)} numbers, and its shape says {shape[0]}")
+        raise MalformedMessage(f"{name}: has {len(values)} numbers, and its shape says {shape[0]}")
     return values
 
 
@@ -244,7 +246,7 @@ def gradient_output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[st
     return _put(1, b"ArrayRecord") + _put(2, record) + named
 
 
-class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled sequence."""
 
     token_ids: Sequence[int]
@@ -255,7 +257,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_output(
-    sequences: Sequence[Sampled],
+    sequences: Sequence[SampledSequence],
     prompt_logprobs: NDArray[np.float32] | None,
     likeliest: tuple[Sequence[Likeliest], int] | None = None,
     num_of_samples: int = 0,

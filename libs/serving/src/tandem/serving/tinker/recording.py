@@ -24,14 +24,14 @@ from tandem.serving.tinker import call_files
 from tandem.serving.tinker.calls import (
     AddGradients,
     Answer,
+    CallDesk,
     CallFailed,
-    Desk,
-    Pending,
-    Publish,
-    Recall,
-    Restore,
-    Save,
-    Scored,
+    GradientsScored,
+    PendingCall,
+    PublishWeights,
+    RecallWeights,
+    RestoreState,
+    SaveState,
     TakeStep,
 )
 
@@ -43,31 +43,31 @@ _END_S = 60.0
 Say = Callable[[str], None]
 
 
-class RecordingDesk(Desk):
+class RecordingDesk(CallDesk):
     """A desk that records the calls of models."""
 
-    def __init__(self, most_models: int, most_published: int, record: Record) -> None:
+    def __init__(self, most_models: int, most_published: int, record: ModelRecords) -> None:
         super().__init__(most_models, most_published)
         self._record = record
 
-    def take(self, turn: int) -> Pending:
+    def take(self, turn: int) -> PendingCall:
         """Return the next call of a queue, whose answer is recorded."""
         pending = super().take(turn)
-        if not pending.model or isinstance(pending.call, Publish | Recall):
+        if not pending.model or isinstance(pending.call, PublishWeights | RecallWeights):
             return pending
         if isinstance(pending.call, AddGradients) and not pending.call.has_gradient:
             return pending
         self._record.holds(pending.number, pending.model)
         answer = partial(self._answered, pending, self.attempt)
-        return Pending(pending.call, answer, pending.number, pending.turn, pending.model)
+        return PendingCall(pending.call, answer, pending.number, pending.turn, pending.model)
 
-    def _answered(self, pending: Pending, attempt: int, answer: Answer | CallFailed) -> None:
+    def _answered(self, pending: PendingCall, attempt: int, answer: Answer | CallFailed) -> None:
         if attempt == self.attempt:  # else a trainer was lost, and the model with it
             self._record.add(pending.model, pending.call, answer)
         pending.answer(answer)
 
 
-class Record:
+class ModelRecords:
     """The files of all models. `close` ends it."""
 
     def __init__(self, run: Path, most_bytes: int, say: Say) -> None:
@@ -109,8 +109,8 @@ class Record:
             self._behind += num_tokens
             is_late = self._behind > _MOST_TOKENS_BEHIND
         # Now, because the client may replace the state as soon as it has the answer.
-        is_of_state = isinstance(call, Save | Restore) and not isinstance(answer, CallFailed)
-        state = call_files.digest_of_state(call) if is_of_state and isinstance(call, Save | Restore) else ""
+        is_of_state = isinstance(call, SaveState | RestoreState) and not isinstance(answer, CallFailed)
+        state = call_files.digest_of_state(call) if is_of_state and isinstance(call, SaveState | RestoreState) else ""
         kept = None if is_late else partial(self._frame_of, call, answer, state)
         self._queue.put(partial(self._write, model, kept, num_tokens))
 
@@ -156,7 +156,7 @@ class Record:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._files[model] = os.open(call_files.path_of(self._folder, model), flags, 0o600)
         self._sizes[model] = 0
-        head = call_files.Head(run_id=self._run_id, model=model, began_at=time.time())
+        head = call_files.CallHead(run_id=self._run_id, model=model, began_at=time.time())
         self._append(model, call_files.encode(head))
 
     def _append(self, model: str, frame: bytes) -> None:
@@ -183,7 +183,7 @@ class Record:
         self._say(f"note: the record of {model} has ended, and no replay goes further: {why}")
         with contextlib.suppress(OSError):  # a full disk may be the reason
             if model in self._files:
-                self._append(model, call_files.encode(call_files.Ended(why=why)))
+                self._append(model, call_files.encode(call_files.RecordEnd(why=why)))
         self._close(model)
 
     def _close(self, model: str | None) -> None:
@@ -195,16 +195,16 @@ class Record:
         error = str(answer) if isinstance(answer, CallFailed) else ""
         match call:
             case AddGradients():
-                assert isinstance(answer, Scored | CallFailed), "as asked for"
+                assert isinstance(answer, GradientsScored | CallFailed), "as asked for"
                 return call_files.gradient_done(index, call, answer)
             case TakeStep():
                 norm = 0.0 if error else float(str(answer))
                 return call_files.StepDone(index=index, error=error, step=call, norm=norm)
-            case Restore(folder=folder, with_optimizer=with_optimizer):
+            case RestoreState(folder=folder, with_optimizer=with_optimizer):
                 return call_files.RestoreDone(
                     index=index, error=error, folder=folder, with_optimizer=with_optimizer, state=state
                 )
-            case Save(folder=folder):
+            case SaveState(folder=folder):
                 return call_files.SaveDone(index=index, error=error, folder=folder, state=state)
             case _:
                 raise AssertionError("calls of models")

@@ -17,7 +17,7 @@ NumTop = Annotated[int, Meta(ge=0, le=20)]
 Metadata = dict[str, Any]
 
 
-class Refused(Exception):
+class TinkerRefused(Exception):
     """A request that is not carried out, with an HTTP status and a line for the client."""
 
     def __init__(self, why: str, status: int = 400) -> None:
@@ -53,7 +53,7 @@ class LoraConfig(_Body, frozen=True, kw_only=True):
     rank: int
 
 
-class OptimizerConfig(_Body, frozen=True, kw_only=True):
+class TinkerOptimizerConfig(_Body, frozen=True, kw_only=True):
     """An optimizer that a client asks for."""
 
     type: str = "adamw"
@@ -67,7 +67,7 @@ class CreateModel(_Body, frozen=True, kw_only=True):
     base_model: Id
     user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: TinkerOptimizerConfig = TinkerOptimizerConfig()
 
 
 class OfModel(_Body, frozen=True, kw_only=True):
@@ -144,7 +144,7 @@ class LoadWeights(_Body, frozen=True, kw_only=True):
     model_seq_id: Number | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
-    optimizer_config: OptimizerConfig | None = None
+    optimizer_config: TinkerOptimizerConfig | None = None
     weights_access_token: str | None = None
 
 
@@ -168,7 +168,7 @@ class SamplingParams(_Body, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
 
 
-class Chunk(_Body, frozen=True, kw_only=True):
+class PromptChunk(_Body, frozen=True, kw_only=True):
     """A part of a prompt."""
 
     type: str = "encoded_text"
@@ -178,10 +178,10 @@ class Chunk(_Body, frozen=True, kw_only=True):
 class ModelInput(_Body, frozen=True, kw_only=True):
     """A prompt."""
 
-    chunks: list[Chunk]
+    chunks: list[PromptChunk]
 
 
-class Sample(_Body, frozen=True, kw_only=True):
+class SampleRequest(_Body, frozen=True, kw_only=True):
     """``asample``."""
 
     prompt: ModelInput
@@ -200,7 +200,7 @@ class Sample(_Body, frozen=True, kw_only=True):
     record_stability_info: bool | None = None
 
 
-class Retrieve(_Body, frozen=True, kw_only=True):
+class RetrieveFuture(_Body, frozen=True, kw_only=True):
     """``retrieve_future``."""
 
     request_id: Id
@@ -232,19 +232,19 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """Read a body. Raises `Refused`."""
+    """Read a body. Raises `TinkerRefused`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise Refused(str(error), 422) from error
+        raise TinkerRefused(str(error), 422) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"the body is no JSON: {error}") from error
+        raise TinkerRefused(f"the body is no JSON: {error}") from error
 
 
 def check_version(version: str) -> None:
-    """Raise `Refused` for an SDK of another release."""
+    """Raise `TinkerRefused` for an SDK of another release."""
     if version.split(".")[:2] != SDK_VERSION.split("."):
-        raise Refused(
+        raise TinkerRefused(
             f"this server speaks the protocol of tinker {SDK_VERSION}, and the client is tinker {version[:50]}: "
             f"pip install tinker=={SDK_VERSION}.0"
         )

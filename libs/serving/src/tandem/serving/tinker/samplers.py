@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.calls import SCORES, Answer, CallFailed, Desk, Scored
-from tandem.serving.tinker.futures import About, Futures, Result, failure
-from tandem.serving.tinker.gradients import Limits, scores_call
-from tandem.serving.tinker.placing import Put, Sampler, places_of
-from tandem.serving.tinker.requests import Refused
-from tandem.serving.tinker.sampling import Engines, NoAnswer
+from tandem.serving.tinker.calls import SCORES, Answer, CallDesk, CallFailed, GradientsScored
+from tandem.serving.tinker.futures import FinishedRequest, RequestFutures, RequestSummary, failure
+from tandem.serving.tinker.gradients import ClientLimits, scores_call
+from tandem.serving.tinker.placing import Put, SamplingSession, places_of
+from tandem.serving.tinker.requests import TinkerRefused
+from tandem.serving.tinker.sampling import NoAnswer, SamplingEngines
 
 _SAMPLES_OF_A_CLIENT = 10**9
 """Numbers of the requests of one client of a sampling session: a copy of the client has those of another billion."""
@@ -26,21 +26,21 @@ _MOST_KEPT = 1 << 16
 """Sampling sessions that are known; the oldest are forgotten."""
 
 
-class Samplers:
-    """The sampling sessions of clients. Methods raise `Refused`."""
+class ClientSamplers:
+    """The sampling sessions of clients. Methods raise `TinkerRefused`."""
 
     def __init__(
         self,
-        desk: Desk,
-        engines: Engines,
-        futures: Futures,
-        limits: Limits,
+        desk: CallDesk,
+        engines: SamplingEngines,
+        futures: RequestFutures,
+        limits: ClientLimits,
         put: Put,
-        check_room: Callable[[str, About], None],
+        check_room: Callable[[str, RequestSummary], None],
     ) -> None:
         """Begin without any.
 
-        `put` puts a call on the desk, and `check_room` raises `Refused` if a key has too much in progress.
+        `put` puts a call on the desk, and `check_room` raises `TinkerRefused` if a key has too much in progress.
         """
         self._desk = desk
         self._engines = engines
@@ -49,26 +49,26 @@ class Samplers:
         self._put = put
         self._check_room = check_room
         self._places = places_of(desk, engines, put)
-        self._samplers: dict[str, Sampler] = {}
+        self._samplers: dict[str, SamplingSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, sampler: Sampler) -> None:
+    def add(self, sampler: SamplingSession) -> None:
         """Begin a session."""
         self._samplers[sampler.sampler_id] = sampler
         if len(self._samplers) > _MOST_KEPT:
             del self._samplers[next(iter(self._samplers))]
 
-    def get(self, owner: str, sampler_id: str) -> Sampler:
+    def get(self, owner: str, sampler_id: str) -> SamplingSession:
         """Return a session."""
         sampler = self._samplers.get(sampler_id)
         if sampler is None or sampler.owner != owner:
-            raise Refused(f"there is no sampling session {sampler_id!r}", 404)
+            raise TinkerRefused(f"there is no sampling session {sampler_id!r}", 404)
         return sampler
 
-    def sample(self, owner: str, body: requests.Sample) -> dict[str, Any]:
+    def sample(self, owner: str, body: requests.SampleRequest) -> dict[str, Any]:
         """Begin to sample."""
         if body.sampling_session_id is None or body.seq_id is None:
-            raise Refused("sampling_session_id with seq_id is needed: samples without a session are not served")
+            raise TinkerRefused("sampling_session_id with seq_id is needed: samples without a session are not served")
         sampler = self.get(owner, body.sampling_session_id)
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         sequence_ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
@@ -77,20 +77,22 @@ class Samplers:
             return found
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if getattr(body, name):
-                raise Refused(f"{name}: is not served")
+                raise TinkerRefused(f"{name}: is not served")
         if body.record_stability_info:
-            raise Refused("record_stability_info: is not served, nor is stable_reinforce; importance_sampling is")
+            raise TinkerRefused("record_stability_info: is not served, nor is stable_reinforce; importance_sampling is")
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
-            raise Refused("prompt: images and audio are not served; only encoded_text is")
+            raise TinkerRefused("prompt: images and audio are not served; only encoded_text is")
         token_ids = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         if token_ids and max(token_ids) >= self._limits.vocabulary:
-            raise Refused(f"prompt: token ids must be from 0 to {self._limits.vocabulary - 1}")
+            raise TinkerRefused(f"prompt: token ids must be from 0 to {self._limits.vocabulary - 1}")
         last = body.prompt_logprobs_last_n
         if last is not None and not (body.prompt_logprobs and 1 <= last < len(token_ids)):
-            raise Refused("prompt_logprobs_last_n: must be from 1 to below the prompt's tokens, with prompt_logprobs")
+            raise TinkerRefused(
+                "prompt_logprobs_last_n: must be from 1 to below the prompt's tokens, with prompt_logprobs"
+            )
         question = self._engines.question(body, token_ids)
         places = self._engines.questions_of_prompt(body, token_ids)
-        about = About(
+        about = RequestSummary(
             kind="sample",
             model=sampler.sampler_id,
             num_sequences=body.num_samples,
@@ -98,7 +100,7 @@ class Samplers:
             + sum(len(begin) + 1 for each in places for begin in each["prompt"]),
         )
         if about.num_tokens > self._limits.most_tokens:
-            raise Refused(
+            raise TinkerRefused(
                 f"num_samples: up to {about.num_tokens} tokens, and a key may have {self._limits.most_tokens}"
             )
         self._check_room(owner, about)
@@ -110,11 +112,11 @@ class Samplers:
 
     async def _sample(
         self,
-        sampler: Sampler,
+        sampler: SamplingSession,
         request_id: str,
         questions: list[dict[str, Any]],
         token_ids: list[int],
-        body: requests.Sample,
+        body: requests.SampleRequest,
     ) -> None:
         try:
             async with self._places.place(sampler, body.num_samples) as (number, ask):
@@ -129,7 +131,7 @@ class Samplers:
             output = proto.sample_output(
                 found.sequences, prompt_logprobs, (likeliest, num) if num else None, body.topk_sample_logprobs
             )
-            self._futures.finish(request_id, Result(output, is_proto=True, num_tokens=num_tokens))
+            self._futures.finish(request_id, FinishedRequest(output, is_proto=True, num_tokens=num_tokens))
         except (NoAnswer, CallFailed) as error:
             self._fail(request_id, str(error), is_users=error.is_users)
         except Exception as error:
@@ -170,7 +172,7 @@ class Samplers:
         answer = await answered
         if isinstance(answer, CallFailed):
             raise answer
-        assert isinstance(answer, Scored), "as asked for"
+        assert isinstance(answer, GradientsScored), "as asked for"
         logprobs[1:] = answer.logprobs[0][1:]
         return logprobs
 
@@ -178,5 +180,5 @@ class Samplers:
         self._futures.finish(request_id, failure(why, is_users=is_users))
 
 
-def _batch_of(sampler: Sampler, client: int) -> str:
+def _batch_of(sampler: SamplingSession, client: int) -> str:
     return f"{sampler.sampler_id}:{client}"

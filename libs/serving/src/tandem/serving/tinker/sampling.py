@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from tandem.observe.run_folder.engine_servers import read_engine_servers
-from tandem.serving.tinker.proto import Likeliest, Sampled
-from tandem.serving.tinker.requests import Refused, Sample
-from tandem.serving.upstream import BROKEN, Upstream
+from tandem.serving.tinker.proto import Likeliest, SampledSequence
+from tandem.serving.tinker.requests import SampleRequest, TinkerRefused
+from tandem.serving.upstream import BROKEN, UpstreamServers
 
 _LOOK_S = 0.2
 _MOST_STOPS = 64
@@ -45,10 +45,10 @@ class _Answer(msgspec.Struct):
     weight_versions: list[int]
 
 
-class Samples(msgspec.Struct, frozen=True):
+class VersionedSamples(msgspec.Struct, frozen=True):
     """Samples, and the weight versions that made them."""
 
-    sequences: list[Sampled]
+    sequences: list[SampledSequence]
     versions: list[int]
 
 
@@ -60,26 +60,26 @@ class NoAnswer(Exception):
         self.is_users = is_users
 
 
-class NotHeld(NoAnswer):
+class MissingVersion(NoAnswer):
     """An engine lacks the version that was asked for."""
 
 
-class Engines:
+class SamplingEngines:
     """The engines of a run, as servers of samples."""
 
     def __init__(self, run: Path, max_length: int, timeout_s: float) -> None:
         self._run = run
         self._max_length = max_length
         self.timeout_s = timeout_s
-        self._upstream = Upstream()
+        self._upstream = UpstreamServers()
         self._num_asked: Counter[str] = Counter()
 
-    def question(self, sample: Sample, token_ids: list[int]) -> dict[str, Any]:
-        """Return the body for an engine. Raises `Refused`."""
+    def question(self, sample: SampleRequest, token_ids: list[int]) -> dict[str, Any]:
+        """Return the body for an engine. Raises `TinkerRefused`."""
         params = sample.sampling_params
         room = self._max_length - len(token_ids)
         if not token_ids or room < 1:
-            raise Refused(
+            raise TinkerRefused(
                 f"prompt: {len(token_ids)} tokens; it must have at least one, and at most {self._max_length - 1}"
             )
         body: dict[str, Any] = {
@@ -97,14 +97,14 @@ class Engines:
         if params.stop is not None:
             stops = [params.stop] if isinstance(params.stop, str) else params.stop
             if len(stops) > _MOST_STOPS:
-                raise Refused(f"stop: {len(stops)} sequences, at most {_MOST_STOPS}")
+                raise TinkerRefused(f"stop: {len(stops)} sequences, at most {_MOST_STOPS}")
             body["ignore_eos"] = True
             body["stop"] = [stop for stop in stops if isinstance(stop, str)]
             body["stop_token_ids"] = [stop for stop in stops if isinstance(stop, int)]
         return body
 
     @staticmethod
-    def questions_of_prompt(sample: Sample, token_ids: list[int]) -> list[dict[str, Any]]:
+    def questions_of_prompt(sample: SampleRequest, token_ids: list[int]) -> list[dict[str, Any]]:
         """Return the bodies that ask for the likeliest tokens in the place of a prompt's: what may follow the rest."""
         first = max(1, len(token_ids) - (sample.prompt_logprobs_last_n or len(token_ids)))
         begins = [token_ids[:place] for place in range(first, len(token_ids))] if sample.topk_prompt_logprobs else []
@@ -112,7 +112,7 @@ class Engines:
         parts = [begins[at : at + _PLACES_AT_ONCE] for at in range(0, len(begins), _PLACES_AT_ONCE)]
         return [{**asked, "prompt": part} for part in parts]
 
-    async def sample(self, question: dict[str, Any]) -> Samples:
+    async def sample(self, question: dict[str, Any]) -> VersionedSamples:
         """Return samples. Raises `NoAnswer`."""
         deadline = time.monotonic() + self.timeout_s
         body, why = msgspec.json.encode(question), "no engine answers yet"
@@ -122,13 +122,13 @@ class Engines:
                     answer = await self._ask_one(body)
             except TimeoutError:
                 break
-            if isinstance(answer, Samples):
+            if isinstance(answer, VersionedSamples):
                 return answer
             why = answer or why
             await asyncio.sleep(_LOOK_S)
         raise NoAnswer(f"no sample within {self.timeout_s:g} s: {why}")
 
-    async def _ask_one(self, body: bytes) -> Samples | str:
+    async def _ask_one(self, body: bytes) -> VersionedSamples | str:
         """Ask the engine with the fewest requests; return why it has not answered, if another may."""
         servers = read_engine_servers(self._run) or {}
         if not servers:
@@ -147,16 +147,16 @@ class Engines:
             return _read(text)
         why = _why(text)
         if status == _NOT_HELD:
-            raise NotHeld(f"{name}: {why}")
+            raise MissingVersion(f"{name}: {why}")
         if status in (429, 503):
             return f"{name}: {why}"
         raise NoAnswer(why, is_users=400 <= status < 500)
 
 
-def _read(text: bytes) -> Samples:
+def _read(text: bytes) -> VersionedSamples:
     answer = msgspec.json.decode(text, type=_Answer)
     sequences = [
-        Sampled(
+        SampledSequence(
             token_ids=choice.token_ids,
             logprobs=choice.logprobs.token_logprobs,
             stop_reason="length" if choice.finish_reason == "length" else "stop",
@@ -164,7 +164,7 @@ def _read(text: bytes) -> Samples:
         )
         for choice in answer.choices
     ]
-    return Samples(sequences, answer.weight_versions)
+    return VersionedSamples(sequences, answer.weight_versions)
 
 
 def _likeliest(found: dict[str, float]) -> Likeliest:

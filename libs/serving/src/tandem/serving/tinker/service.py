@@ -28,15 +28,24 @@ from tandem.config import Config
 from tandem.config.models import hub
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Publish, PublishedSet, Restore, Save
-from tandem.serving.tinker.checkpoints import Checkpoints
-from tandem.serving.tinker.futures import About, Futures, Result, failure
-from tandem.serving.tinker.gradients import Limits, gradient_call, scored_result, step_call
-from tandem.serving.tinker.placing import LatestWeights, Sampler, describe_replaced
-from tandem.serving.tinker.requests import Refused
-from tandem.serving.tinker.samplers import Samplers
-from tandem.serving.tinker.sampling import Engines
-from tandem.serving.tinker.states import Record, States, check_ttl, now
+from tandem.serving.tinker.calls import (
+    Answer,
+    Call,
+    CallDesk,
+    CallFailed,
+    PublishedSet,
+    PublishWeights,
+    RestoreState,
+    SaveState,
+)
+from tandem.serving.tinker.checkpoints import SavedStates
+from tandem.serving.tinker.futures import FinishedRequest, RequestFutures, RequestSummary, failure
+from tandem.serving.tinker.gradients import ClientLimits, gradient_call, scored_result, step_call
+from tandem.serving.tinker.placing import LatestWeights, SamplingSession, describe_replaced
+from tandem.serving.tinker.requests import TinkerRefused
+from tandem.serving.tinker.samplers import ClientSamplers
+from tandem.serving.tinker.sampling import SamplingEngines
+from tandem.serving.tinker.states import StateFolder, StateRecord, check_ttl, now
 
 SILENT_S = 120.0
 """Time without a heartbeat after which a session counts as closed; the SDK sends one every ten seconds."""
@@ -57,7 +66,7 @@ _LOST = (
 Kept = TypeVar("Kept")
 
 
-class Session:
+class TinkerSession:
     """A client's session."""
 
     def __init__(self, session_id: str, owner: str) -> None:
@@ -67,11 +76,11 @@ class Session:
         self.is_closed = False
 
 
-class Model:
+class ClientModel:
     """A model that a client trains."""
 
     def __init__(
-        self, model_id: str, number: int, session: Session, attempt: int, metadata: dict[str, Any] | None
+        self, model_id: str, number: int, session: TinkerSession, attempt: int, metadata: dict[str, Any] | None
     ) -> None:
         self.model_id = model_id
         self.number = number
@@ -90,7 +99,7 @@ class Model:
         self.last_came = time.monotonic()
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublishedWeights(msgspec.Struct, frozen=True):
     """Sampler weights with a name."""
 
     owner: str
@@ -99,15 +108,17 @@ class Published(msgspec.Struct, frozen=True):
     created_at: str
 
 
-class Service:
-    """The front end. Methods raise `Refused`."""
+class TinkerService:
+    """The front end. Methods raise `TinkerRefused`."""
 
-    def __init__(self, desk: Desk, config: Config, engines: Engines, states: States, most_tokens: int) -> None:
+    def __init__(
+        self, desk: CallDesk, config: Config, engines: SamplingEngines, states: StateFolder, most_tokens: int
+    ) -> None:
         self._desk = desk
         self._config = config
         self._states = states
-        self.saved = Checkpoints(states)
-        self._limits = Limits(
+        self.saved = SavedStates(states)
+        self._limits = ClientLimits(
             max_length=config.policy.max_total_sequence_length,
             vocabulary=vocabulary_size(config.policy),
             most_tokens=most_tokens,
@@ -116,13 +127,13 @@ class Service:
         self.num_engines = config.cluster.rollouts
         self.lora_rank: int | None = None if adapters is None else adapters.dim
         self.base_model, self._tokenizer = _names(config.policy.model_name)
-        self.futures = Futures(desk.record)
-        self._sessions: dict[str, Session] = {}
-        self._models: dict[str, Model] = {}
-        self._published: dict[str, Published] = {}
-        self._trained: dict[int, Model] = {}
+        self.futures = RequestFutures(desk.record)
+        self._sessions: dict[str, TinkerSession] = {}
+        self._models: dict[str, ClientModel] = {}
+        self._published: dict[str, PublishedWeights] = {}
+        self._trained: dict[int, ClientModel] = {}
         """The models that are trained, by number."""
-        self.samplers = Samplers(desk, engines, self.futures, self._limits, self._put, self._check_room)
+        self.samplers = ClientSamplers(desk, engines, self.futures, self._limits, self._put, self._check_room)
         self._loop = asyncio.get_running_loop()
 
     # --- sessions ----------------------------------------------------------------------------------------------------
@@ -142,8 +153,8 @@ class Service:
         requests.check_version(body.sdk_version)
         self._expire()
         if sum(not each.is_closed for each in self._sessions.values() if each.owner == owner) >= _MOST_SESSIONS:
-            raise Refused(f"{_MOST_SESSIONS} sessions of this key are open", 429)
-        session = Session(f"session-{secrets.token_hex(8)}", owner)
+            raise TinkerRefused(f"{_MOST_SESSIONS} sessions of this key are open", 429)
+        session = TinkerSession(f"session-{secrets.token_hex(8)}", owner)
         self._sessions[session.session_id] = session
         return {"type": "create_session", "session_id": session.session_id}
 
@@ -151,7 +162,7 @@ class Service:
         """Note that a session's client is alive."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner or session.is_closed:
-            raise Refused(f"there is no session {session_id!r}, or it is closed", 410)
+            raise TinkerRefused(f"there is no session {session_id!r}, or it is closed", 410)
         session.last_seen = time.monotonic()
         self._expire()
         return {"type": "session_heartbeat"}
@@ -160,12 +171,12 @@ class Service:
         """Close a session, and let others train."""
         self._close(self._session(owner, session_id), "its session is closed")
 
-    def _session(self, owner: str, session_id: str) -> Session:
+    def _session(self, owner: str, session_id: str) -> TinkerSession:
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
-            raise Refused(f"there is no session {session_id!r}", 404)
+            raise TinkerRefused(f"there is no session {session_id!r}", 404)
         if session.is_closed:
-            raise Refused(f"session {session_id!r} is closed")
+            raise TinkerRefused(f"session {session_id!r} is closed")
         session.last_seen = time.monotonic()
         return session
 
@@ -175,14 +186,14 @@ class Service:
             if not session.is_closed and silent_s > SILENT_S:
                 self._close(session, f"its session was silent for {SILENT_S:g} s")
 
-    def _close(self, session: Session, why: str) -> None:
+    def _close(self, session: TinkerSession, why: str) -> None:
         session.is_closed = True
         del self._sessions[session.session_id]
         for model in self._models.values():
             if model.session is session:
                 self._end(model, why)
 
-    def _end(self, model: Model, why: str) -> None:
+    def _end(self, model: ClientModel, why: str) -> None:
         """Carry out no more requests of a model."""
         model.why_over = model.why_over or why
         if self._trained.get(model.number) is model:
@@ -202,13 +213,15 @@ class Service:
         if rank != (self.lora_rank or 0):
             wanted = self.lora_rank or 0
             what = f"adapters of rank {wanted}" if wanted else "all weights"
-            raise Refused(f"lora_config.rank: {rank}; this server trains {what}: ask for rank={wanted}")
-        return self._create(session, body.model_seq_id, body.user_metadata, Restore(folder="", with_optimizer=False))
+            raise TinkerRefused(f"lora_config.rank: {rank}; this server trains {what}: ask for rank={wanted}")
+        return self._create(
+            session, body.model_seq_id, body.user_metadata, RestoreState(folder="", with_optimizer=False)
+        )
 
     def load_weights(self, owner: str, body: requests.LoadWeights) -> dict[str, Any]:
         """Load a saved state into a model, or into a new one."""
         if body.weights_access_token:
-            raise Refused("weights_access_token: weights of other keys are not served")
+            raise TinkerRefused("weights_access_token: weights of other keys are not served")
         if body.model_id is not None and body.seq_id is not None:
             model = self._model(owner, body.model_id)
             done = {"type": "load_weights", "path": body.path, "model_id": model.model_id}
@@ -216,10 +229,10 @@ class Service:
             def find() -> Call:
                 return self._restored(owner, body)
 
-            about = About(kind="load_weights", model=model.model_id)
+            about = RequestSummary(kind="load_weights", model=model.model_id)
             return self._in_turn(model, body.seq_id, about, find, lambda answer: _json(done))
         if body.session_id is None or body.model_seq_id is None:
-            raise Refused("model_id with seq_id, or session_id with model_seq_id, is needed")
+            raise TinkerRefused("model_id with seq_id, or session_id with model_seq_id, is needed")
         session = self._session(owner, body.session_id)
         if body.base_model is not None:
             self._check_base(body.base_model)
@@ -227,26 +240,31 @@ class Service:
             self._check_optimizer(body.optimizer_config)
         return self._create(session, body.model_seq_id, body.user_metadata, self._restored(owner, body), body.path)
 
-    def _restored(self, owner: str, body: requests.LoadWeights) -> Restore:
+    def _restored(self, owner: str, body: requests.LoadWeights) -> RestoreState:
         record, folder = self._states.find(body.path, owner)
         if record.base_model != self.base_model or record.lora_rank != self.lora_rank:
-            raise Refused(f"{body.path}: was saved of {record.base_model}, trained otherwise than here")
-        return Restore(folder=str(folder), with_optimizer=body.optimizer)
+            raise TinkerRefused(f"{body.path}: was saved of {record.base_model}, trained otherwise than here")
+        return RestoreState(folder=str(folder), with_optimizer=body.optimizer)
 
     def _create(
-        self, session: Session, number: int, metadata: dict[str, Any] | None, call: Restore, path: str | None = None
+        self,
+        session: TinkerSession,
+        number: int,
+        metadata: dict[str, Any] | None,
+        call: RestoreState,
+        path: str | None = None,
     ) -> dict[str, Any]:
         model_id = f"{session.session_id}:train:{number}"
         request_id = f"{model_id}:0"
         if model_id not in self._models:
             number = self._free_number(session.owner, model_id)
-            model = Model(model_id, number, session, self._desk.attempt, metadata)
+            model = ClientModel(model_id, number, session, self._desk.attempt, metadata)
             self._trained[number] = model
             self._desk.model_ids[number] = model_id
             _keep(self._models, model_id, model)
             done: dict[str, Any] = {"model_id": model_id}
             done |= {"type": "create_model"} if path is None else {"type": "load_weights", "path": path}
-            about = About(kind="create_model" if path is None else "load_weights", model=model_id)
+            about = RequestSummary(kind="create_model" if path is None else "load_weights", model=model_id)
             self.futures.begin(request_id, session.owner, about)
 
             def answered(answer: Answer | CallFailed) -> None:
@@ -261,21 +279,21 @@ class Service:
         return {"request_id": request_id, "model_id": model_id}
 
     def _free_number(self, owner: str, model_id: str) -> int:
-        """Return the number of a new model. Raises `Refused` if there are as many as may be."""
+        """Return the number of a new model. Raises `TinkerRefused` if there are as many as may be."""
         self._expire()
         most = self._desk.most_models
         for other in [*self._trained.values()]:
             if other.attempt != self._desk.attempt:
                 self._end(other, _LOST)
             elif most == 1 and other.owner != owner:
-                raise Refused(
+                raise TinkerRefused(
                     "a model of another key is being trained, and this server trains one at a time: ask again later"
                 )
             elif most == 1:
                 self._end(other, f"{model_id} has taken its place: this server trains one model at a time")
         if len(self._trained) >= most:
             own = sum(other.owner == owner for other in self._trained.values())
-            raise Refused(
+            raise TinkerRefused(
                 f"{len(self._trained)} models are being trained, {own} of them of this key, and this server trains "
                 f"{most} at a time: ask again later, or close a session",
                 429,
@@ -294,29 +312,29 @@ class Service:
             "lora_rank": self.lora_rank,
         }
 
-    def _model(self, owner: str, model_id: str) -> Model:
+    def _model(self, owner: str, model_id: str) -> ClientModel:
         model = self._models.get(model_id)
         if model is None or model.owner != owner:
-            raise Refused(f"there is no model {model_id!r}", 404)
+            raise TinkerRefused(f"there is no model {model_id!r}", 404)
         model.session.last_seen = time.monotonic()
         model.last_request = now()
         return model
 
     def _check_base(self, name: str) -> None:
         if name not in (self.base_model, self._config.policy.model_name):
-            raise Refused(f"base_model: {name!r} is not served; this server has {self.base_model!r}")
+            raise TinkerRefused(f"base_model: {name!r} is not served; this server has {self.base_model!r}")
 
     @staticmethod
-    def _check_optimizer(settings: requests.OptimizerConfig) -> None:
+    def _check_optimizer(settings: requests.TinkerOptimizerConfig) -> None:
         if settings.type != "adamw":
-            raise Refused(f"optimizer_config: {settings.type!r} is not served; only adamw is")
+            raise TinkerRefused(f"optimizer_config: {settings.type!r} is not served; only adamw is")
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     def gradient(self, owner: str, body: proto.GradientRequest) -> dict[str, Any]:
         """Add a gradient, or score only."""
         model = self._model(owner, body.model_id)
-        about = About(
+        about = RequestSummary(
             kind="forward" if body.is_forward else "forward_backward",
             model=model.model_id,
             num_sequences=len(body.data),
@@ -328,10 +346,10 @@ class Service:
         """Step the optimizer."""
         model = self._model(owner, body.model_id)
 
-        def stepped(answer: Answer) -> Result:
+        def stepped(answer: Answer) -> FinishedRequest:
             return _json({"metrics": {"grad_norm": answer}})
 
-        about = About(kind="optim_step", model=model.model_id)
+        about = RequestSummary(kind="optim_step", model=model.model_id)
         return self._in_turn(model, body.seq_id, about, partial(step_call, body.adam_params), stepped)
 
     def save(self, owner: str, body: requests.SaveWeights | requests.SaveExternal) -> dict[str, Any]:
@@ -345,17 +363,17 @@ class Service:
         def begin() -> Call:
             check_ttl(body.ttl_seconds)
             if isinstance(body, requests.SaveExternal) and body.age_encryption_recipients:
-                raise Refused("age_encryption_recipients: are not served")
+                raise TinkerRefused("age_encryption_recipients: are not served")
             folder = states.folder_for(model.model_id, name)
             if folder.exists():
                 if isinstance(body, requests.SaveExternal) or not body.overwrite:
-                    raise Refused(f"path: {name!r} is saved already; overwrite=True of save_weights replaces it")
+                    raise TinkerRefused(f"path: {name!r} is saved already; overwrite=True of save_weights replaces it")
                 states.delete(f"tinker://{model.model_id}/{states.kind}/{name}", owner)
-            return Save(folder=str(folder))
+            return SaveState(folder=str(folder))
 
-        def saved(answer: Answer) -> Result:
+        def saved(answer: Answer) -> FinishedRequest:
             assert isinstance(answer, int), "the bytes"
-            record = Record(
+            record = StateRecord(
                 owner=owner,
                 model_id=model.model_id,
                 name=name,
@@ -370,7 +388,7 @@ class Service:
             states.write(record)
             return _json({"type": kind, "path": record.path, "size_bytes": record.num_bytes})
 
-        return self._in_turn(model, body.seq_id, About(kind=kind, model=model.model_id), begin, saved)
+        return self._in_turn(model, body.seq_id, RequestSummary(kind=kind, model=model.model_id), begin, saved)
 
     def save_for_sampler(self, owner: str, body: requests.SaveForSampler) -> dict[str, Any]:
         """Bring the weights to the engines."""
@@ -378,21 +396,21 @@ class Service:
 
         def begin() -> Call:
             if body.path is None and body.sampling_session_seq_id is None:
-                raise Refused("path or sampling_session_seq_id is needed")
-            return Publish()
+                raise TinkerRefused("path or sampling_session_seq_id is needed")
+            return PublishWeights()
 
-        def published(answer: Answer) -> Result:
+        def published(answer: Answer) -> FinishedRequest:
             assert isinstance(answer, PublishedSet), "as asked for"
             if body.path is not None:
                 path = f"tinker://{model.model_id}/sampler_weights/{body.path}"
-                _keep(self._published, path, Published(owner, self._desk.attempt, answer, now()))
+                _keep(self._published, path, PublishedWeights(owner, self._desk.attempt, answer, now()))
                 return _json({"type": "save_weights_for_sampler", "path": path})
             sampler_id = f"{model.session.session_id}:sample:{body.sampling_session_seq_id}"
             weights = answer if body.kind == "snapshot" else LatestWeights(model.number, model.model_id)
-            self.samplers.add(Sampler(sampler_id, owner, self._desk.attempt, weights, None))
+            self.samplers.add(SamplingSession(sampler_id, owner, self._desk.attempt, weights, None))
             return _json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
-        about = About(kind="save_weights_for_sampler", model=model.model_id)
+        about = RequestSummary(kind="save_weights_for_sampler", model=model.model_id)
         return self._in_turn(model, body.seq_id, about, begin, published)
 
     # --- sampling ----------------------------------------------------------------------------------------------------
@@ -402,27 +420,27 @@ class Service:
         session = self._session(owner, body.session_id)
         weights = PublishedSet(self._desk.base, self._desk.first_version)
         if not self._desk.is_open:
-            raise Refused("the run is starting: ask again later", 503)
+            raise TinkerRefused("the run is starting: ask again later", 503)
         if body.model_path is not None:
             found = self._published.get(body.model_path)
             if found is None or found.owner != owner:
-                raise Refused(
+                raise TinkerRefused(
                     f"model_path: there are no sampler weights {body.model_path[:200]!r}: save_weights_for_sampler "
                     "makes them",
                     404,
                 )
             weights = found.weights
             if not self._is_kept(found):
-                raise Refused(
+                raise TinkerRefused(
                     f"model_path: {body.model_path[:200]!r}: {describe_replaced(self._desk, weights.version)}"
                 )
         else:
             self._check_base(body.base_model or "")
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
-        self.samplers.add(Sampler(sampler_id, owner, self._desk.attempt, weights, body.model_path))
+        self.samplers.add(SamplingSession(sampler_id, owner, self._desk.attempt, weights, body.model_path))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    def _is_kept(self, found: Published) -> bool:
+    def _is_kept(self, found: PublishedWeights) -> bool:
         weights = found.weights
         return found.attempt == self._desk.attempt and weights.version == self._desk.newest.get(weights.number)
 
@@ -473,7 +491,7 @@ class Service:
         """Describe a model."""
         return self._run_of(self._model(owner, model_id))
 
-    def _run_of(self, model: Model) -> dict[str, Any]:
+    def _run_of(self, model: ClientModel) -> dict[str, Any]:
         return {
             "training_run_id": model.model_id,
             "base_model": self.base_model,
@@ -487,13 +505,13 @@ class Service:
 
     # --- futures -----------------------------------------------------------------------------------------------------
 
-    async def result(self, owner: str, request_id: str, timeout_s: float) -> Result | None:
+    async def result(self, owner: str, request_id: str, timeout_s: float) -> FinishedRequest | None:
         """Wait for a result; None if it takes longer."""
         future = self.futures.get(request_id, owner)
         if future is None:
             if self.futures.is_dropped(request_id, owner):
-                raise Refused(f"the result of {request_id!r} was dropped: too many came after it", 410)
-            raise Refused(f"there is no request {request_id!r}", 404)
+                raise TinkerRefused(f"the result of {request_id!r} was dropped: too many came after it", 410)
+            raise TinkerRefused(f"there is no request {request_id!r}", 404)
         try:
             async with asyncio.timeout(timeout_s):
                 await future.is_done.wait()
@@ -502,7 +520,12 @@ class Service:
         return future.result
 
     def _in_turn(
-        self, model: Model, seq: int, about: About, begin: Callable[[], Call], result: Callable[[Answer], Result]
+        self,
+        model: ClientModel,
+        seq: int,
+        about: RequestSummary,
+        begin: Callable[[], Call],
+        result: Callable[[Answer], FinishedRequest],
     ) -> dict[str, Any]:
         """Carry a request out once all before it have begun; return its future."""
         request_id = f"{model.model_id}:{seq}"
@@ -511,7 +534,7 @@ class Service:
             return found  # it came before
         model.last_came = time.monotonic()
         if not model.next_seq <= seq <= model.next_seq + _MOST_AHEAD:
-            raise Refused(f"seq_id: {seq}, and the next request of {model.model_id} is {model.next_seq}")
+            raise TinkerRefused(f"seq_id: {seq}, and the next request of {model.model_id} is {model.next_seq}")
         # Those that wait for this one do not keep it out.
         after = [f"{model.model_id}:{number}" for number in model.waiting] if seq == model.next_seq else []
         self._check_room(model.owner, about, after)
@@ -527,7 +550,7 @@ class Service:
             start()
         return found
 
-    def _give_up_gap(self, model: Model, seq: int) -> None:
+    def _give_up_gap(self, model: ClientModel, seq: int) -> None:
         """Fail the requests that wait for one which the client could not send; the model goes on after them.
 
         They are not carried out without it: they may be the rest of its batch, and the step with its gradient.
@@ -545,20 +568,24 @@ class Service:
             self._fail(f"{model.model_id}:{number}", why, is_users=True)
 
     def _begin(
-        self, model: Model, request_id: str, begin: Callable[[], Call], result: Callable[[Answer], Result]
+        self,
+        model: ClientModel,
+        request_id: str,
+        begin: Callable[[], Call],
+        result: Callable[[Answer], FinishedRequest],
     ) -> None:
         if model.attempt != self._desk.attempt:
             self._fail(request_id, f"{model.model_id}: {_LOST}")
             return
         try:
             call = begin()
-        except Refused as error:
+        except TinkerRefused as error:
             self._fail(request_id, str(error), is_users=True)
             return
 
         def answered(answer: Answer | CallFailed) -> None:
             if isinstance(answer, CallFailed):
-                if isinstance(call, Restore):  # some tensors may be those of the state, and others not
+                if isinstance(call, RestoreState):  # some tensors may be those of the state, and others not
                     self._end(model, f"its weights are undefined since this failed: {answer}")
                 self._fail(request_id, str(answer), is_users=answer.is_users)
                 return
@@ -584,18 +611,18 @@ class Service:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(answered, answer)
 
-    def _check_room(self, owner: str, about: About, after: Sequence[str] = ()) -> None:
-        """Raise `Refused` if a key has too much in progress, without the requests `after`."""
+    def _check_room(self, owner: str, about: RequestSummary, after: Sequence[str] = ()) -> None:
+        """Raise `TinkerRefused` if a key has too much in progress, without the requests `after`."""
         if about.num_tokens:
             num_tokens = self.futures.num_tokens.get(owner, 0) - self.futures.tokens_of(after)
             if num_tokens and num_tokens + about.num_tokens > self._limits.most_tokens:
-                raise Refused(
+                raise TinkerRefused(
                     f"{num_tokens} tokens of this key are in progress, these would be {about.num_tokens} more, and it "
                     f"may have {self._limits.most_tokens}: ask again later",
                     429,
                 )
         if self.futures.num_unfinished.get(owner, 0) >= _MOST_UNFINISHED:
-            raise Refused(f"{_MOST_UNFINISHED} requests of this key are in progress: ask again later", 429)
+            raise TinkerRefused(f"{_MOST_UNFINISHED} requests of this key are in progress: ask again later", 429)
 
     def _fail(self, request_id: str, why: str, *, is_users: bool = False) -> None:
         self.futures.finish(request_id, failure(why, is_users=is_users))
@@ -616,5 +643,5 @@ def _keep(found: dict[str, Kept], name: str, value: Kept) -> None:
         del found[next(iter(found))]
 
 
-def _json(body: dict[str, Any]) -> Result:
-    return Result(msgspec.json.encode(body))
+def _json(body: dict[str, Any]) -> FinishedRequest:
+    return FinishedRequest(msgspec.json.encode(body))

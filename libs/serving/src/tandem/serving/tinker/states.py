@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.serving.tinker.requests import Refused
+from tandem.serving.tinker.requests import TinkerRefused
 
 _RECORD = "tinker.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -30,7 +30,7 @@ _SHORTEST_TTL_S, _LONGEST_TTL_S = 3600, 10 * 366 * 86400
 Kind = Literal["weights", "external_weights"]
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a state."""
 
     owner: str
@@ -58,21 +58,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return f"tinker://{self.model_id}/{self.checkpoint_id}"
 
 
-class States:
+class StateFolder:
     """All saved states of a kind."""
 
     def __init__(self, folder: Path, kind: Kind = "weights") -> None:
         self._folder = folder
         self.kind: Kind = kind
 
-    def external(self) -> States:
+    def external(self) -> StateFolder:
         """Return the weights to be downloaded."""
-        return States(self._folder / _EXTERNAL, "external_weights")
+        return StateFolder(self._folder / _EXTERNAL, "external_weights")
 
     def folder_for(self, model_id: str, name: str) -> Path:
-        """Return the folder of a new state. Raises `Refused` for a name that makes no folder."""
+        """Return the folder of a new state. Raises `TinkerRefused` for a name that makes no folder."""
         if not _NAME.fullmatch(name) or name.endswith(".unfinished"):
-            raise Refused(f"path: {name[:100]!r} must be letters, digits, '.', '_' and '-', at most 128")
+            raise TinkerRefused(f"path: {name[:100]!r} must be letters, digits, '.', '_' and '-', at most 128")
         folder = self._folder / model_id
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         left = [folder / f"{name}.unfinished"]
@@ -83,30 +83,30 @@ class States:
                 shutil.rmtree(each)
         return folder / name
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StateRecord) -> None:
         """Note a state whose files are written: from now on it is one."""
         folder = self._folder / record.model_id / record.name
         beside = folder / f"{_RECORD}.new"
         beside.write_bytes(msgspec.json.encode(record))
         beside.rename(folder / _RECORD)
 
-    def find(self, path: str, owner: str) -> tuple[Record, Path]:
-        """Return the state that a client names, its own or a published one. Raises `Refused`."""
+    def find(self, path: str, owner: str) -> tuple[StateRecord, Path]:
+        """Return the state that a client names, its own or a published one. Raises `TinkerRefused`."""
         match = _PATH.fullmatch(path)
         if match is None or match[2] != self.kind:
             what = "sampler weights are held by engines only; load what save_weights has saved"
             why = what if "/sampler_weights/" in path else f"it must be tinker://MODEL/{self.kind}/NAME"
-            raise Refused(f"{path[:200]!r}: {why}")
+            raise TinkerRefused(f"{path[:200]!r}: {why}")
         found = self._read(match[1], match[3])
         if found is None or not (found[0].owner == owner or found[0].is_public):
-            raise Refused(f"there are no saved weights {path[:200]!r}", 404)
+            raise TinkerRefused(f"there are no saved weights {path[:200]!r}", 404)
         return found
 
-    def own(self, path: str, owner: str) -> tuple[Record, Path]:
-        """Return the state of its owner. Raises `Refused`."""
+    def own(self, path: str, owner: str) -> tuple[StateRecord, Path]:
+        """Return the state of its owner. Raises `TinkerRefused`."""
         found = self.find(path, owner)
         if found[0].owner != owner:
-            raise Refused(f"{path[:200]!r}: only the key that has saved it can change it", 403)
+            raise TinkerRefused(f"{path[:200]!r}: only the key that has saved it can change it", 403)
         return found
 
     def strip(self, model_id: str, name: str) -> int:
@@ -128,28 +128,28 @@ class States:
         found = self._read(model_id, name)
         return None if found is None else self.files(found[1]).get(file)
 
-    def of(self, owner: str, model_id: str | None = None) -> list[Record]:
+    def of(self, owner: str, model_id: str | None = None) -> list[StateRecord]:
         """Return the states of an owner, of one model or of all, the newest first."""
         found = [record for record in self._all() if record.owner == owner and model_id in (None, record.model_id)]
         return sorted(found, key=lambda record: record.created_at, reverse=True)
 
     def delete(self, path: str, owner: str) -> None:
-        """Delete a state. Raises `Refused`."""
+        """Delete a state. Raises `TinkerRefused`."""
         _, folder = self.own(path, owner)
         self._remove(folder)
 
-    def _all(self) -> Iterator[Record]:
+    def _all(self) -> Iterator[StateRecord]:
         for file in self._folder.glob(f"*/*/{_RECORD}"):
             found = self._read(file.parent.parent.name, file.parent.name)
             if found is not None:
                 yield found[0]
 
-    def _read(self, model_id: str, name: str) -> tuple[Record, Path] | None:
+    def _read(self, model_id: str, name: str) -> tuple[StateRecord, Path] | None:
         if not _MODEL.fullmatch(model_id) or not _NAME.fullmatch(name) or name.endswith(".unfinished"):
             return None
         folder = self._folder / model_id / name
         with contextlib.suppress(OSError, ValueError):  # msgspec's errors are among them
-            record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=Record)
+            record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=StateRecord)
             if record.expires_at is None or record.expires_at > now():
                 return record, folder
             self._remove(folder)
@@ -163,9 +163,9 @@ class States:
 
 
 def check_ttl(seconds: int | None) -> None:
-    """Raise `Refused` for a time to live that is too short or too long."""
+    """Raise `TinkerRefused` for a time to live that is too short or too long."""
     if seconds is not None and not _SHORTEST_TTL_S <= seconds <= _LONGEST_TTL_S:
-        raise Refused(f"ttl_seconds: {seconds}, must be from {_SHORTEST_TTL_S} to {_LONGEST_TTL_S}")
+        raise TinkerRefused(f"ttl_seconds: {seconds}, must be from {_SHORTEST_TTL_S} to {_LONGEST_TTL_S}")
 
 
 def now(after_s: float = 0.0) -> str:

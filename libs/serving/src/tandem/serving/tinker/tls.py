@@ -13,14 +13,14 @@ from tandem.common.keys import refuse_others
 from tandem.common.regular_files import irregular
 
 
-class Tls(msgspec.Struct, frozen=True):
+class TlsCertificate(msgspec.Struct, frozen=True):
     """A certificate, and its private key."""
 
     certificate: Path
     key: Path
 
 
-def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
+def read_tls(certificate: Path | None, key: Path | None) -> TlsCertificate | None:
     """Return the certificate for HTTPS; None for HTTP. Raises `ConfigError`."""
     if certificate is None and key is None:
         return None
@@ -41,4 +41,4 @@ def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
             f"--tls-cert {certificate} --tls-key {key}: cannot use them ({why}): they must be a certificate and its "
             "private key, as PEM, the key without a password"
         ) from error
-    return Tls(certificate, key)
+    return TlsCertificate(certificate, key)

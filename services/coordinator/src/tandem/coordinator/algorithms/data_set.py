@@ -12,10 +12,10 @@ from tandem.common.messages import ImageRef, Purpose
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import (
     ChatEncoder,
-    Conversation,
+    ConversationRow,
     ConversationWriter,
     LazyDataset,
     encode_now,
@@ -101,7 +101,7 @@ class DataSetAlgorithm(WithoutGeneration):
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[Batch, dict[str, float]]:
+    ) -> tuple[SampleBatch, dict[str, float]]:
         """Return the training batch of `step`, or the whole validation set."""
         if purpose == "validate":
             batch = batch_of_conversations([sequences for part in self._validation.values() for sequences in part])
@@ -119,7 +119,7 @@ class DataSetAlgorithm(WithoutGeneration):
         """Return this many conversations in the order of training, from the first one of `step` on."""
         return self._train.draw((step - 1) * self._config.policy.train_global_batch_size, count)
 
-    def _encode(self, conversation: Conversation) -> Sequences | None:
+    def _encode(self, conversation: ConversationRow) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""
         name, prompt = conversation.name, conversation.prompt
         if conversation.is_text:
@@ -175,12 +175,12 @@ def last_turn(loss_mask: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(begin <= place < end for place in range(len(loss_mask)))
 
 
-def batch_of_conversations(conversations: Sequence[Sequences]) -> Batch:
+def batch_of_conversations(conversations: Sequence[Sequences]) -> SampleBatch:
     """Lay the sequences of conversations end to end, those of one conversation side by side."""
     sequences = [sequence for conversation in conversations for sequence in conversation]
     token_ids_T = np.concatenate([np.array(each.token_ids, dtype=np.int32) for each in sequences])
     images = [each.images for each in sequences if each.images is not None]
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([len(each.token_ids) for each in sequences], dtype=np.int32),
         token_ids_T=token_ids_T,
         loss_mask_T=np.concatenate([np.array(each.loss_mask, dtype=np.bool_) for each in sequences]),

@@ -18,7 +18,7 @@ from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.algorithms.validation import described, validation_metrics
 from tandem.coordinator.algorithms.words import bad_token_ids
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import (
     EncodedProblem,
     LazyDataset,
@@ -171,7 +171,7 @@ class GrpoAlgorithm:
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[Batch, dict[str, float]]:
+    ) -> tuple[SampleBatch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples."""
         assert purpose == "train", "it validates by generating"
         drawn = {r.scored.group: self._drawn(step, "train", r.scored.group).problem for r in records}

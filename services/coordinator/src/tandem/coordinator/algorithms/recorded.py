@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tandem.common.curve import Admitted
+from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
 from tandem.common.numeric.bounds import bounded
@@ -24,7 +24,7 @@ from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples import recorded_shards, sample_files
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.columns import prompt_images
 from tandem.samples.images.rows import ImageRows, image_folder
@@ -58,7 +58,7 @@ class RecordedAlgorithm(WithoutGeneration):
         self._prompts: dict[int, Hashable] = {}
         """The prompt tokens of each group of that step."""
 
-    def serve(self, coordinator: str, run_id: str, first_step: int, trainers: Admitted) -> dict[str, Listener]:
+    def serve(self, coordinator: str, run_id: str, first_step: int, trainers: AdmittedKeys) -> dict[str, Listener]:
         """Begin to serve samples to these trainers, beside the run's coordinator. Return the addresses, by source."""
         self._steps, self._step = RecordedSteps(self._config), 0
         self._steps.read_ahead(first_step)
@@ -89,7 +89,7 @@ class RecordedAlgorithm(WithoutGeneration):
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[Batch, dict[str, float]]:
+    ) -> tuple[SampleBatch, dict[str, float]]:
         """Return the training batch of `step` and the metrics of its samples. Raises `SamplesError`."""
         assert purpose == "train", "nothing is validated"
         if step != self._step:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
 from tandem.common.numeric.spread import differ
-from tandem.config.schema import RewardScaling, RewardShaping, Rollouts
+from tandem.config.schema import RewardScaling, RewardShaping, RolloutsConfig
 
 Float64s = NDArray[np.float64]
 
 
-def has_spread(section: Rollouts, samples: Sequence[SampleScored]) -> bool:
+def has_spread(section: RolloutsConfig, samples: Sequence[SampleScored]) -> bool:
     """Tell whether the rewards of a group differ by more than rounding, before shaping by length.
 
     If they do not, every advantage is zero (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 11), or comes from lengths
@@ -39,7 +39,7 @@ def component_names(samples: Sequence[SampleScored]) -> list[str]:
     return sorted({name for sample in samples for name in sample.components})
 
 
-def component_rewards(samples: Sequence[SampleScored], section: Rollouts, names: Sequence[str]) -> Float64s:
+def component_rewards(samples: Sequence[SampleScored], section: RolloutsConfig, names: Sequence[str]) -> Float64s:
     """Return the scaled components ``[S, C]``. One that a sample lacks, perhaps because a limit ended it, is zero."""
     values_SC = np.array([[sample.components.get(name, 0.0) for name in names] for sample in samples], dtype=np.float64)
     return scaled(values_SC.reshape(len(samples), len(names)), section.reward_scaling)

@@ -11,7 +11,7 @@ from typing import Never, Protocol
 
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images.rows import ImageRows
 
 
@@ -48,7 +48,7 @@ class RunningAlgorithm(Protocol):
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[Batch, dict[str, float]]:
+    ) -> tuple[SampleBatch, dict[str, float]]:
         """Return the batch of `step` and the metrics of its samples, which are those of `records`, in order."""
         ...
 

@@ -11,13 +11,13 @@ from tandem.common.messages import SampleScored
 from tandem.common.numeric.outliers import PHRASE, usual_size
 from tandem.common.returned import beyond, line
 from tandem.config import Config
-from tandem.config.schema import Rollouts
+from tandem.config.schema import RolloutsConfig
 from tandem.coordinator.algorithms.advantages import within
 from tandem.coordinator.algorithms.places import NUM_BATCHES
 from tandem.coordinator.algorithms.rewards import has_spread
 
 
-def dynamic_sampling(section: Rollouts, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:
+def dynamic_sampling(section: RolloutsConfig, samples: Sequence[SampleScored]) -> tuple[list[int], dict[str, float]]:
     """Return the rows of the samples to train on, and the counts of groups, under NeMo-RL's names.
 
     They are those of the first `num_prompts_per_step` informative groups, in the order in which the step drew them,
@@ -35,7 +35,7 @@ def dynamic_sampling(section: Rollouts, samples: Sequence[SampleScored]) -> tupl
     }
 
 
-def rows_of_equal_rewards(section: Rollouts, samples: Sequence[SampleScored]) -> set[int]:
+def rows_of_equal_rewards(section: RolloutsConfig, samples: Sequence[SampleScored]) -> set[int]:
     """Return the rows of the samples in groups whose rewards are all equal."""
     size = section.num_generations_per_prompt
     firsts = range(0, len(samples), size)
@@ -57,7 +57,7 @@ def set_aside_note(
 
 
 def without_outliers(
-    section: Rollouts, kept_S: NDArray[np.bool_], outlying_S: NDArray[np.bool_]
+    section: RolloutsConfig, kept_S: NDArray[np.bool_], outlying_S: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], dict[str, float]]:
     """Return which samples to train on, without groups that have an outlier if these are set aside, and the counts."""
     counts = {"advantage_outliers": float(outlying_S.sum())}

@@ -29,7 +29,7 @@ from tandem.coordinator.algorithms.selection import (
     without_outliers,
 )
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_PROMPT
 
 _BRANCHES = attrgetter("scored.branches")
@@ -95,7 +95,7 @@ def training_batch(
     records: Sequence[SampleRecord],
     prompts: Mapping[int, Hashable],
     problem_of: Callable[[int], str] | None = None,
-) -> tuple[Batch, dict[str, float]]:
+) -> tuple[SampleBatch, dict[str, float]]:
     """Turn a step's samples, ordered by group, into a batch with advantages; return also the samples' metrics.
 
     `prompts` has a key for each group, which is equal for equal prompts, and `problem_of` knows the id of its problem.
@@ -208,7 +208,7 @@ def batch_of_samples(
     columns: Mapping[str, NDArray[np.float32]] = {},
     set_aside: Collection[int] = (),
     notes: Sequence[str] = (),
-) -> Batch:
+) -> SampleBatch:
     """Return the batch of these samples, in this order. Each branch of an agent's episode is a sequence.
 
     No token counts if the sample was dropped, is to be set aside or, with `filters_overlong`, was truncated. A sample's
@@ -236,7 +236,7 @@ def batch_of_samples(
         if not scored.branches:
             prompt_S[row] = first_rows.setdefault(prompts[scored.group], row)
     rollouts, source_S = np.unique(each.rollouts_S, return_inverse=True)
-    return Batch(
+    return SampleBatch(
         lengths_S=of.lengths_S.astype(np.int32),
         num_valid_S=num_valid_S.astype(np.int32),
         prompt_S=prompt_S.astype(np.int32),

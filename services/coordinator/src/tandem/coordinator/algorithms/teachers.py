@@ -9,11 +9,11 @@ import numpy as np
 from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.config.schema.columns import TEACHER
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import EncodedProblem
 
 
-def with_teachers(config: Config, batch: Batch, drawn: Mapping[int, EncodedProblem]) -> Batch:
+def with_teachers(config: Config, batch: SampleBatch, drawn: Mapping[int, EncodedProblem]) -> SampleBatch:
     """Return the batch with the teacher of each sequence; `drawn` are the problems by rollout group."""
     numbers = {group: teacher_of(config, each.environment, each.set_name) for group, each in drawn.items()}
     teacher_S = np.array([numbers[group] for group in batch.group_S.tolist()], dtype=np.int32)

@@ -1,6 +1,6 @@
 """Callbacks: methods of the user's program that are called while a run that it began goes on.
 
-One thread (`Observation._observe`) reads steps from the run's journal, as ``for step in run`` does, and calls every
+One thread (`CallbackThread._observe`) reads steps from the run's journal, as ``for step in run`` does, and calls every
 callback in order. It produces nothing that the run reads, except a request to stop. The run does not wait for it.
 """
 
@@ -93,7 +93,7 @@ class ProgressLine(Callback):
         self._file.flush()
 
 
-class Observation:
+class CallbackThread:
     """The thread that calls the callbacks of a run."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:

@@ -33,7 +33,7 @@ def _run(order_fd: int, reports_fd: int) -> int:
     from tandem.common import gc_tuning
     from tandem.common.errors import TandemError
     from tandem.config import config_from_json
-    from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, failure
+    from tandem.coordinator.api.reports import Report, RunChecked, RunEnded, RunOrder, failure
     from tandem.coordinator.commands.running import run_to_outcome
     from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
@@ -48,10 +48,10 @@ def _run(order_fd: int, reports_fd: int) -> int:
     try:
         config = config_from_json(order.config_json)
         finish = run_to_outcome(
-            order.source, config, order.mode, order.from_step, order.reward_server, lambda: report(Begun())
+            order.source, config, order.mode, order.from_step, order.reward_server, lambda: report(RunChecked())
         )
     except KeyboardInterrupt:  # while it was reported on
-        report(Ended(outcome="interrupted"))
+        report(RunEnded(outcome="interrupted"))
         return INTERRUPTED
     except Exception as error:
         report(failure(error))
@@ -63,7 +63,7 @@ def _run(order_fd: int, reports_fd: int) -> int:
         report(failure(finish.error))
         print(f"error: {finish.error}", file=sys.stderr)
         return FAILED
-    report(Ended(outcome=finish.outcome))
+    report(RunEnded(outcome=finish.outcome))
     return OK if finish.outcome == "finished" else INTERRUPTED
 
 

@@ -14,7 +14,7 @@ from tandem.common.returned import shown
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.config.derive import GENERATED
-from tandem.config.layers import Layers
+from tandem.config.layers import ConfigLayers
 from tandem.config.load import build, laid_over, layers_of
 from tandem.coordinator.api.rewards import RewardFunction
 from tandem.coordinator.api.rows import ANSWER, QUESTION
@@ -25,16 +25,16 @@ _SOURCE = "tandem.train"
 _NO_FILE_YET = "-"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigurationBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration that is still being put together."""
 
-    layers: Layers
+    layers: ConfigLayers
     overrides: Mapping[str, Any]
 
-    def with_argument(self, argument: Mapping[str, Any]) -> Settings:
+    def with_argument(self, argument: Mapping[str, Any]) -> ConfigurationBuilder:
         """Return the settings with an argument of `tandem.train` laid over the configuration."""
         layers = laid_over(self.layers, dict(argument), _SOURCE)
-        return Settings(layers=layers, overrides=self.overrides)
+        return ConfigurationBuilder(layers=layers, overrides=self.overrides)
 
     def built(self, *arguments: Mapping[str, Any]) -> Config:
         """Return the configuration with arguments laid over it, and overrides over those. Raise `ConfigError`."""
@@ -47,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         keys = ("num_validation", "split_validation_size")
         return isinstance(data, Mapping) and any(data.get(key) is not None for key in keys)
 
-    def _layers(self, *arguments: Mapping[str, Any]) -> Layers:
+    def _layers(self, *arguments: Mapping[str, Any]) -> ConfigLayers:
         layers = self.layers
         for argument in arguments:
             layers = laid_over(layers, dict(argument), _SOURCE)
@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return layers
 
 
-def settings_of(config: object, overrides: object) -> Settings:
+def settings_of(config: object, overrides: object) -> ConfigurationBuilder:
     """Read the user's configuration and overrides. Raise `ConfigError` if they have the wrong type."""
     if not isinstance(config, str | Path | Mapping | Config):
         raise ConfigError(f"config: expected a path, a dict or a Config, got {shown(config)[:200]}")
@@ -68,7 +68,7 @@ def settings_of(config: object, overrides: object) -> Settings:
         raise ConfigError(
             f"overrides: expected a dict such as {{'grpo.max_num_steps': 10}}, got {shown(overrides)[:200]}"
         )
-    return Settings(layers=layers_of(config), overrides=given)
+    return ConfigurationBuilder(layers=layers_of(config), overrides=given)
 
 
 def of_rewards(functions: Sequence[RewardFunction], solved_at: object) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tandem.observe.run_folder.journal_file import is_taken
 if TYPE_CHECKING:
     import pandas
 
-    from tandem.coordinator.api.callbacks import Callback, Observation
+    from tandem.coordinator.api.callbacks import Callback, CallbackThread
     from tandem.coordinator.api.process import RunProcess
     from tandem.observe.run_folder.journal import JournalReader, StepRecord
     from tandem.samples.recorded_samples import Sample
@@ -42,7 +42,7 @@ class Run:
         self.folder = folder
         """The run folder."""
         self._process = process
-        self._observation: Observation | None = None
+        self._observation: CallbackThread | None = None
 
     # --- what it is --------------------------------------------------------------------------------------------------
 
@@ -275,9 +275,9 @@ class Run:
 
     def _observe(self, callbacks: Sequence[Callback]) -> None:
         """Call callbacks from now on."""
-        from tandem.coordinator.api.callbacks import Observation
+        from tandem.coordinator.api.callbacks import CallbackThread
 
-        self._observation = Observation(self, callbacks)
+        self._observation = CallbackThread(self, callbacks)
 
     def _await_callbacks(self, timeout_s: float | None) -> bool:
         return self._observation is None or self._observation.join(timeout_s)

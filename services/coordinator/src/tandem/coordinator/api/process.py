@@ -27,7 +27,7 @@ import msgspec
 from tandem.common.errors import ServiceLost, TandemError
 from tandem.common.messages import MAX_TEXT
 from tandem.common.texts import last_of
-from tandem.coordinator.api.reports import Begun, Ended, Report, RunOrder, error_of
+from tandem.coordinator.api.reports import Report, RunChecked, RunEnded, RunOrder, error_of
 
 LOG = "logs/console.log"
 """Console output of the run, within the run folder."""
@@ -58,7 +58,7 @@ class RunProcess:
         self.has_begun = threading.Event()
         """Set when the run was checked, or has ended before that."""
         self.has_ended = threading.Event()
-        self.outcome: Ended | None = None
+        self.outcome: RunEnded | None = None
         self._ends_with_the_program()
         self._thread = threading.Thread(target=self._watch, name="tandem-run", daemon=True)
         self._thread.start()
@@ -97,12 +97,12 @@ class RunProcess:
             self._hear(reports)
             code = self._exit_code()
             if self.outcome is None and self._asked_to_stop and code == -signal.SIGTERM:
-                self.outcome = Ended(outcome="interrupted")  # before it could listen to signals
+                self.outcome = RunEnded(outcome="interrupted")  # before it could listen to signals
             elif self.outcome is None:
-                self.outcome = Ended(outcome="failed", kind=ServiceLost.__name__, what=self._how_it_was_lost(code))
+                self.outcome = RunEnded(outcome="failed", kind=ServiceLost.__name__, what=self._how_it_was_lost(code))
         except BaseException as error:
             what = (f"the run could not be started: {type(error).__name__}: {error}",)
-            self.outcome = Ended(outcome="failed", kind=TandemError.__name__, what=what)
+            self.outcome = RunEnded(outcome="failed", kind=TandemError.__name__, what=what)
         finally:
             for each in (self._lifeline, self._guarded, self._console):
                 each.close()
@@ -152,7 +152,7 @@ class RunProcess:
                         self._take(_reports.decode(line))
 
     def _take(self, report: Report) -> None:
-        if isinstance(report, Begun):
+        if isinstance(report, RunChecked):
             self.has_begun.set()
         else:
             self.outcome = report

@@ -24,11 +24,11 @@ class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
     reward_server: messages.RewardServer | None
 
 
-class Begun(msgspec.Struct, frozen=True, tag=True):
+class RunChecked(msgspec.Struct, frozen=True, tag=True):
     """Report that the run was checked, and nothing is wrong with it."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Report that the run is over."""
 
     outcome: Literal["finished", "interrupted", "failed"]
@@ -40,26 +40,26 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`DamagedCheckpoint.whole` of the error."""
 
 
-Report = Begun | Ended
+Report = RunChecked | RunEnded
 
 
-def failure(error: BaseException) -> Ended:
+def failure(error: BaseException) -> RunEnded:
     """Describe the error that ended a run."""
     kind = type(error).__name__
     match error:
         case ConfigError():
-            return Ended(outcome="failed", kind=kind, what=error.problems)
+            return RunEnded(outcome="failed", kind=kind, what=error.problems)
         case ServiceError():
-            return Ended(outcome="failed", kind=kind, what=(error.process, error.phase, error.what))
+            return RunEnded(outcome="failed", kind=kind, what=(error.process, error.phase, error.what))
         case DamagedCheckpoint():
-            return Ended(outcome="failed", kind=kind, what=(str(error),), whole=error.whole)
+            return RunEnded(outcome="failed", kind=kind, what=(str(error),), whole=error.whole)
         case TandemError():
-            return Ended(outcome="failed", kind=kind, what=(str(error),))
+            return RunEnded(outcome="failed", kind=kind, what=(str(error),))
         case _:  # a bug: the log has the traceback
-            return Ended(outcome="failed", what=(f"{kind}: {error}",))
+            return RunEnded(outcome="failed", what=(f"{kind}: {error}",))
 
 
-def error_of(ended: Ended) -> TandemError | None:
+def error_of(ended: RunEnded) -> TandemError | None:
     """Return the error that ended a run, None if it did not fail."""
     if ended.outcome != "failed":
         return None

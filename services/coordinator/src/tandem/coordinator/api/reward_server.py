@@ -2,11 +2,11 @@
 
 The engines' end is `tandem.rollout.environments.program`.
 
-One thread (`RewardServer._serve`) alone uses the socket. It consumes `ScoreResponses` and the results of calls. It
-produces `ResponsesScored` as scores arrive, and `StillScoring` every second while an engine waits. It waits for nothing
-else, and ends when the server is closed. Functions run in the threads of a pool, ``async def`` functions on one event
-loop that all calls share. No thread can be killed: if its call takes too long, it is left alone, and another takes its
-place.
+One thread (`ProgramRewardServer._serve`) alone uses the socket. It consumes `ScoreResponses` and the results of calls.
+It produces `ResponsesScored` as scores arrive, and `StillScoring` every second while an engine waits. It waits for
+nothing else, and ends when the server is closed. Functions run in the threads of a pool, ``async def`` functions on one
+event loop that all calls share. No thread can be killed: if its call takes too long, it is left alone, and another
+takes its place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 
 from tandem.common import messages
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import ResponsesScored, ResponseToScore, ScoredResponse, ScoreResponses, StillScoring
 from tandem.common.returned import line, raised_at, sayable
-from tandem.common.wire import Codec, Hub, Peer, encode
+from tandem.common.wire import Hub, HubPeer, MessageCodec, encode
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.coordinator.api.configuration import SOLVED_AT, row_keys
@@ -48,7 +48,7 @@ _LONGEST_TRACE = 20_000
 class _Item(msgspec.Struct, eq=False):
     """A response, and the values that functions have returned for it so far."""
 
-    peer: Peer
+    peer: HubPeer
     asked: ResponseToScore
     values: list[float | None]
     missing: int
@@ -71,7 +71,7 @@ class _Call(msgspec.Struct, eq=False):
         return not self.is_given_up and not all(item.is_done for item in self.items)
 
 
-class RewardServer:
+class ProgramRewardServer:
     """A server that scores responses with functions of this process."""
 
     def __init__(self, functions: Sequence[RewardFunction], config: Config) -> None:
@@ -81,10 +81,10 @@ class RewardServer:
         self._timeout_s = settings.timeout_s
         self._solved_at: float = settings.kwargs[SOLVED_AT]
         self._keys = row_keys(config)
-        self._codec: Codec[ScoreResponses] = Codec(messages.ToRewardServer)
+        self._codec: MessageCodec[ScoreResponses] = MessageCodec(messages.ToRewardServer)
         own, callers = new_key_pair(), new_key_pair()
         self._hub = Hub(
-            f"{address.rpartition(':')[0]}:*", own, Admitted([callers.public]), max_bytes=_MAX_REQUEST_BYTES
+            f"{address.rpartition(':')[0]}:*", own, AdmittedKeys([callers.public]), max_bytes=_MAX_REQUEST_BYTES
         )
         port = int(self._hub.address.rpartition(":")[2])
         self.at = messages.RewardServer(port=port, public_key=own.public, callers=callers)
@@ -124,7 +124,7 @@ class RewardServer:
                 except WireError:
                     continue  # malformed: an engine's own request has a deadline
                 self._begin(peer, request.responses)
-            answers: dict[Peer, list[ScoredResponse]] = defaultdict(list)
+            answers: dict[HubPeer, list[ScoredResponse]] = defaultdict(list)
             while not self._came.empty():
                 self._take(*self._came.get(), answers)
             self._give_up_the_slow(answers)
@@ -136,7 +136,7 @@ class RewardServer:
                     self._hub.send(peer, encode(StillScoring()))
         self._hub.close()
 
-    def _begin(self, peer: Peer, responses: Sequence[ResponseToScore]) -> None:
+    def _begin(self, peer: HubPeer, responses: Sequence[ResponseToScore]) -> None:
         """Queue all calls for some responses."""
         count = len(self._functions)
         items = [_Item(peer, response, [None] * count, count) for response in responses]
@@ -152,7 +152,7 @@ class RewardServer:
                     self._waiting.put(call)
 
     def _take(
-        self, call: _Call, came: list[float | None] | BaseException, answers: dict[Peer, list[ScoredResponse]]
+        self, call: _Call, came: list[float | None] | BaseException, answers: dict[HubPeer, list[ScoredResponse]]
     ) -> None:
         """Take the result of a call, and answer the responses that have a result from every function."""
         self._running.pop(call, None)
@@ -167,7 +167,7 @@ class RewardServer:
             if item.missing == 0 and not item.is_done:
                 self._answer(item, self._scored(item), answers)
 
-    def _give_up_the_slow(self, answers: dict[Peer, list[ScoredResponse]]) -> None:
+    def _give_up_the_slow(self, answers: dict[HubPeer, list[ScoredResponse]]) -> None:
         now = time.monotonic()
         for call, thread in [*self._running.items()]:
             patience_s = self._timeout_s if thread is not None else self._timeout_s + _SAY_SO_S
@@ -182,12 +182,12 @@ class RewardServer:
                 self._loop = _EventLoop()  # a coroutine keeps all others from running
             self._fail(call, self._too_slow(call), answers)
 
-    def _fail(self, call: _Call, failure: ScoredResponse, answers: dict[Peer, list[ScoredResponse]]) -> None:
+    def _fail(self, call: _Call, failure: ScoredResponse, answers: dict[HubPeer, list[ScoredResponse]]) -> None:
         for item in call.items:
             if not item.is_done:
                 self._answer(item, msgspec.structs.replace(failure, number=item.asked.number), answers)
 
-    def _answer(self, item: _Item, scored: ScoredResponse, answers: dict[Peer, list[ScoredResponse]]) -> None:
+    def _answer(self, item: _Item, scored: ScoredResponse, answers: dict[HubPeer, list[ScoredResponse]]) -> None:
         item.is_done = True
         self._items.discard(item)
         answers[item.peer].append(scored)

@@ -16,7 +16,7 @@ import msgspec
 from tandem.common.errors import DataError, nearest
 from tandem.common.returned import shown
 from tandem.common.values.json_values import encode_json
-from tandem.config.schema import Data
+from tandem.config.schema import DataConfig
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.questions import read_question
 
@@ -30,7 +30,7 @@ _ANSWERS = ("answer", "solution", "output", "reference", "ground_truth")
 Row = Mapping[str, Any]
 
 
-class Rows(msgspec.Struct, frozen=True):
+class CheckedRows(msgspec.Struct, frozen=True):
     """Checked rows."""
 
     content: bytes
@@ -52,7 +52,7 @@ class Rows(msgspec.Struct, frozen=True):
         return folder / FOLDER / f"{name}-{hashlib.sha256(self.content).hexdigest()[:12]}.jsonl"
 
 
-def rows_of(dataset: object, data: Data, argument: str) -> Rows:
+def rows_of(dataset: object, data: DataConfig, argument: str) -> CheckedRows:
     """Check a dataset: a list of rows, a ``datasets.Dataset``, or the path of a JSON-lines file.
 
     Raise `DataError` if it is unusable; its text begins with `argument`, the name of what was given.
@@ -67,7 +67,7 @@ def rows_of(dataset: object, data: Data, argument: str) -> Rows:
         )
     answer = _key(first, data.output_key, _ANSWERS)
     lines = (_line(row, question, answer, f"{argument}[{index}]") for index, row in enumerate(found))
-    return Rows(b"".join(lines), tuple(first), len(found))
+    return CheckedRows(b"".join(lines), tuple(first), len(found))
 
 
 def _rows(dataset: object, argument: str) -> Sequence[Row]:

@@ -11,14 +11,14 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.coordinator.api.callbacks import Callback, ProgressLine, checked_callbacks
-from tandem.coordinator.api.configuration import Settings, of_rewards, of_rows, settings_of, without_rows
+from tandem.coordinator.api.configuration import ConfigurationBuilder, of_rewards, of_rows, settings_of, without_rows
 from tandem.coordinator.api.handle import Run
 from tandem.coordinator.api.model_objects import SavedObjects, check_objects, saved_objects, without_objects
 from tandem.coordinator.api.process import RunProcess
 from tandem.coordinator.api.reports import Mode, RunOrder
-from tandem.coordinator.api.reward_server import RewardServer
+from tandem.coordinator.api.reward_server import ProgramRewardServer
 from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward_functions
-from tandem.coordinator.api.rows import QUESTION, Rows, rows_of
+from tandem.coordinator.api.rows import QUESTION, CheckedRows, rows_of
 from tandem.coordinator.preparing.resuming import refuse_changes
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
@@ -122,8 +122,8 @@ def train(
 
 @contextlib.contextmanager
 def _with_objects(
-    settings: Settings, model: object, tokenizer: object, mode: Mode
-) -> Iterator[tuple[Settings, SavedObjects | None]]:
+    settings: ConfigurationBuilder, model: object, tokenizer: object, mode: Mode
+) -> Iterator[tuple[ConfigurationBuilder, SavedObjects | None]]:
     """Save a model and a tokenizer, and yield the settings that name their folder."""
     if model is None and tokenizer is None:
         yield settings, None
@@ -152,8 +152,8 @@ def _source(config: object) -> str:
 
 
 def _with_data(
-    settings: Settings, of_functions: Mapping[str, Any], dataset: object, validation: object, mode: Mode
-) -> tuple[Config, dict[Path, Rows]]:
+    settings: ConfigurationBuilder, of_functions: Mapping[str, Any], dataset: object, validation: object, mode: Mode
+) -> tuple[Config, dict[Path, CheckedRows]]:
     """Return the configuration, and the rows to write to the files that it names."""
     if dataset is None and mode != "resume":
         return settings.built(of_functions), {}
@@ -235,7 +235,7 @@ def _begin(
     show: bool,
 ) -> Run:
     """Start the run, and wait until it was checked."""
-    server = None if functions is None else RewardServer(functions, config)
+    server = None if functions is None else ProgramRewardServer(functions, config)
     order = RunOrder(
         source=source,
         config_json=config_to_json(config),

@@ -88,11 +88,11 @@ def _talk_to(arguments: argparse.Namespace, url: str, token: str | None, images:
 
 
 def _talk(arguments: argparse.Namespace, find_server: Callable[[], ChatServer], images: list[dict[str, Any]]) -> int:
-    from tandem.serving.conversation import HELP, Conversation
+    from tandem.serving.conversation import HELP, ChatSession
 
     model = find_server().choose_model(arguments.model)
     names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
     settings = {name: getattr(arguments, name) for name in names}
     print(f"talking to {model}; {HELP}; Ctrl-C stops an answer", flush=True)
-    Conversation(find_server, model, arguments.system, settings, images).hold()
+    ChatSession(find_server, model, arguments.system, settings, images).hold()
     return OK

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tandem.coordinator.algorithms.running import RunningAlgorithm
     from tandem.coordinator.preparing.preflight import MakeAlgorithm
-    from tandem.coordinator.preparing.prerequisite import Ready
+    from tandem.coordinator.preparing.prerequisite import CheckedConfig
     from tandem.samples.tokenizer import Tokenizer
 
 _NUM_SHOWN = 3
@@ -95,7 +95,7 @@ def _shown(num_rows: int) -> tuple[MakeAlgorithm, Callable[[], None]]:
     return make, lambda: print_lines(lines, console)
 
 
-def _print_rewards(ready: Ready, num_rows: int) -> tuple[str, ...]:
+def _print_rewards(ready: CheckedConfig, num_rows: int) -> tuple[str, ...]:
     """Print the rewards of the first reference answers, if the run has any; return what is wrong with them."""
     from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
     from tandem.coordinator.preparing.reference_rewards import reference_rewards
@@ -115,7 +115,7 @@ def _list_ignored(config: Config) -> None:
         print("\n".join(["ignored:", *(f"  {line}" for line in config.ignored)]), flush=True)
 
 
-def _earlier(ready: Ready) -> Iterator[str]:
+def _earlier(ready: CheckedConfig) -> Iterator[str]:
     """Yield notes about what exists of a run, and about the one before it until that is done."""
     from tandem.coordinator.preparing.prerequisite import differences, is_done
     from tandem.launch.preparing.beginning import has_begun
@@ -134,7 +134,7 @@ def _earlier(ready: Ready) -> Iterator[str]:
         yield from (f"prerequisite {before.source}: {notice.removeprefix('note: ')}" for notice in before.notices)
 
 
-def _summary(ready: Ready) -> str:
+def _summary(ready: CheckedConfig) -> str:
     """Describe a run on one line."""
     from tandem.launch.expected import expected_processes
 

@@ -72,10 +72,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _listen(address: str) -> int:
-    from tandem.launch.doctor.network import Listener, parse_address
+    from tandem.launch.doctor.network import ProbeServer, parse_address
 
     host, port = parse_address(address)
-    listener = Listener(host, port)
+    listener = ProbeServer(host, port)
     try:
         print(f"listening: coordinator doctor --peer {host}:{listener.port}", flush=True)
         while True:

@@ -61,13 +61,15 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from tandem.coordinator.evaluation.evaluate import evaluate, evaluation_config, prepare, prepare_folder
     from tandem.launch.expected import launched_processes
-    from tandem.launch.fork_server import ForkServer
+    from tandem.launch.fork_server import ServiceForkServer
     from tandem.launch.launch import preload
     from tandem.observe.evaluation.table import print_table
 
     say = partial(print, flush=True)
     kinds = [k for k, count in launched_processes(evaluation_config(config, found[0].folder, folder)).items() if count]
-    with ForkServer(partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s) as server:
+    with ServiceForkServer(
+        partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s
+    ) as server:
         readies = prepare(arguments.config, config, found, folder)
         prepare_folder(folder, say)
         finish, evaluation = evaluate(config, found, readies, folder, say, server)

@@ -15,7 +15,7 @@ from tandem.coordinator.commands.arguments import Commands
 from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
-    from tandem.launch.starting.choices import Choices
+    from tandem.launch.starting.choices import UserChoices
 
 _DEFAULT_FILE = "tandem.yaml"
 
@@ -65,7 +65,7 @@ def _init(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _choices(arguments: argparse.Namespace) -> Choices:
+def _choices(arguments: argparse.Namespace) -> UserChoices:
     """Return the choices: from options, else from answers on a terminal, else from defaults."""
     from tandem.launch.starting import choices as chosen
 
@@ -90,7 +90,7 @@ def _choices(arguments: argparse.Namespace) -> Choices:
     scores = asks and rolls_out and file is not None
     check = partial(chosen.check_name, "environment", known=chosen.ENVIRONMENTS)
     environment = _choose(arguments.environment, "environment", chosen.ENVIRONMENTS, "exact_match", check, asks=scores)
-    return chosen.Choices(
+    return chosen.UserChoices(
         algorithm=algorithm,
         task=task,
         file=file,

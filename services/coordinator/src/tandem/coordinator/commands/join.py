@@ -51,8 +51,8 @@ def add(commands: Commands) -> None:
 
 def _join(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.launch.fork_server import ForkServer
-    from tandem.launch.join import ByKeyFile, Limits, NodeProcesses, wait_for_key_file
+    from tandem.launch.fork_server import ServiceForkServer
+    from tandem.launch.join import ByKeyFile, JoinLimits, NodeProcesses, wait_for_key_file
     from tandem.launch.launch import LocalProcesses, make_importable, preload
     from tandem.launch.nodes import node_of
 
@@ -66,12 +66,14 @@ def _join(arguments: argparse.Namespace) -> int:
     make_importable(arguments.config)
     logs = Path(config.logger.log_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with ForkServer(partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s) as fork_server:
+    with ServiceForkServer(
+        partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s
+    ) as fork_server:
         joining = ByKeyFile(
             coordinator=arguments.coordinator, key_file=keys.absolute(), timeout_s=arguments.join_timeout
         )
         processes = LocalProcesses(joining, logs, fork_server)
-        limits = Limits(
+        limits = JoinLimits(
             admission_s=arguments.join_timeout,
             max_replacements=config.cluster.max_replacements,
             replacement_window_s=config.cluster.replacement_window_s,

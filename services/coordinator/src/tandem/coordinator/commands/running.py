@@ -16,9 +16,9 @@ from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 if TYPE_CHECKING:
     from tandem.common.messages import RewardServer
     from tandem.config import Config
-    from tandem.coordinator.scheduler.events import Finish
+    from tandem.coordinator.scheduler.events import FinishRun
     from tandem.launch.preparing.beginning import Mode
-    from tandem.launch.supervision import Supervision
+    from tandem.launch.supervision import SupervisorConnection
 
 
 def run_to_end(
@@ -28,7 +28,7 @@ def run_to_end(
     from_step: int | None,
     to_continue: Sequence[str],
     *,
-    supervision: Supervision | None = None,
+    supervision: SupervisorConnection | None = None,
     unfinished_code: int = OK,
 ) -> int:
     """Run a configuration, read from `source`, to its end; `to_continue` is the command line that resumes it.
@@ -63,8 +63,8 @@ def run_to_outcome(
     reward_server: RewardServer | None = None,
     begun: Callable[[], None] = lambda: None,
     *,
-    supervision: Supervision | None = None,
-) -> Finish:
+    supervision: SupervisorConnection | None = None,
+) -> FinishRun:
     """Run a configuration, and report on it when it has finished; `begun` is called after the checks.
 
     `supervision` belongs to this process if another one takes over when it is lost.
@@ -74,9 +74,9 @@ def run_to_outcome(
     """
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
-    from tandem.coordinator.scheduler.events import Finish
+    from tandem.coordinator.scheduler.events import FinishRun
     from tandem.launch.expected import launched_processes
-    from tandem.launch.fork_server import ForkServer
+    from tandem.launch.fork_server import ServiceForkServer
     from tandem.launch.launch import preload
 
     signals.interrupt_when_asked()
@@ -84,16 +84,16 @@ def run_to_outcome(
         # First, because the imports below are large, too.
         kinds = [kind for kind, count in launched_processes(config).items() if count]
         environment = config.policy.environment
-        with ForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
+        with ServiceForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
             if supervision is not None:
                 supervision.start()  # not before: a process with threads should not fork
-            from tandem.coordinator.loop.invocation import Invocation
+            from tandem.coordinator.loop.invocation import CommandInvocation
             from tandem.coordinator.loop.run import run
             from tandem.coordinator.preparing.preflight import preflight
 
             ready = preflight(source, config, mode, has_rewards=reward_server is not None)
             begun()
-            invocation = Invocation(
+            invocation = CommandInvocation(
                 ready=ready,
                 mode=mode,
                 say=partial(print, flush=True),
@@ -104,7 +104,7 @@ def run_to_outcome(
             )
             finish = run(invocation)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
-        finish = Finish(outcome="interrupted")
+        finish = FinishRun(outcome="interrupted")
     if finish.outcome == "finished":
         folder = Path(config.logger.log_dir)
         print(_evaluated(folder) if config.evaluates else _report(config, folder), flush=True)

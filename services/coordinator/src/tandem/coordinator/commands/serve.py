@@ -16,7 +16,7 @@ from tandem.launch.exit_codes import OK
 from tandem.serving.access_token import add_token, token_of
 
 if TYPE_CHECKING:
-    from tandem.serving.handover import Serving
+    from tandem.serving.handover import ServingHandover
 
 
 def add(commands: Commands) -> None:
@@ -136,7 +136,7 @@ def _serve_run(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _greeting(serving: Serving, url: str) -> str:
+def _greeting(serving: ServingHandover, url: str) -> str:
     return (
         f"serving {serving.name} at {url}/v1 ({serving.engine}, {serving.precision}, {serving.max_batch_size} answers "
         f"at once, at most {serving.max_length} tokens each, prompt included); Ctrl-C ends it\n"

@@ -73,9 +73,9 @@ def _up(arguments: argparse.Namespace) -> int:
     words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume", *supervise]
     supervision = None
     if arguments.supervision_fd is not None:
-        from tandem.launch.supervision import Supervision
+        from tandem.launch.supervision import SupervisorConnection
 
-        supervision = Supervision(arguments.supervision_fd, arguments.supervised_by, config.cluster)
+        supervision = SupervisorConnection(arguments.supervision_fd, arguments.supervised_by, config.cluster)
     try:
         return run_to_end(
             arguments.config,

@@ -14,16 +14,16 @@ from tandem.common.errors import ConfigError, DataError, RunFolderError
 from tandem.common.values.texts import question_text, text_of
 from tandem.config import Config, change_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.coordinator.evaluation.models import Model
-from tandem.coordinator.loop.invocation import Invocation
+from tandem.coordinator.evaluation.models import EvaluatedModel
+from tandem.coordinator.loop.invocation import CommandInvocation
 from tandem.coordinator.loop.run import run
 from tandem.coordinator.preparing.preflight import preflight
-from tandem.coordinator.preparing.prerequisite import Ready
-from tandem.coordinator.scheduler.events import Finish
-from tandem.launch.fork_server import ForkServer
+from tandem.coordinator.preparing.prerequisite import CheckedConfig
+from tandem.coordinator.scheduler.events import FinishRun
+from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.preparing.beginning import set_aside
-from tandem.observe.evaluation.results import Asked, results_of, scores_of, write_results
-from tandem.observe.evaluation.table import INTERVAL, Evaluation, write_table
+from tandem.observe.evaluation.results import EvaluatedProblem, results_of, scores_of, write_results
+from tandem.observe.evaluation.table import INTERVAL, EvaluationResults, write_table
 from tandem.refit.model_folders.checking import model_vocabulary
 from tandem.samples.model_files import load_tokenizer
 
@@ -106,7 +106,7 @@ _MOST_BATCHES = 1000
 """Longest evaluation timeout, as a multiple of the step's generation timeout."""
 
 
-def prepare(source: str, base: Config, models: Sequence[Model], folder: Path) -> list[Ready]:
+def prepare(source: str, base: Config, models: Sequence[EvaluatedModel], folder: Path) -> list[CheckedConfig]:
     """Check all evaluations before one begins. Raise `TandemError` if one cannot be run."""
     found = []
     for model in models:
@@ -132,18 +132,23 @@ def prepare_folder(folder: Path, say: Say) -> None:
 
 
 def evaluate(
-    base: Config, models: Sequence[Model], readies: Sequence[Ready], folder: Path, say: Say, fork_server: ForkServer
-) -> tuple[Finish, Evaluation | None]:
+    base: Config,
+    models: Sequence[EvaluatedModel],
+    readies: Sequence[CheckedConfig],
+    folder: Path,
+    say: Say,
+    fork_server: ServiceForkServer,
+) -> tuple[FinishRun, EvaluationResults | None]:
     """Evaluate models one after another; return how the last run ended, and the results of finished ones.
 
     The results of a model are on disk before the next one begins.
     """
     rows = []
-    evaluation: Evaluation | None = None
-    finish = Finish(outcome="finished")
+    evaluation: EvaluationResults | None = None
+    finish = FinishRun(outcome="finished")
     for number, (model, ready) in enumerate(zip(models, readies, strict=True), 1):
         say(f"evaluating {model.label} ({number} of {len(models)})")
-        finish = run(Invocation(ready=ready, mode="new", say=say, fork_server=fork_server))
+        finish = run(CommandInvocation(ready=ready, mode="new", say=say, fork_server=fork_server))
         if finish.outcome != "finished":
             break
         algorithm = _algorithm(ready)
@@ -158,9 +163,9 @@ def evaluate(
     return finish, evaluation
 
 
-def _described(ready: Ready, base: Config, rows: Sequence[Any]) -> Evaluation:
+def _described(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> EvaluationResults:
     config, sampling = ready.config, _sampling(base)
-    return Evaluation(
+    return EvaluationResults(
         source=ready.source,
         dataset_name=config.data.dataset_name,
         environment=", ".join(config.environments),
@@ -194,12 +199,12 @@ def _seed(config: Config) -> int:
     return next(seed for seed in seeds if seed is not None)
 
 
-def _algorithm(ready: Ready) -> GrpoAlgorithm:
+def _algorithm(ready: CheckedConfig) -> GrpoAlgorithm:
     assert isinstance(ready.algorithm, GrpoAlgorithm), "what rolls out, and takes no step"
     return ready.algorithm
 
 
-def _check_vocabulary(ready: Ready, model: Model) -> None:
+def _check_vocabulary(ready: CheckedConfig, model: EvaluatedModel) -> None:
     """Raise `DataError` if the tokenizer turns a prompt into tokens that the model does not have."""
     size, algorithm = model_vocabulary(model.folder), _algorithm(ready)
     groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
@@ -211,7 +216,7 @@ def _check_vocabulary(ready: Ready, model: Model) -> None:
         )
 
 
-def _asked(ready: Ready, algorithm: GrpoAlgorithm) -> list[Asked]:
+def _asked(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[EvaluatedProblem]:
     tokenizer = load_tokenizer(ready.config)
     pictures = None
     if tokenizer.sees:
@@ -221,7 +226,7 @@ def _asked(ready: Ready, algorithm: GrpoAlgorithm) -> list[Asked]:
         pictures = marked_texts(tokenizer, image_folder(ready.config))
     groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))
     return [
-        Asked(
+        EvaluatedProblem(
             problem_id=group.problem.problem_id,
             question=question_text(group.problem.question),
             prompt=tokenizer.decode(group.prompt_ids, skip_special_tokens=False)

@@ -18,7 +18,7 @@ from tandem.refit.model_folders.checking import read_json, refuse_unknown_type
 _CONFIG = "config.json"
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluatedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model to evaluate."""
 
     label: str
@@ -28,14 +28,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
 
 
-def find_models(words: Sequence[str], which: Which) -> list[Model]:
+def find_models(words: Sequence[str], which: Which) -> list[EvaluatedModel]:
     """Return the models that words of the command line name, each once. Raise `ModelError` if one is not found."""
-    models: dict[Path, Model] = {}
+    models: dict[Path, EvaluatedModel] = {}
     for label, folder in _found(words, which):
         _check_kind(folder)
         if folder.resolve() not in models:
             name = _file_name(label, {model.name for model in models.values()})
-            models[folder.resolve()] = Model(label=str(label), name=name, folder=folder)
+            models[folder.resolve()] = EvaluatedModel(label=str(label), name=name, folder=folder)
     return [*models.values()]
 
 

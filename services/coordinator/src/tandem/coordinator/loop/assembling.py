@@ -14,33 +14,33 @@ from tandem.config import Config, config_to_json
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.batches import Batches
-from tandem.coordinator.loop.interrupts import Interrupts
-from tandem.coordinator.loop.invocation import Invocation
-from tandem.coordinator.loop.loop import Lasting, Loop
-from tandem.coordinator.loop.opening import Opened
-from tandem.coordinator.loop.recorder import Recorder
+from tandem.coordinator.loop.batches import StepBatches
+from tandem.coordinator.loop.interrupts import PendingInterrupts
+from tandem.coordinator.loop.invocation import CommandInvocation
+from tandem.coordinator.loop.loop import CoordinatorLoop, RunParts
+from tandem.coordinator.loop.opening import OpenedResources
+from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec
-from tandem.coordinator.observers.finished_steps import Curves, HealthWarnings
+from tandem.coordinator.observers.finished_steps import CurveFile, HealthWarnings
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
-from tandem.coordinator.observers.observer import Observer, Observers
-from tandem.coordinator.observers.progress import Progress
+from tandem.coordinator.observers.observer import Observer, ObserverGroup
+from tandem.coordinator.observers.progress import ProgressDisplay
 from tandem.coordinator.observers.quick_steps import QuickSteps, StepLog
 from tandem.coordinator.observers.stopping import validation_stop
 from tandem.coordinator.observers.time_limit import TimeLimit
-from tandem.coordinator.observers.timeline import Timeline
-from tandem.coordinator.observers.watching import Dashboards, EngineServers, Metrics, Supervised
-from tandem.coordinator.preparing.resuming import Start
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.observers.timeline import TimelineWriter
+from tandem.coordinator.observers.watching import DashboardObserver, EngineServers, MetricsObserver, SupervisorObserver
+from tandem.coordinator.preparing.resuming import StartingPoint
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.processes.sample_limits import Limits
+from tandem.coordinator.processes.sample_limits import SampleLimits
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
-from tandem.launch.admission.admission import HeartbeatSettings, Listening
+from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
 from tandem.launch.admission.known_processes import KnownProcesses, orphan_timeout_s
 from tandem.launch.expected import KINDS, expected_processes, launched_processes
-from tandem.launch.launch import Admits, LocalProcesses
+from tandem.launch.launch import LocalProcesses, OwnCredentials
 from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.batch_sharding import scoring_trainers
@@ -65,10 +65,10 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an attempt has reached its first step."""
 
 
-def lasting(invocation: Invocation, opened: Opened) -> Lasting:
+def lasting(invocation: CommandInvocation, opened: OpenedResources) -> RunParts:
     """Make the parts that last through all attempts. No process is started yet."""
     config, listening = invocation.ready.config, opened.listening
-    admits = Admits(listening.hub.at, listening.admitted)
+    admits = OwnCredentials(listening.hub.at, listening.admitted)
     heartbeat = HeartbeatSettings(
         interval_s=config.cluster.heartbeat_interval_s,
         timeout_s=config.cluster.heartbeat_timeout_s,
@@ -78,13 +78,13 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
     known = KnownProcesses(
         opened.journal.folder, listening.hub.address, is_kept=heartbeat.orphan_timeout_s > 0, earlier=opened.earlier
     )
-    interrupts = Interrupts()
+    interrupts = PendingInterrupts()
     observers = list(opened.watching)
     if config.checkpointing.enabled and config.checkpointing.checkpoint_must_save_by is not None:
         observers.append(TimeLimit(config.checkpointing.checkpoint_must_save_by, interrupts.ask))
     earlier = opened.journal.steps if invocation.from_step is None else list
     observers += validation_stop(config, earlier, interrupts.reach)
-    return Lasting(
+    return RunParts(
         known=known,
         registry=_registry(config, opened, heartbeat, known),
         processes=LocalProcesses(
@@ -96,15 +96,15 @@ def lasting(invocation: Invocation, opened: Opened) -> Lasting:
 
 
 def assemble(
-    invocation: Invocation,
-    opened: Opened,
-    lasting: Lasting,
+    invocation: CommandInvocation,
+    opened: OpenedResources,
+    lasting: RunParts,
     snapshot: RunSnapshot,
     checkpoints: CheckpointFolder,
-    start: Start,
+    start: StartingPoint,
     limits: RestoreLimits,
     stack: contextlib.ExitStack,
-) -> tuple[Loop, LiveFile]:
+) -> tuple[CoordinatorLoop, LiveFile]:
     """Make the loop of an attempt that begins at `start`, and its live file; `stack` closes their resources.
 
     `limits` restrict the samples that may be restored from the rollout log.
@@ -131,8 +131,8 @@ def assemble(
     sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
     live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)
     stack.callback(observers.close)
-    recorder = Recorder(config, opened.journal, checkpoints, samples, observers)
-    make = Loop if front_end is None else front_end.loop
+    recorder = ResultRecorder(config, opened.journal, checkpoints, samples, observers)
+    make = CoordinatorLoop if front_end is None else front_end.loop
     loop = make(
         Scheduler(
             spec,
@@ -142,28 +142,34 @@ def assemble(
         ),
         lasting,
         algorithm,
-        Batches(config, algorithm, sources),
+        StepBatches(config, algorithm, sources),
         recorder,
         partial(_find_restored, invocation, samples, start.first_step, limits, run_id, recorder.note),
     )
     return loop, live
 
 
-def first_command_id(opened: Opened) -> int:
+def first_command_id(opened: OpenedResources) -> int:
     """Return an id above that of every request of earlier coordinators: none is used twice in a run."""
     return 1 + (opened.journal.num_begun - 1) * _COMMANDS_OF_A_COORDINATOR
 
 
-def _registry(config: Config, opened: Opened, heartbeat: HeartbeatSettings, known: KnownProcesses) -> Registry:
-    replies = Replies(Limits.of(config), first_command_id(opened) - 1)
+def _registry(
+    config: Config, opened: OpenedResources, heartbeat: HeartbeatSettings, known: KnownProcesses
+) -> ProcessRegistry:
+    replies = Replies(SampleLimits.of(config), first_command_id(opened) - 1)
     expected, run_id = expected_processes(config), opened.journal.run_id
     most = config.cluster.max_rollouts
-    return Registry(opened.listening, expected, config_to_json(config), run_id, heartbeat, replies, most, known)
+    return ProcessRegistry(opened.listening, expected, config_to_json(config), run_id, heartbeat, replies, most, known)
 
 
 def _observers(
-    invocation: Invocation, opened: Opened, lasting: Sequence[Observer], spec: RunSpec, snapshot: RunSnapshot
-) -> tuple[LiveFile, Observers]:
+    invocation: CommandInvocation,
+    opened: OpenedResources,
+    lasting: Sequence[Observer],
+    spec: RunSpec,
+    snapshot: RunSnapshot,
+) -> tuple[LiveFile, ObserverGroup]:
     """Make the observers of an attempt, and its live file among them; the next attempt takes over the file's state."""
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
     live = LiveFile(config, folder, spec.last_step, history, snapshot.said)
@@ -174,30 +180,30 @@ def _observers(
     else:
         is_due = QuickSteps(spec.last_step).is_due if is_quick else None
         began_at, again = snapshot.said.began_at, snapshot.said.records
-        display = Progress(config, spec, history, began_at=began_at, again=again, is_due=is_due)
+        display = ProgressDisplay(config, spec, history, began_at=began_at, again=again, is_due=is_due)
     observers: list[Observer] = [
         *([StepLog(folder, spec.last_step)] if is_quick else []),
-        *([Dashboards(opened.writers)] if len(opened.writers) else []),
+        *([DashboardObserver(opened.writers)] if len(opened.writers) else []),
         display,
         live,
-        Curves(folder, history),
-        Timeline(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
+        CurveFile(folder, history),
+        TimelineWriter(folder, spec.first_step, *([] if opened.traces is None else [opened.traces.send])),
         *([EngineServers(folder)] if config.generates and config.policy.generation.takes_external_requests else []),
         # What it advises are keys of data and rewards, which a front end's clients bring.
         *([HealthWarnings(config, history)] if invocation.front_end is None else []),
         *lasting,
     ]
     if opened.exporter is not None:
-        observers.append(Metrics(opened.exporter, live, history[-1] if history else None))
+        observers.append(MetricsObserver(opened.exporter, live, history[-1] if history else None))
     if opened.traces is not None:
         observers.append(opened.traces)
     if invocation.supervision is not None:
-        observers.append(Supervised(invocation.supervision))
-    return live, Observers(observers)
+        observers.append(SupervisorObserver(invocation.supervision))
+    return live, ObserverGroup(observers)
 
 
 def _find_restored(
-    invocation: Invocation, samples: SampleFolder, first_step: int, limits: RestoreLimits, run_id: str, say: Say
+    invocation: CommandInvocation, samples: SampleFolder, first_step: int, limits: RestoreLimits, run_id: str, say: Say
 ) -> dict[Place, RestoredGroup]:
     """Put the rollout log of the coming steps aside; return the groups that need not be generated again."""
     config = invocation.ready.config
@@ -212,7 +218,7 @@ def _find_restored(
 
 
 def _serve_record(
-    algorithm: RunningAlgorithm, registry: Registry, run_id: str, first_step: int, stack: contextlib.ExitStack
+    algorithm: RunningAlgorithm, registry: ProcessRegistry, run_id: str, first_step: int, stack: contextlib.ExitStack
 ) -> dict[str, Listener]:
     """Serve restored samples to trainers if the algorithm trains on them; return the listeners, by source."""
     from tandem.coordinator.algorithms.recorded import RecordedAlgorithm
@@ -223,7 +229,7 @@ def _serve_record(
     return algorithm.serve(registry.address, run_id, first_step, registry.trainers)
 
 
-def who_runs_where(config: Config, listening: Listening) -> str:
+def who_runs_where(config: Config, listening: ListeningSocket) -> str:
     """Describe what is launched here, and the commands that start the rest elsewhere."""
     expected, launched = expected_processes(config), launched_processes(config)
     lines = [f"coordinator listens on {listening.hub.address}"]

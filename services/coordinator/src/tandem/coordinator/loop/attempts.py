@@ -25,15 +25,15 @@ from tandem.common.errors import CommandFailed, DamagedCheckpoint, DeadlineExcee
 from tandem.common.messages import Shutdown
 from tandem.config import Config
 from tandem.coordinator.loop.assembling import RunSnapshot, assemble, first_command_id, lasting, who_runs_where
-from tandem.coordinator.loop.invocation import Invocation
-from tandem.coordinator.loop.loop import Loop
-from tandem.coordinator.loop.opening import Opened
+from tandem.coordinator.loop.invocation import CommandInvocation
+from tandem.coordinator.loop.loop import CoordinatorLoop
+from tandem.coordinator.loop.opening import OpenedResources
 from tandem.coordinator.loop.restored_samples import limits_of
 from tandem.coordinator.observers.live_file import LiveFile, LiveSnapshot
-from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, Resuming, Start
-from tandem.coordinator.scheduler.engines.processes import Failures
-from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.events import Finish, Lost
+from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, ResumePoints, StartingPoint
+from tandem.coordinator.scheduler.engines.processes import ProcessFailures
+from tandem.coordinator.scheduler.engines.table import EngineStatus
+from tandem.coordinator.scheduler.events import FinishRun, ProcessLost
 from tandem.launch.admission.known_processes import ProcessesSnapshot
 from tandem.launch.expected import launched_processes
 from tandem.launch.restarts import within
@@ -49,10 +49,10 @@ _POLL_S = 0.1
 _AGAIN = "a trainer is lost, and all of them are started again"
 
 
-class Attempts:
+class RunAttempts:
     """The attempts of a run, one after the other, and the processes that outlive them."""
 
-    def __init__(self, invocation: Invocation, opened: Opened) -> None:
+    def __init__(self, invocation: CommandInvocation, opened: OpenedResources) -> None:
         self._invocation = invocation
         self._opened = opened
         self._config = invocation.ready.config
@@ -66,7 +66,7 @@ class Attempts:
         """Live file of the last attempt."""
         self._limits = RestoreLimits(newest_proven=None)
         """Limits on restored samples, from the journal before it dropped later records."""
-        self._failures = Failures()
+        self._failures = ProcessFailures()
         supervision = invocation.supervision
         self._snapshot = RunSnapshot(
             said=LiveSnapshot(began_at=time.monotonic()),
@@ -76,7 +76,7 @@ class Attempts:
             departed=() if opened.earlier is None else opened.earlier.departed,
         )
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRun:
         """Run from the newest checkpoint, or the requested one, to the end; or find that nothing is to be done.
 
         Raise `DamagedCheckpoint` if that checkpoint is damaged.
@@ -84,13 +84,13 @@ class Attempts:
         journal, say = self._opened.journal, self._invocation.say
         if self._config.evaluates and journal.last_step() is not None:
             say(f"nothing to do: {journal.folder} has been evaluated, or trained on")
-            return Finish(outcome="finished")
+            return FinishRun(outcome="finished")
         start = self._find_start(self._invocation.from_step)
         if start != self._origin:
             say(f"resuming at step {start.first_step} from {start.resume_from}")
         if self._is_done(start):
             say(f"nothing to do: {journal.folder} has all of its {self._num_steps} steps")
-            return Finish(outcome="finished")
+            return FinishRun(outcome="finished")
         say(who_runs_where(self._config, self._opened.listening))
         if self._config.logger.tensorboard_enabled:
             folder = journal.folder / self._config.logger.tensorboard.log_dir
@@ -136,7 +136,7 @@ class Attempts:
             self._opened.journal.record_event("coordinator", told)
         return there
 
-    def _carry_out_all(self, start: Start) -> Finish:
+    def _carry_out_all(self, start: StartingPoint) -> FinishRun:
         """Start what is launched here, and carry out one attempt after another; return how the last one ended."""
         there = self._expect_back()
         for kind, count in launched_processes(self._config).items():
@@ -148,15 +148,15 @@ class Attempts:
                 return finish
             start = self._start_again(lost)
             if self._is_done(start):
-                return Finish(outcome="finished")
+                return FinishRun(outcome="finished")
             self._opened.writers.go_back_to(start.first_step)
 
-    def _is_done(self, start: Start) -> bool:
+    def _is_done(self, start: StartingPoint) -> bool:
         return start.first_step > self._num_steps and not self._config.evaluates
 
     # --- where an attempt begins -------------------------------------------------------------------------------------
 
-    def _find_start(self, from_step: int | None = None) -> Start:
+    def _find_start(self, from_step: int | None = None) -> StartingPoint:
         """Return where to continue; the journal then drops all later steps."""
         checkpoints = self._checkpoints()
         if self._config.checkpointing.enabled:
@@ -173,12 +173,12 @@ class Attempts:
             run_id=self._opened.journal.run_id,
         )
 
-    def _resuming(self, checkpoints: CheckpointFolder) -> Resuming:
-        return Resuming(self._config, self._opened.journal, checkpoints, self._note, self._origin)
+    def _resuming(self, checkpoints: CheckpointFolder) -> ResumePoints:
+        return ResumePoints(self._config, self._opened.journal, checkpoints, self._note, self._origin)
 
     # --- an attempt --------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, start: Start) -> tuple[Finish, dict[str, str]]:
+    def _carry_out(self, start: StartingPoint) -> tuple[FinishRun, dict[str, str]]:
         """Carry out an attempt; return its outcome, and the processes to replace for the next one, if any."""
         checkpoints = self._checkpoints()
         with contextlib.ExitStack() as stack:
@@ -197,7 +197,7 @@ class Attempts:
                 raise resuming.with_way_out(damage, start.first_step - 1)
             return finish, self._to_be_replaced(finish, loop)
 
-    def _run_loop(self, loop: Loop) -> Finish:
+    def _run_loop(self, loop: CoordinatorLoop) -> FinishRun:
         supervision = self._invocation.supervision
         try:
             return loop.run()
@@ -205,7 +205,7 @@ class Attempts:
             if supervision is not None:
                 supervision.rest()
 
-    def _to_be_replaced(self, finish: Finish, loop: Loop) -> dict[str, str]:
+    def _to_be_replaced(self, finish: FinishRun, loop: CoordinatorLoop) -> dict[str, str]:
         """Return the lost processes, with the reasons, if the run can go on without them; empty if not."""
         tables = loop.scheduler.tables
         self._snapshot = msgspec.structs.replace(
@@ -233,7 +233,7 @@ class Attempts:
 
     def _lost_with(self, error: ServiceError, step: int) -> dict[str, str]:
         """Return the lost process behind an error, with the reason; empty if the error has another cause."""
-        if error.process == "coordinator" or error.phase == Status.ABSENT.value:  # a process never joined
+        if error.process == "coordinator" or error.phase == EngineStatus.ABSENT.value:  # a process never joined
             return {}
         if isinstance(error, ServiceLost | DeadlineExceeded):
             return {error.process: error.what}
@@ -253,13 +253,13 @@ class Attempts:
         patient_until = time.monotonic() + self._registry.patience_s
         while time.monotonic() < patient_until and not self._lasting.interrupts.are_there:
             for event in self._registry.receive(_POLL_S):
-                if isinstance(event, Lost) and event.process in others:
+                if isinstance(event, ProcessLost) and event.process in others:
                     return {event.process: event.why}
         return {}
 
     # --- between two attempts ----------------------------------------------------------------------------------------
 
-    def _start_again(self, lost: Mapping[str, str]) -> Start:
+    def _start_again(self, lost: Mapping[str, str]) -> StartingPoint:
         """Start all trainers and other lost processes again; return where they begin."""
         told = "; ".join(f"{name} is lost: {why}" for name, why in lost.items())
         try:
@@ -301,7 +301,7 @@ def _is_trainer(name: str) -> bool:
     return name.startswith("trainer-")
 
 
-def _origin(invocation: Invocation) -> Start:
+def _origin(invocation: CommandInvocation) -> StartingPoint:
     """Return where a run without a checkpoint begins."""
     if invocation.ready.config.replay is None:
         return FROM_THE_MODEL

@@ -15,14 +15,14 @@ from tandem.common.messages import EngineBuilt, Evaluate, Listener, Train, Train
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import DispatchBatch, SampleRecord
-from tandem.samples.batch import IMAGES, TABLE, TOKENS, Batch, is_of_table
+from tandem.samples.batch import IMAGES, TABLE, TOKENS, SampleBatch, is_of_table
 from tandem.samples.batch_sharding import BatchSharding, data_parallel_ranks
 
 
 class MadeBatch(NamedTuple):
     """A step's batch, and what is sent of it."""
 
-    batch: Batch
+    batch: SampleBatch
     """Its sequences, each with the data-parallel rank that trains on it."""
     metrics: dict[str, float]
     """Metrics of its samples."""
@@ -30,7 +30,7 @@ class MadeBatch(NamedTuple):
     """The command of each trainer, with its arrays."""
 
 
-class Batches:
+class StepBatches:
     """The batches of a run's steps, as trainers get them."""
 
     def __init__(self, config: Config, algorithm: RunningAlgorithm, sources: Mapping[str, Listener] = {}) -> None:
@@ -80,7 +80,7 @@ class Batches:
         return MadeBatch(batch, metrics, commands)
 
 
-def shards_of(batch: Batch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
+def shards_of(batch: SampleBatch, num_ranks: int) -> list[dict[str, NDArray[Any]]]:
     """Return what each data-parallel rank is sent beside the table of a batch: the tokens of its own sequences."""
     names = (*TOKENS, *(name for name in IMAGES if name in batch.columns))
     shards = [batch.only(names).take(batch.rows_of(rank)).columns for rank in range(num_ranks)]

@@ -12,7 +12,7 @@ from tandem.common.signals import ASKED_ONCE_S
 _HEARD = "interrupted: finishing or abandoning the step; press Ctrl-C again to stop at once"
 
 
-class Interrupts:
+class PendingInterrupts:
     """Pending requests to end the run. The first ends it after the step, the second at once."""
 
     def __init__(self) -> None:

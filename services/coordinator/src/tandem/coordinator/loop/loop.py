@@ -31,45 +31,45 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Frames, encode
 from tandem.coordinator.algorithms.running import RunningAlgorithm
-from tandem.coordinator.loop.batches import Batches
-from tandem.coordinator.loop.interrupts import Interrupts
-from tandem.coordinator.loop.losses import Losses
+from tandem.coordinator.loop.batches import StepBatches
+from tandem.coordinator.loop.interrupts import PendingInterrupts
+from tandem.coordinator.loop.losses import ProcessLosses
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
-from tandem.coordinator.loop.recorder import Recorder
+from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import (
     Action,
+    CommandErred,
     CommitStep,
     DiscardSamples,
-    Dispatch,
     DispatchBatch,
+    DispatchCommand,
     DispatchPrompts,
     DispatchRecord,
-    Draining,
     DrawPrompts,
     DropRestored,
-    Erred,
+    EngineDraining,
     Event,
     FindRestored,
-    Finish,
+    FinishRun,
     GroupSize,
-    Interrupted,
     LetGo,
-    Lost,
     Place,
+    ProcessLost,
+    ProcessReplied,
     PromptsDrawn,
     PublishCheckpoint,
     RecordRefit,
-    Replace,
-    Replied,
+    ReplaceEngine,
     RestoredFound,
     RestoredGroup,
-    Say,
     StepRecorded,
     StepValidated,
-    Ticked,
+    StopRequested,
+    TellUser,
+    TimePassed,
 )
 from tandem.launch.admission.known_processes import KnownProcesses
 from tandem.launch.launch import LocalProcesses
@@ -83,18 +83,18 @@ _RESEND_AFTER = 0.5
 """Fraction of its deadline after which an unanswered request is sent again; receivers know repeats by their id."""
 
 
-class Lasting(msgspec.Struct, frozen=True, kw_only=True):
+class RunParts(msgspec.Struct, frozen=True, kw_only=True):
     """The parts that last through all attempts of a run: its processes, and requests to end it."""
 
-    registry: Registry
+    registry: ProcessRegistry
     processes: LocalProcesses
-    interrupts: Interrupts
+    interrupts: PendingInterrupts
     known: KnownProcesses
     observers: tuple[Observer, ...]
     """Observers that last as long."""
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentRequest(msgspec.Struct, frozen=True):
     """A request on its way, kept until it is answered."""
 
     process: str
@@ -102,16 +102,16 @@ class Sent(msgspec.Struct, frozen=True):
     resend_at: float
 
 
-class Loop:
+class CoordinatorLoop:
     """One attempt of a run: it carries out a scheduler's decisions until the run ends or cannot go on."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        lasting: Lasting,
+        lasting: RunParts,
         algorithm: RunningAlgorithm,
-        batches: Batches,
-        recorder: Recorder,
+        batches: StepBatches,
+        recorder: ResultRecorder,
         find_restored: Callable[[], Mapping[Place, RestoredGroup]],
     ) -> None:
         """`find_restored` finds restored groups, generated before, to train on."""
@@ -125,16 +125,16 @@ class Loop:
         self._batches = batches
         self._step_metrics = self._new_metrics()
         self._refits = RefitMetrics()
-        self._sent: dict[int, Sent] = {}
+        self._sent: dict[int, SentRequest] = {}
         self._generated: dict[str, dict[int, int]] = {}
         """Requests to generate, with the step that trains on their samples; engines may still keep these."""
         self._find_restored = find_restored
-        self._finish: Finish | None = None
+        self._finish: FinishRun | None = None
         self.poll_s = _POLL_S
         """Longest wait for messages."""
-        self.losses = Losses(lasting.registry, lasting.processes, recorder, self._handle)
+        self.losses = ProcessLosses(lasting.registry, lasting.processes, recorder, self._handle)
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRun:
         """Run until the scheduler finishes; return its outcome."""
         for joined in self._registry.begin_attempt():
             self._handle(joined)
@@ -155,7 +155,7 @@ class Loop:
         An action that is answered at once, such as `DrawPrompts`, gives it the answer from within: the actions that the
         answer leads to are carried out before the rest of the first ones.
         """
-        if isinstance(event, Lost):
+        if isinstance(event, ProcessLost):
             self.losses.lost[event.process] = event.why
         actions = self.scheduler.handle(event)
         self._observers.handled(event, self.scheduler)
@@ -166,20 +166,20 @@ class Loop:
             for interrupted in self._interrupted():
                 self._handle(interrupted)
 
-    def _interrupted(self) -> Iterator[Interrupted]:
+    def _interrupted(self) -> Iterator[StopRequested]:
         """Take the requests to end the run."""
         while (why := self._interrupts.take()) is not None:
             self.recorder.note(why)
-            yield Interrupted(now=time.monotonic())
+            yield StopRequested(now=time.monotonic())
 
     def _events(self) -> Iterator[Event]:
         """Wait for events, `poll_s` at most, and end with a tick."""
-        errors: dict[str, Erred] = {}
-        leaving: list[Draining] = []
+        errors: dict[str, CommandErred] = {}
+        leaving: list[EngineDraining] = []
         for event in self._registry.receive(self.poll_s):
-            if isinstance(event, Erred):
+            if isinstance(event, CommandErred):
                 errors[event.process] = event
-            elif isinstance(event, Draining):
+            elif isinstance(event, EngineDraining):
                 leaving.append(event)
             else:
                 yield event
@@ -195,9 +195,9 @@ class Loop:
             yield from errors.values()
             yield from (event for event in lost if event.process in errors)
         self._resend(now)
-        yield Ticked(now=now)
+        yield TimePassed(now=now)
 
-    def _losses(self, patience_s: float) -> list[Lost]:
+    def _losses(self, patience_s: float) -> list[ProcessLost]:
         """Return the launched processes that died, waiting up to `patience_s` for the first to be seen."""
         deadline = time.monotonic() + patience_s
         while not (dead := self._processes.died()) and time.monotonic() < deadline:
@@ -205,13 +205,13 @@ class Loop:
         if not dead:
             return []
         now = time.monotonic()
-        return [Lost(now=now, process=launched.name, why=launched.describe_death()) for launched in dead]
+        return [ProcessLost(now=now, process=launched.name, why=launched.describe_death()) for launched in dead]
 
     def _keep(self, event: Event) -> None:
         """Keep the content of a reply, besides the fact that it came."""
-        if isinstance(event, Erred):
+        if isinstance(event, CommandErred):
             self._observers.answered(event.process, event.failed, event.now)
-        if not isinstance(event, Replied) or event.reply.command_id not in self.scheduler.tables.requests:
+        if not isinstance(event, ProcessReplied) or event.reply.command_id not in self.scheduler.tables.requests:
             return
         match event.reply:
             case SamplesFinished() as finished:
@@ -251,7 +251,7 @@ class Loop:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Dispatch(process=process, command=command):
+            case DispatchCommand(process=process, command=command):
                 self._send(process, command, None)
             case DrawPrompts():
                 self._draw(action)
@@ -265,7 +265,7 @@ class Loop:
                 self._keep_record(action)
             case DiscardSamples():
                 self.recorder.record_discarded(action)
-            case Replace() | LetGo():
+            case ReplaceEngine() | LetGo():
                 self._generated.pop(action.process, None)
                 self.losses.do_without(action)
             case RecordRefit():
@@ -275,9 +275,9 @@ class Loop:
                 self.recorder.publish_checkpoint(step)
             case CommitStep():
                 self._commit(action)
-            case Say(text=text):
+            case TellUser(text=text):
                 self.recorder.note(text)
-            case Finish():
+            case FinishRun():
                 self._finish = action
             case other:
                 assert_never(other)
@@ -295,7 +295,7 @@ class Loop:
             self._generated.setdefault(process, {})[command.command_id] = command.step
         frames = encode(command, arrays)
         resend_at = time.monotonic() + _RESEND_AFTER * command.deadline_s
-        self._sent[command.command_id] = Sent(process, frames, resend_at)
+        self._sent[command.command_id] = SentRequest(process, frames, resend_at)
         self._observers.sent(process, command, time.monotonic())
         self._registry.command(process, command, frames)
 

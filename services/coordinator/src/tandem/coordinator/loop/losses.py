@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tandem.coordinator.loop.recorder import Recorder
-from tandem.coordinator.processes.registry import Registry
-from tandem.coordinator.scheduler.events import AwaitedByHand, Event, LetGo, Replace
+from tandem.coordinator.loop.recorder import ResultRecorder
+from tandem.coordinator.processes.registry import ProcessRegistry
+from tandem.coordinator.scheduler.events import AwaitedByHand, Event, LetGo, ReplaceEngine
 from tandem.launch.launch import LocalProcesses
 
 _NOT_BACK = "it has not come back after the coordinator was lost"
@@ -15,11 +15,15 @@ _LEAVES_S = 10.0
 """Time for a launched process to end once it is dismissed."""
 
 
-class Losses:
+class ProcessLosses:
     """The processes that an attempt has lost, and the replacements of some."""
 
     def __init__(
-        self, registry: Registry, processes: LocalProcesses, recorder: Recorder, handle: Callable[[Event], None]
+        self,
+        registry: ProcessRegistry,
+        processes: LocalProcesses,
+        recorder: ResultRecorder,
+        handle: Callable[[Event], None],
     ) -> None:
         """`handle` gives the scheduler an event."""
         self._registry = registry
@@ -41,10 +45,10 @@ class Losses:
                 self._registry.dismiss(name, _NOT_BACK, is_over=True, is_awaited=False)
                 self._recorder.note(f"{name} is lost: {_NOT_BACK}")
 
-    def do_without(self, action: Replace | LetGo) -> None:
+    def do_without(self, action: ReplaceEngine | LetGo) -> None:
         """Let the run go on without a process, or with another in its place."""
         match action:
-            case Replace(process=process, why=why):
+            case ReplaceEngine(process=process, why=why):
                 self._replace(process, why)
             case LetGo():
                 self._let_go(action)

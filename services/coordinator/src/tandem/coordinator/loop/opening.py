@@ -17,12 +17,12 @@ from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
 from tandem.common.messages import Listener
 from tandem.config import Config, config_to_json, dump_yaml, to_plain
 from tandem.config.models.vision_families import family_of
-from tandem.coordinator.loop.invocation import Invocation
+from tandem.coordinator.loop.invocation import CommandInvocation
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.observers.watching import Page, Traces, serve_prometheus
-from tandem.coordinator.preparing.prerequisite import Ready
+from tandem.coordinator.observers.watching import PageObserver, TraceObserver, serve_prometheus
+from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.preparing.resuming import refuse_changes
-from tandem.launch.admission.admission import Listening, new_run_keys
+from tandem.launch.admission.admission import ListeningSocket, new_run_keys
 from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
@@ -36,31 +36,31 @@ from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
 if TYPE_CHECKING:  # needs an extra
-    from tandem.observe.exporters.prometheus import Exporter
+    from tandem.observe.exporters.prometheus import MetricsExporter
 
 _ANY_PORT = ":*"
 _LONGEST_PROGRAM = 1 << 20
 """Bytes from which a file that an agent's command names is a binary, and no program of the user's."""
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True):
+class OpenedResources(msgspec.Struct, frozen=True, kw_only=True):
     """The resources that a run holds open from its beginning to its end."""
 
-    listening: Listening
+    listening: ListeningSocket
     earlier: ProcessesSnapshot | None
     """Processes of a lost coordinator, if the run goes on after that."""
     journal: Journal
     writers: MetricWriters
-    exporter: Exporter | None
+    exporter: MetricsExporter | None
     """Exporter for Prometheus, if that is on."""
-    traces: Traces | None
+    traces: TraceObserver | None
     images_at: Listener | None
     """Where processes that do not see the run's folder ask for its images; None if the policy does not see."""
     watching: tuple[Observer, ...]
     """Observers that need nothing of the attempt."""
 
 
-def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
+def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> OpenedResources:
     """Open all that a run needs on this host; `stack` closes it. With ``--restart``, set aside what was there."""
     config, mode, say = invocation.ready.config, invocation.mode, invocation.say
     folder = Path(config.logger.log_dir)
@@ -100,14 +100,14 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
         page = PageProcess(journal.folder, listener)
         stack.callback(page.close)
         say(f"page: {page.url}")
-        watching.append(Page(page))
+        watching.append(PageObserver(page))
     if exporter is not None:
         exporter.name_run(run_id)
     traces = None
     if config.logger.opentelemetry.endpoint is not None:
-        traces = Traces(config.logger.opentelemetry.endpoint, run_id)
+        traces = TraceObserver(config.logger.opentelemetry.endpoint, run_id)
         stack.callback(traces.end, say)
-    return Opened(
+    return OpenedResources(
         listening=listening,
         earlier=earlier,
         journal=journal,
@@ -119,7 +119,7 @@ def open_run(invocation: Invocation, stack: contextlib.ExitStack) -> Opened:
     )
 
 
-def _keep_inputs(invocation: Invocation) -> None:
+def _keep_inputs(invocation: CommandInvocation) -> None:
     """Keep the files that services, and a supervised run's next coordinator, read again: the user may edit them.
 
     A coordinator that takes the place of another uses those that are kept.
@@ -148,16 +148,16 @@ def _agent_programs(config: Config) -> list[str]:
     return [word for word in words if Path(word).is_file() and Path(word).stat().st_size < _LONGEST_PROGRAM]
 
 
-def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> Listening:
+def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> ListeningSocket:
     """Listen; if any port will do, at the address of an earlier coordinator, where its processes look for one."""
     known = () if earlier is None else earlier.keys
     if earlier is not None and address.endswith(_ANY_PORT):
         with contextlib.suppress(ConfigError):  # another program has it now
-            return Listening(earlier.address, keys, key_file(folder), known)
-    return Listening(address, keys, key_file(folder), known)
+            return ListeningSocket(earlier.address, keys, key_file(folder), known)
+    return ListeningSocket(address, keys, key_file(folder), known)
 
 
-def _serve_images(config: Config, run_id: str, listening: Listening, stack: contextlib.ExitStack) -> Listener:
+def _serve_images(config: Config, run_id: str, listening: ListeningSocket, stack: contextlib.ExitStack) -> Listener:
     """Give the run's images to its processes that do not see its folder; `stack` ends it."""
     from tandem.samples.images.serving import ImageServer
 
@@ -201,7 +201,7 @@ def _mlflow(config: Config, run_id: str) -> MlflowWriter:
     return MlflowWriter(Path(config.logger.log_dir), run)
 
 
-def _open_journal(ready: Ready, mode: Mode, run_id: str) -> Journal:
+def _open_journal(ready: CheckedConfig, mode: Mode, run_id: str) -> Journal:
     config = ready.config
     folder = Path(config.logger.log_dir)
     if mode != "resume":

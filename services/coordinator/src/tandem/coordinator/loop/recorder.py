@@ -9,7 +9,7 @@ from tandem.common.messages import Purpose, RecordedGroup, RecordSamples, Sample
 from tandem.common.texts import shortened
 from tandem.config import Config, config_to_json, fingerprint
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
-from tandem.coordinator.observers.observer import Observers
+from tandem.coordinator.observers.observer import ObserverGroup
 from tandem.coordinator.preparing.resuming import refuse_other_weights
 from tandem.coordinator.scheduler.events import (
     CommitStep,
@@ -23,11 +23,11 @@ from tandem.coordinator.scheduler.events import (
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.sample_files import SampleFolder
 
 
-class Recorder:
+class ResultRecorder:
     """The destination of the loop's results."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Recorder:
         journal: Journal,
         checkpoints: CheckpointFolder,
         samples: SampleFolder,
-        observers: Observers,
+        observers: ObserverGroup,
     ) -> None:
         self.observers = observers
         self._samples = samples
@@ -83,7 +83,7 @@ class Recorder:
         self.observers.noted(text)
 
     def keep_samples(
-        self, step: int, purpose: Purpose, records: Sequence[SampleRecord], batch: Batch | None = None
+        self, step: int, purpose: Purpose, records: Sequence[SampleRecord], batch: SampleBatch | None = None
     ) -> None:
         """Keep the samples of a step until they are logged, with the advantages of those in its batch."""
         advantages: dict[tuple[str, int, int, int], float] = {}

@@ -10,11 +10,11 @@ import msgspec
 
 from tandem.common.errors import DamagedCheckpoint, ModelError, RunFolderError, TandemError
 from tandem.config.model_names import fetch_models
-from tandem.coordinator.loop.attempts import Attempts
-from tandem.coordinator.loop.invocation import Invocation
+from tandem.coordinator.loop.attempts import RunAttempts
+from tandem.coordinator.loop.invocation import CommandInvocation
 from tandem.coordinator.loop.opening import open_run
-from tandem.coordinator.preparing.prerequisite import Ready, how_to_begin
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.preparing.prerequisite import CheckedConfig, how_to_begin
+from tandem.coordinator.scheduler.events import FinishRun
 from tandem.launch.preparing.beginning import has_begun
 from tandem.launch.preparing.needed_models import missing_models
 from tandem.launch.preparing.new_model import make_model
@@ -27,7 +27,7 @@ from tandem.refit.model_folders.teachers import check_teachers
 from tandem.samples.model_files import load_tokenizer
 
 
-def run(invocation: Invocation) -> Finish:
+def run(invocation: CommandInvocation) -> FinishRun:
     """Run a configuration, and before it the run that makes its model, if that has not been done yet.
 
     Raises:
@@ -45,17 +45,17 @@ def run(invocation: Invocation) -> Finish:
     _fetch(invocation)
     with contextlib.ExitStack() as stack:
         opened = open_run(invocation, stack)
-        return recorded(opened.journal, Attempts(invocation, opened).run)
+        return recorded(opened.journal, RunAttempts(invocation, opened).run)
 
 
-def _fetch(invocation: Invocation) -> None:
+def _fetch(invocation: CommandInvocation) -> None:
     """Fetch the models that are on the Hub, before any service needs them, and check them."""
     config = invocation.ready.config
     if fetch_models(config, invocation.say):
         _look_through_models(invocation)
 
 
-def _look_through_models(invocation: Invocation) -> None:
+def _look_through_models(invocation: CommandInvocation) -> None:
     """Check models that had no weights yet during the checks of the run."""
     config = invocation.ready.config
     check_reward_models(config)
@@ -66,7 +66,7 @@ def _look_through_models(invocation: Invocation) -> None:
         invocation.say(f"note: {notice}")
 
 
-def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | None:
+def _run_prerequisite(invocation: CommandInvocation, prerequisite: CheckedConfig) -> FinishRun | None:
     """Bring the prerequisite run to its end, from its current progress; return None if it had already ended."""
     how = how_to_begin(prerequisite, invocation.mode == "restart", invocation.say)
     if how is None:
@@ -81,7 +81,7 @@ def _run_prerequisite(invocation: Invocation, prerequisite: Ready) -> Finish | N
         raise
 
 
-def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
+def _with_model(invocation: CommandInvocation, prerequisite: CheckedConfig) -> CommandInvocation:
     """Check the model that the prerequisite has made; return the invocation for the run itself."""
     config = invocation.ready.config
     for key, name in missing_models(config).items():
@@ -94,18 +94,18 @@ def _with_model(invocation: Invocation, prerequisite: Ready) -> Invocation:
     return invocation
 
 
-def recorded(journal: Journal, carry_out: Callable[[], Finish]) -> Finish:
+def recorded(journal: Journal, carry_out: Callable[[], FinishRun]) -> FinishRun:
     """Carry out a run; write its outcome to the journal, also if it ends with a `TandemError`."""
     try:
         finish = carry_out()
     except TandemError as error:
-        _note_end(journal, Finish(outcome="failed"), error)
+        _note_end(journal, FinishRun(outcome="failed"), error)
         raise
     _note_end(journal, finish, finish.error)
     return finish
 
 
-def _note_end(journal: Journal, finish: Finish, error: TandemError | None) -> None:
+def _note_end(journal: Journal, finish: FinishRun, error: TandemError | None) -> None:
     why = f" ({type(error).__name__}): {error}" if error is not None else ""
     with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the failure
         journal.record_event("coordinator", f"the run {SAID[finish.outcome]}{why}")

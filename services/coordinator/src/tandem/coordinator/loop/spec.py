@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.common.messages import Listener, RewardServer
 from tandem.config import Config
-from tandem.coordinator.scheduler.spec import Balance, Deadlines, DynamicSampling, RunSpec
+from tandem.coordinator.scheduler.spec import CommandDeadlines, DynamicSampling, EngineBalance, RunSpec
 from tandem.launch.expected import expected_processes
 
 
@@ -58,7 +58,7 @@ def run_spec(
         replacement_window_s=config.cluster.replacement_window_s,
         balance=_balance(config),
         dynamic_sampling=_dynamic_sampling(config),
-        deadlines=Deadlines(
+        deadlines=CommandDeadlines(
             join=deadlines.join_s,
             build=deadlines.build_s,
             generate=deadlines.generate_s,
@@ -71,11 +71,11 @@ def run_spec(
     )
 
 
-def _balance(config: Config) -> Balance | None:
+def _balance(config: Config) -> EngineBalance | None:
     generation = config.policy.generation
     if not generation.is_async:
         return None
-    return Balance(width=generation.width, timeout_s=generation.generation_timeout)
+    return EngineBalance(width=generation.width, timeout_s=generation.generation_timeout)
 
 
 def _dynamic_sampling(config: Config) -> DynamicSampling | None:

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.observe.lines import SPARKLINE_WIDTH, curves_of, shares, sparkline
@@ -32,7 +32,7 @@ _PHASE_COLOURS = {
 }
 
 
-def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> str:
+def waiting_line(scheduler: Scheduler, registry: ProcessRegistry, last_step: int) -> str:
     """Describe what a run is doing, and the processes that it waits for."""
     tables = scheduler.tables
     waits: dict[str, list[str]] = {}
@@ -45,7 +45,7 @@ def waiting_line(scheduler: Scheduler, registry: Registry, last_step: int) -> st
         parts.append(f"{', '.join(names[:_MOST_NAMED])}{more} ({phase})")
     if missing := tables.processes.missing():
         parts.insert(0, f"{missing} to join")
-    if absent := tables.engines.having(Status.ABSENT):
+    if absent := tables.engines.having(EngineStatus.ABSENT):
         parts.append(f"a replacement of {', '.join(absent)}")
     waiting = "; ".join(parts) or "nothing"
     return f"step {tables.step}/{last_step}: {tables.phase.value}, waiting for {waiting}"
@@ -56,7 +56,7 @@ def ahead_line(scheduler: Scheduler) -> str:
     tables = scheduler.tables
     states = Counter(group.state for group in tables.groups if group.purpose == "train")
     engines, newest = tables.engines, tables.weights.version
-    held = Counter(engines[name].version for name in engines.having(Status.HOLDING))
+    held = Counter(engines[name].version for name in engines.having(EngineStatus.HOLDING))
     on = ", ".join(f"version {version} on {held[version]}" for version in sorted(held, reverse=True))
     return (
         f"groups: {states[GroupState.READY]} ready, {states[GroupState.IN_FLIGHT]} being generated, "
@@ -71,7 +71,7 @@ def picture(
     newest: StepRecord | None,
     spec: RunSpec,
     scheduler: Scheduler,
-    registry: Registry,
+    registry: ProcessRegistry,
     now: float,
 ) -> RenderableType:
     """Draw the current state of a run: `curves` have the metrics of all steps by name, and `newest` is the last one."""
@@ -104,7 +104,7 @@ def _last_step(record: StepRecord) -> list[RenderableType]:
     return [bar, Text(f"{'':>27}{shares(record.seconds)}{rate}", style="dim")]
 
 
-def _health(registry: Registry, now: float) -> Table:
+def _health(registry: ProcessRegistry, now: float) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("process", "host", "pid", "last seen", "doing"):
         table.add_column(heading, style="dim" if heading != "process" else "")

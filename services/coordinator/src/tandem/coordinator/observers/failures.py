@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Failures:
+class ObserverFailures:
     """The exceptions of a run's observers."""
 
     def __init__(self) -> None:

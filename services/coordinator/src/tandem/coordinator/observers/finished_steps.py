@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.config import Config
-from tandem.coordinator.observers.observer import Reporter
-from tandem.observe.health import Health
+from tandem.coordinator.observers.observer import ReportingObserver
+from tandem.observe.health import RunHealth
 from tandem.observe.health_conditions import conditions
 from tandem.observe.held_out_accuracy import LowStart
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.journal import StepRecord
 
 
-class HealthWarnings(Reporter):
+class HealthWarnings(ReportingObserver):
     """Warnings about a step's metrics."""
 
     def __init__(self, config: Config, history: Sequence[StepRecord]) -> None:
         super().__init__()
-        self._health = Health(conditions(config))
+        self._health = RunHealth(conditions(config))
         self._low_start: LowStart | None = None
         if config.declaration.rolls_out and config.rollout_section.val_period > 0:
             self._low_start = LowStart((record.step, record.metrics) for record in history)
@@ -34,7 +34,7 @@ class HealthWarnings(Reporter):
 _NO_CURVES = "curves are read from the journal, which takes longer"
 
 
-class Curves(Reporter):
+class CurveFile(ReportingObserver):
     """The curves in the run folder, a copy of the journal's."""
 
     def __init__(self, folder: Path, history: Sequence[StepRecord]) -> None:

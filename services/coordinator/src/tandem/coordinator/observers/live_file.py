@@ -14,7 +14,7 @@ import msgspec
 from tandem.config import Config
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.places import device_of, joining_engine
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.steps.progress import StepState
@@ -23,12 +23,12 @@ from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.live import (
     LEAVING,
     LIVE_NAME,
-    Live,
     LiveBuffer,
     LiveEngine,
     LiveGroups,
     LiveTrainer,
     LiveVersions,
+    RunStatus,
 )
 
 _PAUSE_S = 0.5
@@ -73,7 +73,7 @@ class LiveFile(Observer):
         self._device_of = functools.cache(functools.partial(device_of, config, _DRIVER.exists()))
         self._committed_at = time.monotonic()
         self._looked = -_PAUSE_S
-        self._last: Live | None = None
+        self._last: RunStatus | None = None
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -89,7 +89,7 @@ class LiveFile(Observer):
         )
 
     @property
-    def last(self) -> Live | None:
+    def last(self) -> RunStatus | None:
         """Content of the file; None before the first write."""
         return self._last
 
@@ -112,7 +112,7 @@ class LiveFile(Observer):
         for name in ("groups_too_old", "dynamic_sampling_num_dropped_groups"):
             self._num_dropped += int(record.metrics.get(name, 0))
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Bring the file up to date."""
         now = time.monotonic()
         if now - self._looked < _PAUSE_S:
@@ -125,7 +125,7 @@ class LiveFile(Observer):
         if live != last:
             self._write(live)
 
-    def look(self, scheduler: Scheduler, registry: Registry) -> Live:
+    def look(self, scheduler: Scheduler, registry: ProcessRegistry) -> RunStatus:
         """Return the state of the run."""
         now = time.monotonic()
         tables = scheduler.tables
@@ -140,7 +140,7 @@ class LiveFile(Observer):
         trained = progress.number if progress.state >= StepState.TRAINED else progress.number - 1
         engines = [tables.engines[name] for name in tables.engines]
         joining_engines = tables.joining.stages
-        return Live(
+        return RunStatus(
             at=time.time(),
             step=progress.number,
             num_steps=self._num_steps,
@@ -185,7 +185,7 @@ class LiveFile(Observer):
             notes=tuple(self._notes),
         )
 
-    def _trainer(self, scheduler: Scheduler, registry: Registry, name: str, trained: int) -> LiveTrainer:
+    def _trainer(self, scheduler: Scheduler, registry: ProcessRegistry, name: str, trained: int) -> LiveTrainer:
         asked = next(scheduler.tables.requests.of(name), None)
         return LiveTrainer(
             name=name,
@@ -196,7 +196,7 @@ class LiveFile(Observer):
             device=self._device_of(name),
         )
 
-    def _write(self, live: Live) -> None:
+    def _write(self, live: RunStatus) -> None:
         """Write the file as a whole; errors of the disk never stop the run."""
         self._last = live
         temporary = self._path.with_name(f".{LIVE_NAME}")
@@ -207,6 +207,6 @@ class LiveFile(Observer):
             self._last = None
 
 
-def _host(registry: Registry, name: str) -> str:
+def _host(registry: ProcessRegistry, name: str) -> str:
     process = registry.processes.get(name)
     return "" if process is None else process.hello.host

@@ -1,9 +1,8 @@
 """Observers: they see a run's events, and have no influence on it.
 
-One exception: an observer may ask for the run's end, as Ctrl-C does. The loop calls one `Observers` and knows none of
-them by name. An observer's own resource, such as a file, must never
-stop the run: if it fails, the observer gives it up and says so in a line of news. Nor does a mistake in an observer:
-`Observers` counts its exceptions and says so.
+One exception: an observer may ask for the run's end, as Ctrl-C does. The loop calls one `ObserverGroup` and knows none
+of them by name. An observer's own resource, such as a file, must never stop the run: if it fails, the observer gives it
+up and says so in a line of news. Nor does a mistake in an observer: `ObserverGroup` counts its exceptions and says so.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.common.messages import AnyCommand, Failed, Reply
-from tandem.coordinator.observers.failures import Failures
+from tandem.coordinator.observers.failures import ObserverFailures
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 
 if TYPE_CHECKING:  # commands that start nothing read of a run whether it has ended
-    from tandem.coordinator.processes.registry import Registry
+    from tandem.coordinator.processes.registry import ProcessRegistry
 
 
 class Observer:
@@ -55,7 +54,7 @@ class Observer:
     def committed(self, record: StepRecord) -> None:
         """Handle a finished step."""
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Bring what the observer shows up to date. Called several times a second."""
 
     def take_news(self) -> list[str]:
@@ -66,7 +65,7 @@ class Observer:
         """Close the observer's resources."""
 
 
-class Reporter(Observer):
+class ReportingObserver(Observer):
     """Base of observers with news of their own."""
 
     def __init__(self) -> None:
@@ -89,7 +88,7 @@ class Reporter(Observer):
             self.news.append(f"{gives_up}: {error}")
 
 
-class Observers:
+class ObserverGroup:
     """The observers of a run as one, called in the order in which they are given and closed in reverse.
 
     Each of its attributes is `Observer`'s method of that name, for all observers that have one of their own. An
@@ -98,7 +97,7 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
-        self.failures = Failures()
+        self.failures = ObserverFailures()
         self.sent: Callable[[str, AnyCommand, float], None] = self._together("sent")
         self.answered: Callable[[str, Reply | Failed, float], None] = self._together("answered")
         self.handled: Callable[[Event, Scheduler], None] = self._together("handled")
@@ -109,7 +108,7 @@ class Observers:
         self.lost: Callable[[str], None] = self._together("lost")
         self.replaced: Callable[[int], None] = self._together("replaced")
         self.committed: Callable[[StepRecord], None] = self._together("committed")
-        self.show: Callable[[Scheduler, Registry], None] = self._together("show")
+        self.show: Callable[[Scheduler, ProcessRegistry], None] = self._together("show")
         self._news = self._own("take_news")
 
     def take_news(self) -> list[str]:

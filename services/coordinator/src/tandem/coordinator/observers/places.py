@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.config import Config
 from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
-from tandem.coordinator.scheduler.engines.joining import Stage
+from tandem.coordinator.scheduler.engines.joining import JoiningStage
 from tandem.observe.run_folder.live import LiveEngine
 
 
@@ -21,7 +21,7 @@ def device_of(config: Config, has_gpus: bool, name: str) -> str:
     return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
 
 
-def joining_engine(name: str, stage: Stage, host: str, device: str) -> LiveEngine:
+def joining_engine(name: str, stage: JoiningStage, host: str, device: str) -> LiveEngine:
     """Return an engine that is joining the run."""
     return LiveEngine(
         name=name, status=stage.value, version=-1, outstanding_tokens=0, in_flight=0, host=host, device=device

@@ -19,10 +19,10 @@ from tandem.config import Config
 from tandem.config.models import hub
 from tandem.coordinator.observers.drawing import picture, waiting_line
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.observe.display import Display
+from tandem.observe.display import TerminalDisplay
 from tandem.observe.lines import NUM_RECENT, clock, curves_of, seconds_left, step_line
 from tandem.observe.run_folder.journal import StepRecord
 
@@ -30,7 +30,7 @@ _REFRESH_S = 0.25
 _LINE_EVERY_S = 30.0
 
 
-class Progress(Observer):
+class ProgressDisplay(Observer):
     """The display of one run."""
 
     def __init__(
@@ -63,9 +63,9 @@ class Progress(Observer):
         self._printed_at = self._committed_at = now()
         self._began_at = self._printed_at if began_at is None else began_at
         self._shown_at = -_REFRESH_S
-        self._display: Display | None = None
+        self._display: TerminalDisplay | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._display = Display(self._console)
+            self._display = TerminalDisplay(self._console)
             for record in history:
                 self._keep(record)
 
@@ -82,7 +82,7 @@ class Progress(Observer):
         if self._is_due is None or self._is_due(record, self._committed_at):
             self._print(step_line(record, self._spec.last_step, self._times()))
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Bring the display up to date, a few times a second; without one, print what the run waits for."""
         now = self._now()
         if self._display is None:
@@ -98,7 +98,7 @@ class Progress(Observer):
             self._display.close()
             self._display = None
 
-    def render(self, scheduler: Scheduler, registry: Registry, now: float) -> RenderableType:
+    def render(self, scheduler: Scheduler, registry: ProcessRegistry, now: float) -> RenderableType:
         """Draw the current state of the run."""
         return picture(
             self._title,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TextIO
 
-from tandem.coordinator.observers.observer import Reporter
+from tandem.coordinator.observers.observer import ReportingObserver
 from tandem.observe.lines import step_line
 from tandem.observe.run_folder.journal import StepRecord
 
@@ -18,7 +18,7 @@ STEP_LOG = "logs/steps.log"
 
 
 class QuickSteps:
-    """Which steps have a line on the console: the first, the last, those validated or saved, and one after a while."""
+    """Decides which steps have a line: the first, the last, those validated or saved, and one after a while."""
 
     def __init__(self, last_step: int) -> None:
         self._last_step = last_step
@@ -36,7 +36,7 @@ class QuickSteps:
         return is_due
 
 
-class StepLog(Reporter):
+class StepLog(ReportingObserver):
     """The file of a run's steps. A resumed run goes on in it."""
 
     def __init__(self, folder: Path, last_step: int) -> None:

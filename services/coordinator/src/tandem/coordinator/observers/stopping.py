@@ -11,7 +11,7 @@ from tandem.coordinator.scheduler import Scheduler
 from tandem.observe.run_folder.journal import StepRecord
 
 if TYPE_CHECKING:
-    from tandem.coordinator.processes.registry import Registry
+    from tandem.coordinator.processes.registry import ProcessRegistry
 
 
 class ValidationStop(Observer):
@@ -42,7 +42,7 @@ class ValidationStop(Observer):
         self.is_reached([record])
         self._ask_once()
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Ask for the end of a run that was good enough when it was resumed."""
         self._ask_once()
 

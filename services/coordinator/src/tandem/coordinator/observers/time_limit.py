@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tandem.common.messages import AnyCommand, CheckpointSaved, Failed, Reply, SaveCheckpoint
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.observe.run_folder.journal import StepRecord
 
@@ -62,7 +62,7 @@ class TimeLimit(Observer):
         self._step_began_at = now
         self._is_between = True
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Ask once for the end of the run, if its time is over."""
         if not self._is_over and (why := self._why_over(self._clock())) is not None:
             self._is_over = True

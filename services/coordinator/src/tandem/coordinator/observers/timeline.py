@@ -39,13 +39,13 @@ from tandem.common.messages import (
     Trained,
 )
 from tandem.common.shortages import is_shortage
-from tandem.coordinator.observers.observer import Reporter
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.observers.observer import ReportingObserver
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.observe.timeline import COORDINATOR, MAX_STEPS, TIMELINE_NAME, Span, StepSpans, What, connect
+from tandem.observe.timeline import COORDINATOR, MAX_STEPS, TIMELINE_NAME, StepSpans, TimelineSpan, What, connect
 
 _ERRORS = (sqlite3.Error, OSError)
 _GIVES_UP = "the timeline is not recorded any further"
@@ -71,21 +71,21 @@ _WHAT: dict[type[msgspec.Struct], tuple[What, str]] = {
     RecordSamples: ("recording", "record samples"),
 }
 """The activity that each request is for, and the words for it."""
-_PHASES: dict[Phase, What] = {
-    Phase.JOINING: "starting",
-    Phase.BUILDING: "starting",
-    Phase.PLANNING: "starting",
-    Phase.INSTALLING: "starting",
-    Phase.CONNECTING: "starting",
-    Phase.COPYING: "refitting",
-    Phase.REFITTING: "refitting",
-    Phase.VERIFYING: "verifying",
-    Phase.GENERATING: "generating",
-    Phase.TRAINING: "training",
-    Phase.VALIDATING: "validating",
-    Phase.SAVING: "saving",
-    Phase.WRITING: "saving",
-    Phase.RECORDING: "recording",
+_PHASES: dict[RunPhase, What] = {
+    RunPhase.JOINING: "starting",
+    RunPhase.BUILDING: "starting",
+    RunPhase.PLANNING: "starting",
+    RunPhase.INSTALLING: "starting",
+    RunPhase.CONNECTING: "starting",
+    RunPhase.COPYING: "refitting",
+    RunPhase.REFITTING: "refitting",
+    RunPhase.VERIFYING: "verifying",
+    RunPhase.GENERATING: "generating",
+    RunPhase.TRAINING: "training",
+    RunPhase.VALIDATING: "validating",
+    RunPhase.SAVING: "saving",
+    RunPhase.WRITING: "saving",
+    RunPhase.RECORDING: "recording",
 }
 """All phases but the end."""
 
@@ -100,7 +100,7 @@ class _Asked(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Timeline(Reporter):
+class TimelineWriter(ReportingObserver):
     """The only writer of a run's timeline. Times are by the monotonic clock; an error is reported once."""
 
     def __init__(
@@ -117,8 +117,8 @@ class Timeline(Reporter):
         self._step = first_step
         self._unix = time.time() - time.monotonic()
         self._asked: dict[int, _Asked] = {}
-        self._spans: list[Span] = []
-        self._phase: Phase | None = None
+        self._spans: list[TimelineSpan] = []
+        self._phase: RunPhase | None = None
         self._phase_since = 0.0
         self._file: sqlite3.Connection | None = None
         with self.going_on(_GIVES_UP, _ERRORS):
@@ -173,7 +173,7 @@ class Timeline(Reporter):
         if (phase := scheduler.tables.watch.phase) is not self._phase:
             self.enter(phase, event.now)
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """End the spans of requests that are no longer pending."""
         self.give_up(scheduler.tables.requests.__contains__, time.monotonic())
 
@@ -181,7 +181,7 @@ class Timeline(Reporter):
         """Write a finished step."""
         self.commit(record.step, record.seconds.get("total", 0.0), self._now)
 
-    def enter(self, phase: Phase, now: float) -> None:
+    def enter(self, phase: RunPhase, now: float) -> None:
         """Note the phase of the run."""
         self._end_phase(now)
         self._phase = phase
@@ -217,7 +217,7 @@ class Timeline(Reporter):
         self._phase_since = now
 
     def _add(self, asked: _Asked, what: What, start: float, end: float) -> None:
-        span = Span(
+        span = TimelineSpan(
             process=asked.process,
             what=what,
             step=self._step if asked.step is None else asked.step,

@@ -9,43 +9,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.messages import EngineBuilt, Failed, Reply
-from tandem.config.schema import Logger
+from tandem.config.schema import LoggerConfig
 from tandem.coordinator.observers.live_file import LiveFile
-from tandem.coordinator.observers.observer import Observer, Reporter
-from tandem.coordinator.processes.registry import Registry
+from tandem.coordinator.observers.observer import Observer, ReportingObserver
+from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
-from tandem.coordinator.scheduler.engines.joining import Stage
+from tandem.coordinator.scheduler.engines.joining import JoiningStage
 from tandem.coordinator.scheduler.engines.table import COMING_BACK
 from tandem.launch.page_process import PageProcess
-from tandem.launch.supervision import Supervision
+from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters
 from tandem.observe.run_folder.engine_servers import EngineServersFile
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.timeline import StepSpans
 
 if TYPE_CHECKING:  # each needs an extra
-    from tandem.observe.exporters.prometheus import Exporter
-    from tandem.observe.exporters.tracing import Tracing
+    from tandem.observe.exporters.prometheus import MetricsExporter
+    from tandem.observe.exporters.tracing import SpanSender
 
-NOT_UP = frozenset(status.value for status in (*COMING_BACK, *Stage))
+NOT_UP = frozenset(status.value for status in (*COMING_BACK, *JoiningStage))
 """Statuses, in the live file, of engines that are not built, or lost."""
 
 
-def serve_prometheus(logger: Logger, stack: contextlib.ExitStack) -> Exporter | None:
+def serve_prometheus(logger: LoggerConfig, stack: contextlib.ExitStack) -> MetricsExporter | None:
     """Serve Prometheus until `stack` is left, if that is on. Raise `ConfigError` if it cannot listen."""
     if logger.prometheus.port is None:
         return None
-    from tandem.observe.exporters.prometheus import Exporter
+    from tandem.observe.exporters.prometheus import MetricsExporter
 
-    exporter = Exporter(logger.prometheus, NOT_UP)
+    exporter = MetricsExporter(logger.prometheus, NOT_UP)
     stack.callback(exporter.close)
     return exporter
 
 
-class Metrics(Observer):
+class MetricsObserver(Observer):
     """Metrics for Prometheus."""
 
-    def __init__(self, exporter: Exporter, live: LiveFile, newest: StepRecord | None) -> None:
+    def __init__(self, exporter: MetricsExporter, live: LiveFile, newest: StepRecord | None) -> None:
         """`live` has the state of the run; `newest` is the step that it continues after, None at its beginning."""
         self._exporter, self._live = exporter, live
         exporter.begin_attempt(newest)
@@ -62,20 +62,20 @@ class Metrics(Observer):
         """Show a step's metrics."""
         self._exporter.commit(record)
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Publish the state of the run."""
         self._exporter.show(self._live.last)
 
 
-class Traces(Observer):
+class TraceObserver(Observer):
     """The spans of the timeline, sent to OpenTelemetry."""
 
     def __init__(self, endpoint: str, run_id: str) -> None:
-        from tandem.observe.exporters.tracing import Tracing
+        from tandem.observe.exporters.tracing import SpanSender
 
         self._news: collections.deque[str] = collections.deque()
         """Lines of the sending thread."""
-        self._tracing: Tracing = Tracing(endpoint, run_id, self._news.append)
+        self._tracing: SpanSender = SpanSender(endpoint, run_id, self._news.append)
 
     def send(self, steps: list[StepSpans]) -> None:
         """Send the timeline of finished steps."""
@@ -92,7 +92,7 @@ class Traces(Observer):
             say(line)
 
 
-class Page(Observer):
+class PageObserver(Observer):
     """The process of the page beside the run, which may die."""
 
     def __init__(self, process: PageProcess) -> None:
@@ -104,13 +104,13 @@ class Page(Observer):
         return [death] if death else []
 
 
-class Supervised(Observer):
+class SupervisorObserver(Observer):
     """The supervisor of this coordinator: it waits for heartbeats, and counts replacements."""
 
-    def __init__(self, supervision: Supervision) -> None:
+    def __init__(self, supervision: SupervisorConnection) -> None:
         self._supervision = supervision
 
-    def show(self, scheduler: Scheduler, registry: Registry) -> None:
+    def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Send a heartbeat: the loop goes round."""
         self._supervision.show_life()
 
@@ -119,7 +119,7 @@ class Supervised(Observer):
         self._supervision.replaced(count)
 
 
-class Dashboards(Observer):
+class DashboardObserver(Observer):
     """TensorBoard, Weights & Biases and MLflow, where they are on."""
 
     def __init__(self, writers: MetricWriters) -> None:
@@ -130,7 +130,7 @@ class Dashboards(Observer):
         self._writers.write(record.step, record.metrics, record.seconds)
 
 
-class EngineServers(Reporter):
+class EngineServers(ReportingObserver):
     """The addresses at which the run's engines answer OpenAI's API."""
 
     def __init__(self, folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common import descriptors, gc_tuning, wire
-from tandem.common.curve import Admitted, new_key_pair
+from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
@@ -29,7 +29,7 @@ from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.observers.watching import serve_prometheus
-from tandem.coordinator.preparing.prerequisite import Ready, differences
+from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
 from tandem.coordinator.preparing.run_length import with_run_length
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
@@ -54,7 +54,7 @@ MakeAlgorithm = Callable[[Config, Tokenizer], RunningAlgorithm]
 
 def preflight(
     source: str, config: Config, mode: Mode, *, has_rewards: bool = False, make: MakeAlgorithm = make_algorithm
-) -> Ready:
+) -> CheckedConfig:
     """Check a run, and the one before it if that will run, and load its data.
 
     `has_rewards` says whether a Python program scores samples with functions of its own. `make` makes the algorithm of
@@ -70,7 +70,7 @@ def preflight(
     return ready
 
 
-def _refuse_rewards_of_a_program(ready: Ready | None) -> None:
+def _refuse_rewards_of_a_program(ready: CheckedConfig | None) -> None:
     """Raise `ConfigError` for a run that needs the reward functions of a Python program."""
     while ready is not None:
         config = ready.config
@@ -90,9 +90,9 @@ def _look_through(
     scratch: Path,
     wanted_by: tuple[str, ...],
     make: MakeAlgorithm = make_algorithm,
-) -> tuple[Ready, Tokenizer]:
+) -> tuple[CheckedConfig, Tokenizer]:
     make_importable(source)
-    earlier: tuple[Ready, Tokenizer] | None = None
+    earlier: tuple[CheckedConfig, Tokenizer] | None = None
     if (path := config.prerequisite) is not None:
         if path in wanted_by:
             raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a cycle")
@@ -138,7 +138,7 @@ def _look_through(
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
     late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in told]
-    ready = Ready(
+    ready = CheckedConfig(
         config=with_run_length(config, algorithm.num_steps, mode),
         source=source,
         algorithm=algorithm,
@@ -152,7 +152,7 @@ def _look_through(
     return ready, tokenizer
 
 
-def _with_sizes(config: Config, earlier: tuple[Ready, Tokenizer] | None) -> Config:
+def _with_sizes(config: Config, earlier: tuple[CheckedConfig, Tokenizer] | None) -> Config:
     """Return a configuration with the sizes of its model, even if a run before it makes the model."""
     before = earlier[0] if earlier else None
     while before is not None and model_config(config.policy) is None:
@@ -250,7 +250,7 @@ def _listen(config: Config, mode: Mode) -> None:
     logger, problems = config.logger, list[TandemError]()
     with contextlib.ExitStack() as stack:
         with _noted(problems):
-            stack.callback(wire.Hub(config.cluster.address, new_key_pair(), Admitted()).close)
+            stack.callback(wire.Hub(config.cluster.address, new_key_pair(), AdmittedKeys()).close)
         if mode != "resume" and logger.page != "auto":
             with _noted(problems):
                 page = page_socket(logger.page)
@@ -261,7 +261,7 @@ def _listen(config: Config, mode: Mode) -> None:
     _complain(problems)
 
 
-def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> bool:
+def _is_made_later(config: Config, mode: Mode, earlier: tuple[CheckedConfig, Tokenizer] | None) -> bool:
     """Return whether this run, or the one before it, makes its model's folder, perhaps in place of an existing one."""
     if not Path(config.policy.model_name).exists():
         return True
@@ -269,14 +269,14 @@ def _is_made_later(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] 
     return mode == "restart" and bool(is_changed)
 
 
-def _check_model(config: Config, mode: Mode, earlier: tuple[Ready, Tokenizer] | None) -> list[str]:
+def _check_model(config: Config, mode: Mode, earlier: tuple[CheckedConfig, Tokenizer] | None) -> list[str]:
     """Check the folder of a model that exists and stays; other checks report what is missing."""
     if _is_made_later(config, mode, earlier) or model_problem(config) is not None:
         return []
     return check_model(config)
 
 
-def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Ready, Tokenizer] | None) -> Tokenizer:
+def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[CheckedConfig, Tokenizer] | None) -> Tokenizer:
     """Load the tokenizer, or the one that will be in the folder of a model that is yet to be made."""
     policy = config.policy
     folder, is_models_own = Path(policy.model_name), policy.tokenizer.name == policy.model_name

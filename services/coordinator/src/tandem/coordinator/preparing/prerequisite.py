@@ -15,7 +15,7 @@ from tandem.observe.run_folder.journal import JournalReader, read_journal
 from tandem.observe.run_folder.recorded import checkpoints_of
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration that passed its checks (see `tandem.coordinator.preparing.preflight`)."""
 
     config: Config
@@ -24,13 +24,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: RunningAlgorithm
     notices: tuple[str, ...]
     """Notices about its model and its data."""
-    prerequisite: Ready | None
+    prerequisite: CheckedConfig | None
     """Run that comes before; None if its model exists and it has never begun here."""
     modules: dict[str, str] = {}
     """Paths of the user's own modules that its services import, by name."""
 
 
-def is_done(ready: Ready) -> bool:
+def is_done(ready: CheckedConfig) -> bool:
     """Return whether the run in the run folder has finished."""
     if not has_begun(ready.config):
         return False
@@ -38,7 +38,7 @@ def is_done(ready: Ready) -> bool:
         return _has_finished(ready, journal)
 
 
-def _has_finished(ready: Ready, journal: JournalReader) -> bool:
+def _has_finished(ready: CheckedConfig, journal: JournalReader) -> bool:
     """Return whether a run has done its last step, or ended before because its validation was good enough."""
     config, last = ready.config, journal.last_step() or 0
     if last >= ready.algorithm.num_steps:
@@ -48,7 +48,7 @@ def _has_finished(ready: Ready, journal: JournalReader) -> bool:
     return not config.checkpointing.enabled or last in checkpoints_of(journal.folder, config).steps()
 
 
-def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
+def how_to_begin(ready: CheckedConfig, restarts: bool, say: Say) -> Mode | None:
     """Return how to run a prerequisite; None if it is done.
 
     If its configuration has changed since its run, it is made again if everything begins anew (`restarts`). Otherwise a
@@ -76,7 +76,7 @@ def how_to_begin(ready: Ready, restarts: bool, say: Say) -> Mode | None:
     return None
 
 
-def differences(ready: Ready) -> str:
+def differences(ready: CheckedConfig) -> str:
     """Return the keys that differ from the run in the run folder; empty if none, or if there is no run."""
     if not has_begun(ready.config):
         return ""

@@ -15,12 +15,12 @@ from tandem.common.texts import shortened
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.launch.module_process import ModuleProcess
-from tandem.samples.reference_scores import MODULE, Order, ReferenceAnswer, ReferenceScore, encode_order
+from tandem.samples.reference_scores import MODULE, ReferenceAnswer, ReferenceScore, ScoringOrder, encode_order
 
 _BEST = 1.0
 
 
-class Rewards(NamedTuple):
+class ReferenceRewards(NamedTuple):
     """The rewards of reference answers, as lines."""
 
     lines: tuple[str, ...]
@@ -29,7 +29,7 @@ class Rewards(NamedTuple):
     """A line for each answer that is worth less than the best."""
 
 
-def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Rewards:
+def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> ReferenceRewards:
     """Score the reference answers of prompts, in another process; empty where nothing scores responses."""
     lines, notices = [], []
     answers = [
@@ -54,7 +54,7 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Rewards:
         if score.reward < _BEST or not score.correct:
             but = "" if score.correct else ", not correct"
             notices.append(f"the reference answer of {row} scores {score.reward:g}{but} in {where}, {written}")
-    return Rewards(tuple(dict.fromkeys(lines)), tuple(notices))
+    return ReferenceRewards(tuple(dict.fromkeys(lines)), tuple(notices))
 
 
 def _unscored(config: Config, name: str) -> str:
@@ -74,7 +74,7 @@ def _unscored(config: Config, name: str) -> str:
 def _scores(config: Config, answers: Sequence[ReferenceAnswer]) -> list[ReferenceScore]:
     """Return the scores of another process; of what it does not get to, the reason."""
     deadline_s = config.cluster.deadlines.join_s
-    order = encode_order(Order(config=config_to_json(config), answers=tuple(answers)))
+    order = encode_order(ScoringOrder(config=config_to_json(config), answers=tuple(answers)))
     with tempfile.TemporaryDirectory() as folder:
         with ModuleProcess(MODULE, order, Path(folder)) as process:
             try:

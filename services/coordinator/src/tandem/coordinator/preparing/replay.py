@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.errors import ConfigError, RunFolderError, nearest
-from tandem.config import Changed, Config, change_config
+from tandem.config import ChangedConfig, Config, change_config
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.coordinator.algorithms.recorded import is_whole
-from tandem.coordinator.preparing.resuming import Start, check_checkpoint
+from tandem.coordinator.preparing.resuming import StartingPoint, check_checkpoint
 from tandem.observe.run_folder.calls import journal_has_calls
 from tandem.observe.run_folder.journal import JournalReader, read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
@@ -107,7 +107,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Finished steps with a checkpoint."""
 
 
-def begin_replay(run: Path, from_step: int | None, to_step: int | None, overrides: Sequence[str]) -> Changed:
+def begin_replay(run: Path, from_step: int | None, to_step: int | None, overrides: Sequence[str]) -> ChangedConfig:
     """Return the configuration of a new replay of the run in a folder, and its keys that overrides changed.
 
     Raises:
@@ -157,15 +157,15 @@ def continue_replay(folder: Path, overrides: Sequence[str]) -> Config:
     return change_config(config, {}, overrides, str(folder / CONFIG_NAME)).config
 
 
-def origin_of(config: Config) -> Start:
+def origin_of(config: Config) -> StartingPoint:
     """Return where a replay begins: at the model that the run started from, or at a checkpoint of it."""
     assert config.replay is not None, "asked only of a replay"
     run, step = Path(config.replay.run), config.replay.from_step
     if not step:
-        return Start(first_step=1, resume_from="")
+        return StartingPoint(first_step=1, resume_from="")
     with read_journal(run) as journal:
         folder = checkpoints_of(run, config_of(journal)).folder_of(step)
-    return Start(first_step=step + 1, resume_from=str(folder.absolute()))
+    return StartingPoint(first_step=step + 1, resume_from=str(folder.absolute()))
 
 
 def is_driven(run: Path) -> bool:

@@ -9,17 +9,17 @@ import msgspec
 
 from tandem.common.errors import CheckpointError, DamagedCheckpoint, RunFolderError, nearest
 from tandem.config import Config, config_from_json, fingerprint, resume_differences
-from tandem.coordinator.scheduler.events import Finish
+from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.journal import JournalReader, RefitRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples import manifest
-from tandem.samples.manifest import Manifest
+from tandem.samples.manifest import CheckpointManifest
 
 _OF_A_RANK = re.compile(r"^rank \d+ ")
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class StartingPoint(msgspec.Struct, frozen=True, kw_only=True):
     """The point where a run begins."""
 
     first_step: int
@@ -27,10 +27,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoint folder; empty to start from the model."""
 
 
-FROM_THE_MODEL = Start(first_step=1, resume_from="")
+FROM_THE_MODEL = StartingPoint(first_step=1, resume_from="")
 
 
-class Resuming:
+class ResumePoints:
     """The checkpoints that a run may continue from."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Resuming:
         journal: Journal,
         checkpoints: CheckpointFolder,
         say: Callable[[str], None],
-        origin: Start = FROM_THE_MODEL,
+        origin: StartingPoint = FROM_THE_MODEL,
     ) -> None:
         """`origin` is where the run begins while it has no checkpoint."""
         self._origin = origin
@@ -51,7 +51,7 @@ class Resuming:
         self._steps = [] if last is None else [step for step in checkpoints.steps() if step <= last]
         """Finished steps with a checkpoint."""
 
-    def start(self, from_step: int | None) -> Start:
+    def start(self, from_step: int | None) -> StartingPoint:
         """Find the checkpoint to continue from: the newest, unless a step is named. Later steps are done again.
 
         Raise `CheckpointError` if that step has none, and `DamagedCheckpoint` if it is damaged.
@@ -75,9 +75,9 @@ class Resuming:
                 self._say(f"the steps after {step} are done again; a checkpoint of them is kept as {aside}")
         self._journal.forget_after(step)
         self._journal.record_checkpoint(step, str(folder))  # the run may have ended before it was recorded
-        return Start(first_step=step + 1, resume_from=str(folder.absolute()))
+        return StartingPoint(first_step=step + 1, resume_from=str(folder.absolute()))
 
-    def damage_in(self, finish: Finish, start: Start) -> DamagedCheckpoint | None:
+    def damage_in(self, finish: FinishRun, start: StartingPoint) -> DamagedCheckpoint | None:
         """Return the damage that trainers found in the checkpoint to continue from; None for other errors."""
         what = "" if finish.error is None else finish.error.what
         if not start.resume_from or manifest.DAMAGED not in what or f"{start.resume_from}/" not in what:
@@ -102,7 +102,7 @@ class Resuming:
             return False
         return True
 
-    def _check(self, step: int) -> Manifest | None:
+    def _check(self, step: int) -> CheckpointManifest | None:
         return check_checkpoint(self._config, self._journal, self._checkpoints, step)
 
     def _read_all(self, step: int) -> None:
@@ -120,7 +120,7 @@ class Resuming:
 
 def check_checkpoint(
     config: Config, journal: JournalReader, checkpoints: CheckpointFolder, step: int
-) -> Manifest | None:
+) -> CheckpointManifest | None:
     """Check the origin and the files of a run's checkpoint, but not its tensors.
 
     Return its manifest, if it has one. Raise `DamagedCheckpoint` if a check fails.

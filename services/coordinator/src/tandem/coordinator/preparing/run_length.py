@@ -15,11 +15,11 @@ import msgspec
 
 from tandem.config import Config, config_from_json
 from tandem.config.derive import linear_warmup, warmup_length
-from tandem.config.schema import Model, SchedulerEntry
+from tandem.config.schema import ModelConfig, SchedulerEntry
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
-Section = TypeVar("Section", bound=Model)
+Section = TypeVar("Section", bound=ModelConfig)
 
 
 def with_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
@@ -39,11 +39,11 @@ def with_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
     return msgspec.structs.replace(config, policy=policy, value=value)
 
 
-def _spans_run(section: Model) -> bool:
+def _spans_run(section: ModelConfig) -> bool:
     return section.megatron_cfg.enabled or 0 < section.warmup_steps < 1
 
 
-def _with_steps(section: Section, num_steps: int, num_passes: int, recorded: Model | None) -> Section:
+def _with_steps(section: Section, num_steps: int, num_passes: int, recorded: ModelConfig | None) -> Section:
     megatron = section.megatron_cfg
     warmup = warmup_length(section.warmup_steps, num_steps, num_passes) if 0 < section.warmup_steps < 1 else 0
     if not megatron.enabled:

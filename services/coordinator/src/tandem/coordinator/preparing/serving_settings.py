@@ -17,15 +17,15 @@ from tandem.common.network import is_loopback
 from tandem.config.conform import conform
 from tandem.config.installed.sources import package_folder
 from tandem.config.installed.vllm_arguments import check_arguments
-from tandem.config.layers import COMMAND_LINE, Layers, overridden
+from tandem.config.layers import COMMAND_LINE, ConfigLayers, overridden
 from tandem.config.models.model_sizes import max_positions_in, vocabulary_in
-from tandem.config.problem import Invalid
-from tandem.config.schema.base import Section
+from tandem.config.problem import InvalidValue
+from tandem.config.schema.base import ConfigSection
 from tandem.config.schema.generation import VllmCfg
 from tandem.observe.run_folder.found_models import models_in
 from tandem.refit.model_folders.checking import check_weights, read_json
 from tandem.samples.model_files import load_model_tokenizer
-from tandem.serving.handover import Serving
+from tandem.serving.handover import ServingHandover
 
 LONGEST_BY_DEFAULT = 4096
 """Longest sequence by default, if the model could do more: memory is reserved for the whole batch."""
@@ -34,14 +34,14 @@ _GPU_SHARE = 0.9
 """Fraction of a GPU's memory for vLLM: nothing is trained beside it."""
 
 
-class _Given(Section, frozen=True, kw_only=True):
+class _Given(ConfigSection, frozen=True, kw_only=True):
     """The settings that ``key=value`` can set."""
 
     vllm_cfg: VllmCfg
     vllm_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
+def settings_of(arguments: argparse.Namespace, token: str | None) -> ServingHandover:
     """Return how the model in ``arguments.folder`` is served. Raise `TandemError` before anything starts."""
     (found,) = models_in(arguments.folder)
     if not any(found.folder.glob("*.safetensors")):
@@ -66,7 +66,7 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> Serving:
         raise ConfigError("--engine vllm: vLLM is not installed; the embedded engine is --engine transformers")
     typed = str(arguments.folder)
     name = arguments.name or found.name
-    return Serving(
+    return ServingHandover(
         model_folder=str(found.folder.resolve()),
         name=name,
         aliases=() if typed == name else (typed,),
@@ -110,9 +110,9 @@ def _given(overrides: Sequence[str], length: int, precision: str) -> _Given:
         "vllm_cfg": {"precision": precision, "max_model_len": length, "gpu_memory_utilization": 0.9}
     }
     try:
-        merged = overridden(Layers(main=COMMAND_LINE, layers=(), merged=plain), overrides).merged
+        merged = overridden(ConfigLayers(main=COMMAND_LINE, layers=(), merged=plain), overrides).merged
         given = msgspec.convert(conform(merged, type_info(_Given), ""), _Given)
-    except Invalid as problem:
+    except InvalidValue as problem:
         raise ConfigError(*(f"{COMMAND_LINE}: {each.key}: {each.text}" for each in problem.all)) from None
     check_arguments(given.vllm_kwargs)
     return given

@@ -14,7 +14,7 @@ from tandem.common.messages import (
     WeightsCopied,
 )
 from tandem.coordinator.processes.reply_checks import (
-    Asked,
+    UnansweredRequest,
     all_among,
     check_branches,
     check_digests,
@@ -26,30 +26,30 @@ from tandem.coordinator.processes.reply_checks import (
 )
 
 
-def samples_missing(asked: Asked, reply: SamplesMissing) -> None:
+def samples_missing(asked: UnansweredRequest, reply: SamplesMissing) -> None:
     """`step` is that of the command. `rollouts` are sources of the command."""
     same(asked, reply, "step")
     all_among("rollouts", reply.rollouts, {*asked.command.sources})
 
 
-def evaluated(asked: Asked, reply: Evaluated) -> None:
+def evaluated(asked: UnansweredRequest, reply: Evaluated) -> None:
     """`step` is that of the command. `metrics` are finite numbers."""
     same(asked, reply, "step")
     finite(reply.metrics)
 
 
-def gradient_added(asked: Asked, reply: GradientAdded) -> None:
+def gradient_added(asked: UnansweredRequest, reply: GradientAdded) -> None:
     """`loss` is a finite number, and `logprobs` are whole numbers of 4 bytes."""
     must(math.isfinite(reply.loss), "loss", reply.loss, "a finite number")
     must(len(reply.logprobs) % 4 == 0, "logprobs", f"{len(reply.logprobs)} bytes", "numbers of 4 bytes")
 
 
-def optimizer_stepped(asked: Asked, reply: OptimizerStepped) -> None:
+def optimizer_stepped(asked: UnansweredRequest, reply: OptimizerStepped) -> None:
     """`grad_norm` is a finite number."""
     must(math.isfinite(reply.grad_norm), "grad_norm", reply.grad_norm, "a finite number")
 
 
-def samples_restored(asked: Asked, reply: SamplesFinished) -> None:
+def samples_restored(asked: UnansweredRequest, reply: SamplesFinished) -> None:
     """`step` is that of the command; each sample's group was asked for, and it is in a message once.
 
     No group has more samples than it should. None is longer than `policy.max_total_sequence_length`, and none has text.
@@ -75,7 +75,7 @@ def samples_restored(asked: Asked, reply: SamplesFinished) -> None:
     asked.arrived |= seen
 
 
-def all_restored(asked: Asked, reply: Generated) -> None:
+def all_restored(asked: UnansweredRequest, reply: Generated) -> None:
     """`step` is that of the command. All `num_samples` samples were sent, and no token was generated for them."""
     same(asked, reply, "step")
     must(reply.purpose == "train", "purpose", reply.purpose, "train")
@@ -83,7 +83,7 @@ def all_restored(asked: Asked, reply: Generated) -> None:
     must(reply.num_tokens == 0, "num_tokens", reply.num_tokens, "0: none was made")
 
 
-def weights_copied(asked: Asked, reply: WeightsCopied) -> None:
+def weights_copied(asked: UnansweredRequest, reply: WeightsCopied) -> None:
     """`version` is that of the command. `digests` are as in an `DigestsReported` if they were asked for, else empty."""
     same(asked, reply, "version")
     if asked.command.with_digests:

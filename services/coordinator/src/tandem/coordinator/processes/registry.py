@@ -31,25 +31,38 @@ from tandem.common.messages import (
 )
 from tandem.common.texts import shortened
 from tandem.coordinator.processes.replies import Replies
-from tandem.coordinator.scheduler.events import Draining, Erred, Event, Joined, Lost, Replied
-from tandem.launch.admission.admission import Admission, HeartbeatSettings, Listening, RegisteredProcess, Run
+from tandem.coordinator.scheduler.events import (
+    CommandErred,
+    EngineDraining,
+    Event,
+    ProcessJoined,
+    ProcessLost,
+    ProcessReplied,
+)
+from tandem.launch.admission.admission import (
+    HeartbeatSettings,
+    ListeningSocket,
+    RegisteredProcess,
+    RunAdmission,
+    RunDescription,
+)
 from tandem.launch.admission.keys_of_trainers import KeysOfTrainers
 from tandem.launch.admission.known_processes import KnownProcesses
-from tandem.launch.admission.names import Names
+from tandem.launch.admission.names import ReservedNames
 
-_CODECS: dict[ServiceKind, wire.Codec[Any]] = {
-    "trainer": wire.Codec(FromTrainer),
-    "rollout": wire.Codec(FromRollout),
-    "refit": wire.Codec(FromRefit),
+_CODECS: dict[ServiceKind, wire.MessageCodec[Any]] = {
+    "trainer": wire.MessageCodec(FromTrainer),
+    "rollout": wire.MessageCodec(FromRollout),
+    "refit": wire.MessageCodec(FromRefit),
 }
 
 
-class Registry:
+class ProcessRegistry:
     """A registry that turns messages of the hub into events, and names into connections."""
 
     def __init__(
         self,
-        listening: Listening,
+        listening: ListeningSocket,
         expected: dict[ServiceKind, int],
         config_json: bytes,
         run_id: str,
@@ -66,18 +79,18 @@ class Registry:
         self._hub = listening.hub
         self.how_to_join = listening.how_to_join
         self._admitted = listening.admitted
-        self.names = Names(expected, max_rollouts, listening.admitted)
+        self.names = ReservedNames(expected, max_rollouts, listening.admitted)
         """Names of all processes that the run has or expects."""
         self._heartbeat = heartbeat
-        self._admission = Admission(listening, self.names, known, Run(config_json, run_id, heartbeat))
+        self._admission = RunAdmission(listening, self.names, known, RunDescription(config_json, run_id, heartbeat))
         self._replies = replies
-        self._by_peer: dict[wire.Peer, RegisteredProcess] = {}
+        self._by_peer: dict[wire.HubPeer, RegisteredProcess] = {}
         self.processes: dict[str, RegisteredProcess] = {}
         self._keys = KeysOfTrainers(self._hub, self.processes)
         self.trainers = self._keys.admitted
         """Keys of all trainers."""
         self._last_beat = time.monotonic()
-        self._stalls = wire.Stalls()
+        self._stalls = wire.ThreadStalls()
 
     @property
     def address(self) -> str:
@@ -111,7 +124,7 @@ class Registry:
         if self._known is not None:
             self._known.forget(name, has_left=is_over and not is_awaited)
 
-    def begin_attempt(self) -> list[Joined]:
+    def begin_attempt(self) -> list[ProcessJoined]:
         """Forget earlier requests; return the processes that are present, as if they had joined now."""
         self._replies.forget_commands()
         now = time.monotonic()
@@ -137,7 +150,7 @@ class Registry:
             except WireError as error:
                 why = f"it broke the protocol: {error}"
                 self._hub.send(peer, wire.encode(Shutdown(reason=why[:MAX_TEXT])))
-                yield Lost(now=now, process=process.name, why=why)
+                yield ProcessLost(now=now, process=process.name, why=why)
                 continue
             if event is not None:
                 yield event
@@ -149,7 +162,9 @@ class Registry:
         for process in list(self.processes.values()):  # the caller may remove the process meanwhile
             silent_s = now - process.last_seen
             if silent_s > self._heartbeat.timeout_s:
-                yield Lost(now=now, process=process.name, why=f"no heartbeat for {silent_s:.0f} s ({process.phase})")
+                yield ProcessLost(
+                    now=now, process=process.name, why=f"no heartbeat for {silent_s:.0f} s ({process.phase})"
+                )
 
     def waker(self) -> Callable[[], None]:
         """Return what ends a wait of `receive`, from any thread."""
@@ -180,7 +195,7 @@ class Registry:
             if not self._keys.are_told:
                 self._keys.tell()
 
-    def _to_event(self, process: RegisteredProcess, received: wire.Received[Any], now: float) -> Event | None:
+    def _to_event(self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float) -> Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
         match received.message:
             case Heartbeat(phase=phase, trainer_keys=number):
@@ -191,17 +206,17 @@ class Registry:
             case Hello():
                 return None  # sent again before the welcome arrived
             case Leaving():
-                return Draining(now=now, process=process.name)
+                return EngineDraining(now=now, process=process.name)
             case Goodbye(reason=reason):
-                return Lost(now=now, process=process.name, why=f"it left: {shortened(reason)}")
+                return ProcessLost(now=now, process=process.name, why=f"it left: {shortened(reason)}")
             case reply:
                 if not self._replies.take(process.name, reply, received.arrays):
                     return None  # a repeat, or the answer to an abandoned request
                 if isinstance(reply, Failed):
-                    return Erred(now=now, process=process.name, failed=_readable(reply))
-                return Replied(now=now, process=process.name, reply=reply)
+                    return CommandErred(now=now, process=process.name, failed=_readable(reply))
+                return ProcessReplied(now=now, process=process.name, reply=reply)
 
-    def _enter(self, process: RegisteredProcess) -> Joined:
+    def _enter(self, process: RegisteredProcess) -> ProcessJoined:
         """Enter a process that was admitted."""
         self._by_peer[process.peer] = self.processes[process.name] = process
         self._keys.note(process)
@@ -209,9 +224,9 @@ class Registry:
         return joined(process, process.last_seen)
 
 
-def joined(process: RegisteredProcess, now: float) -> Joined:
+def joined(process: RegisteredProcess, now: float) -> ProcessJoined:
     """Return the event of an admitted process."""
-    return Joined(now=now, process=process.name, kind=process.hello.service, public_key=process.peer.key)
+    return ProcessJoined(now=now, process=process.name, kind=process.hello.service, public_key=process.peer.key)
 
 
 def _readable(failed: Failed) -> Failed:

@@ -25,18 +25,18 @@ from tandem.common.messages import (
     SamplesFinished,
 )
 from tandem.common.wire import Arrays
-from tandem.coordinator.processes.reply_checks import SHOWN, Asked, KnownState, must
+from tandem.coordinator.processes.reply_checks import SHOWN, KnownState, UnansweredRequest, must
 from tandem.coordinator.processes.reply_table import CHECKS, answerable
-from tandem.coordinator.processes.sample_limits import Limits
+from tandem.coordinator.processes.sample_limits import SampleLimits
 
 
 class Replies:
     """The unanswered requests, and the check whether a reply can answer one."""
 
-    def __init__(self, limits: Limits, newest: int = 0) -> None:
+    def __init__(self, limits: SampleLimits, newest: int = 0) -> None:
         """`newest` is at least every command id that an earlier coordinator gave out."""
         self._limits = limits
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, UnansweredRequest] = {}
         self._states: dict[str, KnownState] = {}
         self._newest = newest
         """Highest command id so far."""
@@ -60,7 +60,7 @@ class Replies:
                 }
             case _:
                 pass
-        self._asked[command.command_id] = Asked(
+        self._asked[command.command_id] = UnansweredRequest(
             name=name, command=command, state=state, limits=self._limits, oldest_version=state.version
         )
 

@@ -26,7 +26,7 @@ from tandem.common.messages import (
     VersionCommitted,
 )
 from tandem.common.worker_shards import process_of
-from tandem.coordinator.processes.sample_limits import Limits
+from tandem.coordinator.processes.sample_limits import SampleLimits
 from tandem.observe.exporters.nvml import MEASURED
 
 SHOWN = 100
@@ -44,14 +44,14 @@ class KnownState(msgspec.Struct):
     """Version that it last reported."""
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class UnansweredRequest(msgspec.Struct, kw_only=True):
     """A request without a complete answer."""
 
     name: str
     command: Any
     """Request of the type that the check of the reply takes."""
     state: KnownState
-    limits: Limits
+    limits: SampleLimits
     oldest_version: int
     """Oldest version with which the process may generate for this request."""
     arrived: set[tuple[int, int]] = msgspec.field(default_factory=set)
@@ -63,7 +63,7 @@ class Asked(msgspec.Struct, kw_only=True):
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def trained(asked: Asked, reply: Trained) -> None:
+def trained(asked: UnansweredRequest, reply: Trained) -> None:
     """`step` and `version` are those of the command. `metrics` are finite numbers, from a model group's first trainer.
 
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
@@ -78,7 +78,7 @@ def trained(asked: Asked, reply: Trained) -> None:
         _measured(reply.gpus)
 
 
-def samples_finished(asked: Asked, reply: SamplesFinished) -> None:
+def samples_finished(asked: UnansweredRequest, reply: SamplesFinished) -> None:
     """`step` and `purpose` are those of the command; each sample was asked for, and is in a message once.
 
     Its prompt has the requested length; its response is within the limits of the command, of
@@ -106,7 +106,7 @@ def samples_finished(asked: Asked, reply: SamplesFinished) -> None:
             asked.num_tokens += made
 
 
-def _check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
+def _check_samples(asked: UnansweredRequest, samples: Iterable[SampleScored]) -> None:
     """Compare the sizes of each sample with its request."""
     command: Generate = asked.command
     limits, groups = asked.limits, {group.group: group for group in command.groups}
@@ -137,7 +137,7 @@ def _check_samples(asked: Asked, samples: Iterable[SampleScored]) -> None:
         fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
 
 
-def generated(asked: Asked, reply: Generated) -> None:
+def generated(asked: UnansweredRequest, reply: Generated) -> None:
     """`step` and `purpose` are those of the command. All `num_samples` samples were sent, with `num_tokens` tokens.
 
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
@@ -149,7 +149,7 @@ def generated(asked: Asked, reply: Generated) -> None:
         _measured(reply.gpus)
 
 
-def samples_recorded(asked: Asked, reply: SamplesRecorded) -> None:
+def samples_recorded(asked: UnansweredRequest, reply: SamplesRecorded) -> None:
     """`step` is that of the command. Written and missing samples add up to those asked for."""
     same(asked, reply, "step")
     wanted = sum(len(group.advantages) for group in asked.command.groups)
@@ -158,7 +158,7 @@ def samples_recorded(asked: Asked, reply: SamplesRecorded) -> None:
     must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, all but the missing ones")
 
 
-def refitted(asked: Asked, reply: Refitted) -> None:
+def refitted(asked: UnansweredRequest, reply: Refitted) -> None:
     """`version` is that of the command. `num_bytes` are of links with this process at one end."""
     same(asked, reply, "version")
     for link in reply.num_bytes:
@@ -168,13 +168,13 @@ def refitted(asked: Asked, reply: Refitted) -> None:
         asked.state.version = reply.version
 
 
-def verified(asked: Asked, reply: DigestsReported) -> None:
+def verified(asked: UnansweredRequest, reply: DigestsReported) -> None:
     """`version` is that of the command. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
     same(asked, reply, "version")
     check_digests(asked, reply.digests)
 
 
-def version_committed(asked: Asked, reply: VersionCommitted) -> None:
+def version_committed(asked: UnansweredRequest, reply: VersionCommitted) -> None:
     """`version` is that of the command. `differing` are engines with digests in the command."""
     same(asked, reply, "version")
     if reply.differing:
@@ -185,7 +185,7 @@ def version_committed(asked: Asked, reply: VersionCommitted) -> None:
 # --- the samples of agents, which play episodes with prompts of their own --------------------------------------------
 
 
-def _check_episode(asked: Asked, row: int, sample: SampleScored) -> None:
+def _check_episode(asked: UnansweredRequest, row: int, sample: SampleScored) -> None:
     """Compare the sizes of an agent's episode with each other and with its request; its prompts are its own."""
     limits, turns, made = asked.limits, sample.num_turns, sample.response_length
     fits(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
@@ -196,7 +196,7 @@ def _check_episode(asked: Asked, row: int, sample: SampleScored) -> None:
     fits(sample.finish_reason != "turns", row, "finish_reason", sample, "another: agents have no limit of turns")
 
 
-def check_branches(limits: Limits, row: int, sample: SampleScored) -> None:
+def check_branches(limits: SampleLimits, row: int, sample: SampleScored) -> None:
     """Compare the sizes of an agent's episode with each other."""
     for branch in sample.branches:
         is_whole = branch.prompt_length + branch.num_made <= branch.num_tokens <= limits.max_tokens
@@ -211,7 +211,7 @@ def check_branches(limits: Limits, row: int, sample: SampleScored) -> None:
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def check_digests(asked: Asked, digests: tuple[bytes, ...]) -> None:
+def check_digests(asked: UnansweredRequest, digests: tuple[bytes, ...]) -> None:
     """Compare the sizes of digests with those of their layouts."""
     sizes = tuple(map(len, digests))
     wanted = tuple(8 * num for num in asked.state.num_tensors)
@@ -233,7 +233,7 @@ def must(holds: bool, field: str, value: object, what: str) -> None:
         raise WireError(f"{field}: {shown[:SHOWN]}, must be {what}")
 
 
-def same(asked: Asked, reply: object, *fields: str) -> None:
+def same(asked: UnansweredRequest, reply: object, *fields: str) -> None:
     """Compare fields that a reply repeats from its request."""
     for field in fields:
         value, wanted = getattr(reply, field), getattr(asked.command, field)
@@ -264,7 +264,7 @@ def _some(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))[-SHOWN:] or "none"
 
 
-def check_whole(asked: Asked, reply: Generated, wanted: int) -> None:
+def check_whole(asked: UnansweredRequest, reply: Generated, wanted: int) -> None:
     """Raise `WireError` unless all samples of a request were sent, and are counted."""
     must(len(asked.arrived) == wanted, "command_id", reply.command_id, f"of a command whose {wanted} samples were sent")
     must(reply.num_samples == wanted, "num_samples", reply.num_samples, f"{wanted}, as asked for")

@@ -55,9 +55,9 @@ from tandem.common.messages import (
 from tandem.coordinator.processes import occasional_checks as occasional
 from tandem.coordinator.processes import reply_checks as steady
 from tandem.coordinator.processes import setting_up_checks as setting_up
-from tandem.coordinator.processes.reply_checks import Asked
+from tandem.coordinator.processes.reply_checks import UnansweredRequest
 
-Check = Callable[[Asked, Any], None]
+Check = Callable[[UnansweredRequest, Any], None]
 """A comparison of a reply with its request. It raises `WireError` if the one cannot answer the other."""
 
 CHECKS: Mapping[type[Message], Mapping[type[Command], Check | None]] = {

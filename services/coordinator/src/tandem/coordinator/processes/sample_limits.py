@@ -9,7 +9,7 @@ from tandem.config.model_groups import model_groups_of
 from tandem.config.models.model_sizes import vocabulary_size
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of every sample of a run."""
 
     vocabulary: int
@@ -22,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Trainers that report the run's metrics: the first of each model group."""
 
     @staticmethod
-    def of(config: Config) -> Limits:
+    def of(config: Config) -> SampleLimits:
         """Return the limits of a run; its model folder must exist."""
         policy, longest = config.policy, config.policy.max_total_sequence_length
         if policy.generation.backend == "vllm":
@@ -32,7 +32,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if agent is not None:
             turns = agent.max_completions
         known = vocabulary_size(policy)
-        return Limits(
+        return SampleLimits(
             vocabulary=known,
             max_tokens=longest,
             max_turns=turns,

@@ -14,19 +14,19 @@ from tandem.common.messages import (
     TransfersPlanned,
 )
 from tandem.common.worker_shards import process_of
-from tandem.coordinator.processes.reply_checks import Asked, all_among, must, same
+from tandem.coordinator.processes.reply_checks import UnansweredRequest, all_among, must, same
 from tandem.refit import layout, program
 
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 
 
-def trainer_built(asked: Asked, reply: TrainerBuilt) -> None:
+def trainer_built(asked: UnansweredRequest, reply: TrainerBuilt) -> None:
     """`version` is that of the command, and `layout` can be read."""
     same(asked, reply, "version")
     asked.state.num_tensors = (_num_tensors_of("layout", reply.layout),)
 
 
-def engine_built(asked: Asked, reply: EngineBuilt) -> None:
+def engine_built(asked: UnansweredRequest, reply: EngineBuilt) -> None:
     """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `external_requests.url` ``http://HOST:PORT``."""
     address = reply.samples_at.address
     must(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
@@ -40,7 +40,7 @@ def engine_built(asked: Asked, reply: EngineBuilt) -> None:
     asked.state.num_tensors = tuple(_num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
-def program_installed(asked: Asked, reply: ProgramInstalled) -> None:
+def program_installed(asked: UnansweredRequest, reply: ProgramInstalled) -> None:
     """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
     command: InstallProgram = asked.command
     received = map(program.num_received, command.programs)
@@ -48,12 +48,12 @@ def program_installed(asked: Asked, reply: ProgramInstalled) -> None:
     asked.state.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
 
 
-def transfer_group_connected(asked: Asked, reply: TransferGroupConnected) -> None:
+def transfer_group_connected(asked: UnansweredRequest, reply: TransferGroupConnected) -> None:
     """`transfer_group` is that of the command."""
     same(asked, reply, "transfer_group")
 
 
-def transfers_planned(asked: Asked, reply: TransfersPlanned) -> None:
+def transfers_planned(asked: UnansweredRequest, reply: TransfersPlanned) -> None:
     """There is a program for every worker shard with a layout in the command, and for no other.
 
     Senders are processes of these shards. Transfer groups have different names; groups and links connect these shards.

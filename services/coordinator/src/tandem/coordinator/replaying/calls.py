@@ -21,7 +21,7 @@ import msgspec
 from tandem.common import signals
 from tandem.common.errors import ConfigError, DeadlineExceeded, RunFolderError, TandemError
 from tandem.config import Config, change_config, notices
-from tandem.coordinator.loop.loop import Loop
+from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.preparing.replay import (
     REFUSED,
@@ -31,19 +31,19 @@ from tandem.coordinator.preparing.replay import (
     refuse_folders,
     source_of,
 )
-from tandem.coordinator.scheduler.events import Event, Finish
+from tandem.coordinator.scheduler.events import Event, FinishRun
 from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
 from tandem.coordinator.tinker.loop import CallLoop
 from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 from tandem.launch.expected import launched_processes
-from tandem.launch.fork_server import ForkServer
+from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
 from tandem.observe.run_folder.journal_file import CONFIG_NAME
 from tandem.observe.run_folder.recorded import config_of
 from tandem.serving.tinker import call_files
-from tandem.serving.tinker.call_files import Done, Ended, GradientDone, RestoreDone, SaveDone, StepDone
-from tandem.serving.tinker.calls import Answer, Call, CallFailed, Desk, Restore, Save, Scored
-from tandem.serving.tinker.comparing import Comparison
+from tandem.serving.tinker.call_files import Done, GradientDone, RecordEnd, RestoreDone, SaveDone, StepDone
+from tandem.serving.tinker.calls import Answer, Call, CallDesk, CallFailed, GradientsScored, RestoreState, SaveState
+from tandem.serving.tinker.comparing import CallComparison
 
 _STATES = "states"
 _CHANGEABLE = ("cluster", "logger", "policy")
@@ -54,7 +54,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     run_id: str
-    head: call_files.Head
+    head: call_files.CallHead
     loaded: frozenset[str]
     """Digests of the states that its client has loaded."""
     why_over: str
@@ -63,7 +63,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     def calls(self) -> Iterator[Done]:
         """Read the calls. Raises `RunFolderError`."""
         _, calls = call_files.read(self.path, self.run_id)
-        return (each for each in calls if not isinstance(each, Ended))
+        return (each for each in calls if not isinstance(each, RecordEnd))
 
 
 def replay_calls(run: Path, overrides: Sequence[str]) -> int:
@@ -106,7 +106,7 @@ def read_records(run: Path, run_id: str) -> list[Recorded]:
         head, calls = call_files.read(path, run_id)
         why_over, loaded = "", set[str]()
         for each in calls:
-            if isinstance(each, Ended):
+            if isinstance(each, RecordEnd):
                 why_over = each.why
             elif isinstance(each, RestoreDone) and each.state:
                 loaded.add(each.state)
@@ -120,8 +120,8 @@ class Doing:
     """The thread that does all calls again. Once it is done, the run ends."""
 
     def __init__(self, records: Sequence[Recorded], states: Path, config: Config) -> None:
-        self.desk = Desk()
-        self.comparisons: list[Comparison] = []
+        self.desk = CallDesk()
+        self.comparisons: list[CallComparison] = []
         self.error: TandemError | None = None
         self.is_done = False
         self._records = records
@@ -142,7 +142,7 @@ class Doing:
     def _run(self) -> None:
         try:
             for record in self._records:
-                comparison = Comparison(record.head.model, record.why_over)
+                comparison = CallComparison(record.head.model, record.why_over)
                 self.comparisons.append(comparison)
                 for done in record.calls():
                     if not self._do(record, done, comparison):
@@ -152,7 +152,7 @@ class Doing:
         finally:
             self.is_done = True
 
-    def _do(self, record: Recorded, done: Done, comparison: Comparison) -> bool:
+    def _do(self, record: Recorded, done: Done, comparison: CallComparison) -> bool:
         """Do a call again; tell whether the model can go on."""
         match done:
             case GradientDone():
@@ -161,7 +161,7 @@ class Doing:
                 except ValueError as error:
                     raise RunFolderError(f"{record.path} is damaged: call {done.index}: {error}") from error
                 answer = self._ask(call)
-                scored = answer if isinstance(answer, Scored) else None
+                scored = answer if isinstance(answer, GradientsScored) else None
                 comparison.gradient(done, scored, _error_of(answer))
             case StepDone():
                 answer = self._ask(done.step)
@@ -192,7 +192,7 @@ class Doing:
         self._states.mkdir(parents=True, exist_ok=True)
         self._num_saved += 1
         folder = self._states / str(self._num_saved)
-        call = Save(folder=str(folder.absolute()))
+        call = SaveState(folder=str(folder.absolute()))
         answer = self._ask(call)
         state = call_files.digest_of_state(call)
         if state in self._loaded and state not in self._saved:
@@ -201,13 +201,13 @@ class Doing:
             shutil.rmtree(folder, ignore_errors=True)
         return state, _error_of(answer)
 
-    def _state_to_load(self, done: RestoreDone, record: Recorded) -> Restore:
+    def _state_to_load(self, done: RestoreDone, record: Recorded) -> RestoreState:
         """Return the call that loads what a client has loaded. Raises `RunFolderError` if it is not there any more."""
         if not done.folder:
-            return Restore(folder="", with_optimizer=False)
+            return RestoreState(folder="", with_optimizer=False)
         saved = self._saved.get(done.state)
         folder = done.folder if saved is None else str(saved.absolute())
-        call = Restore(folder=folder, with_optimizer=done.with_optimizer)
+        call = RestoreState(folder=folder, with_optimizer=done.with_optimizer)
         if call_files.digest_of_state(call) != done.state:
             what = "is another one by now" if Path(folder).exists() else "is not there any more"
             raise RunFolderError(
@@ -227,7 +227,7 @@ class ReplayFrontEnd(TinkerFrontEnd):
         """Return an observer that prints what happens to the processes."""
         return _Notes()
 
-    def loop(self, *parts: Any) -> Loop:
+    def loop(self, *parts: Any) -> CoordinatorLoop:
         """Return a loop that ends once all calls are done."""
         self.begin()
         return _ReplayLoop(self._doing, self._config, *parts)
@@ -254,7 +254,7 @@ class _ReplayLoop(CallLoop):
         yield from super()._events()
 
 
-def _run(source: str, config: Config, doing: Doing) -> Finish:
+def _run(source: str, config: Config, doing: Doing) -> FinishRun:
     """Run until all is done again. Raises `TandemError`."""
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
@@ -262,14 +262,14 @@ def _run(source: str, config: Config, doing: Doing) -> Finish:
     kinds = [kind for kind, count in launched_processes(config).items() if count]
     try:
         # First: it must have no threads.
-        with ForkServer(partial(preload, kinds, None), config.cluster.deadlines.join_s) as fork_server:
-            from tandem.coordinator.loop.invocation import Invocation
+        with ServiceForkServer(partial(preload, kinds, None), config.cluster.deadlines.join_s) as fork_server:
+            from tandem.coordinator.loop.invocation import CommandInvocation
             from tandem.coordinator.loop.run import run
             from tandem.coordinator.preparing.preflight import preflight
 
             ready = preflight(source, config, "new", make=NoAlgorithm)
             front_end = ReplayFrontEnd(doing, ready.config)
-            invocation = Invocation(
+            invocation = CommandInvocation(
                 ready=ready,
                 mode="new",
                 say=partial(print, flush=True),
@@ -278,7 +278,7 @@ def _run(source: str, config: Config, doing: Doing) -> Finish:
             )
             return run(invocation)
     except KeyboardInterrupt:  # before the loop began, which takes it for itself
-        return Finish(outcome="interrupted")
+        return FinishRun(outcome="interrupted")
     finally:
         doing.desk.close("the run has ended", is_over=True)
 

@@ -1,14 +1,15 @@
 """The agenda: which rules are due, as tables change.
 
 A rule declares the tables that it reads, and is asked again only when one of them has changed. It declares them in two
-parts. Those in `Rule.opens_with` say whether it has anything to do at all. While it has not, a change of the others
-does not make it due. So a step in which no process joins, leaves, is lost or saves calls none of the rules about these.
+parts. Those in `TableRule.opens_with` say whether it has anything to do at all. While it has not, a change of the
+others does not make it due. So a step in which no process joins, leaves, is lost or saves calls none of the rules about
+these.
 
     table changes ─▶ its rules are due ─▶ the first of them is asked ─▶ fires: it is due again.
                           ▲                             │           └─▶ does not: it waits for a change.
                           └─────────────────────────────┘
 
-Whenever something that a rule reads changes, the table calls the function from `Agenda.changes`. Two mistakes are
+Whenever something that a rule reads changes, the table calls the function from `RuleAgenda.changes`. Two mistakes are
 possible: a rule reads a table that it does not declare, or a table changes and does not say so. The agendas in
 `tests/harness/agendas.py` ask every rule each time, and so find both.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic
 
 from tandem.coordinator.scheduler.events import Action
-from tandem.coordinator.scheduler.rule import Mode, Rule, Table, Tables
+from tandem.coordinator.scheduler.rule import RuleMode, RuleTables, TableRule, Tables
 
 Changed = Callable[[], None]
 """The function that a table calls when it has changed."""
@@ -42,10 +43,10 @@ class Tracked:
         self._changed()
 
 
-class Entry(Generic[Tables]):
+class AgendaEntry(Generic[Tables]):
     """A rule on the agenda."""
 
-    def __init__(self, rule: Rule[Tables], bit: int) -> None:
+    def __init__(self, rule: TableRule[Tables], bit: int) -> None:
         self.rule = rule
         self.bit = bit
         """The rule's bit in a set of rules. Earlier rules have lower bits."""
@@ -53,29 +54,29 @@ class Entry(Generic[Tables]):
         """Whether the rule was open when it was last asked."""
 
 
-class Agenda(Generic[Tables]):
+class RuleAgenda(Generic[Tables]):
     """The rules in their order, and the due ones among them. A set of rules is an integer, with a bit for each rule."""
 
-    def __init__(self, rules: Mapping[Mode, tuple[Rule[Tables], ...]]) -> None:
+    def __init__(self, rules: Mapping[RuleMode, tuple[TableRule[Tables], ...]]) -> None:
         """Take the rules of each mode, in their order. Modes may share rules."""
         each = dict.fromkeys(rule for of_mode in rules.values() for rule in of_mode)
-        self._entries = {1 << place: Entry(rule, 1 << place) for place, rule in enumerate(each)}
+        self._entries = {1 << place: AgendaEntry(rule, 1 << place) for place, rule in enumerate(each)}
         self._of_mode = {
             mode: sum(entry.bit for entry in self._entries.values() if entry.rule in rules.get(mode, ()))
-            for mode in Mode
+            for mode in RuleMode
         }
-        self._mode: Mode | None = None
+        self._mode: RuleMode | None = None
         self._in_force = 0
         self._due = 0
         self._watching = 0
         """Bits above those of rules: other listeners (`watch`)."""
-        self._places = {table: place for place, table in enumerate(Table)}
+        self._places = {table: place for place, table in enumerate(RuleTables)}
         self._readers = [
-            sum(entry.bit for entry in self._entries.values() if table in entry.rule.opens_with) for table in Table
+            sum(entry.bit for entry in self._entries.values() if table in entry.rule.opens_with) for table in RuleTables
         ]
         """The rules that a change of each table makes due. A rule that is not open reads only `opens_with`."""
 
-    def changes(self, table: Table) -> Changed:
+    def changes(self, table: RuleTables) -> Changed:
         """Return the function that a table calls when it has changed."""
         place, readers = self._places[table], self._readers
 
@@ -84,7 +85,7 @@ class Agenda(Generic[Tables]):
 
         return changed
 
-    def watch(self, *tables: Table) -> Callable[[], bool]:
+    def watch(self, *tables: RuleTables) -> Callable[[], bool]:
         """Return a function that tells whether the mode or one of these tables has changed since its last call."""
         bit = 1 << (len(self._entries) + self._watching.bit_count())
         self._watching |= bit
@@ -106,14 +107,14 @@ class Agenda(Generic[Tables]):
             actions += self._ask(self._entries[due & -due], tables) or ()
         return actions
 
-    def _rules_of(self, mode: Mode) -> int:
+    def _rules_of(self, mode: RuleMode) -> int:
         """Return the rules in force. All of them are due when the mode changes."""
         if mode is not self._mode:
             self._mode, self._in_force = mode, self._of_mode[mode]
             self._due |= self._in_force | self._watching
         return self._in_force
 
-    def _ask(self, entry: Entry[Tables], tables: Tables) -> list[Action] | None:
+    def _ask(self, entry: AgendaEntry[Tables], tables: Tables) -> list[Action] | None:
         """Let a rule fire if it can. Return its actions, or None."""
         rule, bit = entry.rule, entry.bit
         self._due &= ~bit

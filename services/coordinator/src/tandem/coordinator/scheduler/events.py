@@ -66,7 +66,7 @@ class RestoredGroup(msgspec.Struct, frozen=True):
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-class Joined(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessJoined(msgspec.Struct, frozen=True, kw_only=True):
     """A process was admitted."""
 
     now: float
@@ -75,7 +75,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     public_key: str = ""
 
 
-class Replied(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessReplied(msgspec.Struct, frozen=True, kw_only=True):
     """A process answered a command, or a part of it."""
 
     now: float
@@ -83,7 +83,7 @@ class Replied(msgspec.Struct, frozen=True, kw_only=True):
     reply: Reply
 
 
-class Erred(msgspec.Struct, frozen=True, kw_only=True):
+class CommandErred(msgspec.Struct, frozen=True, kw_only=True):
     """A process could not carry out a command."""
 
     now: float
@@ -91,7 +91,7 @@ class Erred(msgspec.Struct, frozen=True, kw_only=True):
     failed: Failed
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLost(msgspec.Struct, frozen=True, kw_only=True):
     """A process died or fell silent."""
 
     now: float
@@ -106,7 +106,7 @@ class AwaitedByHand(msgspec.Struct, frozen=True, kw_only=True):
     process: str
 
 
-class Draining(msgspec.Struct, frozen=True, kw_only=True):
+class EngineDraining(msgspec.Struct, frozen=True, kw_only=True):
     """An engine was told to leave the run. The event may come again and again."""
 
     now: float
@@ -130,19 +130,30 @@ class RestoredFound(msgspec.Struct, frozen=True, kw_only=True):
     groups: Mapping[Place, RestoredGroup]
 
 
-class Ticked(msgspec.Struct, frozen=True, kw_only=True):
+class TimePassed(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed."""
 
     now: float
 
 
-class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
+class StopRequested(msgspec.Struct, frozen=True, kw_only=True):
     """The user asked to stop."""
 
     now: float
 
 
-Event = Joined | Replied | Erred | Lost | AwaitedByHand | Draining | PromptsDrawn | RestoredFound | Ticked | Interrupted
+Event = (
+    ProcessJoined
+    | ProcessReplied
+    | CommandErred
+    | ProcessLost
+    | AwaitedByHand
+    | EngineDraining
+    | PromptsDrawn
+    | RestoredFound
+    | TimePassed
+    | StopRequested
+)
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -172,7 +183,7 @@ class CommandFields(TypedDict):
     deadline_s: float
 
 
-class Dispatch(msgspec.Struct, frozen=True, kw_only=True):
+class DispatchCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Send this command."""
 
     process: str
@@ -257,7 +268,7 @@ class DiscardSamples(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[int, ...]
 
 
-class Replace(msgspec.Struct, frozen=True, kw_only=True):
+class ReplaceEngine(msgspec.Struct, frozen=True, kw_only=True):
     """Start a new process in the place of a lost engine."""
 
     process: str
@@ -307,13 +318,13 @@ class CommitStep(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of an asynchronous run: idle time of engines and trainers, and the groups that waited for training."""
 
 
-class Say(msgspec.Struct, frozen=True, kw_only=True):
+class TellUser(msgspec.Struct, frozen=True, kw_only=True):
     """Let the user know."""
 
     text: str
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True):
+class FinishRun(msgspec.Struct, frozen=True, kw_only=True):
     """The run is over: end every process."""
 
     outcome: Outcome
@@ -323,7 +334,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Action = (
-    Dispatch
+    DispatchCommand
     | DrawPrompts
     | FindRestored
     | DispatchPrompts
@@ -333,11 +344,11 @@ Action = (
     | StepRecorded
     | DropRestored
     | DiscardSamples
-    | Replace
+    | ReplaceEngine
     | LetGo
     | RecordRefit
     | PublishCheckpoint
     | CommitStep
-    | Say
-    | Finish
+    | TellUser
+    | FinishRun
 )

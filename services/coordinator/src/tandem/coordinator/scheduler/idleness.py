@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Idleness:
+class StepIdleness:
     """The idle time of the step in progress. The owner says after each event which processes are idle from then on."""
 
     def __init__(self, now: float) -> None:

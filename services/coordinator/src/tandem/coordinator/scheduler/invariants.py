@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.groups.table import Group, GroupState
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.engines.table import EngineStatus
+from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.steps.progress import StepState
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 
-def validate(tables: Tables) -> None:
+def validate(tables: SchedulerTables) -> None:
     """Raise `AssertionError` where the tables contradict each other."""
-    if tables.phase is Phase.FINISHED:
+    if tables.phase is RunPhase.FINISHED:
         assert not len(tables.requests), "no process is waited for when the run is over"
         return
     ready: dict[int, int] = {}
@@ -23,14 +23,14 @@ def validate(tables: Tables) -> None:
         assert of_step.groups[group.number] is group, "a group stands at its place in the data order"
         ready[id(of_step)] = ready.get(id(of_step), 0) + (group.state in (GroupState.READY, GroupState.TAKEN))
         assert ready[id(of_step)] <= of_step.num_ready
-    if tables.requests.num_for(Phase.COPYING):
-        assert not tables.engines.num_having(Status.REFITTING), "no engine reads what is being written"
+    if tables.requests.num_for(RunPhase.COPYING):
+        assert not tables.engines.num_having(EngineStatus.REFITTING), "no engine reads what is being written"
     _validate_engines(tables)
     _validate_comings_and_goings(tables)
     _validate_step(tables)
 
 
-def _validate_group(tables: Tables, group: Group, step: int) -> None:
+def _validate_group(tables: SchedulerTables, group: SampleGroup, step: int) -> None:
     state = group.state
     if state is GroupState.WAITING:
         assert not group.unfinished, f"{_of(group)}: an engine is waited for"
@@ -55,11 +55,11 @@ def _validate_group(tables: Tables, group: Group, step: int) -> None:
         assert step <= group.step <= newest, f"{_of(group)}: the run is in step {step}"
 
 
-def _of(group: Group) -> str:
+def _of(group: SampleGroup) -> str:
     return f"group {group.number} of step {group.step} ({group.purpose}), {group.state.value}"
 
 
-def _validate_engines(tables: Tables) -> None:
+def _validate_engines(tables: SchedulerTables) -> None:
     engines = tables.engines
     both = tables.trainers_use_devices and tables.engines_use_devices
     assert not both, "engines measure the memory of a GPU while trainers work on it"
@@ -67,27 +67,27 @@ def _validate_engines(tables: Tables) -> None:
     for name in engines:
         engine = engines[name]
         assert engine.version <= tables.weights.version, f"{name} holds what no trainer has made"
-        assert engine.status is Status.HOLDING or not engine.is_verified, f"{name}: verified is what is held"
+        assert engine.status is EngineStatus.HOLDING or not engine.is_verified, f"{name}: verified is what is held"
         in_flight = tables.groups.of_engine(name, GroupState.IN_FLIGHT)
         assert tables.groups.num_in_flight(name) == len(in_flight), f"{name}: what is in flight is counted"
         if in_flight:
-            may = {Status.HOLDING, *([Status.REFITTING] if tables.spec.updates_in_flight else [])}
+            may = {EngineStatus.HOLDING, *([EngineStatus.REFITTING] if tables.spec.updates_in_flight else [])}
             assert engine.status in may, f"{name} generates while {engine.status.value}"
-        if engine.status is Status.REFITTING:
+        if engine.status is EngineStatus.REFITTING:
             validating = [group for group in in_flight if group.purpose == "validate"]
             assert not validating, f"{name} validates with weights that change"
-        waits = engine.status in (Status.BUILDING, Status.INSTALLING, Status.REFITTING)
+        waits = engine.status in (EngineStatus.BUILDING, EngineStatus.INSTALLING, EngineStatus.REFITTING)
         assert waits == bool(engine.awaited), f"{name}, {engine.status.value}, waits for {engine.awaited}"
         assert all(request in tables.requests for request in engine.awaited), f"{name} waits for no pending request"
 
 
-def _validate_comings_and_goings(tables: Tables) -> None:
+def _validate_comings_and_goings(tables: SchedulerTables) -> None:
     engines = tables.engines
     for name in engines.draining:
         engine = engines[name]
         assert engine.leave_by is not None, f"{name} is listed as leaving"
         if engine.is_vacant:
-            assert engine.status is Status.ABSENT, f"{name} has left, and is {engine.status.value}"
+            assert engine.status is EngineStatus.ABSENT, f"{name} has left, and is {engine.status.value}"
             assert not engines.staying(), f"the place of {name} is vacant, and there is another engine"
             assert len(engines.draining) == 1, f"{name} was not the last to leave"
         if not engines.staying():
@@ -102,15 +102,15 @@ def _validate_comings_and_goings(tables: Tables) -> None:
         assert name not in engines or engines[name].is_vacant, f"{name} is in the run, and on its way into it"
 
 
-def _validate_step(tables: Tables) -> None:
+def _validate_step(tables: SchedulerTables) -> None:
     progress = tables.progress
     taken = [group for group in tables.groups if group.state is GroupState.TAKEN]
     assert all(group.step == tables.step for group in taken), "only the step in progress is trained on"
     if progress.state is StepState.TRAINING and tables.error is None:
-        waiting = tables.requests.num_for(Phase.TRAINING)
+        waiting = tables.requests.num_for(RunPhase.TRAINING)
         proves = not tables.weights.may_offer
         assert waiting or proves, "trainers are busy, or the version before is being read or verified"
-        assert not tables.requests.num_for(Phase.COPYING), "what is being copied does not change"
+        assert not tables.requests.num_for(RunPhase.COPYING), "what is being copied does not change"
         assert {group.purpose for group in taken} == ({"train"} if tables.spec.has_engines else set()), (
             "trained on are the step's groups"
         )

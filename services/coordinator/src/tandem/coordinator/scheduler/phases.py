@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 
 
-class Phase(enum.Enum):
+class RunPhase(enum.Enum):
     """The phases of the run as a whole, or of one request. The value completes "while ..."."""
 
     JOINING = "joining"
@@ -30,27 +30,27 @@ class Phase(enum.Enum):
     __hash__ = object.__hash__  # as members are equal, but in C: each event asks tables for a phase
 
 
-GENERATION = (Phase.GENERATING, Phase.VALIDATING)
+GENERATION = (RunPhase.GENERATING, RunPhase.VALIDATING)
 """The phases in which engines generate."""
-_BREAKDOWN: dict[Phase, str] = {
-    Phase.GENERATING: "generation",
-    Phase.TRAINING: "training",
-    Phase.REFITTING: "refit",
-    Phase.VALIDATING: "validation",
-    Phase.SAVING: "checkpointing",
+_BREAKDOWN: dict[RunPhase, str] = {
+    RunPhase.GENERATING: "generation",
+    RunPhase.TRAINING: "training",
+    RunPhase.REFITTING: "refit",
+    RunPhase.VALIDATING: "validation",
+    RunPhase.SAVING: "checkpointing",
 }
 """The phases that a step's time is divided into. The trainer's own breakdown of training comes with `Trained`."""
 
 
-class Stopwatch:
+class PhaseStopwatch:
     """The phase of a run, and the seconds that the step in progress has spent in each."""
 
     def __init__(self, now: float) -> None:
-        self.phase = Phase.JOINING
+        self.phase = RunPhase.JOINING
         self._phase_since = self._step_since = now
         self._seconds: dict[str, float] = {}
 
-    def enter(self, phase: Phase, now: float) -> None:
+    def enter(self, phase: RunPhase, now: float) -> None:
         """Enter another phase, or stay in this one."""
         if phase is not self.phase:
             self._note(now)

@@ -9,23 +9,23 @@ import msgspec
 
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.events import CommandFields
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.phases import RunPhase
 
 _SPARE_DEADLINES = 64  # of closed requests
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class PendingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A command without an answer."""
 
     command_id: int
     process: str
-    phase: Phase
+    phase: RunPhase
     """The phase that it belongs to."""
     deadline: float
     allowed_s: float
 
 
-class PendingRequests(dict[int, Request]):
+class PendingRequests(dict[int, PendingRequest]):
     """The pending requests, by the id of the command: each gets its id and deadline, and is closed when it is answered.
 
     The owner sets `now`, as it reads no clock.
@@ -35,8 +35,8 @@ class PendingRequests(dict[int, Request]):
         super().__init__()
         self._changed = changed
         self.now = now
-        self._of_process: dict[str, dict[int, Request]] = {}
-        self._num_of_phase: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self._of_process: dict[str, dict[int, PendingRequest]] = {}
+        self._num_of_phase: dict[RunPhase, int] = dict.fromkeys(RunPhase, 0)
         self._deadlines: list[tuple[float, int]] = []
         """A heap, which still has answered requests."""
         self.next_command_id = first_command_id
@@ -44,10 +44,10 @@ class PendingRequests(dict[int, Request]):
         mistaken.
         """
 
-    def open(self, process: str, phase: Phase, allowed_s: float) -> CommandFields:
+    def open(self, process: str, phase: RunPhase, allowed_s: float) -> CommandFields:
         """Open a request to `process`, which belongs to `phase`."""
         fields = self.notice(allowed_s)
-        request = Request(
+        request = PendingRequest(
             command_id=fields["command_id"],
             process=process,
             phase=phase,
@@ -67,7 +67,7 @@ class PendingRequests(dict[int, Request]):
         self.next_command_id += 1
         return CommandFields(command_id=command_id, deadline_s=allowed_s)
 
-    def close(self, command_id: int) -> Request | None:
+    def close(self, command_id: int) -> PendingRequest | None:
         """Close a request that is answered or given up, and return it; None if it was not pending."""
         request = self.pop(command_id, None)
         if request is not None:
@@ -79,14 +79,14 @@ class PendingRequests(dict[int, Request]):
                 heapq.heapify(self._deadlines)
         return request
 
-    def num_for(self, *phases: Phase) -> int:
+    def num_for(self, *phases: RunPhase) -> int:
         """Return the number of pending requests in these phases."""
         num = 0
         for phase in phases:  # each event asks this several times
             num += self._num_of_phase[phase]
         return num
 
-    def of(self, process: str, *phases: Phase) -> Iterator[Request]:
+    def of(self, process: str, *phases: RunPhase) -> Iterator[PendingRequest]:
         """Yield the pending requests to `process`, oldest first: all of them, or those in some phases."""
         for request in self._of_process.get(process, {}).values():
             if not phases or request.phase in phases:
@@ -96,19 +96,19 @@ class PendingRequests(dict[int, Request]):
         """Return the processes with a pending request."""
         return [process for process, requests in self._of_process.items() if requests]
 
-    def drop(self, process: str, *phases: Phase) -> None:
+    def drop(self, process: str, *phases: RunPhase) -> None:
         """Drop the requests to `process`: all of them, or those in some phases."""
         self._close_all(list(self.of(process, *phases)))
 
-    def drop_all(self, *phases: Phase) -> None:
+    def drop_all(self, *phases: RunPhase) -> None:
         """Drop all requests in these phases."""
         self._close_all([request for request in self.values() if request.phase in phases])
 
-    def drop_all_but(self, *phases: Phase) -> None:
+    def drop_all_but(self, *phases: RunPhase) -> None:
         """Drop all requests, except those in these phases."""
         self._close_all([request for request in self.values() if request.phase not in phases])
 
-    def overdue(self) -> Request | None:
+    def overdue(self) -> PendingRequest | None:
         """Return a request that is past its deadline."""
         while self._deadlines and self._deadlines[0][1] not in self:
             heapq.heappop(self._deadlines)
@@ -116,6 +116,6 @@ class PendingRequests(dict[int, Request]):
             return self[self._deadlines[0][1]]
         return None
 
-    def _close_all(self, requests: Iterable[Request]) -> None:
+    def _close_all(self, requests: Iterable[PendingRequest]) -> None:
         for request in requests:
             self.close(request.command_id)

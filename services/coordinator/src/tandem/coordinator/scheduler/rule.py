@@ -11,7 +11,7 @@ import msgspec
 from tandem.coordinator.scheduler.events import Action
 
 
-class Table(enum.Enum):
+class RuleTables(enum.Enum):
     """The tables that rules read."""
 
     PROCESSES = "processes that have joined"
@@ -30,7 +30,7 @@ class Table(enum.Enum):
     RECORDING = "parts of the rollout log that are not written"
 
 
-class Mode(enum.Enum):
+class RuleMode(enum.Enum):
     """The rules in force."""
 
     SETTING_UP = "setting up"
@@ -43,7 +43,7 @@ class HasMode(Protocol):
     """The part of the tables that the agenda reads."""
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> RuleMode:
         """The rules in force."""
         ...
 
@@ -51,15 +51,15 @@ class HasMode(Protocol):
 Tables = TypeVar("Tables", bound=HasMode)
 
 
-class Rule(msgspec.Struct, Generic[Tables], frozen=True, kw_only=True):
+class TableRule(msgspec.Struct, Generic[Tables], frozen=True, kw_only=True):
     """One rule, and the tables that it reads."""
 
     name: str
     fire: Callable[[Tables], list[Action] | None]
     """Returns None if the rule does not fire, else its actions. These may be none if it has changed the tables."""
-    opens_with: tuple[Table, ...]
+    opens_with: tuple[RuleTables, ...]
     """The tables that `is_open` reads."""
     is_open: Callable[[Tables], bool]
     """Whether the rule has anything to do. It is not asked while it has not."""
-    reads: tuple[Table, ...] = ()
+    reads: tuple[RuleTables, ...] = ()
     """The other tables that `fire` reads before it returns None."""

@@ -31,23 +31,23 @@ from tandem.common.messages import (
     SamplesRecorded,
     Trained,
 )
-from tandem.coordinator.scheduler.agenda import Agenda
+from tandem.coordinator.scheduler.agenda import RuleAgenda
 from tandem.coordinator.scheduler.events import (
     Action,
     AwaitedByHand,
-    Draining,
-    Erred,
+    CommandErred,
+    EngineDraining,
     Event,
-    Interrupted,
-    Joined,
-    Lost,
+    ProcessJoined,
+    ProcessLost,
+    ProcessReplied,
     PromptsDrawn,
-    Replied,
     RestoredFound,
-    Ticked,
+    StopRequested,
+    TimePassed,
 )
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
-from tandem.coordinator.scheduler.rule import Mode, Rule, Table
+from tandem.coordinator.scheduler.rule import RuleMode, RuleTables, TableRule
 from tandem.coordinator.scheduler.rules import (
     ending,
     generation,
@@ -60,7 +60,7 @@ from tandem.coordinator.scheduler.rules import (
 )
 from tandem.coordinator.scheduler.rules.order import RULES
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.tables import IsInformative, Tables
+from tandem.coordinator.scheduler.tables import IsInformative, SchedulerTables
 
 
 class Scheduler:
@@ -72,16 +72,18 @@ class Scheduler:
         now: float,
         is_informative: IsInformative = bool,
         first_command_id: int = 1,
-        agenda: Callable[[Mapping[Mode, tuple[Rule[Tables], ...]]], Agenda[Tables]] = Agenda,
+        agenda: Callable[
+            [Mapping[RuleMode, tuple[TableRule[SchedulerTables], ...]]], RuleAgenda[SchedulerTables]
+        ] = RuleAgenda,
     ) -> None:
         """Take the run's spec, and for dynamic sampling the function that tells whether a group is worth training on.
 
         `first_command_id` is above that of any command in an earlier attempt. `agenda` creates the agenda of rules.
         """
         self.agenda = agenda(RULES)
-        self.tables = Tables(spec, now, is_informative, first_command_id, self.agenda.changes)
+        self.tables = SchedulerTables(spec, now, is_informative, first_command_id, self.agenda.changes)
         self._may_phase_differ = self.agenda.watch(
-            Table.STEPS, Table.SAVING, Table.WEIGHTS, Table.ENGINES, Table.REQUESTS
+            RuleTables.STEPS, RuleTables.SAVING, RuleTables.WEIGHTS, RuleTables.ENGINES, RuleTables.REQUESTS
         )
 
     def handle(self, event: Event) -> list[Action]:
@@ -103,21 +105,21 @@ class Scheduler:
         return actions
 
 
-def _apply(tables: Tables, event: Event) -> list[Action]:
+def _apply(tables: SchedulerTables, event: Event) -> list[Action]:
     """Apply an event to the tables; return the actions that follow at once."""
     match event:
-        case Replied(process=process, reply=reply):
+        case ProcessReplied(process=process, reply=reply):
             return _apply_reply(tables, process, reply)
-        case Joined():
+        case ProcessJoined():
             return losing.take_joined(tables, event)
-        case Erred(process=process, failed=failed):
+        case CommandErred(process=process, failed=failed):
             return losing.take_failure(tables, process, failed)
-        case Lost(process=process, why=why):
+        case ProcessLost(process=process, why=why):
             return losing.take_loss(tables, process, why)
         case AwaitedByHand(process=process):
             tables.engines.await_by_hand(process)
             return []
-        case Draining(process=process):
+        case EngineDraining(process=process):
             return leaving.take_leaving(tables, process)
         case PromptsDrawn():
             generation.take_prompts(tables, event)
@@ -125,18 +127,18 @@ def _apply(tables: Tables, event: Event) -> list[Action]:
         case RestoredFound(groups=groups):
             tables.restored = RestoredGroups(groups)
             return []
-        case Ticked() if tables.is_all_in_time:
+        case TimePassed() if tables.is_all_in_time:
             tables.still_since = math.inf
             return []
-        case Ticked():
+        case TimePassed():
             return [*losing.check(tables), *regeneration.move_from_slow_engines(tables)]
-        case Interrupted():
+        case StopRequested():
             return ending.interrupt(tables)
         case other:
             assert_never(other)
 
 
-def _apply_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
+def _apply_reply(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:
     if reply.command_id not in tables.requests:
         return []  # a repetition, or the answer to a command that was given up
     if isinstance(reply, SamplesFinished):  # a part of an answer

@@ -7,7 +7,7 @@ import msgspec
 from tandem.common.messages import Listener, RewardServer, ServiceKind
 
 
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+class CommandDeadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that each kind of command may take."""
 
     join: float
@@ -20,7 +20,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     leave: float
 
 
-class Balance(msgspec.Struct, frozen=True, kw_only=True):
+class EngineBalance(msgspec.Struct, frozen=True, kw_only=True):
     """How engines share rollout groups where ``async_engine`` is on (`scheduler.groups.balanced`)."""
 
     width: int
@@ -110,11 +110,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     replacement_window_s: float
     replaced_at: tuple[float, ...] = ()
     """Times of the replacements in earlier attempts, by `time.monotonic`."""
-    balance: Balance | None = None
+    balance: EngineBalance | None = None
     """None: each group belongs to one engine from the beginning, so that a repeated run has the same batches."""
     dynamic_sampling: DynamicSampling | None = None
     """None: a step trains on all groups that it generates."""
-    deadlines: Deadlines
+    deadlines: CommandDeadlines
 
     @property
     def is_synchronous(self) -> bool:

@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from tandem.common.errors import ServiceError
 from tandem.common.messages import SampleScored
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.coordinator.scheduler.engines.joining import Joining
-from tandem.coordinator.scheduler.engines.processes import Failures, Processes, Replacements
-from tandem.coordinator.scheduler.engines.table import Engines, Status
-from tandem.coordinator.scheduler.engines.transfers import Transfers
-from tandem.coordinator.scheduler.events import CommandFields, Finish
-from tandem.coordinator.scheduler.groups.assignment import Assignment, PinnedAssignment
+from tandem.coordinator.scheduler.engines.joining import JoiningEngines
+from tandem.coordinator.scheduler.engines.processes import CountedReplacements, JoinedProcesses, ProcessFailures
+from tandem.coordinator.scheduler.engines.table import EngineStatus, EngineTable
+from tandem.coordinator.scheduler.engines.transfers import TransferPlanner
+from tandem.coordinator.scheduler.events import CommandFields, FinishRun
+from tandem.coordinator.scheduler.groups.assignment import GroupAssignment, PinnedAssignment
 from tandem.coordinator.scheduler.groups.balanced import BalancedAssignment
 from tandem.coordinator.scheduler.groups.restored import RestoredGroups
-from tandem.coordinator.scheduler.groups.table import Groups
-from tandem.coordinator.scheduler.idleness import Idleness
-from tandem.coordinator.scheduler.phases import Phase, Stopwatch
+from tandem.coordinator.scheduler.groups.table import GroupTable
+from tandem.coordinator.scheduler.idleness import StepIdleness
+from tandem.coordinator.scheduler.phases import PhaseStopwatch, RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
-from tandem.coordinator.scheduler.rule import Mode, Table
+from tandem.coordinator.scheduler.rule import RuleMode, RuleTables
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.steps.progress import StepProgress, Steps, StepState
-from tandem.coordinator.scheduler.steps.recording import Recording
-from tandem.coordinator.scheduler.steps.saving import Saving
+from tandem.coordinator.scheduler.steps.progress import RunSteps, StepProgress, StepState
+from tandem.coordinator.scheduler.steps.recording import RolloutRecording
+from tandem.coordinator.scheduler.steps.saving import CheckpointSaving
 from tandem.coordinator.scheduler.weights.service import RefitServicePresence
 from tandem.coordinator.scheduler.weights.version import NewestVersion, VersionState
 
@@ -36,7 +36,7 @@ IsInformative = Callable[[Sequence[SampleScored]], bool]
 """Whether training can learn something from the results of a group."""
 
 
-class Tables:
+class SchedulerTables:
     """Groups, engines, processes and pending requests, the step in progress, and how far the run is."""
 
     def __init__(
@@ -45,53 +45,53 @@ class Tables:
         now: float,
         is_informative: IsInformative,
         first_command_id: int,
-        changes: Callable[[Table], Changed],
+        changes: Callable[[RuleTables], Changed],
     ) -> None:
         """Take the run's spec, and `Agenda.changes`."""
         self.spec = spec
         self.is_synchronous = spec.is_synchronous
         self.is_informative = is_informative
-        self.processes = Processes(spec.expected, spec.departed, changes(Table.PROCESSES))
+        self.processes = JoinedProcesses(spec.expected, spec.departed, changes(RuleTables.PROCESSES))
         self.engines_to_begin: list[str] = []
         """The engines that everything is set up with. Others may join later."""
         self.told_to_leave: dict[str, None] = {}
         """Engines that were told to leave before everything was set up, or that stay nevertheless."""
-        self.requests = PendingRequests(now, first_command_id, changes(Table.REQUESTS))
-        self.groups = Groups(
-            changes(Table.GROUPS),
-            changes(Table.READY),
-            no_agenda if spec.max_stored_tokens is None else changes(Table.STORED),
+        self.requests = PendingRequests(now, first_command_id, changes(RuleTables.REQUESTS))
+        self.groups = GroupTable(
+            changes(RuleTables.GROUPS),
+            changes(RuleTables.READY),
+            no_agenda if spec.max_stored_tokens is None else changes(RuleTables.STORED),
         )
-        balance, changed_waiting = spec.balance, changes(Table.WAITING)
-        self.assignment: Assignment = (
+        balance, changed_waiting = spec.balance, changes(RuleTables.WAITING)
+        self.assignment: GroupAssignment = (
             PinnedAssignment(changed_waiting)
             if balance is None
             else BalancedAssignment(width=balance.width, timeout_s=balance.timeout_s, changed=changed_waiting)
         )
         self.restored = RestoredGroups({})
-        self.engines = Engines(spec.departed, changes)
-        self.transfers = Transfers(spec, self.requests, self.processes.public_keys)
-        self.joining = Joining(self.requests, self.transfers, changes(Table.JOINING))
-        self.weights = NewestVersion(spec, self.requests, self.engines, self.transfers, changes(Table.WEIGHTS))
+        self.engines = EngineTable(spec.departed, changes)
+        self.transfers = TransferPlanner(spec, self.requests, self.processes.public_keys)
+        self.joining = JoiningEngines(self.requests, self.transfers, changes(RuleTables.JOINING))
+        self.weights = NewestVersion(spec, self.requests, self.engines, self.transfers, changes(RuleTables.WEIGHTS))
         self.service = RefitServicePresence(
-            spec, self.requests, self.transfers, self.weights.verification, changes(Table.WEIGHTS)
+            spec, self.requests, self.transfers, self.weights.verification, changes(RuleTables.WEIGHTS)
         )
-        self.replacements = Replacements(spec.max_replacements, spec.replacement_window_s, spec.replaced_at)
-        self.saving = Saving(spec, self.requests, changes(Table.SAVING))
-        self.recording = Recording(spec, self.requests, changes(Table.RECORDING))
-        self.steps = Steps(spec.first_step, changes(Table.STEPS))
-        self.watch = Stopwatch(now)
-        self.idleness = Idleness(now)
-        self.stage: Phase | None = Phase.JOINING
+        self.replacements = CountedReplacements(spec.max_replacements, spec.replacement_window_s, spec.replaced_at)
+        self.saving = CheckpointSaving(spec, self.requests, changes(RuleTables.SAVING))
+        self.recording = RolloutRecording(spec, self.requests, changes(RuleTables.RECORDING))
+        self.steps = RunSteps(spec.first_step, changes(RuleTables.STEPS))
+        self.watch = PhaseStopwatch(now)
+        self.idleness = StepIdleness(now)
+        self.stage: RunPhase | None = RunPhase.JOINING
         """The stage of the set-up; None once it is done."""
         self.trainers_meet = False
         """Whether trainers are being built, or have been."""
         self.error: ServiceError | None = None
         """The error of a run that has failed, and now only waits for a checkpoint."""
-        self.finish: Finish | None = None
+        self.finish: FinishRun | None = None
         self.unusable: dict[str, int] = {}
         """The times in a row that trainers could not use an engine's samples."""
-        self.failures = Failures()
+        self.failures = ProcessFailures()
         self.full: dict[str, None] = {}
         """Engines that have no room to store the samples of waiting groups."""
         self.still_since = math.inf
@@ -102,13 +102,13 @@ class Tables:
         """Groups that were ready for later steps when the step in progress began to train."""
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> RuleMode:
         """The rules in force."""
         if self.finish is not None:
-            return Mode.OVER
+            return RuleMode.OVER
         if self.error is not None:
-            return Mode.FAILING
-        return Mode.GOING_ON if self.stage is None else Mode.SETTING_UP
+            return RuleMode.FAILING
+        return RuleMode.GOING_ON if self.stage is None else RuleMode.SETTING_UP
 
     @property
     def is_all_in_time(self) -> bool:
@@ -116,7 +116,9 @@ class Tables:
 
         True at nearly every tick of a plain run, whose other deadlines are only looked at when this is false.
         """
-        is_complete = self.stage is None and not self.engines.num_having(Status.ABSENT) and not self.service.is_absent
+        is_complete = (
+            self.stage is None and not self.engines.num_having(EngineStatus.ABSENT) and not self.service.is_absent
+        )
         is_calm = not self.engines.draining and not self.recording.waiting and not self.full
         is_in_time = len(self.requests) > 0 and self.requests.overdue() is None
         return is_complete and is_calm and is_in_time and self.spec.balance is None
@@ -144,24 +146,26 @@ class Tables:
     @property
     def trainers_use_devices(self) -> bool:
         """Whether trainers need memory of GPUs on which engines, as they are built, measure what is free."""
-        return self.spec.engines_first and self.requests.num_for(Phase.TRAINING, Phase.SAVING) > 0
+        return self.spec.engines_first and self.requests.num_for(RunPhase.TRAINING, RunPhase.SAVING) > 0
 
     @property
     def engines_use_devices(self) -> bool:
         """Whether engines are built on GPUs that trainers also use, which wait meanwhile."""
-        return self.spec.engines_first and (self.engines.num_having(Status.BUILDING) > 0 or self.joining.is_building)
+        return self.spec.engines_first and (
+            self.engines.num_having(EngineStatus.BUILDING) > 0 or self.joining.is_building
+        )
 
     @property
     def is_service_able(self) -> bool:
         """Whether the refit service can compare digests and plan: it is there, and knows all layouts."""
-        return not self.service.is_absent and not self.requests.num_for(Phase.PLANNING)
+        return not self.service.is_absent and not self.requests.num_for(RunPhase.PLANNING)
 
     @property
     def is_refitting(self) -> bool:
         """Whether the step waits for engines to get the version that trainers hold, or for it to be copied."""
         weights = self.weights
         is_held_up = weights.state is VersionState.COPYING or not weights.outlasts_step
-        is_read = self.steps.is_interrupted and self.requests.num_for(Phase.REFITTING) > 0
+        is_read = self.steps.is_interrupted and self.requests.num_for(RunPhase.REFITTING) > 0
         return is_read or (is_held_up and weights.is_transferring)
 
     @property
@@ -187,36 +191,36 @@ class Tables:
         return is_due and step > self.steps.saved and self.steps.has_started
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RunPhase:
         """The phase that the run is in, for people."""
         state, saving = self.progress.state, self.saving
         is_to_commit = StepState.TRAINED <= state < StepState.COMMITTED
         if self.finish is not None:
-            return Phase.FINISHED
+            return RunPhase.FINISHED
         if self.error is not None:
-            return Phase.WRITING
+            return RunPhase.WRITING
         if self.stage is not None:
             return self.stage
         if state is StepState.TRAINING:
-            return Phase.TRAINING
+            return RunPhase.TRAINING
         if not self.steps.has_started or (is_to_commit and self.is_refitting):
-            return Phase.REFITTING
+            return RunPhase.REFITTING
         if state is StepState.VALIDATING:
-            return Phase.VALIDATING
+            return RunPhase.VALIDATING
         if saving.copied is not None or (is_to_commit and self.must_save):
-            return Phase.SAVING
+            return RunPhase.SAVING
         if state is StepState.COMMITTED:
-            return Phase.WRITING if saving.is_out else Phase.VERIFYING
-        return Phase.GENERATING
+            return RunPhase.WRITING if saving.is_out else RunPhase.VERIFYING
+        return RunPhase.GENERATING
 
-    def open(self, process: str, phase: Phase, num_batches: int = 1) -> CommandFields:
+    def open(self, process: str, phase: RunPhase, num_batches: int = 1) -> CommandFields:
         """Open a request to a process, with the time that is allowed for this number of batches."""
         deadlines = self.spec.deadlines
-        allowed: dict[Phase, float] = {
-            Phase.BUILDING: deadlines.build,
-            Phase.GENERATING: deadlines.generate,
-            Phase.TRAINING: deadlines.train,
-            Phase.VALIDATING: deadlines.generate if self.spec.has_engines else deadlines.evaluate,
+        allowed: dict[RunPhase, float] = {
+            RunPhase.BUILDING: deadlines.build,
+            RunPhase.GENERATING: deadlines.generate,
+            RunPhase.TRAINING: deadlines.train,
+            RunPhase.VALIDATING: deadlines.generate if self.spec.has_engines else deadlines.evaluate,
         }
         return self.requests.open(process, phase, num_batches * allowed[phase])
 

@@ -15,19 +15,19 @@ from tandem.config import Config
 from tandem.config.layers import read_layers
 from tandem.config.load import build, laid_over
 from tandem.config.models.vision_families import family_of
-from tandem.config.schema.policy import Policy
+from tandem.config.schema.policy import PolicyConfig
 from tandem.coordinator.algorithms.running import WithoutGeneration
-from tandem.coordinator.loop.loop import Loop
+from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.coordinator.scheduler.spec import RunSpec
 from tandem.coordinator.tinker.apart import ApartLoop
 from tandem.coordinator.tinker.loop import CallLoop
 from tandem.observe.run_folder.journal import StepRecord
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.images.rows import ImageRows
 from tandem.samples.tokenizer import Tokenizer
-from tandem.serving.tinker.calls import Desk
+from tandem.serving.tinker.calls import CallDesk
 
 _FOR_EVER_S = 1e9
 _NUM_STEPS = 10**9
@@ -74,7 +74,7 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     """
     layers = laid_over(read_layers(Path(path), overrides), _SETTINGS, _SOURCE)
     # Clients send batches of any size, so that the configured one only has to be possible.
-    defaults = {field.name: field.default for field in msgspec.structs.fields(Policy)}
+    defaults = {field.name: field.default for field in msgspec.structs.fields(PolicyConfig)}
     keys = ("policy", "train_micro_batch_size"), ("cluster", "trainers")
     numbers = [(layers.merged.get(section) or {}).get(key, defaults.get(key)) for section, key in keys]
     size = math.prod(number for number in numbers if isinstance(number, int))
@@ -145,7 +145,7 @@ class NoAlgorithm(WithoutGeneration):
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()
-    ) -> tuple[Batch, dict[str, float]]:
+    ) -> tuple[SampleBatch, dict[str, float]]:
         """Fail: clients bring the batch."""
         raise AssertionError("clients bring the batch")
 
@@ -154,7 +154,7 @@ class NoAlgorithm(WithoutGeneration):
         return []
 
 
-class Lines(Observer):
+class ServerConsole(Observer):
     """The console of a server: what happens to its processes, and the versions that clients publish."""
 
     def noted(self, text: str) -> None:
@@ -172,7 +172,7 @@ class TinkerFrontEnd:
     """The front end, as a run sees it."""
 
     def __init__(
-        self, desk: Desk, config: Config, begin: Callable[[], None], opened: Callable[[], None] = lambda: None
+        self, desk: CallDesk, config: Config, begin: Callable[[], None], opened: Callable[[], None] = lambda: None
     ) -> None:
         """`begin` is called once, when the model is there and the first attempt begins.
 
@@ -190,9 +190,9 @@ class TinkerFrontEnd:
 
     def display(self) -> Observer:
         """Return an observer that prints a line for each published version."""
-        return Lines()
+        return ServerConsole()
 
-    def loop(self, *parts: Any) -> Loop:
+    def loop(self, *parts: Any) -> CoordinatorLoop:
         """Return a loop that takes calls from the desk."""
         self.begin()
         return (CallLoop if self._desk.held is None else ApartLoop)(self._desk, self._config, self.open, *parts)

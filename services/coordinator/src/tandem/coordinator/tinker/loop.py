@@ -45,8 +45,15 @@ from tandem.common.messages import (
     Trained,
 )
 from tandem.config import Config
-from tandem.coordinator.loop.loop import Loop
-from tandem.coordinator.scheduler.events import DispatchBatch, Erred, Event, Finish, Lost, Replied
+from tandem.coordinator.loop.loop import CoordinatorLoop
+from tandem.coordinator.scheduler.events import (
+    CommandErred,
+    DispatchBatch,
+    Event,
+    FinishRun,
+    ProcessLost,
+    ProcessReplied,
+)
 from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
 from tandem.observe.run_folder.calls import record_calls
 from tandem.samples.batch_sharding import EMPTY_ROW, data_parallel_ranks, shards_by_count
@@ -54,15 +61,15 @@ from tandem.serving.tinker.calls import (
     INPUTS,
     AddGradients,
     Answer,
+    CallDesk,
     CallFailed,
-    Desk,
-    Pending,
-    Publish,
+    GradientsScored,
+    PendingCall,
     PublishedSet,
-    Recall,
-    Restore,
-    Save,
-    Scored,
+    PublishWeights,
+    RecallWeights,
+    RestoreState,
+    SaveState,
     TakeStep,
 )
 from tandem.serving.tinker.prefixes import prefixes_of
@@ -78,7 +85,7 @@ _LOST = "a trainer was lost, and with it the weights since the last save_weights
 class _Running:
     """A call that trainers are carrying out."""
 
-    def __init__(self, pending: Pending, deadline: float) -> None:
+    def __init__(self, pending: PendingCall, deadline: float) -> None:
         self.pending = pending
         self.deadline = deadline
         self.unanswered: dict[int, str] = {}
@@ -91,11 +98,11 @@ class _Running:
         """Whether a checkpoint is copied, and being written."""
 
 
-class CallLoop(Loop):
+class CallLoop(CoordinatorLoop):
     """One attempt of a run that clients drive."""
 
-    def __init__(self, desk: Desk, config: Config, opened: Callable[[], None], *parts: Any) -> None:
-        """Take what `Loop` takes, as `parts`; `opened` is called when calls are carried out."""
+    def __init__(self, desk: CallDesk, config: Config, opened: Callable[[], None], *parts: Any) -> None:
+        """Take what `CoordinatorLoop` takes, as `parts`; `opened` is called when calls are carried out."""
         super().__init__(*parts)
         self._opened = opened
         self._desk = desk
@@ -106,12 +113,12 @@ class CallLoop(Loop):
         self._held: DispatchBatch | None = None
         """The request to train in the step that is open, of every trainer."""
         self._running: _Running | None = None
-        self._publishing: tuple[int, Pending] | None = None
+        self._publishing: tuple[int, PendingCall] | None = None
         self._places: dict[int, int] = {}
         """Sets in which what is about to be published is kept, by the number of the model."""
         self._number = 0
         """The set that trainers hold."""
-        self._closing: Pending | None = None
+        self._closing: PendingCall | None = None
         """The call for which no more samples begin, until those in progress are made."""
         self._metrics: dict[str, float] = {}
         self._began_at = time.monotonic()
@@ -119,7 +126,7 @@ class CallLoop(Loop):
         self._idle_s = self.poll_s
         desk.wake = self._registry.waker()
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRun:
         """Run until the scheduler finishes; nothing stays without an answer."""
         why = "the run has ended"
         try:
@@ -147,13 +154,21 @@ class CallLoop(Loop):
     def _events(self) -> Iterator[Event]:
         running = self._running
         for event in super()._events():
-            if running is not None and isinstance(event, Replied) and event.reply.command_id in running.unanswered:
+            if (
+                running is not None
+                and isinstance(event, ProcessReplied)
+                and event.reply.command_id in running.unanswered
+            ):
                 running.replies[running.unanswered.pop(event.reply.command_id)] = event.reply
-            elif running is not None and isinstance(event, Erred) and event.failed.command_id in running.unanswered:
+            elif (
+                running is not None
+                and isinstance(event, CommandErred)
+                and event.failed.command_id in running.unanswered
+            ):
                 del running.unanswered[event.failed.command_id]
                 running.failed = running.failed or event.failed
                 if not event.failed.expected:
-                    yield Lost(now=event.now, process=event.process, why=event.failed.error)
+                    yield ProcessLost(now=event.now, process=event.process, why=event.failed.error)
             else:
                 yield event
         now = time.monotonic()
@@ -187,7 +202,7 @@ class CallLoop(Loop):
             return
         for pending in self._desk.next():
             self.poll_s = _SAMPLES_POLL_S
-            if not isinstance(pending.call, Publish | Recall) or self._may_publish(pending):
+            if not isinstance(pending.call, PublishWeights | RecallWeights) or self._may_publish(pending):
                 started = self._start(self._desk.take(pending.turn), now)
                 if started is not None and not started.unanswered:
                     yield from self._conclude(started, now)
@@ -200,43 +215,43 @@ class CallLoop(Loop):
 
     # --- publishing --------------------------------------------------------------------------------------------------
 
-    def _may_publish(self, pending: Pending) -> bool:
+    def _may_publish(self, pending: PendingCall) -> bool:
         """Let no more samples begin; tell whether none is being made that must have the weights of the engines."""
         desk = self._desk
         if self._publishing is not None or self._closing not in (None, pending):
             return False
         self._closing = pending
-        is_new = isinstance(pending.call, Publish)
+        is_new = isinstance(pending.call, PublishWeights)
         desk.renewed = self._place_of(pending) if is_new else None
         desk.is_publishing = True
         return not (desk.num_samples or desk.is_reserved or (desk.num_following and not is_new))
 
-    def _place_of(self, pending: Pending) -> int:
+    def _place_of(self, pending: PendingCall) -> int:
         """Return the set in which the weights are kept that a call publishes."""
         number = pending.number
         if number not in self._places:
             self._places[number] = self._desk.place_of_next(number)
         return self._places[number]
 
-    def _publish(self, pending: Pending, now: float) -> Iterator[Event]:
+    def _publish(self, pending: PendingCall, now: float) -> Iterator[Event]:
         """Finish the step: trainers hold the weights."""
         assert self._held is not None, "calls are carried out in an open step only"
         self._closing = None
         self._publishing = self._held.step, pending
         yield from self._trained(self._held, now)
 
-    def _has_published(self, version: int, published: Pending) -> None:
+    def _has_published(self, version: int, published: PendingCall) -> None:
         """Answer a call for which engines hold a version, whose samples may begin."""
         weights = self._note_published(version, published)
         self._desk.is_reserved = weights is None
         self._reopen()
         published.answer(weights)
 
-    def _note_published(self, version: int, published: Pending) -> PublishedSet | None:
+    def _note_published(self, version: int, published: PendingCall) -> PublishedSet | None:
         """Note the version that engines hold, and return it if it is new."""
         desk, weights = self._desk, None
         desk.version, desk.holding = version, published.number
-        if isinstance(published.call, Publish):
+        if isinstance(published.call, PublishWeights):
             weights = PublishedSet(self._places.pop(published.number), version)
             desk.holding = weights.number
             desk.note_published(weights)
@@ -268,14 +283,14 @@ class CallLoop(Loop):
                 has_update=False,
                 memory=MemoryUse(peak=0, held=0),
             )
-            yield Replied(now=now, process=process, reply=reply)
+            yield ProcessReplied(now=now, process=process, reply=reply)
 
     # --- calls of trainers -------------------------------------------------------------------------------------------
 
-    def _start(self, pending: Pending, now: float) -> _Running | None:
+    def _start(self, pending: PendingCall, now: float) -> _Running | None:
         """Send trainers the commands of a call; None if it is answered already."""
         call = pending.call
-        if isinstance(call, Recall) and self._desk.holding == pending.number:
+        if isinstance(call, RecallWeights) and self._desk.holding == pending.number:
             self._has_published(self._desk.version, pending)
             return None
         self._running = running = _Running(pending, now + self._deadline_s)
@@ -287,19 +302,19 @@ class CallLoop(Loop):
                 for trainer in self._trainers:
                     fields = self._fields(running, trainer)
                     self._send_call(trainer, StepOptimizer(**_fields_of(call), **fields))
-            case Restore():
+            case RestoreState():
                 for trainer in self._trainers:
                     self._send_call(trainer, RestoreTraining(**_fields_of(call), **self._fields(running, trainer)))
-            case Save():
+            case SaveState():
                 running.deadline = now + self._save_s
                 for trainer in self._trainers:
                     fields = self._fields(running, trainer, self._save_s)
                     self._send_call(trainer, SaveCheckpoint(folder=_unfinished(call), step=0, **fields))
-            case Publish():
+            case PublishWeights():
                 number = self._place_of(pending)
                 for trainer in self._trainers:
                     self._send_call(trainer, KeepWeights(number=number, **self._fields(running, trainer)))
-            case Recall():
+            case RecallWeights():
                 pass
             case other:
                 assert_never(other)
@@ -358,16 +373,18 @@ class CallLoop(Loop):
         if running.unanswered:
             if now > running.deadline:
                 late = next(iter(running.unanswered.values()))
-                yield Lost(now=now, process=late, why=f"it has not carried out a call within {self._deadline_s:g} s")
+                yield ProcessLost(
+                    now=now, process=late, why=f"it has not carried out a call within {self._deadline_s:g} s"
+                )
             return
-        if running.failed is None and isinstance(running.pending.call, Save) and not running.is_writing:
+        if running.failed is None and isinstance(running.pending.call, SaveState) and not running.is_writing:
             running.is_writing, running.replies = True, {}
             for trainer in self._trainers:
                 fields = self._fields(running, trainer, self._save_s)
                 self._send_call(trainer, AwaitCheckpoint(step=0, **fields))
             return
         self._running = None
-        is_published = isinstance(running.pending.call, Publish | Recall)
+        is_published = isinstance(running.pending.call, PublishWeights | RecallWeights)
         if running.failed is not None:
             if is_published:
                 self._reopen()
@@ -394,14 +411,14 @@ class CallLoop(Loop):
                 assert isinstance(stepped, OptimizerStepped), "checked against the command"
                 self._metrics |= {"grad_norm": stepped.grad_norm, "learning_rate": call.learning_rate}
                 return stepped.grad_norm
-            case Save():
+            case SaveState():
                 Path(_unfinished(call)).rename(call.folder)
                 _sync(Path(call.folder).parent)
                 return sum(reply.num_bytes for reply in replies.values() if isinstance(reply, CheckpointSaved))
             case _:
                 return None
 
-    def _scored(self, running: _Running, call: AddGradients) -> Scored:
+    def _scored(self, running: _Running, call: AddGradients) -> GradientsScored:
         """Return the log-probabilities in the order of the sequences."""
         found: dict[int, NDArray[np.float32]] = {}
         loss = 0.0
@@ -415,10 +432,10 @@ class CallLoop(Loop):
             found |= dict(zip(rows, np.split(logprobs_T, ends[:-1]), strict=True)) if rows else {}
         if call.has_gradient:
             self._metrics["loss"] = loss
-        return Scored(loss=loss, logprobs=[found[row] for row in range(len(call.sequences))])
+        return GradientsScored(loss=loss, logprobs=[found[row] for row in range(len(call.sequences))])
 
 
-def _fields_of(call: TakeStep | Restore) -> dict[str, Any]:
+def _fields_of(call: TakeStep | RestoreState) -> dict[str, Any]:
     return {name: getattr(call, name) for name in call.__struct_fields__}
 
 
@@ -426,7 +443,7 @@ def _joined(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(dtype, copy=False)
 
 
-def _unfinished(call: Save) -> str:
+def _unfinished(call: SaveState) -> str:
     return f"{call.folder}.unfinished"
 
 

@@ -16,22 +16,22 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import Config, notices
 from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.expected import launched_processes
-from tandem.launch.fork_server import ForkServer
+from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.serving.tinker.api_keys import ApiKeys
-from tandem.serving.tinker.tls import Tls
+from tandem.serving.tinker.tls import TlsCertificate
 
 if TYPE_CHECKING:
-    from tandem.serving.tinker.calls import Desk
+    from tandem.serving.tinker.calls import CallDesk
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class ServingTerms(msgspec.Struct, frozen=True, kw_only=True):
     """How clients are served."""
 
     listening: socket.socket
     url: str
-    tls: Tls | None
+    tls: TlsCertificate | None
     """The certificate for HTTPS; None for HTTP."""
     most_tokens: int
     """Tokens that a key may have in progress."""
@@ -53,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: cannot listen: {why}") from error
 
 
-def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, terms: Terms) -> int:
+def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, terms: ServingTerms) -> int:
     """Serve until Ctrl-C; return the exit code. Raises `RunFolderError` if the run folder has a run already."""
     if mode == "new" and has_begun(config):  # clients go on from what they saved, and no run is resumed
         raise RunFolderError(
@@ -65,8 +65,10 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
     signals.interrupt_when_asked()
     kinds = [kind for kind, count in launched_processes(config).items() if count]
     # First: it must have no threads.
-    with ForkServer(partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s) as fork_server:
-        from tandem.coordinator.loop.invocation import Invocation
+    with ServiceForkServer(
+        partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s
+    ) as fork_server:
+        from tandem.coordinator.loop.invocation import CommandInvocation
         from tandem.coordinator.loop.run import run
         from tandem.coordinator.preparing.preflight import preflight
         from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
@@ -85,7 +87,7 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
                 url = terms.url
                 print(f'serving the Tinker API at {url}: tinker.ServiceClient(base_url="{url}")', flush=True)
 
-            invocation = Invocation(
+            invocation = CommandInvocation(
                 ready=ready,
                 mode=mode,
                 say=partial(print, flush=True),
@@ -103,36 +105,36 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
     return FAILED if finish.outcome == "failed" else OK
 
 
-def _desk(config: Config, terms: Terms, stack: contextlib.ExitStack) -> Desk:
+def _desk(config: Config, terms: ServingTerms, stack: contextlib.ExitStack) -> CallDesk:
     """Return the desk, with a record that `stack` closes."""
-    from tandem.serving.tinker.calls import Desk, Held
+    from tandem.serving.tinker.calls import CallDesk, EngineAdapterSets
 
     if terms.most_recorded:
-        from tandem.serving.tinker.recording import Record, RecordingDesk
+        from tandem.serving.tinker.recording import ModelRecords, RecordingDesk
 
-        record = Record(Path(config.logger.log_dir), terms.most_recorded, partial(print, flush=True))
+        record = ModelRecords(Path(config.logger.log_dir), terms.most_recorded, partial(print, flush=True))
         stack.callback(record.close)
-        desk: Desk = RecordingDesk(terms.most_models, terms.most_published, record)
+        desk: CallDesk = RecordingDesk(terms.most_models, terms.most_published, record)
     else:
-        desk = Desk(terms.most_models, terms.most_published)
+        desk = CallDesk(terms.most_models, terms.most_published)
     if config.policy.generation.num_adapter_sets > 1:
-        desk.held = Held()
+        desk.held = EngineAdapterSets()
     return desk
 
 
-def _app(desk: object, config: Config, keys: ApiKeys, states: Path, terms: Terms) -> ASGIApp:
+def _app(desk: object, config: Config, keys: ApiKeys, states: Path, terms: ServingTerms) -> ASGIApp:
     """Make the application, in the thread of its event loop."""
     from tandem.serving.tinker.app import make_app, on_loopback
-    from tandem.serving.tinker.calls import Desk
-    from tandem.serving.tinker.sampling import Engines
-    from tandem.serving.tinker.service import Service
-    from tandem.serving.tinker.states import States
+    from tandem.serving.tinker.calls import CallDesk
+    from tandem.serving.tinker.sampling import SamplingEngines
+    from tandem.serving.tinker.service import TinkerService
+    from tandem.serving.tinker.states import StateFolder
 
-    assert isinstance(desk, Desk), "as `_desk` returns"
+    assert isinstance(desk, CallDesk), "as `_desk` returns"
     generation = config.policy.generation
     longest = config.policy.max_total_sequence_length
     if generation.backend == "vllm":
         longest = max(longest, generation.vllm_cfg.max_model_len)
-    engines = Engines(Path(config.logger.log_dir), longest, config.cluster.deadlines.generate_s)
-    service = Service(desk, config, engines, States(states.absolute()), terms.most_tokens)
+    engines = SamplingEngines(Path(config.logger.log_dir), longest, config.cluster.deadlines.generate_s)
+    service = TinkerService(desk, config, engines, StateFolder(states.absolute()), terms.most_tokens)
     return make_app(service, keys, is_on_loopback=on_loopback(terms.listening))

@@ -101,7 +101,7 @@ def _tinker(arguments: argparse.Namespace) -> int:
     tls = read_tls(arguments.tls_cert, arguments.tls_key)
     from tandem.common.network import is_loopback, url_of
     from tandem.coordinator.tinker.driving import load
-    from tandem.coordinator.tinker.serving import Terms, listen, serve
+    from tandem.coordinator.tinker.serving import ServingTerms, listen, serve
 
     config = load(arguments.config, arguments.overrides, arguments.models)
     if arguments.models > 1 and config.policy.adapters is None:
@@ -114,7 +114,7 @@ def _tinker(arguments: argparse.Namespace) -> int:
     with listen(arguments.host, arguments.port) as listening:
         if tls is None and not is_loopback(listening.getsockname()[0]):
             print(_UNENCRYPTED, flush=True)
-        terms = Terms(
+        terms = ServingTerms(
             listening=listening,
             url=url_of(listening, "http" if tls is None else "https"),
             tls=tls,

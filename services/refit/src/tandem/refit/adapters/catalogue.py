@@ -28,7 +28,7 @@ from tandem.refit.adapters.geometry import (
     FAMILIES,
     OUTPUT_LAYER,
     SCALAR_HEAD,
-    Geometry,
+    DecoderGeometry,
     geometry_of,
     tensors_of,
 )
@@ -45,11 +45,11 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     tensors: tuple[Tensor, ...]
     """The tensors of its checkpoint; tied tensors appear once. All layouts share this tuple."""
-    geometry: Geometry | None
+    geometry: DecoderGeometry | None
     """Sizes of a known architecture; None for others, which Megatron-Core and vLLM cannot lay out."""
     family: str = ""
     """The ``model_type`` of a model that sees, if it is known here; empty for any other."""
-    language: Geometry | None = None
+    language: DecoderGeometry | None = None
     """Sizes of the language model of one that sees; None for any other."""
 
     @property
@@ -63,7 +63,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
     @property
-    def known(self) -> Geometry:
+    def known(self) -> DecoderGeometry:
         """The geometry. Raises `ModelError` if there is none."""
         if self.geometry is None:
             raise ModelError(f"only the tensors of this model are known; an adapter knows {', '.join(FAMILIES)}")

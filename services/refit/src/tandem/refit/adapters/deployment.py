@@ -13,7 +13,7 @@ from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.layout import Layout, Storage
 
 
-class Hosts(msgspec.Struct, frozen=True):
+class HostNames(msgspec.Struct, frozen=True):
     """Hosts ``name-0``, ``name-1``, ... with `per_host` ranks each, in order of rank."""
 
     name: str
@@ -53,7 +53,7 @@ def locate(layout: Layout, found: Mapping[str, Storage]) -> Layout:
     return msgspec.structs.replace(layout, storages=tuple(storages))
 
 
-class Deployment(msgspec.Struct, frozen=True):
+class ParallelDeployment(msgspec.Struct, frozen=True):
     """The parallel sizes of a program; subclasses know what each rank holds."""
 
     @property
@@ -71,7 +71,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
     def kept_parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return `parameters`, made once for all ranks in one place. A model keeps those of one deployment."""
-        kept: tuple[Deployment, dict[Hashable, Layout]] = model.__dict__.setdefault("layouts", (self, {}))
+        kept: tuple[ParallelDeployment, dict[Hashable, Layout]] = model.__dict__.setdefault("layouts", (self, {}))
         if kept[0] != self:
             kept = model.__dict__["layouts"] = self, {}
         place = self.place(rank)
@@ -96,7 +96,7 @@ class Deployment(msgspec.Struct, frozen=True):
             raise RefitError(f"there is no rank {rank} among {self.num_ranks}")
         return msgspec.structs.replace(self.parameters(model, rank), host=host, device=device)
 
-    def layouts(self, model: ModelShape, hosts: Hosts) -> tuple[Layout, ...]:
+    def layouts(self, model: ModelShape, hosts: HostNames) -> tuple[Layout, ...]:
         """Return the layouts of all ranks, in order of rank; replicas share the columns of their pieces.
 
         Raises:

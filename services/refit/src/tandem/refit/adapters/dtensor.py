@@ -16,7 +16,7 @@ from tandem.common.errors import RefitError
 from tandem.config.models import lora
 from tandem.refit.adapters import huggingface
 from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.geometry import BIAS
 from tandem.refit.adapters.parameters import RankBuilder
 from tandem.refit.layout import Box, Layout
@@ -102,7 +102,7 @@ def layout_on_mesh(
     return builder.build()
 
 
-class DTensor(Deployment, frozen=True):
+class DTensor(ParallelDeployment, frozen=True):
     """FSDP2 over `shard` ranks of models cut in `tensor` parts by tensor parallelism, `replicate` times (HSDP).
 
     The mesh is (replicate, shard, tensor). Context-parallel ranks count towards `shard`. So do those that share

@@ -45,7 +45,7 @@ LAYER = "model.layers.{layer}."
 """Prefix of the name of each of a layer's tensors; patterns keep the braces."""
 
 
-class Attention(msgspec.Struct, frozen=True):
+class AttentionGeometry(msgspec.Struct, frozen=True):
     """Attention with grouped heads: `num_heads` queries share `num_kv_heads` keys and values."""
 
     num_heads: int
@@ -67,7 +67,7 @@ class LatentAttention(msgspec.Struct, frozen=True):
     value_dim: int
 
 
-class Experts(msgspec.Struct, frozen=True):
+class ExpertGeometry(msgspec.Struct, frozen=True):
     """A mixture of experts in place of the dense feed-forward network of some layers."""
 
     num_experts: int
@@ -83,7 +83,7 @@ class Experts(msgspec.Struct, frozen=True):
     """Numbers of the layers with experts."""
 
 
-class Geometry(msgspec.Struct, frozen=True):
+class DecoderGeometry(msgspec.Struct, frozen=True):
     """The sizes that decide how a backend shards a decoder of a known architecture."""
 
     model_type: str
@@ -94,8 +94,8 @@ class Geometry(msgspec.Struct, frozen=True):
     vocabulary_size: int
     is_tied: bool
     """Whether the output layer is the embedding, in which case there is no ``lm_head.weight``."""
-    attention: Attention | LatentAttention
-    experts: Experts | None
+    attention: AttentionGeometry | LatentAttention
+    experts: ExpertGeometry | None
     """Experts; None for gpt_oss too, because its checkpoints already fuse the experts."""
 
     def rows_of(self, part: str) -> tuple[str, int]:
@@ -105,17 +105,17 @@ class Geometry(msgspec.Struct, frozen=True):
         """
         if self.model_type != "phi3" or part in ("o", "down"):
             return f"{part}_proj", 0
-        assert isinstance(self.attention, Attention), "phi3 has heads"
+        assert isinstance(self.attention, AttentionGeometry), "phi3 has heads"
         heads = self.attention
         first_key, first_value = (n * heads.head_dim for n in (heads.num_heads, heads.num_heads + heads.num_kv_heads))
         firsts = {"q": 0, "k": first_key, "v": first_value, "gate": 0, "up": self.intermediate_size}
         return "gate_up_proj" if part in ("gate", "up") else "qkv_proj", firsts[part]
 
 
-def geometry_of(config: Mapping[str, Any]) -> Geometry:
+def geometry_of(config: Mapping[str, Any]) -> DecoderGeometry:
     """Return the sizes given in the ``config.json`` of a known architecture. Raises `KeyError` if one is missing."""
     num_heads = int(config["num_attention_heads"])
-    attention: Attention | LatentAttention
+    attention: AttentionGeometry | LatentAttention
     if config["model_type"] == "deepseek_v3":
         attention = LatentAttention(
             num_heads=num_heads,
@@ -127,12 +127,12 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
         )
     else:
         head_dim = _HEAD_DIMS.get(config["model_type"], config["hidden_size"] // num_heads)
-        attention = Attention(
+        attention = AttentionGeometry(
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=config.get("head_dim") or head_dim,
         )
-    return Geometry(
+    return DecoderGeometry(
         model_type=config["model_type"],
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -144,11 +144,11 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
     )
 
 
-def _experts(config: Mapping[str, Any]) -> Experts | None:
+def _experts(config: Mapping[str, Any]) -> ExpertGeometry | None:
     layers = range(config["num_hidden_layers"])
     if config["model_type"] == "qwen3_moe":
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-        return Experts(
+        return ExpertGeometry(
             num_experts=config.get("num_experts") or config["num_local_experts"],
             num_chosen=config["num_experts_per_tok"],
             intermediate_size=config["moe_intermediate_size"],
@@ -157,7 +157,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
             layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
         )
     if config["model_type"] in ("deepseek_v3", "glm4_moe"):
-        return Experts(
+        return ExpertGeometry(
             num_experts=config.get("n_routed_experts") or config["num_local_experts"],
             num_chosen=config["num_experts_per_tok"],
             intermediate_size=config["moe_intermediate_size"],
@@ -189,7 +189,7 @@ def biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def tensors_of(config: Mapping[str, Any], geometry: Geometry, dtype: str) -> Iterator[Tensor]:
+def tensors_of(config: Mapping[str, Any], geometry: DecoderGeometry, dtype: str) -> Iterator[Tensor]:
     """Yield the tensors of a checkpoint in the order of the layers."""
     hidden, vocabulary = geometry.hidden_size, geometry.vocabulary_size
     with_experts = geometry.experts.layers if geometry.experts else ()
@@ -218,11 +218,11 @@ def has_head_norms(config: Mapping[str, Any]) -> bool:
     return str(config["model_type"]).startswith(("qwen3", "gemma3"))
 
 
-def _norms(geometry: Geometry) -> tuple[str, ...]:
+def _norms(geometry: DecoderGeometry) -> tuple[str, ...]:
     return NORMS if geometry.model_type == "gemma3_text" else NORMS[:2]
 
 
-def _attention(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+def _attention(config: Mapping[str, Any], geometry: DecoderGeometry) -> _Parts:
     hidden, sizes = geometry.hidden_size, geometry.attention
     if isinstance(sizes, LatentAttention):
         rows = _latent(sizes, hidden)
@@ -260,7 +260,7 @@ def _latent(sizes: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _dense(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+def _dense(config: Mapping[str, Any], geometry: DecoderGeometry) -> _Parts:
     if geometry.rows_of("gate") != ("gate_proj", 0):
         yield "mlp.gate_up_proj.weight", (2 * geometry.intermediate_size, geometry.hidden_size)
         yield "mlp.down_proj.weight", (geometry.hidden_size, geometry.intermediate_size)
@@ -272,7 +272,7 @@ def _dense(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
             yield name.replace(".weight", ".bias"), shape[:1]
 
 
-def _moe(geometry: Geometry) -> _Parts:
+def _moe(geometry: DecoderGeometry) -> _Parts:
     experts = geometry.experts
     assert experts is not None, "only called for layers with experts"
     yield "mlp.gate.weight", (experts.num_experts, geometry.hidden_size)
@@ -284,7 +284,7 @@ def _moe(geometry: Geometry) -> _Parts:
         yield from _feed_forward("mlp.shared_experts.", geometry.hidden_size, experts.shared_size)
 
 
-def _fused_moe(config: Mapping[str, Any], geometry: Geometry) -> _Parts:
+def _fused_moe(config: Mapping[str, Any], geometry: DecoderGeometry) -> _Parts:
     num_experts = config.get("num_local_experts") or config["num_experts"]
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     yield "mlp.router.weight", (num_experts, hidden)

@@ -32,7 +32,7 @@ _DTYPES = {
 }
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Location, shape and element type of a tensor."""
 
     path: Path
@@ -69,15 +69,15 @@ def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return found
 
 
-def read_places(folder: Path) -> dict[str, Place]:
+def read_places(folder: Path) -> dict[str, TensorPlace]:
     """Return the location of every tensor in a checkpoint, in the order of its files. Raises `ModelError`."""
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     for path in files_of(folder):
         first, header = _read_json(path)
         try:
             for name, entry in header.items():
                 start, stop = entry["data_offsets"]
-                found[name] = Place(path, tuple(entry["shape"]), str(entry["dtype"]), first + start, stop - start)
+                found[name] = TensorPlace(path, tuple(entry["shape"]), str(entry["dtype"]), first + start, stop - start)
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{path} has no readable safetensors header: {error}") from error
     return found

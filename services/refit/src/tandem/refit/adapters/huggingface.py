@@ -14,10 +14,10 @@ from collections.abc import Hashable, Iterator, Mapping
 import msgspec
 
 from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.geometry import LAYER
-from tandem.refit.adapters.parameters import Fill, RankBuilder, stack
-from tandem.refit.layout import Box, Layout, LayoutBuilder, Piece, Tensor, whole
+from tandem.refit.adapters.parameters import ParameterFill, RankBuilder, stack
+from tandem.refit.layout import Box, Layout, LayoutBuilder, LayoutPiece, Tensor, whole
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -30,7 +30,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
     name: str
     shape: tuple[int, ...]
-    fills: tuple[Fill, ...]
+    fills: tuple[ParameterFill, ...]
     experts: range = range(0)
 
 
@@ -63,7 +63,7 @@ def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> Parameter:
-    return Parameter(name, shape, (Fill(name, whole(shape), (0,) * len(shape)),))
+    return Parameter(name, shape, (ParameterFill(name, whole(shape), (0,) * len(shape)),))
 
 
 def _fused(model: ModelShape) -> Iterator[Parameter]:
@@ -72,7 +72,7 @@ def _fused(model: ModelShape) -> Iterator[Parameter]:
     prefix = LAYER + "mlp.experts."
     gate_up = (experts.intermediate_size, hidden)
     parts = stack(*((f"{prefix}{{expert}}.{part}_proj.weight", whole(gate_up)) for part in ("gate", "up")))
-    down = Fill(f"{prefix}{{expert}}.down_proj.weight", whole(gate_up[::-1]), (0, 0, 0))
+    down = ParameterFill(f"{prefix}{{expert}}.down_proj.weight", whole(gate_up[::-1]), (0, 0, 0))
     of_layer = range(experts.num_experts)
     fused = tuple(msgspec.structs.replace(part, at=(0, *part.at)) for part in parts)
     yield Parameter(prefix + "gate_up_proj", (experts.num_experts, 2 * gate_up[0], hidden), fused, of_layer)
@@ -87,7 +87,7 @@ def is_of_tower(name: str) -> bool:
     return _OF_TOWER.match(name) is not None
 
 
-class HuggingFace(Deployment, frozen=True):
+class HuggingFace(ParallelDeployment, frozen=True):
     """One process, or several replicas that each hold the whole model."""
 
     num_replicas: int = 1
@@ -160,7 +160,9 @@ def _experts_in(tensor: Tensor) -> Iterator[tuple[Tensor, Box]]:
             yield Tensor(f"{prefix}.{expert}.{name}.weight", (num_each, num_columns), tensor.dtype), box
 
 
-def _add_common(builder: LayoutBuilder, tensor: int, place: Box, piece: Piece, storage: int, num_dropped: int) -> None:
+def _add_common(
+    builder: LayoutBuilder, tensor: int, place: Box, piece: LayoutPiece, storage: int, num_dropped: int
+) -> None:
     """Add the part of a piece that overlaps a tensor at `place`, without the first `num_dropped` dimensions."""
     if not piece.box.shape:
         builder.add(tensor, piece.box, storage, piece.offset, piece.strides)

@@ -19,17 +19,17 @@ from tandem.config.models.families import MEGATRON
 from tandem.config.models.vision_families import VISION
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.geometry import (
     LAYER,
     OUTPUT_LAYER,
     SCALAR_HEAD,
-    Attention,
-    Experts,
-    Geometry,
+    AttentionGeometry,
+    DecoderGeometry,
+    ExpertGeometry,
     LatentAttention,
 )
-from tandem.refit.adapters.parameters import Fill, RankBuilder, cut, gate_and_up, stack
+from tandem.refit.adapters.parameters import ParameterFill, RankBuilder, cut, gate_and_up, stack
 from tandem.refit.adapters.vision import as_seeing, is_of_tower
 from tandem.refit.layout import Box, Layout, whole
 
@@ -70,12 +70,12 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _layers_of(parts: Sequence[str], geometry: Geometry) -> list[str]:
+def _layers_of(parts: Sequence[str], geometry: DecoderGeometry) -> list[str]:
     """Return the checkpoint layers that contain these projections, once each, by the last part of their names."""
     return list(dict.fromkeys(geometry.rows_of(part)[0] for part in parts))
 
 
-class Coordinates(msgspec.Struct, frozen=True):
+class MegatronCoordinates(msgspec.Struct, frozen=True):
     """A rank's position along the axes that decide what it holds."""
 
     tp: int
@@ -84,7 +84,7 @@ class Coordinates(msgspec.Struct, frozen=True):
     etp: int
 
 
-class Megatron(Deployment, frozen=True):
+class Megatron(ParallelDeployment, frozen=True):
     """Parallel sizes and switches, with shortened names from Megatron-Core's configuration."""
 
     tp: int = 1
@@ -121,7 +121,7 @@ class Megatron(Deployment, frozen=True):
         """Return the coordinates of a rank."""
         return self.coordinates(rank)
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def coordinates(self, rank: int) -> MegatronCoordinates:
         """Return a rank's coordinates. Raises `RefitError` if the sizes or the order are inconsistent."""
         if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
             raise RefitError(f"the order of ranks must name tp, cp, ep, dp and pp once each, not {self.order!r}")
@@ -133,7 +133,7 @@ class Megatron(Deployment, frozen=True):
         sparse = self._along({"tp": etp, "ep": self.ep, "dp": expert_dp, "pp": self.pp}, rank)
         if dense["pp"] != sparse["pp"]:
             raise RefitError(f"rank {rank} would have experts of another pipeline stage; let the order end in pp")
-        return Coordinates(dense["tp"], dense["pp"], sparse["ep"], sparse["tp"])
+        return MegatronCoordinates(dense["tp"], dense["pp"], sparse["ep"], sparse["tp"])
 
     def _along(self, sizes: dict[str, int], rank: int) -> dict[str, int]:
         found = {}
@@ -157,7 +157,7 @@ class Megatron(Deployment, frozen=True):
 class _Rank:
     """Builder of one rank's layout."""
 
-    def __init__(self, sizes: Megatron, model: ModelShape, at: Coordinates) -> None:
+    def __init__(self, sizes: Megatron, model: ModelShape, at: MegatronCoordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
         in_ends = sizes.num_layers_in_first_stage, sizes.num_layers_in_last_stage
         chunks = stages.megatron(self._geometry.num_layers, sizes.pp, sizes.vpp, *in_ends)[at.pp]
@@ -238,7 +238,7 @@ class _Rank:
         else:
             self._builder.parameter(name, shape, stack((tensor, held)))
 
-    def _attention(self, sizes: Attention) -> None:
+    def _attention(self, sizes: AttentionGeometry) -> None:
         head, hidden = sizes.head_dim, self._geometry.hidden_size
         num_queries = sizes.num_heads // sizes.num_kv_heads * head
         num_rows = num_queries + 2 * head
@@ -255,7 +255,7 @@ class _Rank:
                 layer, first_row = self._geometry.rows_of(part)
                 rows = first_row + group * n, group * num_rows + first
                 start, at = ((row, *(0 for _ in columns)) for row in rows)
-                fill = Fill(f"{_ATTENTION}{layer}.{kind}", Box(start, (n, *columns)), at).clip(window)
+                fill = ParameterFill(f"{_ATTENTION}{layer}.{kind}", Box(start, (n, *columns)), at).clip(window)
                 fills += [] if fill is None else [fill]
             if fills and self._model.shape_of(fills[0].tensor) is not None:
                 self._builder.parameter(f"{_HERE}self_attention.linear_qkv.{kind}", window.shape, fills)
@@ -305,7 +305,7 @@ class _Rank:
         self._builder.whole(f"{here}linear_fc2.{lora.B}", f"{there}down_proj.{lora.B}")
         self._builder.whole(f"{here}linear_fc2.bias", f"{there}down_proj.bias")
 
-    def _experts(self, sizes: Experts) -> None:
+    def _experts(self, sizes: ExpertGeometry) -> None:
         """Add the routed experts of this rank."""
         mine = cut((sizes.num_experts,), 0, self._at.ep, self._sizes.ep)
         experts, count = range(mine.start[0], mine.stop[0]), mine.shape[0]
@@ -318,9 +318,9 @@ class _Rank:
         n = rows.shape[0]
         here = _HERE + "mlp.experts."
         if self._sizes.experts == "legacy":
-            turned = [Fill(fill.tensor, fill.box, (0, 0, fill.at[0]), axes=(2, 1)) for fill in first]
+            turned = [ParameterFill(fill.tensor, fill.box, (0, 0, fill.at[0]), axes=(2, 1)) for fill in first]
             self._builder.parameter(here + "weight1", (count, hidden, 2 * n), turned, experts)
-            turned = [Fill(fill.tensor, fill.box, (0, 0, 0), axes=(2, 1)) for fill in second]
+            turned = [ParameterFill(fill.tensor, fill.box, (0, 0, 0), axes=(2, 1)) for fill in second]
             self._builder.parameter(here + "weight2", (count, n, hidden), turned, experts)
             return
         name = (
@@ -337,7 +337,7 @@ class _Rank:
         layers = [f"{there}{layer}" for layer in _layers_of(parts, self._geometry)]
         shape = self._model.shape_of(f"{layers[0]}.{lora.A}")
         if shape is not None:
-            fills = [Fill(f"{layer}.{lora.A}", whole(shape), (0, 0)) for layer in layers]
+            fills = [ParameterFill(f"{layer}.{lora.A}", whole(shape), (0, 0)) for layer in layers]
             self._builder.parameter(f"{name}.{lora.A}", shape, fills)
 
     def _cut(self, name: str, tensor: str, dim: int = 0) -> None:

@@ -19,7 +19,7 @@ from tandem.refit.columns import Ints
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, Tensor, contiguous_strides
 
 
-class Fill(msgspec.Struct, frozen=True):
+class ParameterFill(msgspec.Struct, frozen=True):
     """A slice of a tensor and its position in a parameter."""
 
     tensor: str
@@ -35,7 +35,7 @@ class Fill(msgspec.Struct, frozen=True):
         """Return `axes` explicitly, for a parameter of `num_dims` dimensions."""
         return self.axes or tuple(range(num_dims - len(self.box.shape), num_dims))
 
-    def clip(self, window: Box) -> Fill | None:
+    def clip(self, window: Box) -> ParameterFill | None:
         """Return the part inside a window of the parameter, positioned relative to the window; or None."""
         dims = self.dims(len(window.start))
         place, shape = list(self.at), [1] * len(window.start)
@@ -46,14 +46,14 @@ class Fill(msgspec.Struct, frozen=True):
             return None
         start = tuple(a + common.start[dim] - self.at[dim] for a, dim in zip(self.box.start, dims, strict=True))
         at = tuple(a - b for a, b in zip(common.start, window.start, strict=True))
-        return Fill(self.tensor, Box(start, tuple(common.shape[dim] for dim in dims)), at, self.axes)
+        return ParameterFill(self.tensor, Box(start, tuple(common.shape[dim] for dim in dims)), at, self.axes)
 
 
-def stack(*parts: tuple[str, Box]) -> tuple[Fill, ...]:
+def stack(*parts: tuple[str, Box]) -> tuple[ParameterFill, ...]:
     """Return slices one after the other along the first dimension of a parameter, as `numpy.concatenate` would."""
     fills, row = [], 0
     for tensor, box in parts:
-        fills.append(Fill(tensor, box, (row, *(0 for _ in box.shape[1:]))))
+        fills.append(ParameterFill(tensor, box, (row, *(0 for _ in box.shape[1:]))))
         row += box.shape[0]
     return tuple(fills)
 
@@ -143,7 +143,7 @@ class RankBuilder:
         self,
         name: str,
         shape: Sequence[int],
-        fills: Sequence[Fill],
+        fills: Sequence[ParameterFill],
         experts: range = range(0),
         only: Container[int] | None = None,
     ) -> None:
@@ -195,7 +195,7 @@ class RankBuilder:
         return found.reshape(-1, 1)
 
     def _place(
-        self, name: str, shape: tuple[int, ...], fills: Sequence[Fill], tensors: Sequence[Ints], rows: Ints
+        self, name: str, shape: tuple[int, ...], fills: Sequence[ParameterFill], tensors: Sequence[Ints], rows: Ints
     ) -> None:
         item_size = ITEM_SIZES[self._model.tensors[tensors[0][0, 0]].dtype]
         num_experts = tensors[0].shape[1]
@@ -238,7 +238,7 @@ def _blocks(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     return *shape[:whole], *(-(-n // size) for n, size in zip(shape[whole:], block, strict=True))
 
 
-def _scale_fill(fill: Fill, block: Sequence[int], tensor: Tensor) -> Fill:
+def _scale_fill(fill: ParameterFill, block: Sequence[int], tensor: Tensor) -> ParameterFill:
     """Return the position of a fill's scales in the parameter of scales."""
     at = list(fill.at)
     for dim, size, a, b, n in zip(fill.dims(len(at)), block, fill.box.start, fill.box.stop, tensor.shape, strict=True):
@@ -246,4 +246,4 @@ def _scale_fill(fill: Fill, block: Sequence[int], tensor: Tensor) -> Fill:
             raise RefitError(f"{tensor.name}{fill.box} does not end where its blocks of {size} elements do")
         at[dim] //= size
     start = tuple(a // size for a, size in zip(fill.box.start, block, strict=True))
-    return Fill(fill.tensor, Box(start, _blocks(fill.box.shape, block)), tuple(at), fill.axes)
+    return ParameterFill(fill.tensor, Box(start, _blocks(fill.box.shape, block)), tuple(at), fill.axes)

@@ -20,8 +20,8 @@ from tandem.common.errors import RefitError
 from tandem.config.models.families import VLLM_PLANNED
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.adapters.deployment import Deployment
-from tandem.refit.adapters.geometry import LAYER, NORMS, Attention, Experts, LatentAttention
+from tandem.refit.adapters.deployment import ParallelDeployment
+from tandem.refit.adapters.geometry import LAYER, NORMS, AttentionGeometry, ExpertGeometry, LatentAttention
 from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
 from tandem.refit.adapters.vllm_vision import add_tower, named_by_vllm
 from tandem.refit.layout import Box, Layout, whole
@@ -30,7 +30,7 @@ _ATTENTION = LAYER + "self_attn."
 _VOCABULARY_PADDING = 64
 
 
-class Coordinates(msgspec.Struct, frozen=True):
+class VllmCoordinates(msgspec.Struct, frozen=True):
     """A rank's position along the axes that decide what it holds."""
 
     tp: int
@@ -39,7 +39,7 @@ class Coordinates(msgspec.Struct, frozen=True):
     """Position among the `dp` × `tp` ranks of a stage that share its experts."""
 
 
-class Vllm(Deployment, frozen=True):
+class Vllm(ParallelDeployment, frozen=True):
     """Parallel sizes by vLLM's names. Ranks count with `tp` fastest, then `pp`, `dp` and the replicas."""
 
     tp: int = 1
@@ -67,11 +67,11 @@ class Vllm(Deployment, frozen=True):
         """Return the coordinates of a rank."""
         return self.coordinates(rank)
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def coordinates(self, rank: int) -> VllmCoordinates:
         """Return a rank's coordinates."""
         rank, tp = divmod(rank, self.tp)
         rank, pp = divmod(rank, self.pp)
-        return Coordinates(tp, pp, rank % self.dp * self.tp + tp)
+        return VllmCoordinates(tp, pp, rank % self.dp * self.tp + tp)
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
@@ -86,7 +86,7 @@ class Vllm(Deployment, frozen=True):
 class _Rank:
     """Builder of one rank's layout."""
 
-    def __init__(self, sizes: Vllm, model: ModelShape, at: Coordinates) -> None:
+    def __init__(self, sizes: Vllm, model: ModelShape, at: VllmCoordinates) -> None:
         self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
         self._builder = RankBuilder(model, stages.vllm(self._geometry.num_layers, sizes.pp)[at.pp])
 
@@ -132,7 +132,7 @@ class _Rank:
         else:
             self._builder.padding(name, share.shape, name)
 
-    def _attention(self, sizes: Attention) -> None:
+    def _attention(self, sizes: AttentionGeometry) -> None:
         tp, head = self._sizes.tp, sizes.head_dim
         num_kv_heads = max(1, sizes.num_kv_heads // tp)
         if sizes.num_heads % tp or num_kv_heads * tp % sizes.num_kv_heads:
@@ -178,7 +178,7 @@ class _Rank:
         self._builder.share(down, down, 1, rank, size)
         self._whole(f"{prefix}down_proj.bias")
 
-    def _experts(self, sizes: Experts) -> None:
+    def _experts(self, sizes: ExpertGeometry) -> None:
         at, size = self._at.expert, self._sizes.dp * self._sizes.tp
         ep, ep_size, tp, tp_size = (at, size, 0, 1) if self._sizes.expert_parallel else (0, 1, at, size)
         count, extra = divmod(sizes.num_experts, ep_size)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from tandem.refit.digests import terms
 from tandem.refit.digests.comparison import combine
-from tandem.refit.digests.slices import Sampling
+from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.layout import Box, Layout
-from tandem.refit.program import Quantisation, Verification
+from tandem.refit.program import ProcessVerification, Quantisation
 
 if TYPE_CHECKING:  # comparing digests needs no torch
     import torch
@@ -23,9 +23,9 @@ from tandem.refit.digests.task import DigestTask, slabs_of, spans_of
 def digest_layout(
     layout: Layout,
     storages: Mapping[str, torch.Tensor],
-    verification: Verification | None = None,
+    verification: ProcessVerification | None = None,
     *,
-    sampling: Sampling | None = None,
+    sampling: ElementSampling | None = None,
     quantisations: Sequence[Quantisation] = (),
 ) -> NDArray[np.uint64]:
     """Return the digests of a process's weights, one per tensor, by running a `DigestTask` to its end."""

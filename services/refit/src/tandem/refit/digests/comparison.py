@@ -24,7 +24,7 @@ _NUM_NAMED = 3
 """Number of tensors named for each engine that differs."""
 
 
-class Difference(msgspec.Struct, frozen=True):
+class EngineDifference(msgspec.Struct, frozen=True):
     """An engine with weights that differ from the trainers'."""
 
     engine: str
@@ -38,10 +38,10 @@ class Difference(msgspec.Struct, frozen=True):
         return ", ".join(self.tensors) + (f" and {others} more" if others else "")
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class DigestVerdict(msgspec.Struct, frozen=True):
     """The result of comparing the digests of a version."""
 
-    differences: tuple[Difference, ...]
+    differences: tuple[EngineDifference, ...]
     """Engines that differ; empty if the version is verified."""
     digest: int
     """Digest of all tensors together, as the trainers hold them."""
@@ -52,7 +52,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return {difference.engine: str(difference) for difference in self.differences}
 
 
-def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held]]) -> Verdict:
+def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held]]) -> DigestVerdict:
     """Compare the digests of engines with those of trainers.
 
     An engine's partial digests of a tensor must add up to the sources' sum times the number of copies that the engine
@@ -80,8 +80,8 @@ def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held
         wrong = np.flatnonzero(held_N != sent_N * times_N)
         if len(wrong):
             first = tuple(names.names[index] for index in wrong[:_NUM_NAMED].tolist())
-            differences.append(Difference(engine, first, len(wrong)))
-    return Verdict(tuple(differences), combine(*sent_N.tolist()))
+            differences.append(EngineDifference(engine, first, len(wrong)))
+    return DigestVerdict(tuple(differences), combine(*sent_N.tolist()))
 
 
 def unchanged(previous: Mapping[str, Digests], current: Mapping[str, Digests]) -> bool:

@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.errors import RefitError
-from tandem.refit.columns import Ints, Table, pad_dims
+from tandem.refit.columns import ColumnTable, Ints, pad_dims
 from tandem.refit.digests import terms
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
-from tandem.refit.program import Quantisation, Verification
+from tandem.refit.program import ProcessVerification, Quantisation
 
 _SMALL_TENSOR = 2**12
 """Largest number of elements of a tensor that is always digested whole."""
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class ElementSampling(msgspec.Struct, frozen=True):
     """A choice of elements by global index: every process makes the same choice, however tensors are sharded.
 
     It takes every `one_in`-th row of a tensor (an index along its longest dimension except the last) and starts at
@@ -42,7 +42,7 @@ class Sampling(msgspec.Struct, frozen=True):
         return first_T
 
 
-class Slices(Table, frozen=True, eq=False):
+class DigestColumns(ColumnTable, frozen=True, eq=False):
     """Slices to digest, as columns: P rows, D dimensions, right-aligned."""
 
     tensor_P: Ints
@@ -67,7 +67,9 @@ class Slices(Table, frozen=True, eq=False):
 class DigestList:
     """The slices that a process digests at every version, listed once per program, as there can be thousands."""
 
-    def __init__(self, layout: Layout, verification: Verification, quantisations: Sequence[Quantisation] = ()) -> None:
+    def __init__(
+        self, layout: Layout, verification: ProcessVerification, quantisations: Sequence[Quantisation] = ()
+    ) -> None:
         """List the slices.
 
         Tensors without an element type in the verification, which no engine wants, are left out. Tensors that are
@@ -89,7 +91,7 @@ class DigestList:
         hashed_T = np.array(
             [DTYPES.index(dtype or tensor.dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)], int
         )
-        slices = Slices(
+        slices = DigestColumns(
             tensor_P=pieces.tensor_P,
             storage_P=pieces.storage_P,
             dtype_P=dtype_T[pieces.tensor_P],
@@ -128,7 +130,7 @@ class DigestList:
             np.array([num_dims - len(t.shape) + _sampled_dim(t.shape) for t in self._tensors], np.int64),
         )
 
-    def of_version(self, sampling: Sampling) -> Slices:
+    def of_version(self, sampling: ElementSampling) -> DigestColumns:
         """Return the slices to digest for one version that is sampled.
 
         Raises:
@@ -170,12 +172,12 @@ def _spread(name: str) -> int:
 
 
 def _staged(
-    slices: Slices,
+    slices: DigestColumns,
     layout: Layout,
     is_staged_T: NDArray[np.bool_],
     quantisations: Sequence[Quantisation],
     names: list[str],
-) -> Slices:
+) -> DigestColumns:
     """Return the slices, with those of quantised tensors moved to staging memory; add its storages to `names`."""
     moved = [slices.rows(~is_staged_T[slices.tensor_P])]
     left = slices.rows(is_staged_T[slices.tensor_P])
@@ -189,11 +191,11 @@ def _staged(
     if len(left):
         box = Box(tuple(left.start_PD[0].tolist()), tuple(left.shape_PD[0].tolist()))
         raise RefitError(f"{layout.tensors[left.tensor_P[0]].name}{box} is quantised but not staged: cannot verify it")
-    joined = (np.concatenate([getattr(each, field) for each in moved]) for field in Slices.__struct_fields__)
-    return Slices(*joined)
+    joined = (np.concatenate([getattr(each, field) for each in moved]) for field in DigestColumns.__struct_fields__)
+    return DigestColumns(*joined)
 
 
-def _containing(slices: Slices, quantisation: Quantisation, tensor_Q: Ints) -> tuple[Ints, Ints]:
+def _containing(slices: DigestColumns, quantisation: Quantisation, tensor_Q: Ints) -> tuple[Ints, Ints]:
     """Return the slices inside a region of a quantisation, and that region for each of them."""
     order_Q = np.argsort(tensor_Q, kind="stable")
     low_P, high_P = (np.searchsorted(tensor_Q[order_Q], slices.tensor_P, side) for side in ("left", "right"))
@@ -208,7 +210,7 @@ def _containing(slices: Slices, quantisation: Quantisation, tensor_Q: Ints) -> t
     return slice_M, region_N[inside_N][kept]
 
 
-def _inside(slices: Slices, quantisation: Quantisation, region_P: Ints, storage: int) -> Slices:
+def _inside(slices: DigestColumns, quantisation: Quantisation, region_P: Ints, storage: int) -> DigestColumns:
     """Return slices at their positions in the regions of a quantisation, which are row-major without gaps."""
     num_dims = slices.start_PD.shape[1]
     start_QD, shape_QD = _region_boxes(quantisation, num_dims)
@@ -239,6 +241,6 @@ def _region_boxes(quantisation: Quantisation, num_dims: int) -> tuple[Ints, Ints
     )
 
 
-def everything(layout: Layout) -> Verification:
+def everything(layout: Layout) -> ProcessVerification:
     """Return the verification of all pieces of a layout, unconverted."""
-    return Verification(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))
+    return ProcessVerification(np.arange(len(layout.pieces)), tuple(tensor.dtype for tensor in layout.tensors))

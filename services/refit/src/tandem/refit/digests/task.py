@@ -1,9 +1,9 @@
 """Digests of a process's weights, computed beside other work in short slices of time.
 
 `tandem.refit.digests.terms` defines a digest and says why it reveals damage. A process digests the slices in its
-`Verification`: a trainer its weights, converted to the engines' element type; an engine the weights that it computes
-with. The result is one partial digest per tensor. The partial digests of all processes that hold a tensor add up modulo
-2**64, and `tandem.refit.digests.comparison` compares the sums.
+`ProcessVerification`: a trainer its weights, converted to the engines' element type; an engine the weights that it
+computes with. The result is one partial digest per tensor. The partial digests of all processes that hold a tensor add
+up modulo 2**64, and `tandem.refit.digests.comparison` compares the sums.
 
 For a tensor that is quantised in transit, the engine computes values and scales itself, so they cannot be compared with
 the trainer's elements. Instead the engine digests the staging memory that they were computed from: give `DigestTask`
@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.refit.digests.slices import DigestList, Sampling, everything
+from tandem.refit.digests.slices import DigestList, ElementSampling, everything
 from tandem.refit.layout import DTYPES, ITEM_SIZES, Layout
-from tandem.refit.program import Quantisation, Verification
+from tandem.refit.program import ProcessVerification, Quantisation
 
 if TYPE_CHECKING:  # comparing digests needs no torch
     import torch
@@ -60,9 +60,9 @@ class DigestTask:
         self,
         layout: Layout,
         storages: Mapping[str, torch.Tensor],
-        verification: Verification | None = None,
+        verification: ProcessVerification | None = None,
         *,
-        sampling: Sampling | None = None,
+        sampling: ElementSampling | None = None,
         quantisations: Sequence[Quantisation] = (),
         digest_list: DigestList | None = None,
     ) -> None:

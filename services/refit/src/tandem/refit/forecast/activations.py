@@ -20,9 +20,9 @@ import msgspec
 from tandem.config import Config
 from tandem.refit.adapters import stages
 from tandem.refit.adapters.dtensor import DTensor
-from tandem.refit.adapters.geometry import Geometry, LatentAttention
+from tandem.refit.adapters.geometry import DecoderGeometry, LatentAttention
 from tandem.refit.adapters.megatron import Megatron
-from tandem.refit.forecast.sides import Side
+from tandem.refit.forecast.sides import ForecastSide
 from tandem.refit.forecast.towers import most_image_tokens, tower_of
 
 _LOGITS = 2**26
@@ -33,7 +33,7 @@ _NO_FORMS = ("gpt_oss",)
 """Families with layers of other shapes than these."""
 
 
-class Pass(msgspec.Struct, frozen=True):
+class PassMemory(msgspec.Struct, frozen=True):
     """The most that passes of one kind take, in bytes."""
 
     name: str
@@ -45,7 +45,7 @@ class Pass(msgspec.Struct, frozen=True):
     """Those that the tower of a model that sees keeps."""
 
 
-def passes(config: Config, trainers: Side, rank: int) -> list[Pass]:
+def passes(config: Config, trainers: ForecastSide, rank: int) -> list[PassMemory]:
     """Return the passes of a step on a rank; none if the model's shapes are unknown."""
     geometry, deployment = trainers.model.as_text.geometry, trainers.deployment
     if geometry is None or geometry.model_type in _NO_FORMS:
@@ -60,7 +60,7 @@ def passes(config: Config, trainers: Side, rank: int) -> list[Pass]:
 class _Rank:
     """One rank's part of each layer."""
 
-    def __init__(self, config: Config, trainers: Side, geometry: Geometry, rank: int) -> None:
+    def __init__(self, config: Config, trainers: ForecastSide, geometry: DecoderGeometry, rank: int) -> None:
         self.policy, self.geometry, self.model = config.policy, geometry, trainers.model.as_text
         self.item = 4 if config.policy.precision == "float32" else 2
         """Bytes of an element in the passes."""
@@ -194,11 +194,11 @@ class _Rank:
 
         return max(*map(taken, layers), self.scores(num_tokens, trains=False))
 
-    def scoring(self) -> Pass:
+    def scoring(self) -> PassMemory:
         """Return the passes for log-probabilities."""
         raise NotImplementedError
 
-    def training(self) -> Pass:
+    def training(self) -> PassMemory:
         """Return the forward and backward passes."""
         raise NotImplementedError
 
@@ -236,11 +236,11 @@ class _DTensorRank(_Rank):
     def projections(self, queries: float, keys: float) -> float:
         return self.item * keys + ((4 + self.item) * (queries + keys) if self.has_head_norms else 0)
 
-    def scoring(self) -> Pass:
+    def scoring(self) -> PassMemory:
         taken = self.item * self.root + self.without_gradients(self.layers, self.tokens(scoring=True))
-        return Pass("log-probabilities", 0.0, max(taken, self.begun) + 2 * self.item * self.largest)
+        return PassMemory("log-probabilities", 0.0, max(taken, self.begun) + 2 * self.item * self.largest)
 
-    def training(self) -> Pass:
+    def training(self) -> PassMemory:
         num_tokens, item = self.tokens(scoring=False), self.item
         hidden = self.geometry.hidden_size
         recomputes = self.policy.activation_checkpointing_enabled or self.policy.dtensor_cfg.activation_checkpointing
@@ -264,7 +264,7 @@ class _DTensorRank(_Rank):
         # Kept activations are gone at the end, when the root's weights are, and its gradients are reduced.
         images = self.images(num_tokens, recomputes=recomputes)
         buffers = max(first, then, end - activations - images)
-        return Pass("forward and backward passes", activations, buffers, images)
+        return PassMemory("forward and backward passes", activations, buffers, images)
 
 
 class _MegatronRank(_Rank):
@@ -302,11 +302,11 @@ class _MegatronRank(_Rank):
         # All in one tensor, from which queries are copied for a norm of their own.
         return self.item * (queries + 2 * keys + (queries if self.has_head_norms else 0))
 
-    def scoring(self) -> Pass:
+    def scoring(self) -> PassMemory:
         num_tokens = self.tokens(scoring=True)
-        return Pass("log-probabilities", 0.0, self.without_gradients(self.layers, num_tokens))
+        return PassMemory("log-probabilities", 0.0, self.without_gradients(self.layers, num_tokens))
 
-    def training(self) -> Pass:
+    def training(self) -> PassMemory:
         num_tokens, settings = self.tokens(scoring=False), self.policy.megatron_cfg
         granularity = settings.forwarded.get("recompute_granularity")
         recomputes = settings.activation_checkpointing or self.policy.activation_checkpointing_enabled
@@ -321,4 +321,4 @@ class _MegatronRank(_Rank):
         layer = max(more + work for more, work in zip(recomputed, works, strict=True))
         scored = self.scores(num_tokens, trains=True) if self.is_last else 0.0
         images = self.in_flight * self.images(num_tokens, recomputes=recomputes) if self.is_first else 0.0
-        return Pass("forward and backward passes", activations, max(layer, scored) + 2 * hidden, images)
+        return PassMemory("forward and backward passes", activations, max(layer, scored) + 2 * hidden, images)

@@ -60,7 +60,7 @@ _HALVINGS = 60
 Limit = Literal["nothing overlaps", "engines", "trainers", "latency"]
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a synchronous step, and how evenly its engines are used."""
 
     generation_s: float
@@ -102,7 +102,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         return self.work_s * sum(1.0 - self.made(step * period_s) for step in range(1, num_steps + 1))
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class AgePrediction(msgspec.Struct, frozen=True, kw_only=True):
     """The costs and gains of an age."""
 
     age: int
@@ -120,11 +120,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Unused fraction of the time."""
 
 
-def predict(rates: Rates, age: int, *, in_flight: bool) -> Prediction:
+def predict(rates: StepRates, age: int, *, in_flight: bool) -> AgePrediction:
     """Predict steps with samples of an age; `in_flight` says whether engines are updated while they generate."""
     synchronous_s = max(rates.generation_s, rates.verify_s) + rates.training_s + rates.refit_s
     period_s, limit = _slowest(rates, age, in_flight) if age else (synchronous_s, "nothing overlaps")
-    return Prediction(
+    return AgePrediction(
         age=age,
         period_s=period_s,
         speedup=synchronous_s / period_s,
@@ -140,7 +140,7 @@ def most_times_as_fast(age: int) -> int:
     return age + 1
 
 
-def _slowest(rates: Rates, age: int, in_flight: bool) -> tuple[float, Limit]:
+def _slowest(rates: StepRates, age: int, in_flight: bool) -> tuple[float, Limit]:
     """Return the period of an age above 0, and its slowest cycle."""
 
     def cycles(period_s: float) -> dict[Limit, float]:
@@ -161,7 +161,7 @@ def _slowest(rates: Rates, age: int, in_flight: bool) -> tuple[float, Limit]:
     return high_s, max(found, key=lambda name: found[name])
 
 
-def _share_by_age(rates: Rates, age: int, period_s: float, limit: Limit) -> tuple[float, ...]:
+def _share_by_age(rates: StepRates, age: int, period_s: float, limit: Limit) -> tuple[float, ...]:
     """Return the fraction of tokens by age, 0 first, with weights updated in flight."""
     between_s = period_s - rates.refit_s
     spare_s = (age + 1) * between_s - rates.training_s - rates.generation_s

@@ -7,17 +7,17 @@ import msgspec
 from tandem.config import Config
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.catalogue import ModelShape
-from tandem.refit.forecast.sides import Side, model_shape, training
+from tandem.refit.forecast.sides import ForecastSide, model_shape, training
 
 
-class Beside(msgspec.Struct, frozen=True):
+class BesideModel(msgspec.Struct, frozen=True):
     """A model beside the policy, as the trainers hold it."""
 
     name: str
     """Its name, with its number if there are several teachers."""
     config: Config
     """Configuration `as_policy`."""
-    side: Side
+    side: ForecastSide
     is_trained: bool
     has_processes: bool
     """Whether it has processes of its own, rather than the policy's."""
@@ -25,7 +25,7 @@ class Beside(msgspec.Struct, frozen=True):
     """Why its shape is unknown, so that the policy's stands for it; empty if it is known."""
 
 
-def beside_policy(config: Config, shape: ModelShape) -> tuple[Beside, ...]:
+def beside_policy(config: Config, shape: ModelShape) -> tuple[BesideModel, ...]:
     """Return the models beside the policy, which has this shape. Raise `ModelError` if a model's files are unusable."""
     return tuple(_held(config, model, number, shape) for model, number in models_beside(config))
 
@@ -58,7 +58,7 @@ def name_of(config: Config, model: Model, number: int) -> str:
     return f"{model} {number + 1}" if config.num_of(model) > 1 else model
 
 
-def _held(config: Config, model: Model, number: int, of_policy: ModelShape) -> Beside:
+def _held(config: Config, model: Model, number: int, of_policy: ModelShape) -> BesideModel:
     own = as_policy(config, model, number)
     found = of_policy if model == "reference" else model_shape(own)
     shape, unknown = (of_policy, found) if isinstance(found, str) else (found, "")
@@ -67,10 +67,12 @@ def _held(config: Config, model: Model, number: int, of_policy: ModelShape) -> B
         shape = shape.with_scalar_head(has_bias=head == "value")
     # On DTensor, trained weights are in float32 whatever the precision of the passes.
     in_float32 = is_trained and not own.policy.megatron_cfg.enabled
-    return Beside(
+    return BesideModel(
         name=name_of(config, model, number),
         config=own,
-        side=Side("trainer", training(own), shape.with_dtype("float32" if in_float32 else own.policy.precision)),
+        side=ForecastSide(
+            "trainer", training(own), shape.with_dtype("float32" if in_float32 else own.policy.precision)
+        ),
         is_trained=is_trained,
         has_processes=model in config.processes_of,
         unknown=unknown,

@@ -8,10 +8,10 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.schema import LinkRates
-from tandem.refit.cost import Cost, cost
+from tandem.refit.cost import RefitCost, cost
 from tandem.refit.layout import Layout
-from tandem.refit.planning.flows import Link
-from tandem.refit.transports.stream import Stream
+from tandem.refit.planning.flows import FlowLink
+from tandem.refit.transports.stream import StreamTransport
 
 SHARE = 0.01
 """Share of elements that an optimizer step is taken to change; `benchmarks/test_differences.py` measures it."""
@@ -20,10 +20,10 @@ _OF_WHOLE = 1.6
 """Bytes per changed element over those of an element in bfloat16: its value, and its place in 1.1 bytes."""
 
 
-class Differences(msgspec.Struct, frozen=True):
+class DifferenceForecast(msgspec.Struct, frozen=True):
     """A refit to engines that hold the version before."""
 
-    cost: Cost
+    cost: RefitCost
     """Cost on the wires. What it takes to find the differences comes on top."""
     num_bytes: int
     """Bytes from trainers to engines, over streams."""
@@ -34,8 +34,8 @@ class Differences(msgspec.Struct, frozen=True):
 
 
 def differences(
-    config: Config, links: Sequence[Link], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates
-) -> Differences | None:
+    config: Config, links: Sequence[FlowLink], layouts: Mapping[str, Layout], num_sources: int, rates: LinkRates
+) -> DifferenceForecast | None:
     """Predict a refit in which `SHARE` has changed; None if the configuration sends no differences."""
     if config.refit.differences == "off" or config.policy.adapters is not None:
         return None
@@ -46,7 +46,7 @@ def differences(
     kept: dict[str, int] = {}
     for link in whole:
         kept[link.source] = kept.get(link.source, 0) + link.num_bytes
-    return Differences(
+    return DifferenceForecast(
         cost=cost(smaller, layouts, num_sources, rates),
         num_bytes=sum(link.num_bytes for link in smaller if _differs(link)),
         num_whole=sum(link.num_bytes for link in whole),
@@ -54,9 +54,9 @@ def differences(
     )
 
 
-def _differs(link: Link) -> bool:
-    return link.transport == Stream.name and link.round == 0
+def _differs(link: FlowLink) -> bool:
+    return link.transport == StreamTransport.name and link.round == 0
 
 
-def _smaller(link: Link) -> Link:
+def _smaller(link: FlowLink) -> FlowLink:
     return msgspec.structs.replace(link, num_bytes=round(link.num_bytes * SHARE * _OF_WHOLE))

@@ -10,15 +10,15 @@ from tandem.config import Config
 from tandem.config.models import lora
 from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
 from tandem.observe.exporters.nvml import opened_nvml
-from tandem.refit.forecast.activations import Pass, passes
-from tandem.refit.forecast.beside import Beside
-from tandem.refit.forecast.sides import Side
+from tandem.refit.forecast.activations import PassMemory, passes
+from tandem.refit.forecast.beside import BesideModel
+from tandem.refit.forecast.sides import ForecastSide
 
 Bytes = dict[str, float]
 """Bytes by what they are for."""
 
 
-class Phase(msgspec.Struct, frozen=True):
+class StepPhase(msgspec.Struct, frozen=True):
     """One phase of a step."""
 
     name: str
@@ -30,17 +30,17 @@ class Phase(msgspec.Struct, frozen=True):
         return sum(self.held.values())
 
 
-class Memory(msgspec.Struct, frozen=True):
+class RankMemory(msgspec.Struct, frozen=True):
     """A rank's memory."""
 
     rank: int
     kept: Bytes
     """Weights, gradients and optimizer state, when the optimizer begins."""
-    phases: tuple[Phase, ...]
+    phases: tuple[StepPhase, ...]
     """The phases of a step; only the optimizers' if activations are not known."""
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> StepPhase:
         """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
@@ -50,7 +50,7 @@ class Memory(msgspec.Struct, frozen=True):
         return any("activations" in phase.held for phase in self.phases)
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a model beside the policy on one rank, in bytes."""
 
     title: str
@@ -76,12 +76,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 def memory_of(
     config: Config,
-    trainers: Side,
+    trainers: ForecastSide,
     *,
     with_activations: bool = True,
     of_refit: Mapping[str, int] | None = None,
-    beside: Sequence[Beside] = (),
-) -> Memory:
+    beside: Sequence[BesideModel] = (),
+) -> RankMemory:
     """Return the memory of the rank that needs most, the first of several.
 
     `of_refit` is what a refit takes of each trainer beside what it holds, by name. Of the models `beside` the policy,
@@ -97,19 +97,19 @@ def memory_of(
     return msgspec.structs.replace(largest, phases=(*largest.phases, _refit(config, trainers, largest, extra)))
 
 
-def part_of(each: Beside) -> Part:
+def part_of(each: BesideModel) -> ModelMemory:
     """Return what a model beside the policy takes of the rank that holds most of it, the first of several."""
     return max((_part(each, rank) for rank in _distinct([each.side])), key=lambda part: part.resident)
 
 
-def _distinct(sides: Sequence[Side]) -> list[int]:
+def _distinct(sides: Sequence[ForecastSide]) -> list[int]:
     """Return the first rank of each set of ranks that hold the same of every side."""
     num = sides[0].deployment.num_ranks
     places = {tuple(side.deployment.place(rank) for side in sides): rank for rank in reversed(range(num))}
     return sorted(places.values())
 
 
-def _refit(config: Config, trainers: Side, memory: Memory, extra: float) -> Phase:
+def _refit(config: Config, trainers: ForecastSide, memory: RankMemory, extra: float) -> StepPhase:
     """Return the phase in which weights move: a trainer that shares its GPU has the rest in host memory then."""
     _, master_gradients = _kept(config, trainers, memory.rank)
     held = dict(memory.kept)
@@ -118,10 +118,12 @@ def _refit(config: Config, trainers: Side, memory: Memory, extra: float) -> Phas
     else:
         held["optimizer"] -= master_gradients
         held["gradients"] *= config.policy.megatron_cfg.enabled
-    return Phase("refit", held | {"buffers": extra})
+    return StepPhase("refit", held | {"buffers": extra})
 
 
-def _of_rank(config: Config, trainers: Side, beside: Sequence[Beside], rank: int, *, with_activations: bool) -> Memory:
+def _of_rank(
+    config: Config, trainers: ForecastSide, beside: Sequence[BesideModel], rank: int, *, with_activations: bool
+) -> RankMemory:
     kept, master_gradients = _kept(config, trainers, rank)
     parts = [_part(each, rank) for each in beside]
     kept |= {part.title: part.resident for part in parts}
@@ -140,7 +142,7 @@ def _of_rank(config: Config, trainers: Side, beside: Sequence[Beside], rank: int
     # Without the fused implementation, torch's Adam takes square roots of all second moments at once.
     is_in_parts = not is_megatron and optimizer is not None and optimizer.kwargs.get("fused") is False
     buffers = {"buffers": kept["optimizer"] / 2} if is_in_parts else {}
-    phases.append(Phase("optimizer step", {**kept, **buffers}))
+    phases.append(StepPhase("optimizer step", {**kept, **buffers}))
     for model, part in zip(beside, parts, strict=True):
         for each in passes(model.config, model.side, rank) if with_activations else ():
             is_training = each.activations > 0
@@ -150,24 +152,24 @@ def _of_rank(config: Config, trainers: Side, beside: Sequence[Beside], rank: int
                 phases.append(_phase_of(each, held, f"{kind} of the {model.name}"))
         if model.is_trained:
             held = {**idle, part.title: part.most}
-            phases.append(Phase(f"optimizer step of the {model.name}", held))
-    return Memory(rank, kept, tuple(phases))
+            phases.append(StepPhase(f"optimizer step of the {model.name}", held))
+    return RankMemory(rank, kept, tuple(phases))
 
 
-def _phase_of(each: Pass, held: Bytes, name: str = "") -> Phase:
+def _phase_of(each: PassMemory, held: Bytes, name: str = "") -> StepPhase:
     taken = {"activations": each.activations, "images": each.images, "buffers": each.buffers}
-    return Phase(name or each.name, held | taken)
+    return StepPhase(name or each.name, held | taken)
 
 
-def _part(each: Beside, rank: int) -> Part:
+def _part(each: BesideModel, rank: int) -> ModelMemory:
     """Return what a model beside the policy takes of a rank. It has no adapters of its own."""
     rest, experts, adapters, frozen = _weights(each.config, each.side, rank)
     weights = float(rest + experts + adapters + frozen)
     if not each.is_trained:
-        return Part(title=each.name, weights=weights)
+        return ModelMemory(title=each.name, weights=weights)
     gradients, state, master_gradients = _learning(each.config, rest, experts)
     stays = each.config.policy.megatron_cfg.enabled
-    return Part(
+    return ModelMemory(
         title=each.name,
         weights=weights,
         optimizer=state - master_gradients + (gradients if stays else 0.0),
@@ -199,7 +201,7 @@ def _learning(config: Config, rest: float, experts: float) -> tuple[float, float
     return gradients, bytes_of_state * shard, bytes_of_gradients * shard
 
 
-def _kept(config: Config, trainers: Side, rank: int) -> tuple[Bytes, float]:
+def _kept(config: Config, trainers: ForecastSide, rank: int) -> tuple[Bytes, float]:
     """Return what a rank holds of the policy and its reference when its optimizer begins.
 
     And the part of the optimizer's that is only there then: copies of the gradients in float32.
@@ -222,7 +224,7 @@ def _kept(config: Config, trainers: Side, rank: int) -> tuple[Bytes, float]:
     return kept, master_gradients
 
 
-def _weights(config: Config, side: Side, rank: int) -> tuple[int, int, int, int]:
+def _weights(config: Config, side: ForecastSide, rank: int) -> tuple[int, int, int, int]:
     """Return the bytes of a rank's weights: those of the rest, of experts, of adapters, and frozen ones."""
     sizes = [0, 0, 0, 0]
     family = VISION.get(side.model.family)
@@ -249,7 +251,7 @@ def size_of_gpu() -> float | None:
     return 1e9 * min(known) if known else None
 
 
-def columns(memory: Memory) -> list[str]:
+def columns(memory: RankMemory) -> list[str]:
     """Return what the phases hold, in order, without what none of them does."""
     names: Mapping[str, None] = dict.fromkeys(name for phase in memory.phases for name in phase.held)
     return [name for name in names if any(phase.held.get(name) for phase in memory.phases)]

@@ -12,15 +12,15 @@ from rich.table import Table
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.refit.forecast import plan_summary as outline
-from tandem.refit.forecast.beside import Beside, beside_policy
-from tandem.refit.forecast.differences import SHARE, Differences
+from tandem.refit.forecast.beside import BesideModel, beside_policy
+from tandem.refit.forecast.differences import SHARE, DifferenceForecast
 from tandem.refit.forecast.memory import columns, memory_of, size_of_gpu
 from tandem.refit.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
-from tandem.refit.forecast.sides import Side, generation, model_shape, sides, training, words
+from tandem.refit.forecast.sides import ForecastSide, generation, model_shape, sides, training, words
 from tandem.refit.forecast.towers import most_image_tokens
-from tandem.refit.forecast.transfers import Forecast, is_on_gpus, predict
+from tandem.refit.forecast.transfers import RefitForecast, is_on_gpus, predict
 from tandem.refit.layout import Tensor
-from tandem.refit.planner import Survey
+from tandem.refit.planner import LinkSurvey
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 _WIDTH = 120
@@ -63,7 +63,7 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print_ranks(config: Config, both: tuple[Side, Side] | None, console: Console) -> None:
+def _print_ranks(config: Config, both: tuple[ForecastSide, ForecastSide] | None, console: Console) -> None:
     size = ""
     if both:
         size = f": {_parameters([each for each in both[0].model.tensors if not lora.is_adapter(each.name)])}"
@@ -92,12 +92,16 @@ def _parameters(tensors: Sequence[Tensor]) -> str:
     return f"{number} parameters in {len(tensors):,} tensors"
 
 
-def _dtypes(both: tuple[Side, Side] | None, side: int) -> str:
+def _dtypes(both: tuple[ForecastSide, ForecastSide] | None, side: int) -> str:
     return f"; {', '.join(sorted({tensor.dtype for tensor in both[side].model.tensors}))}" if both else ""
 
 
 def _print_memory(
-    config: Config, trainers: Side, explained: Forecast | None, beside: Sequence[Beside], console: Console
+    config: Config,
+    trainers: ForecastSide,
+    explained: RefitForecast | None,
+    beside: Sequence[BesideModel],
+    console: Console,
 ) -> None:
     """Print the phases of the trainer that needs most. On CPUs, attention and gathering take other memory."""
     on_gpus = is_on_gpus(config)
@@ -129,7 +133,7 @@ def _print_memory(
         console.print(f"  [bold red]more than a GPU here has: {size / 1e9:,.1f} GB[/]")
 
 
-def _print_cost(explained: Forecast, console: Console) -> None:
+def _print_cost(explained: RefitForecast, console: Console) -> None:
     found = explained.cost
     console.print(
         f"lower bound  {_time(found.bound_s)}  = max(egress {_time(found.egress_s)}, ingress {_time(found.ingress_s)}, "
@@ -147,7 +151,7 @@ def _print_cost(explained: Forecast, console: Console) -> None:
     console.print(f"planned in {explained.seconds:.1f} s; rates are those of cluster.links", style="dim")
 
 
-def _print_differences(found: Differences, console: Console) -> None:
+def _print_differences(found: DifferenceForecast, console: Console) -> None:
     unit, most = _unit([found.num_whole]), max(found.kept.values())
     console.print(
         f"differences  {_time(found.cost.seconds)}, and the time to find them, if {SHARE:.0%} has changed: "
@@ -157,7 +161,7 @@ def _print_differences(found: Differences, console: Console) -> None:
     )
 
 
-def _print_links(found: Survey, console: Console) -> None:
+def _print_links(found: LinkSurvey, console: Console) -> None:
     groups: dict[tuple[str, str], list[int]] = {}
     for link in found.links:
         groups.setdefault((link.transport, link.why), []).append(link.num_bytes)
@@ -178,7 +182,7 @@ def _print_links(found: Survey, console: Console) -> None:
     console.print(table)
 
 
-def _print_loads(explained: Forecast, console: Console) -> None:
+def _print_loads(explained: RefitForecast, console: Console) -> None:
     found = explained.survey
     loads: dict[str, Mapping[str, int]] = {
         "sent by, or read from, {}": found.egress,

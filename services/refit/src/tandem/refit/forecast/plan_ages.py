@@ -20,7 +20,7 @@ from tandem.config import Config, config_from_json, differences
 from tandem.config.dump import length_and_validation
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.refit.forecast.ages import Prediction, Rates, most_times_as_fast, predict
+from tandem.refit.forecast.ages import AgePrediction, StepRates, most_times_as_fast, predict
 
 AGES = (0, 1, 2, 4)
 """Ages that are shown beside the configured one."""
@@ -45,7 +45,7 @@ _GB = 1e9
 
 
 class GivenRates(msgspec.Struct, frozen=True, kw_only=True):
-    """The `Rates` that the user gives; None for those to be found out."""
+    """The `StepRates` that the user gives; None for those to be found out."""
 
     generation_s: float | None = None
     training_s: float | None = None
@@ -56,8 +56,8 @@ class GivenRates(msgspec.Struct, frozen=True, kw_only=True):
 NOT_GIVEN = GivenRates()
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The `Rates` that the run folder yields."""
+class MeasuredRates(msgspec.Struct, frozen=True, kw_only=True):
+    """The `StepRates` that the run folder yields."""
 
     rates: Mapping[str, float] = {}
     source: str
@@ -94,40 +94,40 @@ def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | Non
         )
 
 
-def rates_of(config: Config, known: Mapping[str, float]) -> Rates:
+def rates_of(config: Config, known: Mapping[str, float]) -> StepRates:
     """Return the known rates, completed with the sizes of a configuration."""
-    return Rates(
+    return StepRates(
         **known, samples_per_place=_samples(config) / (config.policy.generation.width * config.cluster.rollouts)
     )
 
 
-def read_rates(config: Config) -> Measured:
+def read_rates(config: Config) -> MeasuredRates:
     """Return the rates of the run in the run folder. Raise `RunFolderError` if its journal cannot be read."""
     folder = Path(config.logger.log_dir)
     if not (folder / JOURNAL_NAME).exists():
-        return Measured(source=f"{folder} holds no run")
+        return MeasuredRates(source=f"{folder} holds no run")
     with read_journal(folder) as journal:
         recorded, steps, refits = journal.config_json, journal.steps(), journal.refits()
     try:
         ran = config_from_json(recorded)
     except ConfigError:
-        return Measured(source=f"the run in {folder} is of another release")
+        return MeasuredRates(source=f"the run in {folder} is of another release")
     if ran.algorithm != config.algorithm:
-        return Measured(source=f"the run in {folder} is of {ran.algorithm}")
+        return MeasuredRates(source=f"the run in {folder} is of {ran.algorithm}")
     if differing := differences(ran, config, besides=_FREE):
         more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
-        return Measured(source=f"the run in {folder} differs in {', '.join(differing[:_MOST_NAMED])}{more}")
+        return MeasuredRates(source=f"the run in {folder} differs in {', '.join(differing[:_MOST_NAMED])}{more}")
     trained = [step for step in steps if step.step > 0]
     trained = trained[1:] or trained  # the first includes setup
     if not trained:
-        return Measured(source=f"the run in {folder} has trained no step")
+        return MeasuredRates(source=f"the run in {folder} has trained no step")
     source = f"medians of {len(trained)} step{'s' * (len(trained) > 1)} of the run in {folder}"
     rates = _medians(trained, refits)
     if ran.max_trajectory_age_steps:
         # The seconds of a phase are the time waited for it, not the time it took.
         del rates["generation_s"]
-        return Measured(rates=rates, source=f"{source}, whose generation time is not known: it is asynchronous")
-    return Measured(rates=rates, source=source)
+        return MeasuredRates(rates=rates, source=f"{source}, whose generation time is not known: it is asynchronous")
+    return MeasuredRates(rates=rates, source=source)
 
 
 def _medians(steps: Sequence[StepRecord], refits: Sequence[RefitRecord]) -> dict[str, float]:
@@ -171,7 +171,7 @@ def _first_without_room(config: Config) -> int | None:
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print_unknown(config: Config, measured: Measured, console: Console) -> None:
+def _print_unknown(config: Config, measured: MeasuredRates, console: Console) -> None:
     """Print that no rates are known, and what is known without them."""
     ages = [age for age in _ages(config) if age]
     console.print(
@@ -186,7 +186,7 @@ def _print_unknown(config: Config, measured: Measured, console: Console) -> None
     )
 
 
-def _table(config: Config, predictions: Sequence[Prediction]) -> Table:
+def _table(config: Config, predictions: Sequence[AgePrediction]) -> Table:
     """Return a table with a row for each age."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     columns = ("age", "step", "times as fast", "tokens by age 0, 1, ...", "engines idle", "trainers idle", "GB kept")
@@ -210,7 +210,9 @@ def _shares(share_by_age: Sequence[float]) -> str:
     return " ".join(f"{share:.0%}" for share in share_by_age)
 
 
-def _source(rates: Rates, said: Mapping[str, float], measured: Measured, predicted_refit_s: float | None) -> str:
+def _source(
+    rates: StepRates, said: Mapping[str, float], measured: MeasuredRates, predicted_refit_s: float | None
+) -> str:
     """Describe the sources of the predictions."""
     sources = [*(["as given"] if said else []), *([measured.source] if measured.rates else [])]
     known, refit, longest = {**measured.rates, **said}, "", ""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import msgspec
 
 from tandem.config import Config
-from tandem.refit.adapters.deployment import Deployment
-from tandem.refit.forecast.beside import Beside, beside_policy
+from tandem.refit.adapters.deployment import ParallelDeployment
+from tandem.refit.forecast.beside import BesideModel, beside_policy
 from tandem.refit.forecast.memory import Bytes, memory_of, part_of
 from tandem.refit.forecast.plan_summary import in_vain
-from tandem.refit.forecast.sides import Side, model_shape, sides, words
+from tandem.refit.forecast.sides import ForecastSide, model_shape, sides, words
 from tandem.refit.forecast.transfers import is_on_gpus, predict
 
 
@@ -54,7 +54,7 @@ class PlannedRefit(msgspec.Struct, frozen=True, kw_only=True):
     limited_by: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A run before it starts."""
 
     unknown: str
@@ -72,11 +72,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Keys without effect, and what is unsupported."""
 
 
-def planned(config: Config) -> Plan:
+def planned(config: Config) -> RunPlan:
     """Return the plan of a run. Raise `ConfigError`, `ModelError`, or `RefitError` if sizes do not fit the model."""
     notes, shape = tuple(in_vain(config)), model_shape(config)
     if isinstance(shape, str):
-        return Plan(unknown=shape, trainer=0, phases=(), models=(), engines=None, refit=None, notes=notes)
+        return RunPlan(unknown=shape, trainer=0, phases=(), models=(), engines=None, refit=None, notes=notes)
     trainers, engines = sides(config, shape)
     beside = beside_policy(config, shape)
     forecast = predict(config, trainers, engines) if config.generates else None
@@ -97,7 +97,7 @@ def planned(config: Config) -> Plan:
         refit = PlannedRefit(
             bytes_by_transport=moved, seconds=cost.seconds, bound_s=cost.bound_s, limited_by=cost.limited_by
         )
-    return Plan(
+    return RunPlan(
         unknown="",
         trainer=memory.rank,
         phases=tuple(PlannedPhase(phase.name, phase.held, phase.num_bytes) for phase in memory.phases),
@@ -108,7 +108,7 @@ def planned(config: Config) -> Plan:
     )
 
 
-def _policy(config: Config, side: Side, learning: float) -> PlannedModel:
+def _policy(config: Config, side: ForecastSide, learning: float) -> PlannedModel:
     """Describe the policy at its trainers, or at its engines."""
     return PlannedModel(
         name="policy",
@@ -122,7 +122,7 @@ def _policy(config: Config, side: Side, learning: float) -> PlannedModel:
     )
 
 
-def _beside(each: Beside) -> PlannedModel:
+def _beside(each: BesideModel) -> PlannedModel:
     part, deployment = part_of(each), each.side.deployment
     return PlannedModel(
         name=each.name,
@@ -137,13 +137,13 @@ def _beside(each: Beside) -> PlannedModel:
     )
 
 
-def _sizes(deployment: Deployment) -> dict[str, int]:
+def _sizes(deployment: ParallelDeployment) -> dict[str, int]:
     named = msgspec.structs.asdict(deployment)
     named.pop("vocabulary_divisor", None)
     return {name: size for name, size in named.items() if isinstance(size, int) and not isinstance(size, bool)}
 
 
-def _most_weights(side: Side) -> int:
+def _most_weights(side: ForecastSide) -> int:
     """Return the bytes of the largest rank."""
     deployment = side.deployment
     places = {deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}

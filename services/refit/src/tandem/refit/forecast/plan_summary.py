@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tandem.config import Config, notices
 from tandem.config.unsupported import refusal
-from tandem.refit.forecast.beside import Beside, as_policy, models_beside, name_of
+from tandem.refit.forecast.beside import BesideModel, as_policy, models_beside, name_of
 from tandem.refit.forecast.memory import part_of
 from tandem.refit.forecast.sides import training, words
 
@@ -20,7 +20,7 @@ def ranks_of_training(config: Config) -> str:
     return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{rest}"
 
 
-def beside(config: Config, held: Sequence[Beside]) -> Iterator[str]:
+def beside(config: Config, held: Sequence[BesideModel]) -> Iterator[str]:
     """Describe the division of each model beside the policy, with bytes if what trainers hold is known."""
     of_name = {each.name: each for each in held}
     for model, number in models_beside(config):
@@ -31,7 +31,7 @@ def beside(config: Config, held: Sequence[Beside]) -> Iterator[str]:
         yield f"{name}, on {where}: {division}{_sizes(of_name[name]) if held else ''}"
 
 
-def _sizes(each: Beside) -> str:
+def _sizes(each: BesideModel) -> str:
     """Return a model's element types, and the bytes of the rank that holds most of it."""
     part, dtypes = part_of(each), ", ".join(sorted({tensor.dtype for tensor in each.side.model.tensors}))
     learning = f", {part.most / 1e9:,.2f} GB with gradients and optimizer" if each.is_trained else ""

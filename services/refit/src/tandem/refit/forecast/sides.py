@@ -14,7 +14,7 @@ from tandem.config.models import lora
 from tandem.config.models.model_sizes import config_file
 from tandem.config.models.vision_families import VISION, family_of
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_config
-from tandem.refit.adapters.deployment import Deployment
+from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import FAMILIES
 from tandem.refit.adapters.huggingface import HuggingFace, is_of_tower
@@ -25,16 +25,16 @@ _LINEAR = re.compile(r"^(?!.*\.experts\.).*_proj(_with_mqa)?\.weight$")
 """Weights of layers that PEFT can adapt; routed experts are one parameter for each layer, so not among them."""
 
 
-class Side(msgspec.Struct, frozen=True):
+class ForecastSide(msgspec.Struct, frozen=True):
     """The trainers, or the engines."""
 
     kind: str
-    deployment: Deployment
+    deployment: ParallelDeployment
     model: ModelShape
     """Model as this side keeps it."""
 
 
-def sides(config: Config, model: ModelShape) -> tuple[Side, Side]:
+def sides(config: Config, model: ModelShape) -> tuple[ForecastSide, ForecastSide]:
     """Return trainers and engines as the configuration describes them.
 
     Raise `ConfigError` for an element type that no engine supports.
@@ -42,7 +42,7 @@ def sides(config: Config, model: ModelShape) -> tuple[Side, Side]:
     policy = config.policy
     trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
     held = model.with_dtype("float32" if trains_all_in_float32 else policy.precision)
-    return Side("trainer", training(config), _with_adapters(config, held)), Side(
+    return ForecastSide("trainer", training(config), _with_adapters(config, held)), ForecastSide(
         "engine", generation(config), _held_by_engines(config, model)
     )
 
@@ -106,7 +106,7 @@ def generation(config: Config) -> Vllm | HuggingFace:
     )
 
 
-def words(config: Config, deployment: Deployment) -> str:
+def words(config: Config, deployment: ParallelDeployment) -> str:
     """Return the library of a deployment's ranks, and the parallel sizes that are not one."""
     match deployment:
         case Megatron():

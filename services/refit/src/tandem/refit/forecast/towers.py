@@ -27,7 +27,7 @@ _OF_LEVEL = 3
 _TOKENS_OF_GEMMA = 256
 
 
-class Tower(msgspec.Struct, frozen=True, kw_only=True):
+class TowerSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of a tower."""
 
     model_type: str
@@ -52,7 +52,7 @@ class Tower(msgspec.Struct, frozen=True, kw_only=True):
         return num_patches * (self.depth * (item * self.hidden if recomputes else layer) + ends)
 
 
-def tower_of(config: Config, model: ModelShape) -> Tower | None:
+def tower_of(config: Config, model: ModelShape) -> TowerSizes | None:
     """Return the tower of a model that sees, if it is trained; None otherwise, since then it keeps nothing."""
     if not model.family or config.policy.adapters is not None:
         return None
@@ -68,7 +68,7 @@ def tower_of(config: Config, model: ModelShape) -> Tower | None:
     hidden, *patch = own[name]
     inner = next(shape[0] for name, shape in own.items() if name.endswith((".gate_proj.weight", "fc1.weight")))
     layers = {name.split(".")[-4] for name in own if name.endswith(("attn.proj.weight", "self_attn.q_proj.weight"))}
-    return Tower(
+    return TowerSizes(
         model_type=model.family,
         depth=len(layers),
         hidden=hidden,

@@ -13,31 +13,31 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.placement import first_gpu_of_engines
-from tandem.refit.adapters.deployment import Hosts
-from tandem.refit.cost import Cost, bucket_memory, cost
-from tandem.refit.forecast.differences import Differences, differences
-from tandem.refit.forecast.sides import Side
+from tandem.refit.adapters.deployment import HostNames
+from tandem.refit.cost import RefitCost, bucket_memory, cost
+from tandem.refit.forecast.differences import DifferenceForecast, differences
+from tandem.refit.forecast.sides import ForecastSide
 from tandem.refit.layout import Address, CudaMemory, Layout, SharedMemory
-from tandem.refit.planner import Survey, survey
+from tandem.refit.planner import LinkSurvey, survey
 
 
-class Forecast(msgspec.Struct, frozen=True):
+class RefitForecast(msgspec.Struct, frozen=True):
     """All that is known of a refit in advance."""
 
-    survey: Survey
-    cost: Cost
+    survey: LinkSurvey
+    cost: RefitCost
     """Cost of every version but an engine's first."""
-    frozen_cost: Cost | None
+    frozen_cost: RefitCost | None
     """Additional cost of frozen weights in the first version; None if there are none."""
     memory: dict[str, int]
     """Peak bytes beside the weights, by process: buckets of streams, and staging."""
     seconds: float
     """Time that laying out and planning took."""
-    differences: Differences | None = None
+    differences: DifferenceForecast | None = None
     """The same refit with differences; None if the configuration sends none."""
 
 
-def predict(config: Config, trainers: Side, engines: Side) -> Forecast:
+def predict(config: Config, trainers: ForecastSide, engines: ForecastSide) -> RefitForecast:
     """Lay out both sides and plan. Raise `RefitError` if sizes do not fit the model."""
     started = time.perf_counter()
     before, after = _hosts(config, trainers, engines)
@@ -59,19 +59,19 @@ def predict(config: Config, trainers: Side, engines: Side) -> Forecast:
         memory[trainer] = memory.get(trainer, 0) + num_bytes
     each, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
     assert each is not None, "engines want something that is trained"
-    return Forecast(found, each, once, memory, time.perf_counter() - started, smaller)
+    return RefitForecast(found, each, once, memory, time.perf_counter() - started, smaller)
 
 
-def _hosts(config: Config, trainers: Side, engines: Side) -> tuple[Hosts, Hosts]:
+def _hosts(config: Config, trainers: ForecastSide, engines: ForecastSide) -> tuple[HostNames, HostNames]:
     """Return the hosts of trainers and engines: one process for each GPU, or all spread over the nodes without GPUs."""
     num_trainers, num_engines = trainers.deployment.num_ranks, engines.deployment.num_ranks
     if not is_on_gpus(config):
         num_nodes = config.cluster.num_nodes
         return (
-            Hosts("node", -(-num_trainers // num_nodes), has_gpus=False),
-            Hosts("node", -(-num_engines // num_nodes), has_gpus=False),
+            HostNames("node", -(-num_trainers // num_nodes), has_gpus=False),
+            HostNames("node", -(-num_engines // num_nodes), has_gpus=False),
         )
-    hosts = Hosts("node", config.cluster.gpus_per_node)
+    hosts = HostNames("node", config.cluster.gpus_per_node)
     return hosts, msgspec.structs.replace(hosts, first=first_gpu_of_engines(config))
 
 

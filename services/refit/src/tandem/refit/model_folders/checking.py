@@ -21,7 +21,7 @@ from tandem.config.models import hub
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import from_config
 from tandem.refit.adapters.geometry import FAMILIES
-from tandem.refit.adapters.headers import Place
+from tandem.refit.adapters.headers import TensorPlace
 from tandem.samples import manifest
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -94,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _tensors(model: Mapping[str, Any], places: Mapping[str, Place]) -> Iterator[str]:
+def _tensors(model: Mapping[str, Any], places: Mapping[str, TensorPlace]) -> Iterator[str]:
     """Yield notices about the tensors. Raise `ModelError` if they do not fit the configuration."""
     _refuse_layers_beyond(model, places)
     if model.get("quantization_config"):
@@ -110,7 +110,7 @@ def _tensors(model: Mapping[str, Any], places: Mapping[str, Place]) -> Iterator[
         yield from _against_catalogue(model, places)
 
 
-def _against_catalogue(model: Mapping[str, Any], places: Mapping[str, Place]) -> Iterator[str]:
+def _against_catalogue(model: Mapping[str, Any], places: Mapping[str, TensorPlace]) -> Iterator[str]:
     expected = {tensor.name: tensor.shape for tensor in from_config(model).tensors}
     somewhere = next(iter(places.values())).path.parent
     for name, shape in expected.items():
@@ -127,7 +127,7 @@ def _against_catalogue(model: Mapping[str, Any], places: Mapping[str, Place]) ->
         yield f"{place.path}: {name} is not read: the model that config.json describes has no such tensor"
 
 
-def _refuse_layers_beyond(model: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+def _refuse_layers_beyond(model: Mapping[str, Any], places: Mapping[str, TensorPlace]) -> None:
     num_layers = model.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return
@@ -138,7 +138,7 @@ def _refuse_layers_beyond(model: Mapping[str, Any], places: Mapping[str, Place])
             raise ModelError(f"{place.path}: {name} is of a layer beyond the {num_layers} of config.json")
 
 
-def _refuse_another_head(model: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+def _refuse_another_head(model: Mapping[str, Any], places: Mapping[str, TensorPlace]) -> None:
     """Raise `ModelError` if the output layer is not the embedding, though config.json ties the two."""
     if model.get("tie_word_embeddings") is not True or not {_EMBEDDING, _HEAD} <= places.keys():
         return
@@ -147,7 +147,7 @@ def _refuse_another_head(model: Mapping[str, Any], places: Mapping[str, Place]) 
         raise ModelError(f"{head.path}: {_HEAD} is not {_EMBEDDING}, though config.json says tie_word_embeddings: true")
 
 
-def _equal(one: Place, other: Place) -> bool:
+def _equal(one: TensorPlace, other: TensorPlace) -> bool:
     """Return whether two tensors of one shape and type have the same bytes."""
     try:
         with one.path.open("rb") as first, other.path.open("rb") as second:

@@ -14,7 +14,7 @@ from tandem.common.errors import ConfigError, DamagedCheckpoint, DataError, Mode
 from tandem.config import Config
 from tandem.config.models import hub
 from tandem.config.models.model_sizes import local_folder, max_positions_in
-from tandem.config.schema import Environment
+from tandem.config.schema import EnvironmentConfig
 from tandem.refit.adapters import headers
 from tandem.refit.model_folders.checking import read_json, refuse_unknown_type
 from tandem.samples import manifest
@@ -43,7 +43,7 @@ def check_reward_models(config: Config, made_in: Path | None = None) -> None:
             raise ModelError(f"env.{name}.model_name: {entry.model_name!r} does not exist{hint}")
 
 
-def _check(key: str, entry: Environment, folder: Path) -> None:
+def _check(key: str, entry: EnvironmentConfig, folder: Path) -> None:
     where = f"{key}.model_name: {str(entry.model_name)!r}"
     if not (folder / "config.json").is_file():
         raise ModelError(f"{where} holds no config.json, so it is not a model")

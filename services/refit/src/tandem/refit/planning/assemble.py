@@ -11,13 +11,13 @@ import numpy as np
 from tandem.refit.columns import Ints
 from tandem.refit.layout import ITEM_SIZE_OF_CODE, Layout, Storage
 from tandem.refit.planning.destination_shards import DestinationShards
-from tandem.refit.planning.flows import Flows, link_keys
+from tandem.refit.planning.flows import FlowColumns, link_keys
 from tandem.refit.planning.merge import merge
-from tandem.refit.planning.names import Tensors
-from tandem.refit.planning.sharing import Pattern
+from tandem.refit.planning.names import PairedTensors
+from tandem.refit.planning.sharing import SharingPattern
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
-from tandem.refit.transfer import Copies, Transfer
+from tandem.refit.transfer import CopyColumns, LinkTransfer
 from tandem.refit.transports import registry
 
 Turn = tuple[int, int, int]
@@ -39,18 +39,18 @@ class _Overlaps(msgspec.Struct, frozen=True, eq=False):
         return _Overlaps(*(getattr(self, field)[chosen] for field in self.__struct_fields__))
 
 
-class Assembler:
+class TransferAssembler:
     """Assembler of the transfers of one engine after another."""
 
     def __init__(
         self,
-        tensors: Tensors,
+        tensors: PairedTensors,
         source_shards: SourceShards,
         destinations: Mapping[str, Layout],
         class_of: Mapping[str, int],
         shards: Sequence[DestinationShards],
-        patterns: Sequence[Pattern],
-        moved: Flows,
+        patterns: Sequence[SharingPattern],
+        moved: FlowColumns,
     ) -> None:
         self._tensors = tensors
         self._source_shards = source_shards
@@ -62,7 +62,7 @@ class Assembler:
         self._moved = moved
         self._first_E = np.searchsorted(moved.engine_F, np.arange(len(self._engines) + 1))
 
-    def transfers(self, engine: int, *, allow_alias: bool) -> list[tuple[Turn, Transfer]]:
+    def transfers(self, engine: int, *, allow_alias: bool) -> list[tuple[Turn, LinkTransfer]]:
         """Return an engine's incoming transfers in the order in which links are served, each with its turn.
 
         Receivers start with different senders and go round, so that few wait for the same one. A sender serves its
@@ -85,8 +85,8 @@ class Assembler:
         return sorted(made, key=lambda item: item[0])
 
     def _numbered(
-        self, engine: int, copies: Copies, group_C: Ints, flow_of_link: Flows
-    ) -> Iterator[tuple[Turn, Transfer]]:
+        self, engine: int, copies: CopyColumns, group_C: Ints, flow_of_link: FlowColumns
+    ) -> Iterator[tuple[Turn, LinkTransfer]]:
         """Yield a transfer for each group of copies, numbering the storages and tensors that it uses.
 
         Args:
@@ -117,7 +117,7 @@ class Assembler:
             turn = (source - engine * len(members) // len(self._engines)) % len(members)
             yield (
                 (round_, turn, engine),
-                Transfer(
+                LinkTransfer(
                     source=members[source],
                     destination=receiver,
                     transport=transport.name,
@@ -140,7 +140,7 @@ class Assembler:
             return self._destination_shards[self._class_of[self._engines[source]]].storages
         return self._source_shards.layouts[source].storages
 
-    def _overlaps(self, pattern: Pattern, moved: Flows) -> _Overlaps:
+    def _overlaps(self, pattern: SharingPattern, moved: FlowColumns) -> _Overlaps:
         """Cut the overlaps of a pattern at the ends of the flows."""
         first_F = np.searchsorted(pattern.high_R, moved.low_F, "right")
         last_F = np.searchsorted(pattern.low_R, moved.high_F, "left")
@@ -166,7 +166,7 @@ class Assembler:
         shape_ND[rows, axis_N] = (high_N - low_N) // step_N
         return _Overlaps(flow_N, overlap_N, tensor_N, box_N, start_ND, shape_ND)
 
-    def _copies(self, overlaps: _Overlaps, moved: Flows) -> Copies:
+    def _copies(self, overlaps: _Overlaps, moved: FlowColumns) -> CopyColumns:
         """Resolve both ends of each overlap to byte offsets."""
         pattern = self._patterns[int(moved.pattern_F[0])]
         slot = int(moved.slot_F[0])
@@ -182,7 +182,7 @@ class Assembler:
                 found = self._at_engine(pattern, source_slot, chosen)
             for column, values in zip(sources, found, strict=True):
                 column[rows] = values
-        return Copies(
+        return CopyColumns(
             tensor_C=overlaps.tensor_N,
             source_C=sources[0],
             destination_C=storage_N,
@@ -195,7 +195,7 @@ class Assembler:
             destination_dtype_C=dtype_N,
         )
 
-    def _at_engine(self, pattern: Pattern, slot: int, overlaps: _Overlaps) -> tuple[Ints, Ints, Ints, Ints]:
+    def _at_engine(self, pattern: SharingPattern, slot: int, overlaps: _Overlaps) -> tuple[Ints, Ints, Ints, Ints]:
         """Return storage, offset, strides and element type of overlaps in an engine's memory."""
         shards = self._destination_shards[pattern.slots[slot]]
         row_N = shards.want_N[pattern.rows_of(overlaps.overlap_N, slot)]
@@ -228,7 +228,7 @@ def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], 
     return (keys % radix).tolist(), [*first.tolist(), len(keys)], key_C - first[index_C]
 
 
-def _read_in_place(copies: Copies, transport_C: Ints, shards: DestinationShards) -> Ints:
+def _read_in_place(copies: CopyColumns, transport_C: Ints, shards: DestinationShards) -> Ints:
     """Return the transports of copies, replacing those that can be read in place."""
     num_parameters = len(shards.layout.storages)  # staging memory comes after the parameters
     num_bytes = [s.num_bytes if number < num_parameters else 0 for number, s in enumerate(shards.storages)]

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.refit.columns import Ints, Table
-from tandem.refit.planning.sharing import Pattern, ReplicaSet
+from tandem.refit.columns import ColumnTable, Ints
+from tandem.refit.planning.sharing import ReplicaSet, SharingPattern
 
 
-class Segments(Table, frozen=True, eq=False):
+class SegmentColumns(ColumnTable, frozen=True, eq=False):
     """Parts of byte ranges, each from one trainer to one engine: X rows."""
 
     pattern_X: Ints
@@ -32,7 +32,7 @@ class Segments(Table, frozen=True, eq=False):
     high_X: Ints
 
 
-class _Items(Table, frozen=True, eq=False):
+class _Items(ColumnTable, frozen=True, eq=False):
     """The parts of byte ranges that engines receive, before their senders are chosen."""
 
     pattern_I: Ints
@@ -44,7 +44,7 @@ class _Items(Table, frozen=True, eq=False):
     high_I: Ints
 
 
-def choose(patterns: Sequence[Pattern], replica_sets: Sequence[ReplicaSet], num_members: int) -> Segments:
+def choose(patterns: Sequence[SharingPattern], replica_sets: Sequence[ReplicaSet], num_members: int) -> SegmentColumns:
     """Assign all byte ranges to trainers."""
     items = _items(patterns)
     loads = {near: np.zeros(num_members, np.int64) for near in (False, True)}  # copies and messages do not compete
@@ -64,8 +64,8 @@ def choose(patterns: Sequence[Pattern], replica_sets: Sequence[ReplicaSet], num_
         mine = items.rows(slice(first_S[number], first_S[number + 1]))
         if size_S[number] > 1 and len(mine):
             found.append(_assign(patterns, mine, replica_sets[number], loads[replica_sets[number].is_near]))
-    columns = (np.concatenate([getattr(s, field) for s in found]) for field in Segments.__struct_fields__)
-    return Segments(*columns)
+    columns = (np.concatenate([getattr(s, field) for s in found]) for field in SegmentColumns.__struct_fields__)
+    return SegmentColumns(*columns)
 
 
 def fill(loads_R: Ints, amount: int) -> Ints:
@@ -82,7 +82,7 @@ def fill(loads_R: Ints, amount: int) -> Ints:
     return shares
 
 
-def _items(patterns: Sequence[Pattern]) -> _Items:
+def _items(patterns: Sequence[SharingPattern]) -> _Items:
     """Return the parts of all engines, sorted by replica set, then engine; sharers divide a range equally."""
     found: list[list[Ints]] = []
     for number, pattern in enumerate(patterns):
@@ -107,7 +107,7 @@ def _items(patterns: Sequence[Pattern]) -> _Items:
     return _Items(*(column[order] for column in columns_I[:-1]))
 
 
-def _assign(patterns: Sequence[Pattern], items: _Items, replicas: ReplicaSet, loads_M: Ints) -> Segments:
+def _assign(patterns: Sequence[SharingPattern], items: _Items, replicas: ReplicaSet, loads_M: Ints) -> SegmentColumns:
     """Assign the items of one replica set to its members, and add to their loads."""
     ends_I = np.cumsum(items.high_I - items.low_I)
     total = int(ends_I[-1])
@@ -133,9 +133,11 @@ def _assign(patterns: Sequence[Pattern], items: _Items, replicas: ReplicaSet, lo
         number = np.full(len(own), replicas.member_R[rank])
         transport = np.full(len(own), replicas.transport_R[rank])
         found.append(_segments(own, number, transport, low_X, high_X).rows(keep))
-    columns = (np.concatenate([getattr(s, field) for s in found]) for field in Segments.__struct_fields__)
-    return Segments(*columns)
+    columns = (np.concatenate([getattr(s, field) for s in found]) for field in SegmentColumns.__struct_fields__)
+    return SegmentColumns(*columns)
 
 
-def _segments(items: _Items, member_X: Ints, transport_X: Ints, low_X: Ints, high_X: Ints) -> Segments:
-    return Segments(items.pattern_I, items.range_I, items.host_I, items.sharer_I, member_X, transport_X, low_X, high_X)
+def _segments(items: _Items, member_X: Ints, transport_X: Ints, low_X: Ints, high_X: Ints) -> SegmentColumns:
+    return SegmentColumns(
+        items.pattern_I, items.range_I, items.host_I, items.sharer_I, member_X, transport_X, low_X, high_X
+    )

@@ -13,8 +13,8 @@ import numpy as np
 
 from tandem.common.errors import CoverageError
 from tandem.refit.columns import Ints, pad_dims
-from tandem.refit.layout import ITEM_SIZE_OF_CODE, Box, Layout, Pieces, PrivateMemory, Storage
-from tandem.refit.planning.names import Tensors
+from tandem.refit.layout import ITEM_SIZE_OF_CODE, Box, Layout, PieceColumns, PrivateMemory, Storage
+from tandem.refit.planning.names import PairedTensors
 from tandem.refit.planning.quantisation import stage
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.program import Quantisation, Staging
@@ -63,7 +63,7 @@ def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[st
             by_id[id(layout.tensors)] = hashlib.sha256(msgspec.msgpack.encode(layout.tensors)).digest()
         if id(layout.pieces) not in by_id:
             told = hashlib.sha256()
-            for field in Pieces.__struct_fields__:
+            for field in PieceColumns.__struct_fields__:
                 column = np.ascontiguousarray(getattr(layout.pieces, field))
                 told.update(repr(column.shape).encode())
                 told.update(column.data)
@@ -76,7 +76,7 @@ def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[st
     return class_of, examples
 
 
-def resolve(engine: str, layout: Layout, tensors: Tensors, source_shards: SourceShards) -> DestinationShards:
+def resolve(engine: str, layout: Layout, tensors: PairedTensors, source_shards: SourceShards) -> DestinationShards:
     """Return the shards that the class of an engine receives.
 
     Raises:
@@ -141,7 +141,7 @@ def resolve(engine: str, layout: Layout, tensors: Tensors, source_shards: Source
 
 
 def _missing(
-    engine: str, tensors: Tensors, wanted: tuple[Ints, Ints, Ints], start_ND: Ints, shape_ND: Ints
+    engine: str, tensors: PairedTensors, wanted: tuple[Ints, Ints, Ints], start_ND: Ints, shape_ND: Ints
 ) -> CoverageError:
     """Return an error that names the part of a destination shard that no trainer holds."""
     number, start_D, shape_D = wanted

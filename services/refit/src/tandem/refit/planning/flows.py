@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from tandem.refit.columns import Ints, Table
+from tandem.refit.columns import ColumnTable, Ints
 from tandem.refit.layout import Layout
-from tandem.refit.planning.choose import Segments
+from tandem.refit.planning.choose import SegmentColumns
 from tandem.refit.planning.destination_shards import DestinationShards
-from tandem.refit.planning.routes import PRIVATE, Choices, number_routes
-from tandem.refit.planning.sharing import Pattern
+from tandem.refit.planning.routes import PRIVATE, TransportChoices, number_routes
+from tandem.refit.planning.sharing import SharingPattern
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import ranges
 from tandem.refit.transfer import link_name
@@ -20,7 +20,7 @@ from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
 
 
-class Flows(Table, frozen=True, eq=False):
+class FlowColumns(ColumnTable, frozen=True, eq=False):
     """Parts of byte ranges on links: F rows, by engine."""
 
     engine_F: Ints
@@ -42,7 +42,7 @@ class Flows(Table, frozen=True, eq=False):
     """Bytes in the source's memory."""
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class FlowLink(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes that one process gets from another in one round."""
 
     source: str
@@ -64,7 +64,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return link_name(self.source, self.destination)
 
 
-def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping[str, Layout]) -> Flows:
+def flows(
+    patterns: Sequence[SharingPattern], segments: SegmentColumns, destinations: Mapping[str, Layout]
+) -> FlowColumns:
     """Return the flows from trainers, and those between engines of a node that pass bytes on."""
     number = {engine: index for index, engine in enumerate(destinations)}
     between = _BetweenEngines(destinations)
@@ -96,12 +98,12 @@ def flows(patterns: Sequence[Pattern], segments: Segments, destinations: Mapping
             found[-1] += [num_bytes, num_read]
     columns = [np.concatenate([np.zeros(0, np.int64), *rows]) for rows in zip(*found, strict=True)]
     if not found:
-        return Flows(*([np.zeros(0, np.int64)] * len(Flows.__struct_fields__)))
+        return FlowColumns(*([np.zeros(0, np.int64)] * len(FlowColumns.__struct_fields__)))
     order = np.argsort(columns[0], kind="stable")
-    return Flows(*(column[order] for column in columns))
+    return FlowColumns(*(column[order] for column in columns))
 
 
-def link_keys(moved: Flows, num_engines: int, num_members: int) -> Ints:
+def link_keys(moved: FlowColumns, num_engines: int, num_members: int) -> Ints:
     """Return a number for the link of each flow, sorting by engine, then round, source and transport."""
     num_sources = max(num_engines, num_members, 1)
     keys: Ints = (moved.engine_F * 2 + moved.round_F) * num_sources + moved.source_F
@@ -109,12 +111,12 @@ def link_keys(moved: Flows, num_engines: int, num_members: int) -> Ints:
 
 
 def links(
-    moved: Flows,
-    patterns: Sequence[Pattern],
+    moved: FlowColumns,
+    patterns: Sequence[SharingPattern],
     shards: Sequence[DestinationShards],
     source_shards: SourceShards,
     destinations: Mapping[str, Layout],
-) -> tuple[Link, ...]:
+) -> tuple[FlowLink, ...]:
     """Return all links with their totals."""
     engines = tuple(destinations)
     keys, first, link_F = np.unique(
@@ -134,7 +136,7 @@ def links(
         changes_R = np.cumsum(np.concatenate([[0], tensor_R[1:] != tensor_R[:-1]])) if len(tensor_R) else tensor_R
         np.add.at(sums[1], link_F[rows], end - begin)
         np.add.at(sums[2], link_F[rows], changes_R[end - 1] - changes_R[begin] + 1)
-    made: list[Link] = []
+    made: list[FlowLink] = []
     transports = registry.numbered()
     for index, row in enumerate(first.tolist()):
         engine, round_, source, number = (
@@ -145,7 +147,7 @@ def links(
         if not round_:
             why = transport.why(Route.between(source_shards.layouts[source], destinations[receiver]))
         made.append(
-            Link(
+            FlowLink(
                 source=engines[source] if round_ else source_shards.members[source],
                 destination=receiver,
                 transport=transport.name,
@@ -167,7 +169,9 @@ class _BetweenEngines:
         devices = np.array([layout.device for layout in destinations.values()])
         self._is_gpu_E = devices != "cpu"
         self._device_E = np.unique(devices, return_inverse=True)[1].reshape(-1)
-        self._choices = Choices(sent_only=True)  # an engine that passes bytes on must wait until it has received them
+        self._choices = TransportChoices(
+            sent_only=True
+        )  # an engine that passes bytes on must wait until it has received them
 
     def transports(self, source_F: Ints, destination_F: Ints) -> Ints:
         """Return the number of the transport from one engine to another; an engine's parameters are private."""

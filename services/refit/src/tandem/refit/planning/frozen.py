@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from tandem.refit.columns import Ints
-from tandem.refit.layout import Layout, Pieces
+from tandem.refit.layout import Layout, PieceColumns
 
 
-class Part(msgspec.Struct, frozen=True, eq=False):
+class FrozenPart(msgspec.Struct, frozen=True, eq=False):
     """Either the frozen or the changing tensors of all layouts; other pieces are left out."""
 
     is_frozen: bool
@@ -26,7 +26,7 @@ class Part(msgspec.Struct, frozen=True, eq=False):
         return self.sources, self.destinations
 
 
-def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> list[Part]:
+def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> list[FrozenPart]:
     """Return the frozen and the changing part, as marked by trainers; a single part if nothing is frozen."""
     frozen = {
         tensor.name
@@ -35,12 +35,12 @@ def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
         if tensor.is_frozen
     }
     if not frozen:
-        return [Part(False, sources, destinations)]
+        return [FrozenPart(False, sources, destinations)]
     made = []
     for is_frozen in (True, False):
         kept, rows = _kept({**sources, **destinations}, frozen, is_frozen=is_frozen)
         held, wanted = ({member: kept[member] for member in side} for side in (sources, destinations))
-        made.append(Part(is_frozen, held, wanted, rows))
+        made.append(FrozenPart(is_frozen, held, wanted, rows))
     return made
 
 
@@ -48,7 +48,7 @@ def _kept(
     layouts: Mapping[str, Layout], frozen: set[str], *, is_frozen: bool
 ) -> tuple[dict[str, Layout], dict[str, Ints]]:
     """Return layouts with the pieces of one part, and their rows; layouts that share columns go on sharing them."""
-    done: dict[tuple[int, int], tuple[Pieces, Ints]] = {}
+    done: dict[tuple[int, int], tuple[PieceColumns, Ints]] = {}
     made, rows = {}, {}
     for member, layout in layouts.items():
         key = id(layout.tensors), id(layout.pieces)

@@ -17,16 +17,16 @@ import numpy as np
 from tandem.common.errors import CoverageError, RefitError
 from tandem.config.models import lora
 from tandem.refit.columns import pad_dims
-from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout, LayoutBuilder, Pieces, Tensor, contiguous_strides
+from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout, LayoutBuilder, PieceColumns, Tensor, contiguous_strides
 from tandem.refit.planning.names import CONVERTIBLE
-from tandem.refit.program import Merging, Products, Staging
+from tandem.refit.program import AdapterProducts, Merging, Staging
 
 _WEIGHT, _A, _B = ".weight", f".{lora.A}", f".{lora.B}"
 _DTYPE = "float32"
 """Element type of adapters in engines: they are small, and their product is rounded only once, when it is added."""
 
 
-class Adapted(msgspec.Struct, frozen=True):
+class AdapterLayout(msgspec.Struct, frozen=True):
     """The layout that an engine receives, and the merge that follows."""
 
     layout: Layout
@@ -40,7 +40,7 @@ class _Adapter(msgspec.Struct, frozen=True):
     b: Tensor
 
 
-def adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> dict[str, Adapted]:
+def adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> dict[str, AdapterLayout]:
     """Return what each engine receives: the layout it wants, unless trainers hold adapters.
 
     Raises:
@@ -50,9 +50,9 @@ def adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
     """
     adapters = _adapters(sources)
     if not adapters:
-        return {engine: Adapted(layout) for engine, layout in destinations.items()}
-    done: dict[tuple[int, int, bytes], Adapted] = {}
-    made: dict[str, Adapted] = {}
+        return {engine: AdapterLayout(layout) for engine, layout in destinations.items()}
+    done: dict[tuple[int, int, bytes], AdapterLayout] = {}
+    made: dict[str, AdapterLayout] = {}
     for engine, layout in destinations.items():
         sizes = msgspec.msgpack.encode([(storage.name, storage.num_bytes) for storage in layout.storages])
         key = id(layout.tensors), id(layout.pieces), sizes
@@ -109,13 +109,13 @@ class _Rewriting:
         self._scales: list[float] = []
         self._rows: list[tuple[object, ...]] = []
 
-    def result(self) -> Adapted:
+    def result(self) -> AdapterLayout:
         """Return the layout that the engine receives."""
         layout = self._layout
         is_merged_T = np.array([tensor.name in self._adapters for tensor in layout.tensors], np.bool_)
         is_merged_P = is_merged_T[layout.pieces.tensor_P]
         if not is_merged_P.any():
-            return Adapted(layout)
+            return AdapterLayout(layout)
         self._builder.add_tensors(layout.tensors)
         for storage in layout.storages:
             self._builder.storage(storage.name, storage.num_bytes, storage.address)
@@ -127,9 +127,9 @@ class _Rewriting:
         added = self._builder.build()
         made = msgspec.structs.replace(added, pieces=_joined(layout.pieces.rows(~is_merged_P), added.pieces))
         columns = zip(*self._rows, strict=True)
-        products = Products(*(np.array(column, np.int64) for column in columns))
+        products = AdapterProducts(*(np.array(column, np.int64) for column in columns))
         merging = Merging(tuple(self._names), tuple(self._scales), tuple(self._storages), products)
-        return Adapted(made, tuple(self._staging), merging)
+        return AdapterLayout(made, tuple(self._staging), merging)
 
     def _add_tensor(self, index: int, rows: list[int]) -> None:
         """Receive base and adapter of a weight, for the pieces at `rows` that the engine wants."""
@@ -188,13 +188,13 @@ class _Rewriting:
         return self._builder.storage(name, num_bytes)
 
 
-def _joined(one: Pieces, other: Pieces) -> Pieces:
+def _joined(one: PieceColumns, other: PieceColumns) -> PieceColumns:
     num_dims = max(one.start_PD.shape[1], other.start_PD.shape[1])
     fills = {"start_PD": 0, "shape_PD": 1, "strides_PD": 0}
     columns = []
-    for field in Pieces.__struct_fields__:
+    for field in PieceColumns.__struct_fields__:
         both = [getattr(one, field), getattr(other, field)]
         if field in fills:
             both = [pad_dims(column, num_dims, fills[field]) for column in both]
         columns.append(np.concatenate(both))
-    return Pieces(*columns)
+    return PieceColumns(*columns)

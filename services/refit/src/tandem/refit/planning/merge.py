@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints, pad_dims
 from tandem.refit.layout import ITEM_SIZE_OF_CODE
-from tandem.refit.transfer import Copies
+from tandem.refit.transfer import CopyColumns
 
 _LARGEST = np.iinfo(np.int64).max
 
 
-def merge(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
+def merge(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
     """Return fewer copies that move the same elements, and the link of each.
 
     Args:
@@ -38,7 +38,7 @@ def merge(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
     return copies, link_C
 
 
-def _simplified(copies: Copies) -> Copies:
+def _simplified(copies: CopyColumns) -> CopyColumns:
     """Return the same copies with fused dimensions, from outermost to innermost at the destination."""
     is_one_CD = copies.shape_CD == 1  # such a dimension is outermost
     order_CD = np.argsort(-np.where(is_one_CD, _LARGEST, copies.destination_strides_CD), axis=1, kind="stable")
@@ -75,7 +75,7 @@ def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints,
     return made
 
 
-def _with_dims(copies: Copies, shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> Copies:
+def _with_dims(copies: CopyColumns, shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> CopyColumns:
     """Return copies with other dimensions; a single element gets the strides of a range, so that it can be joined."""
     is_single_C = (shape_CD == 1).all(axis=1)
     source_CD[is_single_C, -1] = ITEM_SIZE_OF_CODE[copies.source_dtype_C[is_single_C]]
@@ -90,7 +90,7 @@ def _with_dims(copies: Copies, shape_CD: Ints, source_CD: Ints, destination_CD: 
     )
 
 
-def _are_alike(copies: Copies, link_C: Ints, shape_CD: Ints) -> NDArray[np.bool_]:
+def _are_alike(copies: CopyColumns, link_C: Ints, shape_CD: Ints) -> NDArray[np.bool_]:
     """Return for each copy but the last whether the next one differs only in its offsets, given `shape_CD`."""
     flat = (
         link_C,
@@ -108,7 +108,7 @@ def _are_alike(copies: Copies, link_C: Ints, shape_CD: Ints) -> NDArray[np.bool_
     return alike
 
 
-def _join_neighbours(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
+def _join_neighbours(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
     """Join copies that continue, along the outermost dimension, where the one before ends."""
     if len(link_C) < 2:
         return copies, link_C
@@ -131,7 +131,7 @@ def _join_neighbours(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
     return _simplified(joined), link_C[first]
 
 
-def _join_series(copies: Copies, link_C: Ints) -> tuple[Copies, Ints]:
+def _join_series(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
     """Join equal copies at equal distances on both sides."""
     if len(link_C) < 2:
         return copies, link_C

@@ -20,10 +20,10 @@ QUANTISED = frozenset({"float8_e4m3fn", "float8_e5m2"})
 """Element types that are quantised from those, with one scale per block."""
 
 
-class Side:
+class SideTensors:
     """Descriptions of each tensor by the layouts of one side: G rows, one for each global number."""
 
-    def __init__(self, names: Names, layouts: Mapping[str, Layout]) -> None:
+    def __init__(self, names: TensorNumbers, layouts: Mapping[str, Layout]) -> None:
         self.by_member: dict[str, Ints] = {}
         """Global numbers of a process's tensors, by process."""
         self.tensor_of: dict[int, tuple[Tensor, str]] = {}
@@ -51,7 +51,7 @@ class Side:
             )
 
 
-class Names:
+class TensorNumbers:
     """Global numbers of tensors, in the order of their first appearance."""
 
     def __init__(self) -> None:
@@ -96,12 +96,12 @@ class Names:
         return f"{tensor.name}{Box(tuple(start[first:].tolist()), tuple(shape[first:].tolist()))}"
 
 
-class Tensors(msgspec.Struct, frozen=True, eq=False):
+class PairedTensors(msgspec.Struct, frozen=True, eq=False):
     """Both sides' view of every tensor: G rows of D dimensions."""
 
-    names: Names
-    sources: Side
-    destinations: Side
+    names: TensorNumbers
+    sources: SideTensors
+    destinations: SideTensors
     table: TensorTable
     source_dtype_G: Ints
     """Index into `DTYPES`; -1 if no source holds the tensor."""
@@ -119,7 +119,7 @@ class Tensors(msgspec.Struct, frozen=True, eq=False):
         return is_quantised
 
 
-def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> Tensors:
+def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> PairedTensors:
     """Assign numbers to the tensors of both sides, and find how each is converted.
 
     Raises:
@@ -127,14 +127,14 @@ def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
         RefitError: two processes contradict each other, or a conversion is missing.
 
     """
-    names = Names()
-    held, wanted = Side(names, sources), Side(names, destinations)
+    names = TensorNumbers()
+    held, wanted = SideTensors(names, sources), SideTensors(names, destinations)
     table = make_table(tuple(names.tensors))
     num = len(names.tensors)
     num_dims = max(
         [table.num_dims, *(layout.pieces.start_PD.shape[1] for layout in [*sources.values(), *destinations.values()])]
     )
-    made = Tensors(
+    made = PairedTensors(
         names,
         held,
         wanted,
@@ -156,7 +156,7 @@ def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
     return made
 
 
-def _match_types(made: Tensors, number: int, tensor: Tensor, member: str) -> None:
+def _match_types(made: PairedTensors, number: int, tensor: Tensor, member: str) -> None:
     """Refuse a missing conversion; note a quantisation, and the scales that it computes."""
     there, holder = made.sources.tensor_of[number]
     if there.dtype == tensor.dtype or {there.dtype, tensor.dtype} <= CONVERTIBLE:

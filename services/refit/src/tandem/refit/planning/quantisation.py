@@ -7,15 +7,15 @@ import numpy as np
 
 from tandem.refit.columns import Ints, pad_dims
 from tandem.refit.layout import DTYPES, ITEM_SIZE_OF_CODE, Layout
-from tandem.refit.planning.names import Tensors
+from tandem.refit.planning.names import PairedTensors
 from tandem.refit.planning.sweep import group_rows
-from tandem.refit.program import Places, Quantisation, Regions, Staging
+from tandem.refit.program import Quantisation, QuantisedRegions, QuantizedDestinations, Staging
 
 ALIGNMENT = 64
 """Regions start at multiples of this number of bytes."""
 
 
-class Staged(msgspec.Struct, frozen=True, eq=False):
+class StagedRegions(msgspec.Struct, frozen=True, eq=False):
     """Regions to fetch in the source's precision (Q rows), and how to quantise them."""
 
     tensor_Q: Ints
@@ -30,7 +30,7 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
     quantisations: tuple[Quantisation, ...]
 
 
-def stage(layout: Layout, tensors: Tensors, tensor_P: Ints, row_P: Ints) -> Staged:
+def stage(layout: Layout, tensors: PairedTensors, tensor_P: Ints, row_P: Ints) -> StagedRegions:
     """Plan the quantisation of some pieces of a layout, both values and their scales.
 
     Args:
@@ -65,7 +65,7 @@ def stage(layout: Layout, tensors: Tensors, tensor_P: Ints, row_P: Ints) -> Stag
     strides_QD = _contiguous_strides(shape_QD, ITEM_SIZE_OF_CODE[dtype_Q])
     offset_Q = np.zeros(len(tensor_Q), np.int64)
     place_start_PD = np.where(is_scale_P1, 0, start_PD - region_start_PD)  # a region of scales is taken whole
-    places = Places(
+    places = QuantizedDestinations(
         region_P, place_start_PD, shape_PD, pieces.storage_P, pieces.offset_P, pad_dims(pieces.strides_PD, num_dims, 0)
     )
     staging: list[Staging] = []
@@ -91,12 +91,12 @@ def stage(layout: Layout, tensors: Tensors, tensor_P: Ints, row_P: Ints) -> Stag
                 staging_dtype=DTYPES[dtype_Q[first]],
                 tensors=tuple(tensors.names.tensors[number].name for number in numbers.tolist()),
                 storages=tuple(storage.name for storage in layout.storages),
-                regions=Regions(local, region_start_PD[chosen_Q[mine]], shape_QD[mine], offset_Q[mine]),
+                regions=QuantisedRegions(local, region_start_PD[chosen_Q[mine]], shape_QD[mine], offset_Q[mine]),
                 values=_numbered(places, of_kind_P & ~is_scale_P, local_of_Q),
                 scales=_numbered(places, of_kind_P & is_scale_P, local_of_Q),
             )
         )
-    return Staged(
+    return StagedRegions(
         tensor_Q,
         region_start_PD[chosen_Q],
         shape_QD,
@@ -108,7 +108,7 @@ def stage(layout: Layout, tensors: Tensors, tensor_P: Ints, row_P: Ints) -> Stag
     )
 
 
-def _numbered(places: Places, chosen_P: Ints, local_of_Q: Ints) -> Places:
+def _numbered(places: QuantizedDestinations, chosen_P: Ints, local_of_Q: Ints) -> QuantizedDestinations:
     mine = places.rows(chosen_P)
     return msgspec.structs.replace(mine, region_R=local_of_Q[mine.region_R])
 

@@ -29,7 +29,7 @@ def number_routes(same_host: object, same_device: object, from_gpu: object, to_g
     return number
 
 
-class Choices:
+class TransportChoices:
     """The preferred transports, found as they are needed."""
 
     def __init__(self, *, sent_only: bool = False) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tandem.refit.columns import Ints
 from tandem.refit.layout import Layout
 from tandem.refit.planning.destination_shards import DestinationShards
-from tandem.refit.planning.routes import Choices, number_routes
+from tandem.refit.planning.routes import TransportChoices, number_routes
 from tandem.refit.planning.source_shards import SourceShards
 from tandem.refit.planning.sweep import group_rows
 from tandem.refit.transports import registry
@@ -56,7 +56,7 @@ class ReplicaSets:
         for number, (member_R, _) in enumerate(self._sets):
             for host in set(self._hosts[member_R].tolist()):
                 self._sets_on[host].append(number)
-        self._choices = Choices()
+        self._choices = TransportChoices()
         self._is_sent = np.array([transport.is_sent for transport in registry.numbered()])
         far_M = self._routes(None, "cpu")
         self.all = [self._preferred(number, far_M) for number in range(len(self._sets))]
@@ -98,7 +98,7 @@ class ReplicaSets:
         return ReplicaSet(member_R[best_R], chosen_R, not self._is_sent[chosen_R].all())
 
 
-class Pattern(msgspec.Struct, frozen=True, eq=False):
+class SharingPattern(msgspec.Struct, frozen=True, eq=False):
     """The engines of a node by class, and the overlaps (R rows, in byte ranges) that they need.
 
     A shared overlap is listed under the first engine that needs it.
@@ -174,7 +174,7 @@ def patterns(
     *,
     allow_alias: bool,
     grain: int,
-) -> list[Pattern]:
+) -> list[SharingPattern]:
     """Return the patterns of all nodes.
 
     Args:
@@ -206,7 +206,7 @@ def patterns(
     places: dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, str], ...]]]] = {}
     for place in alike:
         places.setdefault(tuple(number for number, _ in place[1]), []).append(place)
-    made: dict[tuple[str, tuple[tuple[int, str], ...]], Pattern] = {}
+    made: dict[tuple[str, tuple[tuple[int, str], ...]], SharingPattern] = {}
     for numbers, there_too in places.items():
         needs = _needs([shards[number] for number in numbers])
         box_R = np.concatenate([shards[number].box_N for number in numbers])
@@ -271,7 +271,7 @@ def _pattern(
     can_alias_S: NDArray[np.bool_],
     *,
     grain: int,
-) -> Pattern:
+) -> SharingPattern:
     """Return the pattern of nodes.
 
     Args:
@@ -311,7 +311,7 @@ def _pattern(
     is_shared_K[group_R[is_shared_R]] = True
     number_K = np.cumsum(is_shared_K) - 1
     every = [(slot,) for slot in range(num_slots)] + needs.sharers
-    return Pattern(
+    return SharingPattern(
         slots=numbers,
         hosts=hosts,
         slot_R=slot_R.astype(np.int32),

@@ -10,7 +10,7 @@ import numpy as np
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints, pad_dims
 from tandem.refit.layout import KINDS_OF_MEMORY, Address, Layout
-from tandem.refit.planning.names import Tensors
+from tandem.refit.planning.names import PairedTensors
 from tandem.refit.planning.sweep import BoxIndex, group_rows
 
 _KINDS: dict[type[Address], int] = {kind: code for code, kind in enumerate(KINDS_OF_MEMORY)}
@@ -54,7 +54,7 @@ class SourceShards(msgspec.Struct, frozen=True, eq=False):
         return rows
 
 
-def collect(sources: Mapping[str, Layout], tensors: Tensors) -> SourceShards:
+def collect(sources: Mapping[str, Layout], tensors: PairedTensors) -> SourceShards:
     """Collect the trainers' slices of tensors that engines want.
 
     Raises:
@@ -111,7 +111,7 @@ def collect(sources: Mapping[str, Layout], tensors: Tensors) -> SourceShards:
     )
 
 
-def _check_disjoint(boxes: BoxIndex, members: tuple[str, ...], member_B: Ints, tensors: Tensors) -> None:
+def _check_disjoint(boxes: BoxIndex, members: tuple[str, ...], member_B: Ints, tensors: PairedTensors) -> None:
     overlap = boxes.overlap()
     if overlap is None:
         return

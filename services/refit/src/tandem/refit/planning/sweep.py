@@ -21,7 +21,7 @@ MOST_PAIRS = 1 << 20
 Hashes = NDArray[np.uint64]
 
 
-class Meetings(msgspec.Struct, frozen=True, eq=False):
+class SliceMeetings(msgspec.Struct, frozen=True, eq=False):
     """Non-empty intersections of given slices with those of an index: N rows."""
 
     want_N: Ints
@@ -100,7 +100,7 @@ class BoxIndex:
         self._longest_T = np.zeros(self._num_tensors, np.int64)
         np.maximum.at(self._longest_T, tensor_B, extent_B)
 
-    def meet(self, tensor_W: Ints, start_WD: Ints, shape_WD: Ints) -> Iterator[Meetings]:
+    def meet(self, tensor_W: Ints, start_WD: Ints, shape_WD: Ints) -> Iterator[SliceMeetings]:
         """Yield the intersections of slices with the indexed ones, in batches."""
         if not self._num_tensors:
             return
@@ -118,7 +118,9 @@ class BoxIndex:
             start_MD = np.maximum(start_WD[want_M], self.start_BD[box_M])
             stop_MD = np.minimum(start_WD[want_M] + shape_WD[want_M], self.start_BD[box_M] + self.shape_BD[box_M])
             meets_M = (stop_MD > start_MD).all(axis=1)
-            yield Meetings(want_M[meets_M], box_M[meets_M], start_MD[meets_M], stop_MD[meets_M] - start_MD[meets_M])
+            yield SliceMeetings(
+                want_M[meets_M], box_M[meets_M], start_MD[meets_M], stop_MD[meets_M] - start_MD[meets_M]
+            )
 
     def overlap(self) -> tuple[int, int] | None:
         """Return two different slices of one tensor that overlap, or None."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from tandem.common.worker_shards import process_of
 from tandem.refit.layout import Layout
-from tandem.refit.transfer import Transfer, TransferGroup
+from tandem.refit.transfer import LinkTransfer, TransferGroup
 from tandem.refit.transports import registry
 
 
-def transfer_groups(transfers: Sequence[Transfer], layouts: Mapping[str, Layout]) -> tuple[TransferGroup, ...]:
+def transfer_groups(transfers: Sequence[LinkTransfer], layouts: Mapping[str, Layout]) -> tuple[TransferGroup, ...]:
     """Return a transfer group for each cluster of receivers that pass bytes on, with all their senders.
 
     The workers of a process are in one cluster, because they are connected, lost and restored together.

@@ -9,15 +9,18 @@ import numpy as np
 from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES, Layout
 from tandem.refit.planning.choose import fill
-from tandem.refit.planning.frozen import Part
-from tandem.refit.planning.names import Side, Tensors
+from tandem.refit.planning.frozen import FrozenPart
+from tandem.refit.planning.names import PairedTensors, SideTensors
 from tandem.refit.planning.source_shards import SourceShards
-from tandem.refit.program import NOTHING, Verification
+from tandem.refit.program import NOTHING, ProcessVerification
 
 
 def verifications(
-    sources: Mapping[str, Layout], destinations: Mapping[str, Layout], tensors: Tensors, source_shards: SourceShards
-) -> dict[str, Verification]:
+    sources: Mapping[str, Layout],
+    destinations: Mapping[str, Layout],
+    tensors: PairedTensors,
+    source_shards: SourceShards,
+) -> dict[str, ProcessVerification]:
     """Return the verification of every process on both sides.
 
     Of the trainers that hold the same slice, the one with the least to digest does it. For tensors that are quantised
@@ -33,35 +36,35 @@ def verifications(
     rows_H = source_shards.row_H[chosen_H][order]
     first_M = np.searchsorted(member_H[order], np.arange(len(sources) + 1))
     known: dict[int, tuple[str, ...]] = {}
-    made: dict[str, Verification] = {}
+    made: dict[str, ProcessVerification] = {}
     for index, (member, layout) in enumerate(sources.items()):
         dtypes = _dtypes(layout, tensors.sources, member, dtype_G, known)
-        made[member] = Verification(rows_H[first_M[index] : first_M[index + 1]], dtypes)
+        made[member] = ProcessVerification(rows_H[first_M[index] : first_M[index + 1]], dtypes)
     shared: dict[tuple[int, int], Ints] = {}
     for member, layout in destinations.items():
         key = id(layout.pieces), id(layout.tensors)
         if key not in shared:
             numbers_P = tensors.destinations.by_member[member][layout.pieces.tensor_P]
             shared[key] = np.flatnonzero(dtype_G[numbers_P] >= 0)
-        made[member] = Verification(shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, known))
+        made[member] = ProcessVerification(shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, known))
     return made
 
 
-def joined(parts: Sequence[tuple[Part, Mapping[str, Verification]]]) -> dict[str, Verification]:
+def joined(parts: Sequence[tuple[FrozenPart, Mapping[str, ProcessVerification]]]) -> dict[str, ProcessVerification]:
     """Return the verification of every process for all parts of a plan together."""
-    made: dict[str, Verification] = {}
+    made: dict[str, ProcessVerification] = {}
     for part, verified in parts:
         for member, each in verified.items():
             before = made.get(member, NOTHING)
             rows = each.rows if part.rows is None else part.rows[member][each.rows]
             dtypes = tuple(one or other for one, other in zip(before.dtypes or each.dtypes, each.dtypes, strict=True))
             both = (before.rows, rows) if part.is_frozen else (rows, before.frozen_rows)
-            made[member] = Verification(both[0], dtypes, both[1])
+            made[member] = ProcessVerification(both[0], dtypes, both[1])
     return made
 
 
 def _dtypes(
-    layout: Layout, side: Side, member: str, dtype_G: Ints, known: dict[int, tuple[str, ...]]
+    layout: Layout, side: SideTensors, member: str, dtype_G: Ints, known: dict[int, tuple[str, ...]]
 ) -> tuple[str, ...]:
     if id(layout.tensors) not in known:
         names = (*DTYPES, "")

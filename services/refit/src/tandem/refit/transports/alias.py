@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints
 from tandem.refit.layout import ITEM_SIZE_OF_CODE, ITEM_SIZES, Address
-from tandem.refit.transfer import Copies, Transfer
-from tandem.refit.transports.aliases import Aliases
-from tandem.refit.transports.end import End
-from tandem.refit.transports.shm import Shm
+from tandem.refit.transfer import CopyColumns, LinkTransfer
+from tandem.refit.transports.aliases import AliasTransfers
+from tandem.refit.transports.end import TransferEnd
+from tandem.refit.transports.shm import ShmTransport
 from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:
     import torch
 
-    from tandem.refit.transports.memory import Memory
+    from tandem.refit.transports.memory import NamedStorages
 
 
-class Alias(Transport):
+class AliasTransport(Transport):
     """The destination reads the source's shared memory in place."""
 
     name = "alias"
     is_sent = False
-    in_place_of = Shm.name
-    _copied = Shm()
+    in_place_of = ShmTransport.name
+    _copied = ShmTransport()
 
     def reaches(self, memory: type[Address], route: Route) -> bool:
         """Return whether both processes can map the same shared memory."""
@@ -46,7 +46,7 @@ class Alias(Transport):
         """Return the reason as a phrase."""
         return "same host and the same place in one range of shared memory: read in place"
 
-    def reads_in_place(self, copies: Copies, num_bytes_D: Ints) -> NDArray[np.bool_]:
+    def reads_in_place(self, copies: CopyColumns, num_bytes_D: Ints) -> NDArray[np.bool_]:
         """Return which copies fill a whole storage with one range of the same element type."""
         item_C = ITEM_SIZE_OF_CODE[copies.destination_dtype_C]
         is_range_C = (copies.shape_CD[:, :-1] == 1).all(axis=1)
@@ -58,17 +58,17 @@ class Alias(Transport):
         )
         return is_alias_C
 
-    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         """Find each parameter's place in the sources' memory."""
         pairs = []
         for transfer in transfers:
             opened = [self._copied.open(storage, transfer.source, end) for storage in transfer.source_storages]
             pairs += places_of(transfer, opened, end.memory, end.member)
-        return Aliases([transfer.link for transfer in transfers], pairs, end)
+        return AliasTransfers([transfer.link for transfer in transfers], pairs, end)
 
 
 def places_of(
-    transfer: Transfer, opened: Sequence[torch.Tensor], memory: Memory, member: str
+    transfer: LinkTransfer, opened: Sequence[torch.Tensor], memory: NamedStorages, member: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the parameters to re-point, each with its replacement in the source's memory.
 

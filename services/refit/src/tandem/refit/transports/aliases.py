@@ -6,16 +6,18 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from tandem.common.worker_shards import process_of
-from tandem.refit.transports.end import End
+from tandem.refit.transports.end import TransferEnd
 
 if TYPE_CHECKING:
     import torch
 
 
-class Aliases:
+class AliasTransfers:
     """The zero-copy transfers of one round at their receiver."""
 
-    def __init__(self, links: Sequence[str], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], end: End) -> None:
+    def __init__(
+        self, links: Sequence[str], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], end: TransferEnd
+    ) -> None:
         """Hold each parameter with the range that it is to point at."""
         self.num_copies = self.num_bytes = 0
         self._links, self._pairs, self._end = links, pairs, end

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.refit.columns import Ints
-from tandem.refit.transfer import Copies
+from tandem.refit.transfer import CopyColumns
 from tandem.refit.transports.memory import item_sizes, wire_bytes
 
 ALONE_BYTES = 1 << 20
 """A contiguous copy of at least this size is a message of its own."""
 
 
-class Buckets(NamedTuple):
+class MessageBuckets(NamedTuple):
     """Messages in the order of sending."""
 
-    copies: Copies
+    copies: CopyColumns
     """K rows: those of the transfer, with large ones cut."""
     wire_dtype_K: Ints
     """Element type on the wire: the smaller of the two ends' types; the source's if they are equally large."""
@@ -34,7 +34,7 @@ class Buckets(NamedTuple):
     num_bytes_B: list[int]
 
 
-def divide(copies: Copies, limit: int) -> Buckets:
+def divide(copies: CopyColumns, limit: int) -> MessageBuckets:
     """Return messages of at most `limit` bytes for these copies."""
     size_C = np.minimum(item_sizes(copies.source_dtype_C), item_sizes(copies.destination_dtype_C))
     # Order by element size, largest first, so that rows are aligned in their message without gaps.
@@ -49,7 +49,7 @@ def divide(copies: Copies, limit: int) -> Buckets:
     )
     is_alone_K = is_direct_K & (num_bytes_K >= min(ALONE_BYTES, limit))
     place_K, first_B1, num_bytes_B = _fill(num_bytes_K.tolist(), is_alone_K.tolist(), limit)
-    return Buckets(cut, wire_dtype_K, np.array(place_K, np.int64), first_B1, num_bytes_B)
+    return MessageBuckets(cut, wire_dtype_K, np.array(place_K, np.int64), first_B1, num_bytes_B)
 
 
 def _fill(num_bytes_K: list[int], is_alone_K: list[bool], limit: int) -> tuple[list[int], list[int], list[int]]:
@@ -79,7 +79,7 @@ def _is_contiguous(shape_CD: Ints, strides_CD: Ints, size_C: Ints) -> Ints:
     return contiguous_C
 
 
-def _cut_large(copies: Copies, limit: int) -> Copies:
+def _cut_large(copies: CopyColumns, limit: int) -> CopyColumns:
     """Return the copies, with those above `limit` cut into slices of even size."""
     num_bytes_C = wire_bytes(copies)
     large = np.flatnonzero(num_bytes_C > limit)
@@ -100,7 +100,7 @@ def _cut_large(copies: Copies, limit: int) -> Copies:
     start_K.append(np.zeros((len(copies) - done, num_dims), np.int64))
     shape_K.append(copies.shape_CD[done:])
     cut, start_KD = copies.rows(np.concatenate(row_K)), np.concatenate(start_K)
-    return Copies(
+    return CopyColumns(
         cut.tensor_C,
         cut.source_C,
         cut.destination_C,

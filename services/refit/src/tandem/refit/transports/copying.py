@@ -9,7 +9,7 @@ import torch
 from tandem.refit.transports import gpu_copy
 
 
-class Copier:
+class BoundCopier:
     """Copier of each source to its destination, with conversion of element types."""
 
     def __init__(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -21,9 +21,9 @@ class Copier:
         # One kernel launch per slice would leave a GPU idle most of the time.
         self._kernels = gpu_copy.prepare(self._destinations, self._sources) if on_one_gpu else None
 
-    def backwards(self) -> Copier:
+    def backwards(self) -> BoundCopier:
         """Return the copier of each destination to its source."""
-        return Copier(self._sources, self._destinations)
+        return BoundCopier(self._sources, self._destinations)
 
     def places(self) -> tuple[object, ...]:
         """Return where the sources lie and how they are arranged; equal for copiers that read the same."""

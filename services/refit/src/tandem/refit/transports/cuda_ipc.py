@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address, CudaMemory, Storage, UnpeeredCudaMemory
-from tandem.refit.transfer import Transfer
-from tandem.refit.transports.end import End
+from tandem.refit.transfer import LinkTransfer
+from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
@@ -54,13 +54,13 @@ class CudaIpc(Transport):
         """Return more than for streams, and most for memory on the destination's own GPU."""
         return 2 if route.same_device else 1
 
-    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         """Open the sources' memory."""
-        from tandem.refit.transports.pulling import Pulls
+        from tandem.refit.transports.pulling import PulledTransfers
 
-        return Pulls(transfers, end, self.open)
+        return PulledTransfers(transfers, end, self.open)
 
-    def open(self, storage: Storage, source: str, end: End) -> torch.Tensor:
+    def open(self, storage: Storage, source: str, end: TransferEnd) -> torch.Tensor:
         """Return the bytes of a storage of the process `source`. Raises `RefitError`."""
         return end.open_once(source, storage, lambda: open_storage(storage, source, end.member, end.device))
 
@@ -74,7 +74,7 @@ class _Handle(ctypes.Structure):
 class _Bytes:
     """Memory that torch can use as a tensor without a copy, held open as long as it is used."""
 
-    def __init__(self, address: int, num_bytes: int, allocation: Allocation) -> None:
+    def __init__(self, address: int, num_bytes: int, allocation: ForeignAllocation) -> None:
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (num_bytes,),
@@ -85,7 +85,7 @@ class _Bytes:
         self._allocation = allocation
 
 
-class Allocation:
+class ForeignAllocation:
     """An allocation of another process, open until it is garbage-collected."""
 
     def __init__(self, handle: bytes, device: torch.device, what: str) -> None:
@@ -110,7 +110,7 @@ class Allocation:
                 _driver().cuIpcCloseMemHandle(ctypes.c_uint64(self.address))
 
 
-_open_allocations: weakref.WeakValueDictionary[tuple[int, bytes], Allocation] = weakref.WeakValueDictionary()
+_open_allocations: weakref.WeakValueDictionary[tuple[int, bytes], ForeignAllocation] = weakref.WeakValueDictionary()
 
 
 def open_storage(storage: Storage, source: str, member: str, device: torch.device) -> torch.Tensor:
@@ -127,7 +127,7 @@ def open_storage(storage: Storage, source: str, member: str, device: torch.devic
     key = address.pid, address.handle
     allocation = _open_allocations.get(key)
     if allocation is None:
-        allocation = _open_allocations[key] = Allocation(address.handle, device, what)
+        allocation = _open_allocations[key] = ForeignAllocation(address.handle, device, what)
     return allocation.view(address.offset, storage.num_bytes)
 
 

@@ -1,8 +1,9 @@
 """Streams of what changed: the transport `stream`, wrapped, to engines with an older version.
 
 The plan stays as it is, and so do its messages. Of each message the sender keeps the bytes that it sent last
-(`Snapshot`), and compares them with the new ones. It sends a `Change` (`tandem.refit.transports.encoding`), or the
-whole message where that is smaller. The receiver's own weights are the older version, and are changed in place.
+(`MessageSnapshot`), and compares them with the new ones. It sends a `MessageDifference`
+(`tandem.refit.transports.encoding`), or the whole message where that is smaller. The receiver's own weights are the
+older version, and are changed in place.
 
     receiver ──▶ sender    hello: the number that it holds
     receiver ◀── sender    header of each message: kind, counts, the number before, the number after
@@ -32,23 +33,23 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
-from tandem.refit.transfer import Transfer
+from tandem.refit.transfer import LinkTransfer
 from tandem.refit.transports import encoding
-from tandem.refit.transports.encoding import Change, Kind
-from tandem.refit.transports.end import End
+from tandem.refit.transports.encoding import EncodingKind, MessageDifference
+from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.exchange import (
     TAGS_A_ROUND,
+    BoundChannel,
     BoundMessage,
-    Channel,
-    Exchange,
+    ChannelExchange,
     MeshEnd,
     on_queue,
     synchronise,
     told,
 )
-from tandem.refit.transports.process_group import Group, Message
+from tandem.refit.transports.process_group import ConnectedGroup, GroupMessage
 from tandem.refit.transports.sizes import DEPTH
-from tandem.refit.transports.stream import Stream, Streams
+from tandem.refit.transports.stream import RoundStreams, StreamTransport
 
 _NOTHING_HELD = 0
 _NUM_FIELDS = 5
@@ -56,7 +57,7 @@ _INTEGER_BYTES = 8
 _NO_HEADER = "what came in the place of its header is none"
 
 
-class Header(NamedTuple):
+class DifferenceHeader(NamedTuple):
     """A change as its receiver has to know it before it comes."""
 
     kind: int
@@ -68,17 +69,17 @@ class Header(NamedTuple):
     """Number that the receiver holds after the last message."""
 
 
-class DifferenceStream(Stream):
+class DifferenceStream(StreamTransport):
     """The transport `stream`, by which a sender sends what changed since the receiver's last version."""
 
     def __init__(self, largest: float = 1.0) -> None:
         """Send whole messages if a larger share than this has changed."""
         self._largest = largest
 
-    def bind(self, transfers: Sequence[Transfer], end: End) -> DifferenceStreams:
+    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> DifferenceStreams:
         """Cut the transfers into messages, and keep none of them yet."""
-        snapshots = Snapshots(self._largest)
-        by_mesh: dict[str, list[Transfer]] = {}
+        snapshots = MessageSnapshots(self._largest)
+        by_mesh: dict[str, list[LinkTransfer]] = {}
         for transfer in transfers:
             by_mesh.setdefault(transfer.transfer_group, []).append(transfer)
         return DifferenceStreams(
@@ -95,10 +96,10 @@ class DifferenceStream(Stream):
         )
 
 
-class DifferenceStreams(Streams):
+class DifferenceStreams(RoundStreams):
     """The streams of one round at one process, which send what changed."""
 
-    def __init__(self, exchanges: Sequence[DifferenceExchange], snapshots: Snapshots) -> None:
+    def __init__(self, exchanges: Sequence[DifferenceExchange], snapshots: MessageSnapshots) -> None:
         super().__init__(exchanges)
         self._differing = exchanges
         self._snapshots = snapshots
@@ -114,7 +115,7 @@ class DifferenceStreams(Streams):
             exchange.distrust(engines)
 
 
-class Snapshot:
+class MessageSnapshot:
     """The bytes of one message as they were last sent, and the change that led to them."""
 
     def __init__(self, bound: BoundMessage, lock: threading.Lock, largest: float) -> None:
@@ -123,7 +124,7 @@ class Snapshot:
         self._bound = bound
         self._lock = lock
         self._kept: torch.Tensor | None = None
-        self._change: Change | None = None
+        self._change: MessageDifference | None = None
         self._run = 0
         self.number, self._before = _NOTHING_HELD, _NOTHING_HELD
 
@@ -141,43 +142,43 @@ class Snapshot:
                 former = _fresh_number()
             else:
                 change = encoding.advance(self._kept, new, self._largest)
-                if change.kind is not Kind.NOTHING:
+                if change.kind is not EncodingKind.NOTHING:
                     self._change, self._before, former = change, former, _fresh_number()
             self.number, self._run = former, run
 
-    def change_from(self, number: int) -> Change:
+    def change_from(self, number: int) -> MessageDifference:
         """Return how a receiver gets here that holds the bytes with this number."""
         assert self._kept is not None, "it is refreshed first"
         if number != _NOTHING_HELD:
             if number == self.number:
-                return Change(Kind.NOTHING, 0, 0, self._kept.new_empty(0, dtype=torch.uint8))
+                return MessageDifference(EncodingKind.NOTHING, 0, 0, self._kept.new_empty(0, dtype=torch.uint8))
             if number == self._before and self._change is not None:
                 return self._change
         return encoding.whole(self._kept)
 
 
-class Snapshots:
+class MessageSnapshots:
     """The snapshots of a process, one for all receivers of the same bytes."""
 
     def __init__(self, largest: float) -> None:
         self._largest = largest
         self.num_runs = 0
         """Number of the run in progress, from 1."""
-        self._by_place: dict[object, Snapshot] = {}
+        self._by_place: dict[object, MessageSnapshot] = {}
 
-    def of(self, bound: BoundMessage, lock: threading.Lock) -> Snapshot:
+    def of(self, bound: BoundMessage, lock: threading.Lock) -> MessageSnapshot:
         """Return the snapshot of a message."""
         own = bound.message.bytes_
         place = (bound.copier.places() if bound.copier else own.data_ptr(), own.numel(), own.device)
         if place not in self._by_place:
-            self._by_place[place] = Snapshot(bound, lock, self._largest)
+            self._by_place[place] = MessageSnapshot(bound, lock, self._largest)
         return self._by_place[place]
 
 
-class _Difference(Channel, ABC):
+class _Difference(BoundChannel, ABC):
     """One end of a transfer of what changed."""
 
-    def __init__(self, transfer: Transfer, end: MeshEnd) -> None:
+    def __init__(self, transfer: LinkTransfer, end: MeshEnd) -> None:
         super().__init__(transfer, end)
         self.number = _NOTHING_HELD
         """Number of what the receiver holds; none during a transfer and after one that failed."""
@@ -186,9 +187,9 @@ class _Difference(Channel, ABC):
         self._rank = end.transfer_group.members.index(self.peer)
         self._before = self._after = _NOTHING_HELD
 
-    def message(self, number: int, bytes_: torch.Tensor, *, is_send: bool) -> Message:
+    def message(self, number: int, bytes_: torch.Tensor, *, is_send: bool) -> GroupMessage:
         """Return a message to the other end, or from it; each of a transfer has a number of its own."""
-        return Message(bytes_, self._rank, self.transfer.round * TAGS_A_ROUND + number, is_send)
+        return GroupMessage(bytes_, self._rank, self.transfer.round * TAGS_A_ROUND + number, is_send)
 
     def begin(self) -> None:
         """Trust nothing until the whole transfer has succeeded."""
@@ -203,11 +204,11 @@ class _Difference(Channel, ABC):
         """Return the header of a message, or memory for it."""
 
     @abstractmethod
-    def change(self, wave: int) -> Change:
+    def change(self, wave: int) -> MessageDifference:
         """Return the change of the message with the newest header, or memory for it. Raises `RefitError`."""
 
     @abstractmethod
-    def take(self, wave: int, change: Change) -> None:
+    def take(self, wave: int, change: MessageDifference) -> None:
         """Take a change that has come. Raises `RefitError`."""
 
     def finish(self) -> None:
@@ -218,14 +219,14 @@ class _Difference(Channel, ABC):
 class _SendingEnd(_Difference):
     """The sender's end."""
 
-    def __init__(self, transfer: Transfer, end: MeshEnd, snapshots: Snapshots) -> None:
+    def __init__(self, transfer: LinkTransfer, end: MeshEnd, snapshots: MessageSnapshots) -> None:
         super().__init__(transfer, end)
         lock = threading.Lock()
         self._of_process = snapshots
         self._snapshots = [snapshots.of(bound, lock) for bound in self.messages]
         self._sent: list[int] = []
         """Number of each snapshot that the receiver holds."""
-        self._change: Change | None = None
+        self._change: MessageDifference | None = None
 
     def begin(self) -> None:
         super().begin()
@@ -241,21 +242,21 @@ class _SendingEnd(_Difference):
         snapshot.refresh(self._of_process.num_runs)
         change = self._change = snapshot.change_from(self._sent[wave])
         self._sent[wave] = snapshot.number
-        fields = Header(int(change.kind), change.num_changed, change.num_gaps, self._before, self._after)
+        fields = DifferenceHeader(int(change.kind), change.num_changed, change.num_gaps, self._before, self._after)
         return torch.tensor(fields, dtype=torch.int64).view(torch.uint8).to(self.hello.device)
 
-    def change(self, wave: int) -> Change:
+    def change(self, wave: int) -> MessageDifference:
         assert self._change is not None, "its header was made"
         return self._change
 
-    def take(self, wave: int, change: Change) -> None:
+    def take(self, wave: int, change: MessageDifference) -> None:
         raise AssertionError("a sender takes nothing")
 
 
 class _ReceivingEnd(_Difference):
     """The receiver's end."""
 
-    def __init__(self, transfer: Transfer, end: MeshEnd) -> None:
+    def __init__(self, transfer: LinkTransfer, end: MeshEnd) -> None:
         super().__init__(transfer, end)
         self._backwards = [bound.copier.backwards() if bound.copier else None for bound in self.messages]
         self._header = torch.zeros(_NUM_FIELDS * _INTEGER_BYTES, dtype=torch.uint8, device=end.device)
@@ -270,15 +271,15 @@ class _ReceivingEnd(_Difference):
     def header(self, wave: int) -> torch.Tensor:
         return self._header
 
-    def change(self, wave: int) -> Change:
-        bound, header = self.messages[wave], Header(*self._header.view(torch.int64).tolist())
+    def change(self, wave: int) -> MessageDifference:
+        bound, header = self.messages[wave], DifferenceHeader(*self._header.view(torch.int64).tolist())
         size = bound.item_size
         length = bound.message.bytes_.numel() // size
         is_new = header.after not in (_NOTHING_HELD, self._before) and self._after in (_NOTHING_HELD, header.after)
-        if not is_new or header.kind not in list(Kind) or not 0 <= header.num_changed <= length:
+        if not is_new or header.kind not in list(EncodingKind) or not 0 <= header.num_changed <= length:
             raise RefitError(_NO_HEADER)
-        kind, self._after = Kind(header.kind), header.after
-        if kind is Kind.WHOLE:
+        kind, self._after = EncodingKind(header.kind), header.after
+        if kind is EncodingKind.WHOLE:
             return encoding.whole(bound.message.bytes_)
         if self._before == _NOTHING_HELD or header.before != self._before:
             raise RefitError("it is a difference from weights that are not here")
@@ -286,11 +287,11 @@ class _ReceivingEnd(_Difference):
         if not 0 <= num_bytes <= length * size:
             raise RefitError(_NO_HEADER)
         written = torch.empty(num_bytes, dtype=torch.uint8, device=self._header.device)
-        return Change(kind, header.num_changed, header.num_gaps, written)
+        return MessageDifference(kind, header.num_changed, header.num_gaps, written)
 
-    def take(self, wave: int, change: Change) -> None:
+    def take(self, wave: int, change: MessageDifference) -> None:
         bound, backwards = self.messages[wave], self._backwards[wave]
-        if change.kind is not Kind.WHOLE:  # else it has come to where it belongs
+        if change.kind is not EncodingKind.WHOLE:  # else it has come to where it belongs
             if backwards is not None:
                 backwards.run()
             encoding.apply(change, _integers(bound))
@@ -302,9 +303,9 @@ class _Post(NamedTuple):
     """A message to start, or in transit."""
 
     channel: _Difference
-    message: Message
+    message: GroupMessage
     wave: int
-    change: Change | None
+    change: MessageDifference | None
     """The change, if this is the payload of a message."""
 
 
@@ -315,11 +316,15 @@ class _Flying(NamedTuple):
     post: _Post
 
 
-class DifferenceExchange(Exchange):
+class DifferenceExchange(ChannelExchange):
     """All channels of one process in one transfer group and round, which send what changed."""
 
     def __init__(
-        self, transfers: Sequence[Transfer], end: MeshEnd, groups: Mapping[str, Group], snapshots: Snapshots
+        self,
+        transfers: Sequence[LinkTransfer],
+        end: MeshEnd,
+        groups: Mapping[str, ConnectedGroup],
+        snapshots: MessageSnapshots,
     ) -> None:
         """Bind the transfers; `snapshots` are those of the process. Raises `RefitError`."""
         self._snapshots = snapshots
@@ -332,7 +337,7 @@ class DifferenceExchange(Exchange):
             if process_of(channel.transfer.destination) in engines:
                 channel.number = _NOTHING_HELD
 
-    def _bind(self) -> list[Channel]:
+    def _bind(self) -> list[BoundChannel]:
         self._differing = [
             _SendingEnd(transfer, self._end, self._snapshots)
             if transfer.source == self._end.member
@@ -342,7 +347,7 @@ class DifferenceExchange(Exchange):
         return [*self._differing]
 
     def steps(
-        self, group: Group, deadline: float, only: Collection[str] | None, counted: dict[str, int]
+        self, group: ConnectedGroup, deadline: float, only: Collection[str] | None, counted: dict[str, int]
     ) -> Iterator[None]:
         """Run one round, yielding after each step; add the bytes of payloads on each link to `counted`.
 
@@ -374,7 +379,7 @@ class DifferenceExchange(Exchange):
             channel.finish()
 
 
-def _greet(group: Group, channels: Sequence[_Difference], flying: list[_Flying], deadline: float) -> None:
+def _greet(group: ConnectedGroup, channels: Sequence[_Difference], flying: list[_Flying], deadline: float) -> None:
     """Tell each sender what its receiver holds."""
     posts = []
     for channel in channels:
@@ -386,7 +391,7 @@ def _greet(group: Group, channels: Sequence[_Difference], flying: list[_Flying],
         channel.greet()
 
 
-def _start_headers(group: Group, wave: int, channels: Sequence[_Difference], flying: list[_Flying]) -> None:
+def _start_headers(group: ConnectedGroup, wave: int, channels: Sequence[_Difference], flying: list[_Flying]) -> None:
     """Compare the messages of a wave and send their headers, and ask for those of others."""
     posts = []
     for channel in channels:
@@ -398,7 +403,7 @@ def _start_headers(group: Group, wave: int, channels: Sequence[_Difference], fly
 
 
 def _start_payloads(
-    group: Group, wave: int, channels: Sequence[_Difference], flying: list[_Flying], deadline: float
+    group: ConnectedGroup, wave: int, channels: Sequence[_Difference], flying: list[_Flying], deadline: float
 ) -> None:
     """Send the payloads of a wave, and ask for those that the headers of others announce."""
     posts = []
@@ -416,7 +421,7 @@ def _start_payloads(
     _start(group, posts, flying)
 
 
-def _start(group: Group, posts: Sequence[_Post], flying: list[_Flying]) -> None:
+def _start(group: ConnectedGroup, posts: Sequence[_Post], flying: list[_Flying]) -> None:
     """Start messages: those that come first, so that they have a place."""
     ordered = sorted(posts, key=lambda post: post.message.is_send)
     for batch in [[post] for post in ordered] if group.queue is None else [ordered] if ordered else []:
@@ -428,7 +433,7 @@ def _start(group: Group, posts: Sequence[_Post], flying: list[_Flying]) -> None:
             raise RefitError(told(group, batch[0].channel, batch[0].wave, failure))
 
 
-def _land(group: Group, flying: list[_Flying], wave: int, deadline: float, counted: dict[str, int]) -> None:
+def _land(group: ConnectedGroup, flying: list[_Flying], wave: int, deadline: float, counted: dict[str, int]) -> None:
     """Finish everything up to a wave."""
     while (which := next((i for i, each in enumerate(flying) if each.post.wave <= wave), None)) is not None:
         post = _finish(group, flying, which, deadline)
@@ -441,7 +446,7 @@ def _land(group: Group, flying: list[_Flying], wave: int, deadline: float, count
         counted[link] = counted.get(link, 0) + post.message.bytes_.numel()
 
 
-def _finish(group: Group, flying: list[_Flying], which: int, deadline: float) -> _Post:
+def _finish(group: ConnectedGroup, flying: list[_Flying], which: int, deadline: float) -> _Post:
     """Wait for a message, and return what it was."""
     work, post = flying.pop(which)
     failure = group.wait(work, deadline)
@@ -452,7 +457,7 @@ def _finish(group: Group, flying: list[_Flying], which: int, deadline: float) ->
 
 
 @contextlib.contextmanager
-def _told_of(group: Group, channel: Channel, wave: int) -> Iterator[None]:
+def _told_of(group: ConnectedGroup, channel: BoundChannel, wave: int) -> Iterator[None]:
     """Say of an error where it was."""
     try:
         yield

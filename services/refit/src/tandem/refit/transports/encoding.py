@@ -54,7 +54,7 @@ _FEWEST_INTEGERS = 1 << 20
 _GATHER_BITS = 0x0102040810204080
 
 
-class Kind(enum.IntEnum):
+class EncodingKind(enum.IntEnum):
     """Ways to write a change."""
 
     NOTHING = 0
@@ -64,10 +64,10 @@ class Kind(enum.IntEnum):
     WHOLE = 4
 
 
-class Change(NamedTuple):
+class MessageDifference(NamedTuple):
     """A message, written as its difference from an older one."""
 
-    kind: Kind
+    kind: EncodingKind
     num_changed: int
     """Number of changed integers; 0 if the message is whole."""
     num_gaps: int
@@ -76,17 +76,17 @@ class Change(NamedTuple):
     """Contiguous uint8 tensor; without elements if nothing changed."""
 
 
-def num_bytes(kind: Kind, num_changed: int, num_gaps: int, size: int, length: int) -> int:
+def num_bytes(kind: EncodingKind, num_changed: int, num_gaps: int, size: int, length: int) -> int:
     """Return the bytes of a change of a message of `length` integers of `size` bytes each."""
-    if kind is Kind.NOTHING:
+    if kind is EncodingKind.NOTHING:
         return 0
-    if kind is Kind.WHOLE:
+    if kind is EncodingKind.WHOLE:
         return length * size
-    positions = -(-length // 8) if kind is Kind.BITMAP else num_gaps * int(kind)
+    positions = -(-length // 8) if kind is EncodingKind.BITMAP else num_gaps * int(kind)
     return _padded(num_changed * size) + positions
 
 
-def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Change:
+def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> MessageDifference:
     """Make `old` equal to `new`, and return the change, whole if a larger share than this has changed.
 
     Both are vectors of one length, one type, which is one of `INTEGERS`, and one device.
@@ -98,8 +98,8 @@ def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Chang
     found, values = taken
     num = found.numel()
     if not num:
-        return Change(Kind.NOTHING, 0, 0, new.new_empty(0, dtype=torch.uint8))
-    kind, numbers = Kind.BITMAP, None
+        return MessageDifference(EncodingKind.NOTHING, 0, 0, new.new_empty(0, dtype=torch.uint8))
+    kind, numbers = EncodingKind.BITMAP, None
     if _FEW * num < length:
         kind, numbers = _gaps(found)
     num_gaps = 0 if numbers is None else numbers.numel()
@@ -115,14 +115,14 @@ def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Chang
         behind.copy_(_to_bits(is_changed.scatter_(0, found, True)))
     else:
         behind.copy_(numbers.view(torch.uint8))
-    return Change(kind, num, num_gaps, written)
+    return MessageDifference(kind, num, num_gaps, written)
 
 
-def _gaps(found: torch.Tensor) -> tuple[Kind, torch.Tensor]:
+def _gaps(found: torch.Tensor) -> tuple[EncodingKind, torch.Tensor]:
     """Return the gaps before positions as one or two bytes each, whichever are fewer."""
     gaps = torch.diff(found.to(torch.int32), prepend=found.new_full((1,), -1, dtype=torch.int32)).sub_(1)
-    by_kind: dict[Kind, tuple[int, torch.Tensor, torch.Tensor]] = {}
-    for kind in (Kind.GAPS_8, Kind.GAPS_16):
+    by_kind: dict[EncodingKind, tuple[int, torch.Tensor, torch.Tensor]] = {}
+    for kind in (EncodingKind.GAPS_8, EncodingKind.GAPS_16):
         skips = gaps.to(torch.float64).add_(0.5).mul_(1 / _ESCAPES[kind]).to(torch.int32)  # as // is, but many at once
         rest = gaps - skips * _ESCAPES[kind]
         places = torch.cumsum(skips.add_(1), 0)  # of what follows each gap
@@ -130,29 +130,31 @@ def _gaps(found: torch.Tensor) -> tuple[Kind, torch.Tensor]:
         if by_kind[kind][0] * int(kind) <= 2 * len(found):
             break  # two bytes for each cannot be fewer
     kind = min(by_kind, key=lambda each: by_kind[each][0] * int(each))
-    (num_gaps, places, rest), dtype = by_kind[kind], torch.uint8 if kind is Kind.GAPS_8 else torch.int16
+    (num_gaps, places, rest), dtype = by_kind[kind], torch.uint8 if kind is EncodingKind.GAPS_8 else torch.int16
     if num_gaps == len(found):
         return kind, rest.to(dtype)
     numbers = torch.full((num_gaps,), -1, dtype=torch.int16, device=found.device).to(dtype)
     return kind, numbers.scatter_(0, places.sub_(1), rest.to(dtype))
 
 
-def apply(change: Change, target: torch.Tensor) -> None:
+def apply(change: MessageDifference, target: torch.Tensor) -> None:
     """Make the old message in `target` the new one. Raises `RefitError` if the change is not one of such a message."""
     kind, num, num_gaps, written = change
     length, size = target.numel(), target.element_size()
     if written.numel() != num_bytes(kind, num, num_gaps, size, length):
         raise RefitError("a difference has another number of bytes than it says")
-    if kind is Kind.NOTHING:
+    if kind is EncodingKind.NOTHING:
         return
-    if kind is Kind.WHOLE:
+    if kind is EncodingKind.WHOLE:
         target.copy_(written.view(target.dtype))
         return
     values, behind = written[: num * size].view(target.dtype), written[_padded(num * size) :]
-    if kind is Kind.BITMAP:
+    if kind is EncodingKind.BITMAP:
         found = _positions(_from_bits(behind))
     else:
-        numbers = behind.to(torch.int32) if kind is Kind.GAPS_8 else behind.view(torch.int16).to(torch.int32) & 0xFFFF
+        numbers = (
+            behind.to(torch.int32) if kind is EncodingKind.GAPS_8 else behind.view(torch.int16).to(torch.int32) & 0xFFFF
+        )
         is_end = numbers != _ESCAPES[kind]
         found = torch.cumsum(numbers.add_(is_end), 0).sub_(1).index_select(0, _positions(is_end))
     if found.numel() != num or (num and int(found[-1]) >= length):  # they ascend, whatever the bytes are
@@ -160,9 +162,9 @@ def apply(change: Change, target: torch.Tensor) -> None:
     target.scatter_(0, found, values)
 
 
-def whole(message: torch.Tensor) -> Change:
+def whole(message: torch.Tensor) -> MessageDifference:
     """Return a message as a change, without a copy."""
-    return Change(Kind.WHOLE, 0, 0, message.view(torch.uint8))
+    return MessageDifference(EncodingKind.WHOLE, 0, 0, message.view(torch.uint8))
 
 
 def _padded(num: int) -> int:

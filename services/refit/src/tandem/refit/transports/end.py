@@ -11,20 +11,20 @@ from tandem.refit.transfer import TransferGroup
 if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch
 
-    from tandem.refit.transports.memory import Memory
-    from tandem.refit.transports.process_group import Group
+    from tandem.refit.transports.memory import NamedStorages
+    from tandem.refit.transports.process_group import ConnectedGroup
 
 
-class End(NamedTuple):
+class TransferEnd(NamedTuple):
     """One process's end of its transfers, to which a transport binds them."""
 
     member: str
-    memory: Memory
+    memory: NamedStorages
     device: torch.device
     """Device of the parameters."""
     transfer_groups: Mapping[str, TransferGroup]
     """The program's transfer groups, by name."""
-    groups: Mapping[str, Group]
+    groups: Mapping[str, ConnectedGroup]
     """Connected transfer groups by name, looked up at each run."""
     opened: dict[tuple[str, str], torch.Tensor]
     """Opened storages of other processes, by process and storage: each is opened once."""

@@ -24,11 +24,11 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
-from tandem.refit.transfer import Transfer, TransferGroup
+from tandem.refit.transfer import LinkTransfer, TransferGroup
 from tandem.refit.transports.buckets import divide
-from tandem.refit.transports.copying import Copier
-from tandem.refit.transports.memory import Memory, destination_side, source_side, torch_dtype
-from tandem.refit.transports.process_group import Group, Message, poll
+from tandem.refit.transports.copying import BoundCopier
+from tandem.refit.transports.memory import NamedStorages, destination_side, source_side, torch_dtype
+from tandem.refit.transports.process_group import ConnectedGroup, GroupMessage, poll
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
 
 TAGS_A_ROUND = 1 << 20
@@ -37,8 +37,8 @@ TAGS_A_ROUND = 1 << 20
 class BoundMessage(NamedTuple):
     """One message of a channel."""
 
-    message: Message
-    copier: Copier | None
+    message: GroupMessage
+    copier: BoundCopier | None
     """Packs or unpacks the message; None if it is sent or received in place."""
     tensor: str
     """First tensor in the message, for errors."""
@@ -50,7 +50,7 @@ class _Flying(NamedTuple):
     """A message in transit."""
 
     work: Any
-    channel: Channel
+    channel: BoundChannel
     wave: int
 
 
@@ -59,15 +59,15 @@ class MeshEnd(NamedTuple):
 
     member: str
     transfer_group: TransferGroup
-    memory: Memory
+    memory: NamedStorages
     device: torch.device
     """Device of the messages: the parameters' own, unless the group connects CPUs."""
 
 
-class Channel:
+class BoundChannel:
     """One end of a transfer, cut into messages that are bound to memory."""
 
-    def __init__(self, transfer: Transfer, end: MeshEnd) -> None:
+    def __init__(self, transfer: LinkTransfer, end: MeshEnd) -> None:
         """Prepare it. Raises `RefitError` if the memory differs from the plan."""
         self.transfer = transfer
         self.is_send = transfer.source == end.member
@@ -101,11 +101,11 @@ class Channel:
             else:
                 bytes_ = slots[wave % DEPTH][: buckets.num_bytes_B[wave]]
                 packed = [_packed(bytes_, places[row], types[row], views[row].shape) for row in rows]
-                copier = Copier(packed, own) if self.is_send else Copier(own, packed)
+                copier = BoundCopier(packed, own) if self.is_send else BoundCopier(own, packed)
             tag = self.transfer.round * TAGS_A_ROUND + wave
             name = self.transfer.tensors[copies.tensor_C[rows[0]]]
             item_size = min(types[row].itemsize for row in rows)
-            yield BoundMessage(Message(bytes_, rank, tag, self.is_send), copier, name, item_size)
+            yield BoundMessage(GroupMessage(bytes_, rank, tag, self.is_send), copier, name, item_size)
 
 
 def _is_in_place(view: torch.Tensor, wire_type: torch.dtype, device: torch.device) -> bool:
@@ -117,10 +117,10 @@ def _packed(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.
     return message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-class Exchange:
+class ChannelExchange:
     """All channels of one process in one transfer group and round."""
 
-    def __init__(self, transfers: Sequence[Transfer], end: MeshEnd, groups: Mapping[str, Group]) -> None:
+    def __init__(self, transfers: Sequence[LinkTransfer], end: MeshEnd, groups: Mapping[str, ConnectedGroup]) -> None:
         """Bind the transfers that use `end` in this round. Raises `RefitError`.
 
         Args:
@@ -136,14 +136,14 @@ class Exchange:
         links = [channel.link for channel in self.channels]
         assert len(set(links)) == len(links), f"two transfers over one link in one round: {links}"
 
-    def _bind(self) -> list[Channel]:
-        return [Channel(transfer, self._end) for transfer in self._transfers]
+    def _bind(self) -> list[BoundChannel]:
+        return [BoundChannel(transfer, self._end) for transfer in self._transfers]
 
-    def wanted(self, only: Collection[str] | None) -> list[Channel]:
+    def wanted(self, only: Collection[str] | None) -> list[BoundChannel]:
         """Return the channels to these destinations; all if None."""
         return [c for c in self.channels if only is None or process_of(c.transfer.destination) in only]
 
-    def group(self) -> Group:
+    def group(self) -> ConnectedGroup:
         """Return the group in use now. Raises `RefitError` if it is not connected."""
         end = self._end
         found = self._groups.get(end.transfer_group.name)
@@ -158,7 +158,7 @@ class Exchange:
         return found
 
     def steps(
-        self, group: Group, deadline: float, only: Collection[str] | None, counted: dict[str, int]
+        self, group: ConnectedGroup, deadline: float, only: Collection[str] | None, counted: dict[str, int]
     ) -> Iterator[None]:
         """Run one round, yielding after each wave; add the bytes moved over each link to `counted`.
 
@@ -183,7 +183,7 @@ class Exchange:
             group.close(str(error))
             raise
 
-    def _start(self, group: Group, wave: int, channels: list[Channel], flying: list[_Flying]) -> None:
+    def _start(self, group: ConnectedGroup, wave: int, channels: list[BoundChannel], flying: list[_Flying]) -> None:
         # Receives first: incoming messages then have a place, and sends complete when they are received.
         ordered = sorted((c for c in channels if wave < len(c.messages)), key=lambda channel: channel.is_send)
         batches = [[channel] for channel in ordered] if group.queue is None else [ordered]
@@ -199,7 +199,7 @@ class Exchange:
             if failure:
                 raise RefitError(told(group, batch[0], wave, failure))
 
-    def _finish(self, group: Group, flying: list[_Flying], deadline: float, counted: dict[str, int]) -> None:
+    def _finish(self, group: ConnectedGroup, flying: list[_Flying], deadline: float, counted: dict[str, int]) -> None:
         work, channel, wave = flying.pop(0)
         failure = group.wait(work, deadline)
         del work  # a caught error keeps locals alive, and `work` keeps the sockets open
@@ -211,7 +211,7 @@ class Exchange:
         counted[channel.link] = counted.get(channel.link, 0) + bound.message.bytes_.numel()
 
 
-def told(group: Group, channel: Channel, wave: int, why: str) -> str:
+def told(group: ConnectedGroup, channel: BoundChannel, wave: int, why: str) -> str:
     """Return an error message: which process failed at which message, and why."""
     tensor = channel.messages[wave].tensor
     doing = f"sending {tensor} to {channel.peer}" if channel.is_send else f"receiving {tensor} from {channel.peer}"
@@ -219,19 +219,19 @@ def told(group: Group, channel: Channel, wave: int, why: str) -> str:
     return f"{group.member} failed while {doing} {where}: {why}"
 
 
-def on_queue(group: Group) -> AbstractContextManager[object]:
+def on_queue(group: ConnectedGroup) -> AbstractContextManager[object]:
     """Return a context in which a group's copies are queued on its own stream."""
     return contextlib.nullcontext() if group.queue is None else torch.cuda.stream(group.queue)
 
 
-def synchronise(group: Group, deadline: float) -> None:
+def synchronise(group: ConnectedGroup, deadline: float) -> None:
     """Wait until all received data is unpacked."""
     if group.queue is not None and not poll(group.queue.query, deadline):
         raise RefitError(f"{group.member} failed while unpacking: the deadline passed")
 
 
 def run_all(
-    exchanges: Sequence[Exchange], deadline: float, only: Collection[str] | None, counted: dict[str, int]
+    exchanges: Sequence[ChannelExchange], deadline: float, only: Collection[str] | None, counted: dict[str, int]
 ) -> None:
     """Run one round over several transfer groups at once.
 
@@ -264,7 +264,7 @@ def run_all(
 
 
 def _run_team(
-    team: Sequence[tuple[Exchange, Group]],
+    team: Sequence[tuple[ChannelExchange, ConnectedGroup]],
     deadline: float,
     only: Collection[str] | None,
     counted: dict[str, int],

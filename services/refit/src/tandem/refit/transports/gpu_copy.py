@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.refit.columns import Ints, Table
-from tandem.refit.transports.segments import Strided, Tiles, tiles
+from tandem.refit.columns import ColumnTable, Ints
+from tandem.refit.transports.segments import CopyTiles, StridedCopies, tiles
 
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 """Types between which the kernel rounds like torch."""
@@ -22,7 +22,7 @@ _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 
 
-class Kernels:
+class CopyKernels:
     """Launches over tables on the GPU; it keeps the tensors, so that their addresses stay valid."""
 
     def __init__(self, launches: list[Callable[[], object]], kept: list[torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ class Kernels:
             launch()
 
 
-def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Kernels | None:
+def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> CopyKernels | None:
     """Return launches that copy each source to its destination; None without Triton.
 
     Torch copies pairs of types that the kernel does not convert.
@@ -50,7 +50,7 @@ def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
                 launches.append(_launch(table, word, to, from_, destinations[0].device))
         else:
             launches.append(functools.partial(torch._foreach_copy_, *chosen))
-    return Kernels(launches, [*destinations, *sources])
+    return CopyKernels(launches, [*destinations, *sources])
 
 
 def by_types(
@@ -64,17 +64,17 @@ def by_types(
     return found
 
 
-def strided(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Strided:
+def strided(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> StridedCopies:
     """Return pairs of tensors as addresses; all tensors of a side have one element type."""
     num_dims = max(tensor.dim() for tensor in destinations)
     shape_CD = _column(destinations, num_dims, lambda tensor: tensor.shape, 1)
     to_CD = _column(destinations, num_dims, lambda tensor: tensor.stride(), 0) * destinations[0].element_size()
     from_CD = _column(sources, num_dims, lambda tensor: tensor.stride(), 0) * sources[0].element_size()
     to_C, from_C = (np.array([t.data_ptr() for t in side], np.int64) for side in (destinations, sources))
-    return Strided(to_C, from_C, shape_CD, to_CD, from_CD)
+    return StridedCopies(to_C, from_C, shape_CD, to_CD, from_CD)
 
 
-def rows_of(table: Table) -> Ints:
+def rows_of(table: ColumnTable) -> Ints:
     """Return a table with its columns side by side, as a kernel reads it."""
     return np.stack([getattr(table, field) for field in table.__struct_fields__], axis=1)
 
@@ -86,7 +86,9 @@ def _column(
     return np.array(rows, np.int64).reshape(len(rows), num_dims)
 
 
-def _launch(table: Tiles, word: int, to: torch.dtype, from_: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _launch(
+    table: CopyTiles, word: int, to: torch.dtype, from_: torch.dtype, device: torch.device
+) -> Callable[[], object]:
     from tandem.refit.transports import gpu_kernel  # which imports Triton
 
     table_M8 = torch.from_numpy(rows_of(table)).to(device)

@@ -10,10 +10,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports import process_group
-from tandem.refit.transports.process_group import Group, GroupKeys
+from tandem.refit.transports.process_group import ConnectedGroup, GroupKeys
 
 
-class Meeting(NamedTuple):
+class GroupStore(NamedTuple):
     """The store where processes of a transfer group meet, as plain data."""
 
     host: str
@@ -30,7 +30,9 @@ class Meeting(NamedTuple):
             self.prefix, TCPStore(self.host, self.port, is_master=False, use_libuv=False, timeout=timeout)
         )
 
-    def connect(self, transfer_group: TransferGroup, member: str, device: torch.device, timeout_s: float) -> Group:
+    def connect(
+        self, transfer_group: TransferGroup, member: str, device: torch.device, timeout_s: float
+    ) -> ConnectedGroup:
         """Join a transfer group, and return when every process has. Raises `RefitError`."""
         store = self.store(timeout_s)
         if self.keys is None:

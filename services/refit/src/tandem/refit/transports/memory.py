@@ -11,10 +11,10 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES, ITEM_SIZE_OF_CODE, ITEM_SIZES
-from tandem.refit.transfer import Copies
+from tandem.refit.transfer import CopyColumns
 
 
-class Side(NamedTuple):
+class CopySide(NamedTuple):
     """One end of C copies; strides and offsets in bytes."""
 
     storages: Sequence[str]
@@ -25,17 +25,17 @@ class Side(NamedTuple):
     dtype_C: Ints
 
 
-def source_side(copies: Copies, storages: Sequence[str]) -> Side:
+def source_side(copies: CopyColumns, storages: Sequence[str]) -> CopySide:
     """Return the side that the copies read."""
     at = copies
-    return Side(storages, at.source_C, at.source_offset_C, at.shape_CD, at.source_strides_CD, at.source_dtype_C)
+    return CopySide(storages, at.source_C, at.source_offset_C, at.shape_CD, at.source_strides_CD, at.source_dtype_C)
 
 
-def destination_side(copies: Copies, storages: Sequence[str]) -> Side:
+def destination_side(copies: CopyColumns, storages: Sequence[str]) -> CopySide:
     """Return the side that the copies write."""
     at = copies
     strides_CD, dtype_C = at.destination_strides_CD, at.destination_dtype_C
-    return Side(storages, at.destination_C, at.destination_offset_C, at.shape_CD, strides_CD, dtype_C)
+    return CopySide(storages, at.destination_C, at.destination_offset_C, at.shape_CD, strides_CD, dtype_C)
 
 
 def item_sizes(dtype_C: Ints) -> Ints:
@@ -44,7 +44,7 @@ def item_sizes(dtype_C: Ints) -> Ints:
     return sizes_C
 
 
-def wire_bytes(copies: Copies) -> Ints:
+def wire_bytes(copies: CopyColumns) -> Ints:
     """Return the bytes of each copy on a link: its elements in the smaller of its two types."""
     sizes_C = np.minimum(item_sizes(copies.source_dtype_C), item_sizes(copies.destination_dtype_C))
     moved_C: Ints = copies.shape_CD.prod(axis=1, dtype=np.int64) * sizes_C
@@ -57,7 +57,7 @@ def torch_dtype(code: int) -> torch.dtype:
     return dtype
 
 
-class Memory:
+class NamedStorages:
     """Storages by name. Views are checked before they are made, and errors name their tensor."""
 
     def __init__(self, who: str, storages: Mapping[str, torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ class Memory:
         self._storages = storages
         self._flats: dict[tuple[str, int], torch.Tensor] = {}
 
-    def views(self, side: Side, names: Sequence[str], tensor_C: Ints) -> list[torch.Tensor]:
+    def views(self, side: CopySide, names: Sequence[str], tensor_C: Ints) -> list[torch.Tensor]:
         """Return a tensor per copy that shares the memory. Raises `RefitError`."""
         if not len(side.storage_C):
             return []

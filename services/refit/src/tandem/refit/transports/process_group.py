@@ -1,6 +1,6 @@
 """Connections of transfer groups, over gloo on CPUs and NCCL on GPUs.
 
-A `Group` is one process's end of a connected transfer group. It is built directly on a store and does not use
+A `ConnectedGroup` is one process's end of a connected transfer group. It is built directly on a store and does not use
 ``torch.distributed``'s default group, which belongs to the trainer. `tandem.refit.transports.exchange` decides what
 goes through it, and when.
 
@@ -46,7 +46,7 @@ _OWN_ERROR_HANDLING = {
 the loss instead. Each of them alone would end the process."""
 
 
-class Message(NamedTuple):
+class GroupMessage(NamedTuple):
     """Bytes to send, or to receive in place."""
 
     bytes_: torch.Tensor
@@ -68,7 +68,7 @@ class GroupKeys(NamedTuple):
 class _Guarded(NamedTuple):
     """A message between CPUs in transit."""
 
-    message: Message
+    message: GroupMessage
     data: Any
     guard: Any
     """A byte that arrives once the message has."""
@@ -76,7 +76,7 @@ class _Guarded(NamedTuple):
     """The byte that the sender sends after it."""
 
 
-class Group:
+class ConnectedGroup:
     """One process's end of a connected transfer group. Not thread-safe."""
 
     def __init__(self, transfer_group: TransferGroup, member: str, device: torch.device, backend: Any) -> None:
@@ -89,7 +89,7 @@ class Group:
         self.queue = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Stream for copies into and out of messages, so that they do not wait for a training step."""
 
-    def start(self, messages: Sequence[Message], works: list[Any]) -> str:
+    def start(self, messages: Sequence[GroupMessage], works: list[Any]) -> str:
         """Start messages and append the work to wait for, one per message; return why it failed, or an empty string.
 
         Nothing here waits for a peer's messages, so peers may start theirs in any order. With NCCL, the k-th call must
@@ -139,7 +139,7 @@ class Group:
         if self.device.type == "cuda":
             backend.abort()
 
-    def _start_guarded(self, message: Message) -> _Guarded:
+    def _start_guarded(self, message: GroupMessage) -> _Guarded:
         """Start a message between CPUs, followed by a byte, and a byte that comes back.
 
         When a peer is lost, gloo fails all waits for it except that for the message in transit, which never ends. So we
@@ -181,7 +181,9 @@ def absent(transfer_group: TransferGroup, store: Store) -> list[str]:
     return [name for rank, name in enumerate(transfer_group.members) if not prefixed.check([f"{rank} is there"])]
 
 
-def connect(transfer_group: TransferGroup, member: str, store: Store, device: torch.device, timeout_s: float) -> Group:
+def connect(
+    transfer_group: TransferGroup, member: str, store: Store, device: torch.device, timeout_s: float
+) -> ConnectedGroup:
     """Join a transfer group, and return when every process has.
 
     Args:
@@ -213,7 +215,7 @@ def connect(transfer_group: TransferGroup, member: str, store: Store, device: to
     except RuntimeError as error:
         what = f"could not connect transfer group {transfer_group.name!r}"
         raise RefitError(f"{member} {what}: {_reason(str(error))}") from error
-    return Group(transfer_group, member, own, backend)
+    return ConnectedGroup(transfer_group, member, own, backend)
 
 
 def poll(is_done: Any, deadline: float) -> bool:

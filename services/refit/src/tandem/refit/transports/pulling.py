@@ -10,17 +10,20 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
 from tandem.refit.layout import Storage
-from tandem.refit.transfer import Transfer
-from tandem.refit.transports.copying import Copier
-from tandem.refit.transports.end import End
-from tandem.refit.transports.memory import Memory, destination_side, source_side, wire_bytes
+from tandem.refit.transfer import LinkTransfer
+from tandem.refit.transports.copying import BoundCopier
+from tandem.refit.transports.end import TransferEnd
+from tandem.refit.transports.memory import NamedStorages, destination_side, source_side, wire_bytes
 
 
-class Pulls:
+class PulledTransfers:
     """The transfers of one round that their receiver copies, all at once."""
 
     def __init__(
-        self, transfers: Sequence[Transfer], end: End, open_storage: Callable[[Storage, str, End], torch.Tensor]
+        self,
+        transfers: Sequence[LinkTransfer],
+        end: TransferEnd,
+        open_storage: Callable[[Storage, str, TransferEnd], torch.Tensor],
     ) -> None:
         """Find both ends of every copy; `open_storage` returns the bytes of a storage. Raises `RefitError`.
 
@@ -34,11 +37,11 @@ class Pulls:
         for transfer in transfers:
             at, names = transfer.copies, [storage.name for storage in transfer.source_storages]
             opened = {storage.name: open_storage(storage, transfer.source, end) for storage in transfer.source_storages}
-            there = Memory(f"{end.member}: {transfer.source}", opened)
+            there = NamedStorages(f"{end.member}: {transfer.source}", opened)
             here = destination_side(at, transfer.destination_storages)
             destinations += end.memory.views(here, transfer.tensors, at.tensor_C)
             sources += there.views(source_side(at, names), transfer.tensors, at.tensor_C)
-        self._copier = Copier(destinations, sources)
+        self._copier = BoundCopier(destinations, sources)
         self.num_copies = len(destinations)
         self.num_bytes = sum(num_bytes for _, num_bytes in self._num_bytes)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from tandem.refit.columns import Ints, Table, pad_dims
+from tandem.refit.columns import ColumnTable, Ints, pad_dims
 
 TILE_WORDS = 8192
 """Most words that a kernel program copies: 64 KiB of the widest words."""
@@ -18,7 +18,7 @@ TILE_WORDS = 8192
 WORD_SIZES = (8, 4, 2, 1)
 
 
-class Strided(Table, frozen=True, eq=False):
+class StridedCopies(ColumnTable, frozen=True, eq=False):
     """C copies of one element type at each end. Addresses and strides in bytes, from the outermost dimension."""
 
     destination_C: Ints
@@ -28,7 +28,7 @@ class Strided(Table, frozen=True, eq=False):
     source_strides_CD: Ints
 
 
-class Tiles(Table, frozen=True, eq=False):
+class CopyTiles(ColumnTable, frozen=True, eq=False):
     """M tiles. Addresses in bytes, everything else in words (elements if types differ)."""
 
     destination_M: Ints
@@ -41,7 +41,7 @@ class Tiles(Table, frozen=True, eq=False):
     source_column_M: Ints
 
 
-def tiles(copies: Strided, destination_size: int, source_size: int, *, converts: bool) -> dict[int, Tiles]:
+def tiles(copies: StridedCopies, destination_size: int, source_size: int, *, converts: bool) -> dict[int, CopyTiles]:
     """Return the tiles to copy, by bytes per word. Converted elements cannot be joined to words: their key is 0.
 
     Args:
@@ -74,7 +74,7 @@ def tiles(copies: Strided, destination_size: int, source_size: int, *, converts:
     return chosen
 
 
-def _merge_dims(copies: Strided) -> Strided:
+def _merge_dims(copies: StridedCopies) -> StridedCopies:
     """Join dimensions that are adjacent in memory at both ends; right-align the rest."""
     num = len(copies)
     num_dims = max(2, copies.shape_CD.shape[1])
@@ -99,10 +99,10 @@ def _merge_dims(copies: Strided) -> Strided:
         to_CD[every[takes_C], at_C[takes_C]] = to_C[takes_C]
         from_CD[every[takes_C], at_C[takes_C]] = from_C[takes_C]
         shape_CD[every, at_C] *= shape_C
-    return Strided(copies.destination_C, copies.source_C, shape_CD, to_CD, from_CD)
+    return StridedCopies(copies.destination_C, copies.source_C, shape_CD, to_CD, from_CD)
 
 
-def _enumerate_outer(copies: Strided) -> Tiles:
+def _enumerate_outer(copies: StridedCopies) -> CopyTiles:
     """Return a tile, in bytes, for each index of the dimensions before the last two."""
     outer_CD = copies.shape_CD[:, :-2]
     num_C = outer_CD.prod(axis=1, dtype=np.int64)
@@ -118,12 +118,12 @@ def _enumerate_outer(copies: Strided) -> Tiles:
         values_CD[copy_M, -2:]
         for values_CD in (copies.shape_CD, copies.destination_strides_CD, copies.source_strides_CD)
     )
-    return Tiles(
+    return CopyTiles(
         destination_M, source_M, shape_MD[:, 0], shape_MD[:, 1], to_MD[:, 0], from_MD[:, 0], to_MD[:, 1], from_MD[:, 1]
     )
 
 
-def _cut(tiles: Tiles) -> Tiles:
+def _cut(tiles: CopyTiles) -> CopyTiles:
     """Return tiles of at most `TILE_WORDS` words; strides in bytes."""
     columns_M = np.minimum(tiles.num_columns_M, TILE_WORDS)
     rows_M = np.minimum(tiles.num_rows_M, np.maximum(TILE_WORDS // columns_M, 1))
@@ -145,7 +145,7 @@ def _cut(tiles: Tiles) -> Tiles:
     )
 
 
-def _strides_over(tiles: Tiles, destination_size: int, source_size: int) -> Tiles:
+def _strides_over(tiles: CopyTiles, destination_size: int, source_size: int) -> CopyTiles:
     """Return the tiles with strides in words of the given sizes."""
     return msgspec.structs.replace(
         tiles,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address, SharedMemory, Storage
-from tandem.refit.transfer import Transfer
-from tandem.refit.transports.end import End
+from tandem.refit.transfer import LinkTransfer
+from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
@@ -30,7 +30,7 @@ _DESCRIPTORS_S = 15.0
 """How long to wait for a free descriptor: connections that prove nothing are cut off after five seconds."""
 
 
-class Shm(Transport):
+class ShmTransport(Transport):
     """The receiver copies out of the source's shared memory."""
 
     name = "shm"
@@ -52,13 +52,13 @@ class Shm(Transport):
         """Return more than for streams."""
         return 1
 
-    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         """Map the sources' memory."""
-        from tandem.refit.transports.pulling import Pulls
+        from tandem.refit.transports.pulling import PulledTransfers
 
-        return Pulls(transfers, end, self.open)
+        return PulledTransfers(transfers, end, self.open)
 
-    def open(self, storage: Storage, source: str, end: End) -> torch.Tensor:
+    def open(self, storage: Storage, source: str, end: TransferEnd) -> torch.Tensor:
         """Return the bytes of a storage of the process `source`. Raises `RefitError`."""
         return end.open_once(source, storage, lambda: open_storage(storage, source, end.member))
 

@@ -9,16 +9,16 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from tandem.refit.layout import Address
-from tandem.refit.transfer import Transfer
-from tandem.refit.transports.end import End
+from tandem.refit.transfer import LinkTransfer
+from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
 from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
 
 if TYPE_CHECKING:  # needs torch
-    from tandem.refit.transports.exchange import Exchange
+    from tandem.refit.transports.exchange import ChannelExchange
 
 
-class Stream(Transport):
+class StreamTransport(Transport):
     """The source sends messages; it reaches everything, and is used where no other transport does."""
 
     name = "stream"
@@ -43,25 +43,27 @@ class Stream(Transport):
         """Return the bytes of the messages in transit at once."""
         return DEPTH * bucket_bytes(num_members, num_bytes)
 
-    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         """Cut the transfers into messages, one transfer group after another."""
-        from tandem.refit.transports.exchange import Exchange, MeshEnd
+        from tandem.refit.transports.exchange import ChannelExchange, MeshEnd
 
-        by_mesh: dict[str, list[Transfer]] = {}
+        by_mesh: dict[str, list[LinkTransfer]] = {}
         for transfer in transfers:
             by_mesh.setdefault(transfer.transfer_group, []).append(transfer)
-        return Streams(
+        return RoundStreams(
             [
-                Exchange(of_mesh, MeshEnd(end.member, end.transfer_groups[name], end.memory, end.device), end.groups)
+                ChannelExchange(
+                    of_mesh, MeshEnd(end.member, end.transfer_groups[name], end.memory, end.device), end.groups
+                )
                 for name, of_mesh in by_mesh.items()
             ]
         )
 
 
-class Streams:
+class RoundStreams:
     """The streams of one round at one process: an exchange per transfer group."""
 
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, exchanges: Sequence[ChannelExchange]) -> None:
         self._exchanges = exchanges
         channels = [channel for exchange in exchanges for channel in exchange.channels]
         self.num_copies = sum(channel.num_copies for channel in channels)

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError, WireError
-from tandem.common.wire.peers import Peers
+from tandem.common.wire.peers import PeerConnections
 from tandem.common.worker_shards import process_of
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.process_group import (
-    Group,
+    ConnectedGroup,
     GroupKeys,
-    Message,
+    GroupMessage,
     address_towards,
     announce,
     await_members,
@@ -48,17 +48,17 @@ _PIECE, _TAKEN = 1, 2
 class _Work:
     """A message in transit."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: GroupMessage) -> None:
         self.message = message
         self.memory: NDArray[Any] = message.bytes_.numpy()
         self.num_taken = 0
         self.is_done = False
 
 
-class TcpGroup(Group):
+class TcpGroup(ConnectedGroup):
     """One process's end of a transfer group over TCP. Not thread-safe."""
 
-    def __init__(self, transfer_group: TransferGroup, member: str, peers: Peers) -> None:
+    def __init__(self, transfer_group: TransferGroup, member: str, peers: PeerConnections) -> None:
         super().__init__(transfer_group, member, torch.device("cpu"), peers)
         self._peers = peers
         self._sent: dict[tuple[int, int], deque[_Work]] = {}
@@ -80,7 +80,7 @@ class TcpGroup(Group):
             for each in (self._sent, self._wanted, self._early):
                 each.clear()
 
-    def _start_guarded(self, message: Message) -> Any:
+    def _start_guarded(self, message: GroupMessage) -> Any:
         """Send a message, or prepare to receive it; raise `RuntimeError` if the peer is lost."""
         work, key = _Work(message), (message.peer, message.tag)
         if message.is_send:
@@ -163,10 +163,10 @@ def connect(transfer_group: TransferGroup, member: str, store: Store, keys: Grou
     if unknown := [name for name in members if process_of(name) not in keys.public]:
         raise RefitError(f"{what}: the coordinator knows no key of {', '.join(unknown)}")
     publics = [keys.public[process_of(name)] for name in members]
-    peers: Peers | None = None
+    peers: PeerConnections | None = None
     try:
         await_members(transfer_group, member, prefixed, timeout_s)
-        peers = Peers(
+        peers = PeerConnections(
             rank, members, publics, keys.own, address_towards(store), max_bytes=_PIECE_BYTES + _OVERHEAD_BYTES
         )
         prefixed.set(f"{rank} listens at", peers.at)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints
 from tandem.refit.layout import Address, Layout
-from tandem.refit.transfer import Copies, Transfer
-from tandem.refit.transports.end import End
+from tandem.refit.transfer import CopyColumns, LinkTransfer
+from tandem.refit.transports.end import TransferEnd
 
 Wire = Literal["memory", "same_gpu", "peer_gpu", "network"]
 """The medium that bytes pass through: a key of ``cluster.links``, which has its rate."""
@@ -104,7 +104,7 @@ class Transport(ABC):
         """Return the memory that a transfer of `num_bytes` takes at each end, in a group of `num_members`."""
         return 0
 
-    def reads_in_place(self, copies: Copies, num_bytes_D: Ints) -> NDArray[np.bool_]:
+    def reads_in_place(self, copies: CopyColumns, num_bytes_D: Ints) -> NDArray[np.bool_]:
         """Return which copies of `in_place_of` can be replaced, because the destination can read in place.
 
         Args:
@@ -115,7 +115,7 @@ class Transport(ABC):
         return np.zeros(len(copies), np.bool_)
 
     @abstractmethod
-    def bind(self, transfers: Sequence[Transfer], end: End) -> BoundTransfers:
+    def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         """Bind the transfers of one round, received and sent, to memory.
 
         Raises:

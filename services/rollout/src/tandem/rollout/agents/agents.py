@@ -28,17 +28,17 @@ from tandem.common.values.json_values import encode_json
 from tandem.config import Config
 from tandem.rollout.agents.episodes import Episode, over
 from tandem.rollout.agents.players import make_player
-from tandem.rollout.agents.programs import Launcher, ProgramChanged
-from tandem.rollout.agents.session import Session
-from tandem.rollout.engine import Completion, Engine
+from tandem.rollout.agents.programs import ProgramChanged, ProgramLauncher
+from tandem.rollout.agents.session import EpisodeSession
+from tandem.rollout.engine import Engine, EngineCompletion
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import FaultPolicy, Unscored
+from tandem.rollout.environments.faults import FaultPolicy, UnscoredResponse
 from tandem.rollout.environments.outcomes import MOST_RETRIES, Failure, failure_of, timed_out
 from tandem.rollout.openai_api.app import api_routes
 from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.images import limits_of, stored_images
-from tandem.rollout.openai_api.refusals import Refused, as_response
+from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.samples.images.rows import image_folder
 from tandem.samples.tokenizer import Tokenizer
@@ -53,15 +53,15 @@ _LOOKS, _LOOK_S = 4, 10.0
 """Looks for programs that are stopped within an episode's time, and the longest time between two looks."""
 
 
-class Played(NamedTuple):
+class PlayedEpisode(NamedTuple):
     """An episode that has ended."""
 
     number: int
-    session: Session
-    score: Score | Unscored
+    session: EpisodeSession
+    score: Score | UnscoredResponse
 
 
-class Agents:
+class RolloutAgents:
     """The episodes of one rollout process."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Agents:
         engine: Engine,
         tokenizer: Tokenizer,
         host: str,
-        step: Callable[[], list[Completion]] | None = None,
+        step: Callable[[], list[EngineCompletion]] | None = None,
     ) -> None:
         """Begin to listen, on `host` if a server elsewhere plays. `step` is as in `EngineDriver`."""
         assert config.agent is not None, "or nobody plays"
@@ -87,7 +87,7 @@ class Agents:
         self._wanted: set[int] = set()
         """Numbers of the episodes that the service still waits for."""
         # Before any thread starts.
-        self._launcher = Launcher() if self._settings.command is not None else None
+        self._launcher = ProgramLauncher() if self._settings.command is not None else None
         self._player = make_player(self._settings, self._launcher)
         self._open: dict[str, Episode] = {}
         """Episodes in play, by their secrets. This and the fields below belong to the event loop."""
@@ -121,7 +121,7 @@ class Agents:
         self._driver.work()
         return has_requests
 
-    def poll(self) -> list[Played]:
+    def poll(self) -> list[PlayedEpisode]:
         """Return the episodes that have ended, in the order in which they ended.
 
         Raises `RewardError` if a failure of an agent ends the run, and whatever kept this process from playing an
@@ -138,11 +138,11 @@ class Agents:
                 session = episode.session
                 if isinstance(outcome, Failure):
                     said = [message for exchange in session.exchanges[-1:] for message in exchange.messages]
-                    judged: Score | Unscored = self._faults.judged(session.group.problem, said, outcome)
+                    judged: Score | UnscoredResponse = self._faults.judged(session.group.problem, said, outcome)
                 else:
                     judged = outcome
                     self._faults.succeeded()
-                played.append(Played(episode.number, session, judged))
+                played.append(PlayedEpisode(episode.number, session, judged))
         return played
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -236,7 +236,7 @@ class Agents:
         self._launcher.replace_stopped()
         return self._stopped_at >= began
 
-    async def _look(self, launcher: Launcher) -> None:
+    async def _look(self, launcher: ProgramLauncher) -> None:
         """Note when programs are stopped: episodes that take long because of that are played again."""
         while True:
             await asyncio.sleep(min(_LOOK_S, self._settings.timeout_s / _LOOKS))
@@ -259,14 +259,14 @@ class Agents:
     async def _describe(self, request: Request) -> Response:
         try:
             return _json(self._find(request).described(self._server.url))
-        except Refused as error:
+        except OpenAIRefused as error:
             return as_response(error)
 
     async def _take_reward(self, request: Request) -> Response:
         try:
             episode = self._find(request)
             score = episode.reward(await read_body(request))
-        except Refused as error:
+        except OpenAIRefused as error:
             return as_response(error)
         return _json(score)
 
@@ -274,7 +274,7 @@ class Agents:
         try:
             episode = self._find(request)
             episode.fail(await read_body(request))
-        except Refused as error:
+        except OpenAIRefused as error:
             return as_response(error)
         return _json({})
 

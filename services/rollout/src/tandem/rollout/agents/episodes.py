@@ -17,18 +17,18 @@ from tandem.common.returned import line
 from tandem.common.values.json_values import LargeInteger, WrittenFloat
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.rollout.agents.session import ChatMessages, Session
+from tandem.rollout.agents.session import ChatMessages, EpisodeSession
 from tandem.rollout.conversation import turn_seed
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Failure, checked
-from tandem.rollout.openai_api.choices import Growing, joined
+from tandem.rollout.openai_api.choices import ResponseBuilder, joined
 from tandem.rollout.openai_api.driver import EngineDriver
-from tandem.rollout.openai_api.generator import Chunk, ServedModel
+from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
 from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatMessage, ChatRequest
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.sampling_masks import SamplingMasks
 from tandem.samples.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Episode(ServedModel):
         )
         self.number = number
         self.command = command
-        self.session = Session(
+        self.session = EpisodeSession(
             group, sample, tokenizer, replayed_experts(config), keeps_masks=config.replays_sampling_masks
         )
         self.secret = secrets.token_urlsafe(24)
@@ -124,8 +124,8 @@ class Episode(ServedModel):
         images: tuple[ImageRef, ...] = (),
         *,
         is_streamed: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield a response as it is made, and note it. The seed is the sample's own. Raises `Refused`.
+    ) -> AsyncGenerator[ResponseChunk, None]:
+        """Yield a response as it is made, and note it. The seed is the sample's own. Raises `OpenAIRefused`.
 
         It is always streamed, so that it ends with its episode.
         """
@@ -134,11 +134,11 @@ class Episode(ServedModel):
             raise over()
         if self._num_asked == self._max_completions:
             what = f"an episode may ask for {self._max_completions} responses (max_completions of its environment)"
-            raise Refused(what, status=403, kind="permission_error", code="too_many_completions")
+            raise OpenAIRefused(what, status=403, kind="permission_error", code="too_many_completions")
         seed = turn_seed(self.session.group.seeds[self.session.sample], self._num_asked)
         self._num_asked += 1
         asked = self._asked.get((tuple(prompt_ids), images))
-        made: list[Chunk] = []
+        made: list[ResponseChunk] = []
         try:
             async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
                 async for chunk in chunks:
@@ -156,17 +156,17 @@ class Episode(ServedModel):
             raise
 
     def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
-        """Return sampling parameters as training assumes them. Raises `Refused` for any that would change that."""
+        """Return sampling parameters as training assumes them. Raises `OpenAIRefused` for any others."""
         own = self.command.sampling
         for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             said, wanted = getattr(asked, name), getattr(own, name)
             if said not in (neutral, wanted):
                 what = f"{name}: {said:g}, but training samples are drawn with policy.generation.{name}, {wanted:g}"
-                raise Refused(f"{what}: leave it out", param=name, code="unsupported")
+                raise OpenAIRefused(f"{what}: leave it out", param=name, code="unsupported")
         if isinstance(asked, ServedSampling):
             fields = "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs"
             what = f"{fields}: training samples are drawn without, and keep the drawn token's probability only"
-            raise Refused(f"{what}: leave them out", code="unsupported")
+            raise OpenAIRefused(f"{what}: leave them out", code="unsupported")
         return msgspec.structs.replace(
             own,
             max_new_tokens=min(own.max_new_tokens, asked.max_new_tokens),
@@ -179,11 +179,11 @@ class Episode(ServedModel):
         prompt_ids: Sequence[int],
         asked: _Asked | None,
         seed: int,
-        made: Sequence[Chunk],
+        made: Sequence[ResponseChunk],
         images: tuple[ImageRef, ...],
     ) -> None:
         """Note a response as the agent received it, since that is what it will repeat."""
-        completion = Completion(
+        completion = EngineCompletion(
             request_id=self.number,
             token_ids_T=np.array([token for chunk in made for token in chunk.token_ids], dtype=np.int32),
             logprobs_T=np.array([logprob for chunk in made for logprob in chunk.logprobs], dtype=np.float32),
@@ -195,7 +195,7 @@ class Episode(ServedModel):
         if asked is None:
             self.session.add(prompt_ids, completion, images=images)
             return
-        growing = Growing(self, asked.request, prompt_ids, seed)
+        growing = ResponseBuilder(self, asked.request, prompt_ids, seed)
         piece = joined([growing.add(chunk) for chunk in made])
         response = ChatMessage(
             role="assistant",
@@ -209,14 +209,14 @@ class Episode(ServedModel):
     # --- what the agent says of it -----------------------------------------------------------------------------------
 
     def reward(self, body: bytes) -> Score:
-        """Take the reward that the agent has posted, which ends the episode. Raises `Refused` if it is no reward."""
+        """Take the reward that the agent posted, which ends the episode. Raises `OpenAIRefused` if it is not one."""
         if self.told.done():
-            raise Refused("this episode already has its reward", status=410, code="session_over")
+            raise OpenAIRefused("this episode already has its reward", status=410, code="session_over")
         try:
             score = read_reward(body)
         except RewardError as error:
             self._why_refused = str(error)
-            raise Refused(str(error), status=422, param="reward") from error
+            raise OpenAIRefused(str(error), status=422, param="reward") from error
         self.told.set_result(score)
         return score
 
@@ -252,12 +252,12 @@ def read_reward(body: bytes) -> Score:
     return score
 
 
-def over() -> Refused:
+def over() -> OpenAIRefused:
     """Return the refusal of a request after the end of its episode."""
-    return Refused("this episode is over", status=410, code="session_over")
+    return OpenAIRefused("this episode is over", status=410, code="session_over")
 
 
-def _masks_of(made: Sequence[Chunk]) -> SamplingMasks | None:
+def _masks_of(made: Sequence[ResponseChunk]) -> SamplingMasks | None:
     """Return the sampling masks of the tokens of these chunks; None if nothing was cut off."""
     if all(chunk.masks is None for chunk in made):
         return None

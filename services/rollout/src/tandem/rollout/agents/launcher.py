@@ -21,18 +21,18 @@ from setproctitle import setproctitle
 from tandem.common.process_lifetime import fork_guarded
 
 NUM_DESCRIPTORS = 5
-"""Descriptors sent with each command: the lifeline, three standard streams, and the file with the `Program`."""
+"""Descriptors sent with each command: the lifeline, three standard streams, and the file with the `AgentProgram`."""
 EXIT_NOT_STARTED = 127
 
 
-class Program(msgspec.Struct, frozen=True):
+class AgentProgram(msgspec.Struct, frozen=True):
     """The program to run."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
 
 
-_programs = msgspec.msgpack.Decoder(Program)
+_programs = msgspec.msgpack.Decoder(AgentProgram)
 
 
 def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:

@@ -21,16 +21,16 @@ from tandem.common.errors import RewardError
 from tandem.common.programs import search_path
 from tandem.common.returned import line
 from tandem.common.values.json_values import encode_json
-from tandem.config.schema import Environment
+from tandem.config.schema import EnvironmentConfig
 from tandem.rollout.agents.episodes import MODEL, Episode, read_reward
-from tandem.rollout.agents.programs import Ended, Launcher, memory_file, run
+from tandem.rollout.agents.programs import ProgramExit, ProgramLauncher, memory_file, run
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE, Failure
 
 _LONGEST_ANSWER = 1 << 20
 
 
-class Player(Protocol):
+class EpisodePlayer(Protocol):
     """A way to have episodes played."""
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
@@ -42,7 +42,7 @@ class Player(Protocol):
         ...
 
 
-def make_player(settings: Environment, launcher: Launcher | None) -> Player:
+def make_player(settings: EnvironmentConfig, launcher: ProgramLauncher | None) -> EpisodePlayer:
     """Return the player that the configuration asks for."""
     if settings.url is not None:
         return ByServer(settings.url)
@@ -55,7 +55,7 @@ def make_player(settings: Environment, launcher: Launcher | None) -> Player:
 class ByPrograms:
     """A program for each episode, which reads what to play from its standard input."""
 
-    def __init__(self, settings: Environment, launcher: Launcher) -> None:
+    def __init__(self, settings: EnvironmentConfig, launcher: ProgramLauncher) -> None:
         assert settings.command is not None
         self._command = settings.command
         self._launcher = launcher
@@ -81,7 +81,7 @@ class ByPrograms:
 class ByStayingPrograms:
     """Programs that stay, read one line an episode, and may play several episodes at once."""
 
-    def __init__(self, settings: Environment, launcher: Launcher) -> None:
+    def __init__(self, settings: EnvironmentConfig, launcher: ProgramLauncher) -> None:
         assert settings.command is not None
         self._command = settings.command
         self._launcher = launcher
@@ -121,7 +121,7 @@ class ByStayingPrograms:
 class _Staying:
     """A program that stays between episodes."""
 
-    def __init__(self, launcher: Launcher, command: tuple[str, ...]) -> None:
+    def __init__(self, launcher: ProgramLauncher, command: tuple[str, ...]) -> None:
         theirs, self._stdin = os.pipe()
         os.set_blocking(self._stdin, False)
         self._waiting = bytearray()
@@ -150,7 +150,7 @@ class _Staying:
         except BrokenPipeError:  # its end is noticed elsewhere
             self._waiting.clear()
 
-    async def _run(self, launcher: Launcher, command: tuple[str, ...], theirs: int) -> Ended:
+    async def _run(self, launcher: ProgramLauncher, command: tuple[str, ...], theirs: int) -> ProgramExit:
         try:
             return await run(launcher, command, _own_variables(), theirs, logs=True)
         finally:
@@ -201,7 +201,7 @@ def _variables(described: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _failure(episode: Episode, ended: Ended) -> Failure:
+def _failure(episode: Episode, ended: ProgramExit) -> Failure:
     last = ended.errors.rstrip().rpartition("\n")[2]
     failure = episode.unrewarded(f"its program ended ({ended.how}{': ' if last else ''}{last})", ended.errors)
     # The exit code is unknown if the launcher was killed, and its programs with it.

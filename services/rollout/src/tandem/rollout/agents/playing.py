@@ -7,23 +7,25 @@ from collections.abc import Collection
 
 from tandem.common.messages import Generate
 from tandem.launch.service import ServiceContext
-from tandem.rollout.agents.agents import Agents
-from tandem.rollout.conversation import Conversation
+from tandem.rollout.agents.agents import RolloutAgents
+from tandem.rollout.conversation import SampleConversation
 from tandem.rollout.environments import Score
-from tandem.rollout.generating import UNSCORED, Finished, Generating, Generation
-from tandem.rollout.parts import Parts
+from tandem.rollout.generating import UNSCORED, Finished, RunningGeneration, RunningGenerations
+from tandem.rollout.parts import RolloutParts
 from tandem.samples.routed_experts import RoutedExperts
 
 
-class Playing(Generating):
+class AgentGenerations(RunningGenerations):
     """The `Generate` commands whose samples the agents of a rollout play."""
 
-    def __init__(self, context: ServiceContext, parts: Parts, experts: RoutedExperts | None, agents: Agents) -> None:
-        """Begin without commands, as any `Generating`; `agents` play."""
+    def __init__(
+        self, context: ServiceContext, parts: RolloutParts, experts: RoutedExperts | None, agents: RolloutAgents
+    ) -> None:
+        """Begin without commands, as any `RunningGenerations`; `agents` play."""
         super().__init__(context, parts, experts)
         self._agents = agents
 
-    def _request(self, number: int, conversation: Conversation, command: Generate) -> None:
+    def _request(self, number: int, conversation: SampleConversation, command: Generate) -> None:
         self._agents.begin(number, conversation.group, conversation.sample, command)
 
     def _forget(self, numbers: Collection[int]) -> None:
@@ -45,7 +47,7 @@ class Playing(Generating):
             self._end(finished, number, sample, arrays)
         self._send(finished)
 
-    def _finish(self, generation: Generation) -> None:
+    def _finish(self, generation: RunningGeneration) -> None:
         if len(self.generations) == 1:
             self._agents.rest()
         super()._finish(generation)

@@ -16,7 +16,7 @@ import msgspec
 
 from tandem.common import kept_inputs
 from tandem.common.errors import HelperLost, RewardError
-from tandem.rollout.agents.launcher import Program
+from tandem.rollout.agents.launcher import AgentProgram
 from tandem.rollout.environments.printing import bounded
 from tandem.rollout.environments.processes.guarded import GuardedProcess, said_of
 
@@ -30,7 +30,7 @@ class ProgramChanged(RewardError):
     """An agent's program that differs from the one that the run began with."""
 
 
-class Launcher:
+class ProgramLauncher:
     """The process that starts programs."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Launcher:
                 "is now by --resume"
             )
         lifeline, far = socket.socketpair()
-        with far, memory_file(msgspec.msgpack.encode(Program(tuple(command), dict(environment)))) as order:
+        with far, memory_file(msgspec.msgpack.encode(AgentProgram(tuple(command), dict(environment)))) as order:
             descriptors = [far.fileno(), *streams, order]
             for _ in range(_MOST_STARTS):
                 try:
@@ -95,7 +95,7 @@ class memory_file(contextlib.AbstractContextManager[int]):
         os.close(self._descriptor)
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ProgramExit(msgspec.Struct, frozen=True):
     """The way in which a program has ended."""
 
     code: int | None
@@ -111,8 +111,8 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def run(
-    launcher: Launcher, command: Sequence[str], environment: Mapping[str, str], stdin: int, *, logs: bool = False
-) -> Ended:
+    launcher: ProgramLauncher, command: Sequence[str], environment: Mapping[str, str], stdin: int, *, logs: bool = False
+) -> ProgramExit:
     """Run a program until it and all it has started have ended; cancelling this ends them.
 
     `logs`: copy its standard error to this process's as it comes, within the bounds for what environments print.
@@ -138,7 +138,7 @@ async def run(
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
-    return Ended(code, output, said)
+    return ProgramExit(code, output, said)
 
 
 async def _code(lifeline: socket.socket) -> int | None:

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from tandem.common.messages import Branch, ImageRef, PromptGroup, SampleScored
-from tandem.rollout.engine import Completion
+from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.environments import Score
-from tandem.rollout.environments.faults import Unscored
-from tandem.samples.batch import Batch
+from tandem.rollout.environments.faults import UnscoredResponse
+from tandem.samples.batch import SampleBatch
 from tandem.samples.chat_templates import REASONING_FIELDS, reasoning_of
 from tandem.samples.images.columns import image_columns
 from tandem.samples.routed_experts import COLUMN, RoutedExperts
@@ -30,7 +30,7 @@ from tandem.samples.tokenizer import Tokenizer
 ChatMessages = Sequence[Mapping[str, Any]]
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class AgentExchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A response, and what it answers."""
 
     parent: int | None
@@ -43,12 +43,12 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tokens of the whole sequence."""
     num_given: int
     """Tokens before the response."""
-    completion: Completion
+    completion: EngineCompletion
     images: tuple[ImageRef, ...] = ()
     """Images among its tokens, in order."""
 
 
-class Session:
+class EpisodeSession:
     """The exchanges of one episode."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         self._keeps_masks = keeps_masks
         self.group = group
         self.sample = sample
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[AgentExchange] = []
         """Exchanges, in the order in which they were answered."""
         self._tokenizer = tokenizer
 
@@ -83,7 +83,7 @@ class Session:
     def add(
         self,
         prompt_ids: Sequence[int],
-        completion: Completion,
+        completion: EngineCompletion,
         messages: ChatMessages = (),
         variables: Mapping[str, Any] | None = None,
         images: tuple[ImageRef, ...] = (),
@@ -92,7 +92,7 @@ class Session:
 
         `messages` are those of the whole conversation, the response included, and `images` those of the prompt.
         """
-        exchange = Exchange(
+        exchange = AgentExchange(
             parent=self._parent(prompt_ids, images),
             messages=messages,
             variables=variables or {},
@@ -103,14 +103,16 @@ class Session:
         )
         self.exchanges.append(exchange)
 
-    def finish(self, score: Score, version: int, unscored: Unscored | None = None) -> tuple[SampleScored, Batch]:
+    def finish(
+        self, score: Score, version: int, unscored: UnscoredResponse | None = None
+    ) -> tuple[SampleScored, SampleBatch]:
         """Return the episode as a sample with its branches as sequences.
 
         `version` is the current weight version, for an episode that made no request.
         """
         parts = self._branches()
         unplayed = () if parts else [self._sequence(self.group.prompt_ids, self.group.images or ())]
-        arrays = Batch.concatenate([*(arrays for arrays, _ in parts), *unplayed])
+        arrays = SampleBatch.concatenate([*(arrays for arrays, _ in parts), *unplayed])
         branches = tuple(branch for _, branch in parts)
         made_versions_T = arrays.versions_T[arrays.loss_mask_T] if branches else np.array([version])
         counts = np.bincount(made_versions_T - made_versions_T.min()) * bool(branches)
@@ -137,7 +139,7 @@ class Session:
         )
         return sample, arrays
 
-    def _continued(self, messages: ChatMessages, variables: Mapping[str, Any]) -> Exchange | None:
+    def _continued(self, messages: ChatMessages, variables: Mapping[str, Any]) -> AgentExchange | None:
         """Return the longest exchange that a conversation repeats and continues."""
         known = [
             exchange
@@ -159,7 +161,7 @@ class Session:
         ]
         return max(known, key=lambda item: item[0], default=(0, None))[1]  # of several equal ones, the first
 
-    def _branches(self) -> list[tuple[Batch, Branch]]:
+    def _branches(self) -> list[tuple[SampleBatch, Branch]]:
         """Return a sequence for each response that nothing follows, in the order of these responses."""
         followed = {exchange.parent for exchange in self.exchanges}
         counted: set[int] = set()
@@ -184,9 +186,9 @@ class Session:
         self,
         token_ids: Sequence[int],
         images: tuple[ImageRef, ...],
-        made: Sequence[tuple[int, Completion]] = (),
+        made: Sequence[tuple[int, EngineCompletion]] = (),
         path: Sequence[int] = (),
-    ) -> Batch:
+    ) -> SampleBatch:
         """Lay out a sequence in which these responses count, each from its place on; `path` are all of its
         responses."""
         arrays = _laid_out(token_ids, made)
@@ -233,7 +235,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in REASONING_FIELDS}
 
 
-def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) -> Batch:
+def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, EngineCompletion]]) -> SampleBatch:
     """Lay out a sequence in which these responses count, each from its place on."""
     num_tokens = len(token_ids)
     mask_T = np.zeros(num_tokens, dtype=np.bool_)
@@ -242,7 +244,7 @@ def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, Completion]]) 
     for first, completion in made:
         place = slice(first, first + len(completion.token_ids_T))
         mask_T[place], logprobs_T[place], versions_T[place] = True, completion.logprobs_T, completion.versions_T
-    return Batch(
+    return SampleBatch(
         lengths_S=np.array([num_tokens], dtype=np.int32),
         token_ids_T=np.array(token_ids, dtype=np.int32),
         loss_mask_T=mask_T,

@@ -3,7 +3,7 @@
 The layers of a model hold the base. Of each version there is a copy of the adapters. In a step, a layer adds to its
 output ``scale * B @ A @ x``, for the tokens of each version with that version's matrices.
 
-One worker of an engine has `AdapterSets`. Which versions it keeps is decided for all workers at once, by `Uses`.
+One worker of an engine has `AdapterSets`. Which versions it keeps is decided for all workers at once, by `VersionUses`.
 
 Shapes: ``N`` tokens of a step, ``I`` and ``O`` inputs and outputs of a layer; ``M`` tokens of one version, ``R`` rank.
 """
@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from tandem.common.errors import ModelError, RefitError
 from tandem.refit.digests.comparison import Digests, to_bytes
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import RunningDigest
 from tandem.refit.layout import ITEM_SIZE_OF_CODE
 from tandem.refit.program import TransferProgram
 from tandem.refit.weights import Weights
@@ -36,7 +36,7 @@ _ITEM = 4
 """Bytes of an element of adapters, which are in float32."""
 
 
-class Product(NamedTuple):
+class AdapterProduct(NamedTuple):
     """A product of two adapter matrices that a layer adds to some of its outputs."""
 
     weight: str
@@ -59,7 +59,7 @@ class Product(NamedTuple):
     b_at: int
 
 
-def products_of(program: TransferProgram) -> list[Product]:
+def products_of(program: TransferProgram) -> list[AdapterProduct]:
     """Return the products that a program would merge into weights.
 
     Raises `RefitError` if one belongs to something other than whole rows of a matrix.
@@ -74,7 +74,7 @@ def products_of(program: TransferProgram) -> list[Product]:
         if at.live_strides_MD[row].tolist() != [row_bytes, row_bytes // inputs] or at.live_offset_M[row] % row_bytes:
             raise _refused(merging.tensors[tensor])
         found.append(
-            Product(
+            AdapterProduct(
                 weight=names[int(at.live_M[row])],
                 base=names[int(at.base_M[row])],
                 first=int(at.live_offset_M[row]) // row_bytes,
@@ -91,7 +91,7 @@ def products_of(program: TransferProgram) -> list[Product]:
     return found
 
 
-class Uses:
+class VersionUses:
     """The order in which the versions of an engine were last needed."""
 
     def __init__(self, most: int) -> None:
@@ -122,7 +122,7 @@ class Uses:
 class _Set:
     """The adapters of a version: copies of staging memory, and the matrices of each product in them."""
 
-    def __init__(self, storages: dict[str, torch.Tensor], products: Sequence[Product]) -> None:
+    def __init__(self, storages: dict[str, torch.Tensor], products: Sequence[AdapterProduct]) -> None:
         self.storages = storages
         self.matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         """Matrices of each product; None where it is zero, as it is in a new model."""
@@ -130,7 +130,7 @@ class _Set:
         """Time of its last digest, in versions."""
         self.digests: tuple[bytes, ...] = ()
         """Digests that were compared with the trainers'; empty until they are known."""
-        self.sampling: Sampling | None = None
+        self.sampling: ElementSampling | None = None
         for each in products:
             outputs, inputs = each.shape
             a = storages[each.a].as_strided((each.rank, inputs), (each.a_stride, 1), each.a_at)
@@ -144,7 +144,7 @@ class AdapterSets:
     def __init__(self, attach: Attach) -> None:
         """Hold nothing; `attach` has a layer of this engine's kind add adapters."""
         self._attach = attach
-        self._products: list[Product] = []
+        self._products: list[AdapterProduct] = []
         self._detach: list[Callable[[], None]] = []
         self._held: dict[int, _Set] = {}
         self._num_digests = 0
@@ -160,7 +160,7 @@ class AdapterSets:
         """Versions that are held."""
         return [*self._held]
 
-    def install(self, model: torch.nn.Module, products: Sequence[Product]) -> None:
+    def install(self, model: torch.nn.Module, products: Sequence[AdapterProduct]) -> None:
         """Hold nothing yet, and have the layers of products add them.
 
         Raises `RefitError` if a product does not belong to a linear layer.
@@ -236,7 +236,7 @@ class AdapterSets:
 
     # --- digests -----------------------------------------------------------------------------------------------------
 
-    def digest_task(self, version: int, weights: Weights, sampling: Sampling | None) -> Digesting:
+    def digest_task(self, version: int, weights: Weights, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests a version's copy, and one of the others again."""
         own = self._held[version]
         self._num_digests += 1
@@ -261,7 +261,7 @@ class _SetsDigest:
     """The digests of a version, and then those of another to compare with what they were."""
 
     def __init__(
-        self, task: Digesting, own: _Set, again: Digesting | None, compare: Callable[[tuple[bytes, ...]], None]
+        self, task: RunningDigest, own: _Set, again: RunningDigest | None, compare: Callable[[tuple[bytes, ...]], None]
     ) -> None:
         self._task = task
         self._own = own

@@ -5,7 +5,7 @@ them: it keeps a copy of each version's adapters, as many as it is told (`tandem
 sequences of several models are made together, and one version's numbers do not depend on another's.
 
 The digest of a version is that of its copy. With it the engine digests one of the earlier copies again, in turns, and
-drops it if it has changed. Requests that name a version which is not held are refused (`NotHeld`).
+drops it if it has changed. Requests that name a version which is not held are refused (`VersionNotHeld`).
 
 `SeveralVersions` is the part of it that all engines have, and `AdaptersEngine` the embedded engine with it.
 """
@@ -23,21 +23,21 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import RefitError
 from tandem.refit.bound import BoundProgram
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import RunningDigest
 from tandem.refit.program import TransferProgram
 from tandem.refit.weights import Weights
-from tandem.rollout.engine import Completion, NotHeld, Request
-from tandem.rollout.engines.adapter_sets import AdapterSets, Uses, on_linear, products_of
-from tandem.rollout.engines.attention import Step
+from tandem.rollout.engine import EngineCompletion, SequenceRequest, VersionNotHeld
+from tandem.rollout.engines.adapter_sets import AdapterSets, VersionUses, on_linear, products_of
+from tandem.rollout.engines.attention import AttentionStep
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
-from tandem.rollout.engines.slots import Sequence as Running
-from tandem.rollout.engines.slots import Slots
+from tandem.rollout.engines.slots import EngineSequence as Running
+from tandem.rollout.engines.slots import EngineSlots
 from tandem.rollout.engines.transformers import TransformersEngine
 
 
-def version_of(request: Request) -> int:
+def version_of(request: SequenceRequest) -> int:
     """Return the version that makes a request which an engine of several versions has taken."""
     assert isinstance(request.sampling, ServedSampling), "as it was taken"
     assert request.sampling.weight_version is not None, "as it was taken"
@@ -49,7 +49,7 @@ class SeveralVersions(RefittedEngine, ABC):
 
     def __init__(self, *given: Any, num_sets: int, **named: Any) -> None:
         """Take what the engine takes. `num_sets` versions are held, or more while requests need them."""
-        self._uses = Uses(num_sets)
+        self._uses = VersionUses(num_sets)
         super().__init__(*given, **named)
 
     def apply(
@@ -67,18 +67,18 @@ class SeveralVersions(RefittedEngine, ABC):
             self._keep(version, self._uses.surplus({*self._held(), version}, {*needed, version}))
         return counted
 
-    def _named(self, request: Request) -> Request:
-        """Return a request that names its version. Raises `NotHeld` if there is none yet."""
+    def _named(self, request: SequenceRequest) -> SequenceRequest:
+        """Return a request that names its version. Raises `VersionNotHeld` if there is none yet."""
         sampling = request.sampling
         if not isinstance(sampling, ServedSampling):
             sampling = ServedSampling(**msgspec.structs.asdict(sampling))
         if sampling.weight_version is None:
             if self.version is None:
-                raise NotHeld("the engine holds no weight version yet")
+                raise VersionNotHeld("the engine holds no weight version yet")
             sampling = msgspec.structs.replace(sampling, weight_version=self.version)
         return msgspec.structs.replace(request, sampling=sampling)
 
-    def _note(self, request: Request) -> None:
+    def _note(self, request: SequenceRequest) -> None:
         """Note the versions that a request names which was taken."""
         assert isinstance(request.sampling, ServedSampling), "as it was taken"
         self._uses.name([version_of(request), *request.sampling.kept_versions])
@@ -95,15 +95,15 @@ class SeveralVersions(RefittedEngine, ABC):
         """Copy the adapters of the version that has just come, and drop others."""
 
     @abstractmethod
-    def _requests(self) -> Iterable[Request]:
+    def _requests(self) -> Iterable[SequenceRequest]:
         """Return the requests that run or wait."""
 
 
-class AdapterSlots(Slots):
+class AdapterSlots(EngineSlots):
     """Slots of sequences that different versions make."""
 
     def __init__(self, num_slots: int, *given: Any) -> None:
-        """Take what `Slots` takes."""
+        """Take what `EngineSlots` takes."""
         super().__init__(num_slots, *given)
         self.wanted_S = np.zeros(num_slots, np.int64)
         """Version that makes the slot's sequence."""
@@ -152,20 +152,20 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
             weight.data = installed.staging[product.base].view(product.shape)
         return installed
 
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
+    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests the adapters in use, and those of another version."""
         assert isinstance(self._weights, Weights), "of this process"
         if self.version is None or self.version not in self._sets:
             return super().digest_task(sampling)
         return self._sets.digest_task(self.version, self._weights, sampling)
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request. Raises `NotHeld` without its version, and `DataError` if it can make no token."""
+    def add_request(self, request: SequenceRequest) -> None:
+        """Queue a request. Raises `VersionNotHeld` without its version, and `DataError` if it can make no token."""
         request = self._named(request)
         super().add_request(request)
         self._note(request)
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[EngineCompletion]:
         """Make one token for every running request; those whose weights give no numbers end as aborted."""
         completions = super().step()
         broken, self._broken = {*self._broken}, []
@@ -189,10 +189,10 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
     def _keep(self, version: int, dropped: Iterable[int]) -> None:
         self._sets.keep(version, self._staging, dropped)
 
-    def _requests(self) -> list[Request]:
+    def _requests(self) -> list[SequenceRequest]:
         return [sequence.request for sequence in (*self._queue, *self._slots.sequences)]
 
-    def _shared_by(self, request: Request) -> tuple[object, ...]:
+    def _shared_by(self, request: SequenceRequest) -> tuple[object, ...]:
         """Return what requests have in common that share keys and values of their prompts."""
         return (*super()._shared_by(request), version_of(request))
 
@@ -212,7 +212,7 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         self,
         token_parts: list[NDArray[np.int64]],
         position_parts: list[NDArray[np.int64]],
-        step: Step,
+        step: AttentionStep,
         kept_K: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run the model over the tokens of a step, each with the adapters of its version."""

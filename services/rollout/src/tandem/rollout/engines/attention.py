@@ -2,8 +2,8 @@
 
 A step feeds the model one row of tokens, ``[1, N]``: first the newest token of every running sequence, then the prompts
 that join, end to end. Linear layers see no padding and do one matrix product each. Attention is the only layer where
-tokens meet. `slot_attention` replaces it through `transformers.AttentionInterface`; the `Step` that travels beside the
-tokens tells which of them belong together.
+tokens meet. `slot_attention` replaces it through `transformers.AttentionInterface`; the `AttentionStep` that travels
+beside the tokens tells which of them belong together.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class KeyValueCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class SlotPrompt:
     """A prompt within a step's tokens, and the slots that start from it."""
 
     start: int
@@ -103,7 +103,7 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class AttentionStep:
     """The sequences in a row ``[1, N]``: `num_running` of one new token each, then the prompts."""
 
     cache: KeyValueCache
@@ -116,7 +116,7 @@ class Step:
     """Positions that attention of the running slots reads: the length of the longest slot, its new token included."""
     mask_R11L: torch.Tensor
     """Mask to add to scores: 0 where a running slot has a token, and minus infinity beyond its end."""
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[SlotPrompt, ...]
     window_masks: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The same masks by width of a layer's sliding window, with minus infinity before the window; made once a step."""
 
@@ -140,7 +140,7 @@ def slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    slot_step: Step | None = None,
+    slot_step: AttentionStep | None = None,
     told_windows: dict[int, int | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:

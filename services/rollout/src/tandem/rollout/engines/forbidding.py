@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tandem.rollout.engines.slots import Slots
+from tandem.rollout.engines.slots import EngineSlots
 
 
 def forbidden_next(sequences: Sequence[Sequence[int]], made_ids: Sequence[int]) -> list[int]:
@@ -20,10 +20,10 @@ def forbidden_next(sequences: Sequence[Sequence[int]], made_ids: Sequence[int]) 
     return [last for *before, last in sequences if made[len(made) - len(before) :] == tuple(before)]
 
 
-class Forbidding:
+class ForbiddingForward:
     """A forward pass whose logits of forbidden tokens are minus infinity."""
 
-    def __init__(self, forward: Callable[[], torch.Tensor], slots: Slots) -> None:
+    def __init__(self, forward: Callable[[], torch.Tensor], slots: EngineSlots) -> None:
         """`forward` returns a row of logits for each running sequence of `slots`."""
         self._forward = forward
         self._slots = slots

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tandem.rollout.engines.slots import Slots
+from tandem.rollout.engines.slots import EngineSlots
 from tandem.samples.sampling_masks import BITS, MaskFormat, Words
 
 
@@ -62,7 +62,7 @@ def _bitmaps(is_kept_RV: np.ndarray, mask_format: MaskFormat) -> Words:
     return np.pad(bytes_RX, ((0, 0), (0, missing))).view("<i4")
 
 
-def note_masks(slots: Slots, mask_format: MaskFormat, logits_BV: torch.Tensor) -> None:
+def note_masks(slots: EngineSlots, mask_format: MaskFormat, logits_BV: torch.Tensor) -> None:
     """Note the masks from which the next tokens of running slots are drawn, by their logits; not of external
     requests."""
     rows = [row for row, sequence in enumerate(slots.sequences) if not sequence.request.is_external]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from tandem.common.errors import RefitError
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting, Installed
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import InstalledPrograms, RunningDigest
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.meeting import Meeting
+from tandem.refit.transports.meeting import GroupStore
 
 _NO_REFITS = "the engine has loaded its weights itself, and takes no others"
 
@@ -20,11 +20,11 @@ class NoRefits:
 
     layouts: tuple[Layout, ...] = ()
 
-    def install(self, programs: Sequence[TransferProgram]) -> Installed:
+    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
         """Refuse to install programs."""
         raise RefitError(_NO_REFITS)
 
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Refuse to connect."""
         raise RefitError(_NO_REFITS)
 
@@ -37,7 +37,7 @@ class NoRefits:
     def distrust(self, engines: Collection[str]) -> None:
         """Do nothing: only trainers send differences."""
 
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
+    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
         """Refuse to digest."""
         raise RefitError(_NO_REFITS)
 

@@ -9,18 +9,18 @@ from typing import Protocol
 from tandem.common.errors import DataError, RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.worker_shards import process_of
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting, Holder, Installed
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import InstalledPrograms, RunningDigest, WeightHolder
 from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.meeting import Meeting
-from tandem.rollout.engine import NotHeld, Request
+from tandem.refit.transports.meeting import GroupStore
+from tandem.rollout.engine import SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import Detokenizer, StopStrings, load_detokenizer
 
 
-class EngineWeights(Holder, Protocol):
+class EngineWeights(WeightHolder, Protocol):
     """The weights of an engine: in this process, or in those of its workers."""
 
     @property
@@ -69,7 +69,7 @@ class RefittedEngine:
         """Describe the weights that each of its slices wants, read from the live parameters."""
         return self._weights.layouts
 
-    def install(self, programs: Sequence[TransferProgram]) -> Installed:
+    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
         """Bind the program of each slice to its parameters, replacing the previous one.
 
         The engine holds no version until `apply`. Raises `RefitError`.
@@ -78,7 +78,7 @@ class RefittedEngine:
         self._member = process_of(programs[0].member)
         return self._weights.install(programs)
 
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Join a transfer group over which weights stream. Raises `RefitError`."""
         self._weights.connect(transfer_group, meeting, timeout_s)
 
@@ -106,7 +106,7 @@ class RefittedEngine:
     def distrust(self, engines: Collection[str]) -> None:
         """Do nothing: only trainers send differences."""
 
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
+    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests the weights in use."""
         return self._weights.digest_task(sampling)
 
@@ -128,7 +128,7 @@ class RefittedEngine:
             raise RuntimeError("step called while the engine sleeps")
         return self.version
 
-    def _require_room(self, request: Request) -> None:
+    def _require_room(self, request: SequenceRequest) -> None:
         """Raise `DataError` if the request cannot make a single token."""
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
@@ -139,17 +139,17 @@ class RefittedEngine:
                 f"{self._length_key}={self._max_length}"
             )
 
-    def _require_held(self, request: Request) -> None:
-        """Raise `NotHeld` if the request names a version that the engine does not hold."""
+    def _require_held(self, request: SequenceRequest) -> None:
+        """Raise `VersionNotHeld` if the request names a version that the engine does not hold."""
         if isinstance(request.sampling, ServedSampling):
             wanted = request.sampling.weight_version
             if wanted is not None and not self._holds(wanted):
-                raise NotHeld(f"the engine does not hold weight version {wanted}")
+                raise VersionNotHeld(f"the engine does not hold weight version {wanted}")
 
     def _holds(self, version: int) -> bool:
         return version == self.version
 
-    def _stop_strings(self, request: Request) -> StopStrings:
+    def _stop_strings(self, request: SequenceRequest) -> StopStrings:
         """Return the watch over the text of a request that has stop strings."""
         if self._detokenizer is None:
             self._detokenizer = load_detokenizer(self._model_folder)

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.routers import intercept
-from tandem.rollout.engines.attention import Prompt
-from tandem.rollout.engines.slots import Slots
+from tandem.rollout.engines.attention import SlotPrompt
+from tandem.rollout.engines.slots import EngineSlots
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 
 
@@ -37,7 +37,7 @@ class RoutingRecord:
         self._chosen.clear()
         return self._experts.encode(experts_NLK.cpu().numpy())
 
-    def note(self, slots: Slots, position_R: NDArray[np.int64], prompts: Iterable[Prompt]) -> None:
+    def note(self, slots: EngineSlots, position_R: NDArray[np.int64], prompts: Iterable[SlotPrompt]) -> None:
         """Note the routing of the last pass's tokens: one of each running slot, and the prompts behind them."""
         num, routed_experts_NX = len(position_R), self.take()
         slots.routed_experts_SLX[np.arange(num), position_R] = routed_experts_NX[:num]

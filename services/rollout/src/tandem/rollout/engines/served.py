@@ -16,15 +16,15 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
-from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
+from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, SequenceRequest
 from tandem.rollout.engines.masks import restrict
-from tandem.rollout.engines.slots import Slots
+from tandem.rollout.engines.slots import EngineSlots
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Factor = Annotated[float, Meta(gt=0.0, le=100.0)]
 
 
-class Matcher(Protocol):
+class GrammarMatcher(Protocol):
     """The state of a response within a grammar."""
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -36,10 +36,10 @@ class Matcher(Protocol):
         ...
 
 
-class Grammar(Protocol):
+class ResponseGrammar(Protocol):
     """A constraint on a response."""
 
-    def begin(self) -> Matcher:
+    def begin(self) -> GrammarMatcher:
         """Return a matcher for an empty response."""
         ...
 
@@ -55,7 +55,7 @@ class ServedSampling(SamplingParameters, frozen=True, kw_only=True):
     """Factor that divides positive logits and multiplies negative ones, for tokens of the prompt or the response."""
     num_alternatives: int = 0
     """Number of likeliest tokens to return at each position, with their log-probabilities."""
-    grammar: Grammar | None = None
+    grammar: ResponseGrammar | None = None
     """Grammar of the response; None allows anything."""
     weight_version: int | None = None
     """Version that makes the response; None for the newest one that the engine holds."""
@@ -104,16 +104,16 @@ def alternatives_in(logits_V: torch.Tensor, sampling: ServedSampling) -> Alterna
     return [(token, logprob) for token, logprob in found if logprob > -np.inf]
 
 
-class Served:
+class ServedForward:
     """A forward pass with the options of served requests, which keeps the alternatives that it sees."""
 
-    def __init__(self, forward: Callable[[], torch.Tensor], slots: Slots) -> None:
+    def __init__(self, forward: Callable[[], torch.Tensor], slots: EngineSlots) -> None:
         """`forward` returns a row of logits for each running sequence of `slots`."""
         self._forward = forward
         self._slots = slots
         self._alternatives: dict[int, list[Alternatives]] = {}
         """Alternatives by request."""
-        self._matchers: dict[int, tuple[Matcher, int]] = {}
+        self._matchers: dict[int, tuple[GrammarMatcher, int]] = {}
         """Matchers by request, with the number of tokens that each has taken."""
 
     @torch.inference_mode()
@@ -126,7 +126,7 @@ class Served:
                 logits_RV[row] = self._served(logits_RV[row], row, request, request.sampling)
         return logits_RV
 
-    def with_alternatives(self, made: Mapping[int, Tokens], starts: Mapping[int, int]) -> dict[int, Tokens]:
+    def with_alternatives(self, made: Mapping[int, NewTokens], starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Add the alternatives to what requests have made from these tokens on."""
         kept = self._alternatives
         return {
@@ -136,7 +136,7 @@ class Served:
             for number, tokens in made.items()
         }
 
-    def finish(self, completion: Completion) -> Completion:
+    def finish(self, completion: EngineCompletion) -> EngineCompletion:
         """Add the alternatives to a finished request, and forget it."""
         self._matchers.pop(completion.request_id, None)
         alternatives = self._alternatives.pop(completion.request_id, None)
@@ -144,7 +144,9 @@ class Served:
             return completion
         return msgspec.structs.replace(completion, alternatives=alternatives)
 
-    def _served(self, logits_V: torch.Tensor, row: int, request: Request, sampling: ServedSampling) -> torch.Tensor:
+    def _served(
+        self, logits_V: torch.Tensor, row: int, request: SequenceRequest, sampling: ServedSampling
+    ) -> torch.Tensor:
         num_prompt = len(request.prompt_ids) - request.num_made
         prompt_ids = [*request.prompt_ids[:num_prompt]]
         made_ids = [*request.prompt_ids[num_prompt:], *self._slots.made(row, 0).token_ids_T.tolist()]
@@ -158,7 +160,9 @@ class Served:
             self._alternatives.setdefault(request.request_id, []).append(found)
         return logits_V
 
-    def _allowed(self, number: int, grammar: Grammar, made_ids: list[int], num_tokens: int) -> NDArray[np.bool_]:
+    def _allowed(
+        self, number: int, grammar: ResponseGrammar, made_ids: list[int], num_tokens: int
+    ) -> NDArray[np.bool_]:
         matcher, num_taken = self._matchers.get(number) or (grammar.begin(), 0)
         matcher.take(made_ids[num_taken:])
         self._matchers[number] = (matcher, len(made_ids))

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.rollout.engine import Completion, Request, Tokens
+from tandem.rollout.engine import EngineCompletion, NewTokens, SequenceRequest
 from tandem.rollout.engines.stopping import StopStrings
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import SamplingMasks, Words
@@ -22,10 +22,10 @@ NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequence:
+class EngineSequence:
     """A request on its way through the engine."""
 
-    request: Request
+    request: SequenceRequest
     arrival: int
     """Number in the order in which requests were added; finished ones are returned in this order."""
     max_new_tokens: int
@@ -35,14 +35,14 @@ class Sequence:
     """Sampling mask of each new token; empty where nothing is cut off, or the engine notes no masks."""
 
 
-class Slots:
+class EngineSlots:
     """The state of `num_slots` slots; every array has one row a slot, of which the first `num_running` are live."""
 
     def __init__(self, num_slots: int, max_length: int, experts: RoutedExperts | None = None) -> None:
         """Begin with all slots free; `experts` describe the routing noted for each cached token, if any is."""
         self.num_slots = num_slots
         self.num_running = 0
-        self.sequences: list[Sequence] = []
+        self.sequences: list[EngineSequence] = []
         self.arrival_S = np.zeros(num_slots, np.int64)
         """Numbers in the order in which requests were added."""
         self.length_S = np.zeros(num_slots, np.int64)
@@ -70,7 +70,7 @@ class Slots:
         self.routed_experts_SLX = np.zeros((num_slots, max_length, num_bytes), np.uint8)
         """Expert routing of the token at each cached position."""
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: EngineSequence) -> None:
         """Give the sequence the next slot, its prompt counted as cached."""
         slot = self.num_running
         assert slot < self.num_slots
@@ -121,10 +121,10 @@ class Slots:
         assert len(tokens_T) == self.length_S[slot]
         return tokens_T
 
-    def made(self, slot: int, start: int) -> Tokens:
+    def made(self, slot: int, start: int) -> NewTokens:
         """Copy out what the slot's sequence has made from token `start` on."""
         num_new, masks = int(self.num_new_S[slot]), self.sequences[slot].masks
-        return Tokens(
+        return NewTokens(
             token_ids_T=self.token_ST[slot, start:num_new].copy(),
             logprobs_T=self.logprob_ST[slot, start:num_new].copy(),
             versions_T=self.version_ST[slot, start:num_new].copy(),
@@ -138,11 +138,11 @@ class Slots:
         before = request.prompt_ids[len(request.prompt_ids) - num_before :]
         return [*before, *self.token_ST[slot, max(0, num_new - count) : num_new].tolist()]
 
-    def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
+    def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> EngineCompletion:
         """Copy out what the slot's sequence has made."""
         tokens, request = self.made(slot, 0), self.sequences[slot].request
         routed_SLX = self.routed_experts_SLX if self._notes_experts and not request.is_external else None
-        return Completion(
+        return EngineCompletion(
             request_id=request.request_id,
             token_ids_T=tokens.token_ids_T,
             logprobs_T=tokens.logprobs_T,

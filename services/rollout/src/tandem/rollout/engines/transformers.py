@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
-from tandem.rollout.engine import Completion, Request, Tokens
-from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
-from tandem.rollout.engines.forbidding import Forbidding
+from tandem.rollout.engine import EngineCompletion, NewTokens, SequenceRequest
+from tandem.rollout.engines.attention import AttentionStep, KeyValueCache, SlotPrompt
+from tandem.rollout.engines.forbidding import ForbiddingForward
 from tandem.rollout.engines.masks import note_masks
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
-from tandem.rollout.engines.served import Served, ServedSampling
+from tandem.rollout.engines.served import ServedForward, ServedSampling
 from tandem.rollout.engines.skeleton import load_skeleton
-from tandem.rollout.engines.slots import Sequence, Slots
+from tandem.rollout.engines.slots import EngineSequence, EngineSlots
 from tandem.rollout.engines.trying import try_out
 from tandem.rollout.engines.weights import weights_of
 from tandem.samples.routed_experts import RoutedExperts
@@ -40,7 +40,7 @@ class TransformersEngine(RefittedEngine):
     sequences keep their keys and values unless `recompute_caches` follows it.
     """
 
-    _slots_kind: type[Slots] = Slots
+    _slots_kind: type[EngineSlots] = EngineSlots
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class TransformersEngine(RefittedEngine):
         self._slots = self._slots_kind(num_slots, max_total_sequence_length, experts)
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
         self._mask_note = None if mask_format is None else partial(note_masks, self._slots, mask_format)
-        self._queue: deque[Sequence] = deque()
+        self._queue: deque[EngineSequence] = deque()
         self._num_arrived = 0
         self._logits: Callable[[], torch.Tensor] = self._forward
-        """The forward pass; `Forbidding` once a request has asked for that."""
-        self._served: Served | None = None
+        """The forward pass; `ForbiddingForward` once a request has asked for that."""
+        self._served: ServedForward | None = None
         """Set once a request has asked for more than training does."""
         self._has_stale_keys = False
         """Whether running sequences must compute their keys and values anew."""
@@ -97,16 +97,16 @@ class TransformersEngine(RefittedEngine):
         """Requests added and neither finished nor aborted."""
         return len(self._queue) + self._slots.num_running
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: SequenceRequest) -> None:
         """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
         self._require_room(request)
         if isinstance(request.sampling, ServedSampling):
             self._require_held(request)
             if self._served is None and request.sampling.changes_logits:
-                self._served = Served(lambda: self._logits(), self._slots)
-        if request.sampling.bad_token_ids and not isinstance(self._logits, Forbidding):
-            self._logits = Forbidding(self._forward, self._slots)
-        sequence = Sequence(
+                self._served = ServedForward(lambda: self._logits(), self._slots)
+        if request.sampling.bad_token_ids and not isinstance(self._logits, ForbiddingForward):
+            self._logits = ForbiddingForward(self._forward, self._slots)
+        sequence = EngineSequence(
             request=request,
             arrival=self._num_arrived,
             max_new_tokens=min(request.sampling.max_new_tokens, self._max_length - len(request.prompt_ids)),
@@ -118,7 +118,7 @@ class TransformersEngine(RefittedEngine):
             self._queue.append(sequence)
         self._num_arrived += 1
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[EngineCompletion]:
         """Make one token for every running request; return those that finished, in request order.
 
         Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that is
@@ -150,13 +150,13 @@ class TransformersEngine(RefittedEngine):
         finished_F = finished_F[np.argsort(slots.arrival_S[finished_F])]
         return self._retire(finished_F, np.where(stopped_R[finished_F], "stop", "length").tolist())
 
-    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+    def made(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Return what running requests have made from these tokens on, by id."""
         numbers = [(slot, sequence.request.request_id) for slot, sequence in enumerate(self._slots.sequences)]
         made = {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
         return made if self._served is None else self._served.with_alternatives(made, starts)
 
-    def abort(self, request_id: int) -> Completion | None:
+    def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""
         for slot, sequence in enumerate(self._slots.sequences):
             if sequence.request.request_id == request_id:
@@ -165,7 +165,7 @@ class TransformersEngine(RefittedEngine):
             if sequence.request.request_id == request_id:
                 self._queue.remove(sequence)
                 nothing_T = np.zeros(0, np.int32)
-                return Completion(
+                return EngineCompletion(
                     request_id=request_id,
                     token_ids_T=nothing_T,
                     logprobs_T=nothing_T.astype(np.float32),
@@ -196,9 +196,9 @@ class TransformersEngine(RefittedEngine):
         self._queue.clear()
         self._cache.release()
 
-    def _admit(self) -> list[list[Sequence]]:
+    def _admit(self) -> list[list[EngineSequence]]:
         """Take the requests that join now off the queue, grouped by prompt, in queue order."""
-        groups: dict[tuple[object, ...], list[Sequence]] = {}
+        groups: dict[tuple[object, ...], list[EngineSequence]] = {}
         num_tokens = 0
         num_free = self._slots.num_slots - self._slots.num_running
         while self._queue and num_free:
@@ -212,7 +212,7 @@ class TransformersEngine(RefittedEngine):
             num_free -= 1
         return list(groups.values())
 
-    def _shared_by(self, request: Request) -> tuple[object, ...]:
+    def _shared_by(self, request: SequenceRequest) -> tuple[object, ...]:
         """Return what requests have in common that share keys and values of their prompts."""
         return request.prompt_ids, request.images
 
@@ -224,12 +224,12 @@ class TransformersEngine(RefittedEngine):
         slots.length_S[:num_decoding] += 1
         token_parts = [slots.last_token_S[:num_decoding]]
         position_parts = [length_R]
-        prompts: list[Prompt] = []
+        prompts: list[SlotPrompt] = []
         kept, num_slots = [*range(num_decoding)], [1] * num_decoding  # tokens, and the slots that go on from each
         start = num_decoding
         for group in self._admit():
             prompt_ids = group[0].request.prompt_ids
-            prompts.append(Prompt(start, len(prompt_ids), slots.num_running, len(group)))
+            prompts.append(SlotPrompt(start, len(prompt_ids), slots.num_running, len(group)))
             for sequence in group:
                 slots.join(sequence)
             token_parts.append(np.array(prompt_ids, np.int64))
@@ -251,13 +251,13 @@ class TransformersEngine(RefittedEngine):
         no_rows = np.zeros(0, np.int64)
         while slot < slots.num_running:
             token_parts: list[NDArray[np.int64]] = []
-            prompts: list[Prompt] = []
+            prompts: list[SlotPrompt] = []
             num_tokens = 0
             while slot < slots.num_running and (
                 not prompts or num_tokens + slots.length_S[slot] <= MAX_PROMPT_TOKENS_PER_STEP
             ):
                 token_parts.append(slots.cached_tokens(slot))
-                prompts.append(Prompt(num_tokens, len(token_parts[-1]), slot, 1))
+                prompts.append(SlotPrompt(num_tokens, len(token_parts[-1]), slot, 1))
                 num_tokens += len(token_parts[-1])
                 slot += 1
             position_parts = [np.arange(len(tokens)) for tokens in token_parts]
@@ -268,7 +268,7 @@ class TransformersEngine(RefittedEngine):
         self,
         token_parts: list[NDArray[np.int64]],
         position_parts: list[NDArray[np.int64]],
-        step: Step,
+        step: AttentionStep,
         kept_K: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run the model over the tokens of a step; return the logits ``[K, V]`` of the selected tokens, None for
@@ -288,13 +288,13 @@ class TransformersEngine(RefittedEngine):
             self._routing.note(self._slots, position_R, step.prompts)
         return logits_KV
 
-    def _plan(self, length_R: NDArray[np.int64], prompts: tuple[Prompt, ...]) -> Step:
+    def _plan(self, length_R: NDArray[np.int64], prompts: tuple[SlotPrompt, ...]) -> AttentionStep:
         num = len(length_R)
         position_R = torch.from_numpy(length_R).to(self._model.device)
         length = int(length_R.max()) + 1 if num else 0
         beyond_RL = torch.arange(length, device=position_R.device) > position_R[:, None]
         mask_RL = torch.zeros(beyond_RL.shape, dtype=self._model.dtype, device=position_R.device)
-        return Step(
+        return AttentionStep(
             cache=self._cache,
             num_running=num,
             slot_R=torch.arange(num, device=position_R.device),
@@ -306,7 +306,7 @@ class TransformersEngine(RefittedEngine):
 
     def _retire(
         self, slot_F: NDArray[np.int64], finish_reasons: list[Literal["stop", "length", "abort"]]
-    ) -> list[Completion]:
+    ) -> list[EngineCompletion]:
         """Complete these slots and close their holes; return their completions."""
         slots = self._slots
         completions = list(map(slots.completion, slot_F.tolist(), finish_reasons))

@@ -9,7 +9,7 @@ import torch
 
 from tandem.common.attention.settings import sliding_windows
 from tandem.common.errors import ModelError
-from tandem.rollout.engines.attention import KeyValueCache, Prompt, Step
+from tandem.rollout.engines.attention import AttentionStep, KeyValueCache, SlotPrompt
 
 
 def try_out(model: Any, model_folder: Path, max_length: int) -> None:
@@ -17,7 +17,7 @@ def try_out(model: Any, model_folder: Path, max_length: int) -> None:
     windows = sliding_windows(model.config.get_text_config())
     cache = KeyValueCache(1, 2)
     no_rows = torch.zeros(0, dtype=torch.int64)
-    step = Step(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (Prompt(0, 2, 0, 1),))
+    step = AttentionStep(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (SlotPrompt(0, 2, 0, 1),))
     inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64), "position_ids": torch.arange(2)[None]}
     told: dict[int, int | None] = {}
     with torch.inference_mode():

@@ -19,13 +19,13 @@ import transformers
 
 from tandem.common.errors import DataError
 from tandem.common.messages import ImageRef
-from tandem.rollout.engine import Completion, Request
-from tandem.rollout.engines.attention import BLOCKS_ATTENTION_NAME, Step, slot_attention
-from tandem.rollout.engines.slots import Sequence, Slots
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
+from tandem.rollout.engines.attention import BLOCKS_ATTENTION_NAME, AttentionStep, slot_attention
+from tandem.rollout.engines.slots import EngineSequence, EngineSlots
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.samples.images import towers
-from tandem.samples.images.blocks import Block, attend_blocks
-from tandem.samples.images.bounded import Bounded
+from tandem.samples.images.blocks import ImageTokens, attend_blocks
+from tandem.samples.images.bounded import BoundedCache
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
 from tandem.samples.images.store import BoundedImages
@@ -38,7 +38,7 @@ _MAX_PIXEL_BYTES = 2**29
 _MAX_ENCODED_BYTES = 2**28
 
 
-class EncoderCache(Bounded[Any]):
+class EncoderCache(BoundedCache[Any]):
     """Outputs of the tower, up to a number of bytes; forgotten when the weights that made them are not in use."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -46,7 +46,7 @@ class EncoderCache(Bounded[Any]):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Picture:
+class EngineImage:
     """An image of unfinished requests."""
 
     image: ImageRef
@@ -55,10 +55,10 @@ class Picture:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class View:
+class PromptImages:
     """The images of a prompt, shared by the unfinished requests that begin with it."""
 
-    pictures: tuple[Picture, ...]
+    pictures: tuple[EngineImage, ...]
     positions_XT: Int64s
     """Positions of the prompt's tokens, a row or three."""
     block_starts: tuple[int, ...]
@@ -73,16 +73,16 @@ class View:
         return np.concatenate((self.positions_XT, made_XT), axis=1)
 
 
-class VisionSlots(Slots):
+class VisionSlots(EngineSlots):
     """Slots that also know the positions of new tokens."""
 
     def __init__(self, num_slots: int, max_length: int, experts: RoutedExperts | None = None) -> None:
         super().__init__(num_slots, max_length, experts)
         self.delta_S = np.zeros(num_slots, np.int64)
-        self.views: dict[int, View] = {}
+        self.views: dict[int, PromptImages] = {}
         """Views of unfinished requests, by request."""
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: EngineSequence) -> None:
         """Give the sequence the next slot, its prompt counted as cached."""
         self.delta_S[self.num_running] = self.views[sequence.request.request_id].delta
         super().join(sequence)
@@ -138,13 +138,13 @@ class VisionEngine(TransformersEngine):
         self._encoded = BoundedImages(read_image, _MAX_ENCODED_BYTES)
         self._pixels = towers.PixelCache(self._process, _MAX_PIXEL_BYTES)
         self._features = EncoderCache(max_feature_bytes)
-        self._pictures: weakref.WeakValueDictionary[str, Picture] = weakref.WeakValueDictionary()
-        self._views: weakref.WeakValueDictionary[tuple[object, ...], View] = weakref.WeakValueDictionary()
+        self._pictures: weakref.WeakValueDictionary[str, EngineImage] = weakref.WeakValueDictionary()
+        self._views: weakref.WeakValueDictionary[tuple[object, ...], PromptImages] = weakref.WeakValueDictionary()
         self._undrawable = torch.tensor(undrawable, device=self._model.device)
         self._model.register_forward_pre_hook(self._show, with_kwargs=True)
         self._model.register_forward_hook(self._forbid)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: SequenceRequest) -> None:
         """Queue a request; it joins at the next `step` with room.
 
         Raises `DataError` if it can make no token, if an image is missing or damaged, and if the prompt has other
@@ -154,7 +154,7 @@ class VisionEngine(TransformersEngine):
         self._slots.views[request.request_id] = self._view(request)
         super().add_request(request)
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[EngineCompletion]:
         """Make one token for every running request; return those that finished, in request order.
 
         Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that is
@@ -165,7 +165,7 @@ class VisionEngine(TransformersEngine):
             del self._slots.views[completion.request_id]
         return completions
 
-    def abort(self, request_id: int) -> Completion | None:
+    def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""
         completion = super().abort(request_id)
         self._slots.views.pop(request_id, None)
@@ -186,7 +186,7 @@ class VisionEngine(TransformersEngine):
         super()._take_weights()
         self._features.clear()
 
-    def _view(self, request: Request) -> View:
+    def _view(self, request: SequenceRequest) -> PromptImages:
         """Return what a request sees, read and checked once for all requests with its prompt. Raises `DataError`."""
         key = (request.prompt_ids, request.images)
         view = self._views.get(key)
@@ -196,7 +196,7 @@ class VisionEngine(TransformersEngine):
             )
             pictures = tuple(self._picture(image) for image in request.images)
             starts = self._block_starts(request.prompt_ids) if self._has_blocks else ()
-            view = self._views[key] = View(pictures, positions_XT, starts, delta)
+            view = self._views[key] = PromptImages(pictures, positions_XT, starts, delta)
         return view
 
     def _block_starts(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -204,10 +204,10 @@ class VisionEngine(TransformersEngine):
         places = np.flatnonzero(np.array(prompt_ids) == self._settings.image_token_id)
         return tuple(places[:: self._settings.tokens_per_image].tolist())
 
-    def _picture(self, image: ImageRef) -> Picture:
+    def _picture(self, image: ImageRef) -> EngineImage:
         picture = self._pictures.get(image.digest)
         if picture is None:
-            picture = Picture(image, self._encoded.get(image.digest))
+            picture = EngineImage(image, self._encoded.get(image.digest))
             self._pictures[image.digest] = picture
         if image.digest not in self._features:  # else it was processed before
             grid = self._pixels.get(image.digest).grid
@@ -215,13 +215,13 @@ class VisionEngine(TransformersEngine):
                 raise DataError(f"image {image.digest[:12]} is divided into {grid}, its reference says {image.grid}")
         return picture
 
-    def _process(self, digest: str) -> towers.Pixels:
+    def _process(self, digest: str) -> towers.TowerPixels:
         image = decode(self._pictures[digest].data, f"image {digest[:12]}", self._limits)
         return towers.pixels(self._settings.family, self._processor, image)
 
     def _show(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """Add the positions and images of a step to the arguments of the forward pass."""
-        step: Step = kwargs["slot_step"]
+        step: AttentionStep = kwargs["slot_step"]
         sequences = self._slots.sequences
         views = [self._slots.views[sequences[prompt.first_slot].request.request_id] for prompt in step.prompts]
         if self._settings.family.has_mrope:
@@ -236,7 +236,7 @@ class VisionEngine(TransformersEngine):
         if self._has_blocks:
             size = self._settings.tokens_per_image
             kwargs["image_blocks"] = [
-                Block(prompt.start, prompt.start + start, prompt.start + start + size)
+                ImageTokens(prompt.start, prompt.start + start, prompt.start + start + size)
                 for view, prompt in zip(views, step.prompts, strict=True)
                 for start in view.block_starts
             ]
@@ -247,7 +247,7 @@ class VisionEngine(TransformersEngine):
             kwargs["mm_encoder_outputs"] = {"image": towers.join([outputs[each.image.digest] for each in pictures])}
         return args, kwargs
 
-    def _outputs(self, pictures: list[Picture]) -> dict[str, Any]:
+    def _outputs(self, pictures: list[EngineImage]) -> dict[str, Any]:
         """Return the tower's outputs for a step's images by digest, each made once while it is kept.
 
         One by one, so that an image has the same features whatever joins beside it.
@@ -275,7 +275,7 @@ def slot_attention_with_blocks(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    image_blocks: Iterable[Block] = (),
+    image_blocks: Iterable[ImageTokens] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as `slot_attention` does, and within the images of the step's prompts in both directions.

@@ -28,7 +28,7 @@ _IN_VAIN = 32
 _MISSING = re.compile(r"No module named '(\w+)")
 
 
-class Unscored(msgspec.Struct, frozen=True):
+class UnscoredResponse(msgspec.Struct, frozen=True):
     """A response on which the environment failed without ending the run."""
 
     failure: str
@@ -52,7 +52,7 @@ class FaultPolicy:
         """Note a sample with a score."""
         self._has_succeeded = True
 
-    def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> Unscored:
+    def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> UnscoredResponse:
         """Return what becomes of a sample, and log the details. Raises `RewardError` if the failure ends the run."""
         self._num_failures += 1
         said = self._said(problem, failure)
@@ -67,7 +67,7 @@ class FaultPolicy:
                 f"{said}{_to_install(failure)}; all of the first {self._num_failures} episodes have failed, so that "
                 "there is nothing to learn from"
             )
-        return Unscored(said, failure.timed_out, dropped=self._on_error == "drop")
+        return UnscoredResponse(said, failure.timed_out, dropped=self._on_error == "drop")
 
     def _said(self, problem: Problem, failure: Failure) -> str:
         if failure.timed_out:

@@ -22,7 +22,7 @@ import openai
 from tandem.common.errors import ConfigError
 from tandem.common.messages import EngineServer, Problem
 from tandem.common.values.templates import fill_template
-from tandem.config.schema import Judge as Settings
+from tandem.config.schema import JudgeConfig as Settings
 from tandem.rollout.environments.environment import Score
 
 _OWN_MODEL = "policy"
@@ -36,7 +36,7 @@ class JudgementError(Exception):
     """The error of a judge's text without a score."""
 
 
-class Judgement(msgspec.Struct, frozen=True):
+class JudgeReply(msgspec.Struct, frozen=True):
     """A judge's text, and what it took."""
 
     said: str
@@ -44,7 +44,7 @@ class Judgement(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
-class Judge:
+class JudgeEnvironment:
     """An environment that asks a model for a score and uses it as the reward."""
 
     def __init__(self, name: str, settings: Settings, engine: EngineServer | None) -> None:
@@ -65,7 +65,7 @@ class Judge:
             base_url=url, api_key=api_key, timeout=settings.timeout_s, max_retries=settings.max_retries
         )
         self._cache = None if settings.cache is None else JudgementCache(f"{self._key}.cache", settings.cache)
-        self._asking: dict[str, asyncio.Task[Judgement]] = {}
+        self._asking: dict[str, asyncio.Task[JudgeReply]] = {}
         """Pending requests by their digests, where judgements are kept."""
 
     async def score(self, problem: Problem, response: str) -> Score:
@@ -85,7 +85,7 @@ class Judge:
         reward = self._reward(judgement.said)
         return Score(reward, correct=reward >= settings.correct_from, spent=self._spent(judgement, is_new))
 
-    async def _judgement(self, request: dict[str, Any]) -> tuple[Judgement, bool]:
+    async def _judgement(self, request: dict[str, Any]) -> tuple[JudgeReply, bool]:
         """Return the judgement, and whether this call asked the judge for it."""
         if self._cache is None:
             return await self._ask(request), True
@@ -101,17 +101,17 @@ class Judge:
         # A caller that gives up must not cancel the request for others.
         return await asyncio.shield(self._asking[digest]), is_new
 
-    async def _ask_and_keep(self, cache: JudgementCache, digest: str, request: dict[str, Any]) -> Judgement:
+    async def _ask_and_keep(self, cache: JudgementCache, digest: str, request: dict[str, Any]) -> JudgeReply:
         judgement = await self._ask(request)
         self._reward(judgement.said)  # a text without a score is not kept
         cache.put(digest, judgement)
         return judgement
 
-    async def _ask(self, request: dict[str, Any]) -> Judgement:
+    async def _ask(self, request: dict[str, Any]) -> JudgeReply:
         answer = await self._client.chat.completions.create(**request, extra_body=self._settings.extra_body or None)
         said = answer.choices[0].message.content if answer.choices else None
         usage = answer.usage
-        return Judgement(
+        return JudgeReply(
             said or "",
             prompt_tokens=0 if usage is None else usage.prompt_tokens,
             completion_tokens=0 if usage is None else usage.completion_tokens,
@@ -128,7 +128,7 @@ class Judge:
         lowest, highest = self._settings.lowest_score, self._settings.highest_score
         return min(1.0, max(0.0, (score - lowest) / (highest - lowest)))
 
-    def _spent(self, judgement: Judgement, is_new: bool) -> dict[str, float]:
+    def _spent(self, judgement: JudgeReply, is_new: bool) -> dict[str, float]:
         if not is_new:
             return {"judge_requests": 0.0, "judge_cached": 1.0}
         prompt, completion = judgement.prompt_tokens, judgement.completion_tokens
@@ -159,15 +159,15 @@ class JudgementCache:
         except sqlite3.Error as error:
             raise ConfigError(f"{key}: cannot open {path!r} as a cache: {error}") from error
 
-    def get(self, digest: str) -> Judgement | None:
+    def get(self, digest: str) -> JudgeReply | None:
         """Return the judgement of a request; None if it was never made, or if the file cannot be read now."""
         try:
             row = self._file.execute("SELECT judgement FROM judgements WHERE digest = ?", (digest,)).fetchone()
-            return None if row is None else msgspec.json.decode(row[0], type=Judgement)
+            return None if row is None else msgspec.json.decode(row[0], type=JudgeReply)
         except (sqlite3.Error, msgspec.MsgspecError):
             return None
 
-    def put(self, digest: str, judgement: Judgement) -> None:
+    def put(self, digest: str, judgement: JudgeReply) -> None:
         """Keep a judgement if the disk allows; otherwise the judge is asked again another time."""
         text = msgspec.json.encode(judgement).decode()
         with contextlib.suppress(sqlite3.Error):

@@ -16,7 +16,7 @@ from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes
 from tandem.config.checks.image_rewards import reward_functions
 from tandem.config.models.vision_families import family_of
-from tandem.config.schema import Environment as Settings
+from tandem.config.schema import EnvironmentConfig as Settings
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
 from tandem.config.threads import num_threads
 from tandem.rollout.environments.any_answer import AnyAnswer, AnyAnswerInTurns
@@ -52,9 +52,9 @@ def make_environment(config: Config, engine: EngineServer | None = None) -> Envi
     assert name is not None, "the configuration is checked before anything starts"
     settings = config.env[name]
     if settings.judge is not None:
-        from tandem.rollout.environments.judge import Judge
+        from tandem.rollout.environments.judge import JudgeEnvironment
 
-        return Judge(name, settings.judge, engine)  # type: ignore[return-value]  # it is asynchronous
+        return JudgeEnvironment(name, settings.judge, engine)  # type: ignore[return-value]  # it is asynchronous
     arguments = dict(settings.kwargs) | ({"cfg": settings.cfg} if settings.cfg else {})
     make = _factory(name, settings, config)
     try:
@@ -99,9 +99,9 @@ def make_reward_model(config: Config) -> BatchEnvironment:
 
 def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Environment | ConversingEnvironment]:
     if settings.judge is not None:
-        from tandem.rollout.environments.judge import Judge
+        from tandem.rollout.environments.judge import JudgeEnvironment
 
-        return Judge  # type: ignore[return-value]
+        return JudgeEnvironment  # type: ignore[return-value]
     if settings.is_reward_model:
         from tandem.rollout.environments.reward_model import RewardModel
 

@@ -52,7 +52,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 Outcome = Score | Turn | Failure
 
 
-class Call(msgspec.Struct, frozen=True):
+class ScoringCall(msgspec.Struct, frozen=True):
     """A conversation with a last response to score or answer."""
 
     number: int
@@ -62,11 +62,11 @@ class Call(msgspec.Struct, frozen=True):
     """Step of the run, if it is known."""
 
 
-class Job(msgspec.Struct, eq=False):
+class EnvironmentCall(msgspec.Struct, eq=False):
     """A call and its progress."""
 
     key: int
-    call: Call
+    call: ScoringCall
     wanted: bool = True
     """Whether the outcome is still awaited."""
     alone: bool = False
@@ -76,7 +76,9 @@ class Job(msgspec.Struct, eq=False):
     started: float | None = None
 
 
-def outcome_of(call: Call, step: Callable[[Problem, Messages], object], *, is_multi_turn: bool, module: str) -> Outcome:
+def outcome_of(
+    call: ScoringCall, step: Callable[[Problem, Messages], object], *, is_multi_turn: bool, module: str
+) -> Outcome:
     """Call an environment; any result or exception becomes an outcome. `module` has its class, if that is custom."""
     try:
         with bounded(call.step):

@@ -25,10 +25,10 @@ from tandem.common.messages import (
     StillScoring,
 )
 from tandem.common.returned import line
-from tandem.common.wire import Callers, Codec, encode
+from tandem.common.wire import CallerConnections, MessageCodec, encode
 from tandem.config import Config
 from tandem.rollout.environments.environment import Score
-from tandem.rollout.environments.outcomes import Failure, Job, Outcome
+from tandem.rollout.environments.outcomes import EnvironmentCall, Failure, Outcome
 
 _NAME = "the program that called tandem.train()"
 _IDLE_S, _BUSY_S = 0.2, 0.005
@@ -39,7 +39,7 @@ _UNREACHABLE_S = 10.0
 """How long the connection may be down."""
 
 
-class Program(NamedTuple):
+class RewardProgram(NamedTuple):
     """The program's address and keys."""
 
     at: Listener
@@ -52,13 +52,13 @@ class ProgramPool:
 
     is_multi_turn = False
 
-    def __init__(self, program: Program, config: Config) -> None:
+    def __init__(self, program: RewardProgram, config: Config) -> None:
         """Begin to connect."""
         self._program = program
         self._silence_s = config.cluster.heartbeat_timeout_s
-        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
-        self._asked: dict[int, Job] = {}
+        self._waiting: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
+        self._asked: dict[int, EnvironmentCall] = {}
         """Pending jobs by the numbers of their calls."""
         self._heard_at = 0.0
         """When the program last gave a sign of life, or was given work while idle."""
@@ -67,7 +67,7 @@ class ProgramPool:
         self._thread = threading.Thread(target=self._run, name="reward-program", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EnvironmentCall) -> None:
         """Queue a job."""
         self._waiting.put(job)
 
@@ -86,9 +86,9 @@ class ProgramPool:
 
     def _run(self) -> None:
         try:
-            callers = Callers({_NAME: self._program.at}, self._program.own, max_bytes=_MAX_REPLY_BYTES)
+            callers = CallerConnections({_NAME: self._program.at}, self._program.own, max_bytes=_MAX_REPLY_BYTES)
             with contextlib.closing(callers):
-                codec: Codec[ResponsesScored | StillScoring] = Codec(FromRewardServer)
+                codec: MessageCodec[ResponsesScored | StillScoring] = MessageCodec(FromRewardServer)
                 while not self._is_closing:
                     new = self._collected()
                     if callers.down_for(_NAME) == 0.0:
@@ -104,9 +104,9 @@ class ProgramPool:
         except Exception as error:
             self._error = error
 
-    def _collected(self) -> list[Job]:
+    def _collected(self) -> list[EnvironmentCall]:
         """Take the submitted jobs; wait for some if there is nothing else to do."""
-        new: list[Job | None] = []
+        new: list[EnvironmentCall | None] = []
         with contextlib.suppress(queue.Empty):
             if not self._asked:
                 new.append(self._waiting.get(timeout=_IDLE_S))
@@ -118,7 +118,7 @@ class ProgramPool:
         self._asked |= {job.call.number: job for job in jobs}
         return jobs
 
-    def _ask(self, callers: Callers, jobs: Iterable[Job]) -> None:
+    def _ask(self, callers: CallerConnections, jobs: Iterable[EnvironmentCall]) -> None:
         responses = tuple(
             ResponseToScore(
                 number=job.call.number,
@@ -152,7 +152,7 @@ class ProgramPool:
             else:
                 self.done.put((job, Score(scored.reward, scored.correct, scored.components)))
 
-    def _refuse_silence(self, callers: Callers) -> None:
+    def _refuse_silence(self, callers: CallerConnections) -> None:
         """Raise `RewardError` if the program neither answers nor says why."""
         if not self._asked:
             return

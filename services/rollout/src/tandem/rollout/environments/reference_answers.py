@@ -22,7 +22,7 @@ from tandem.config import Config, config_from_json
 from tandem.config.checks.data import compares_answers, reads_boxes
 from tandem.rollout.environments.environment import Score, Step, is_async, is_multi_turn
 from tandem.rollout.environments.making import make_environment
-from tandem.rollout.environments.outcomes import Call, Failure, outcome_of, step_of
+from tandem.rollout.environments.outcomes import Failure, ScoringCall, outcome_of, step_of
 from tandem.samples.chat_templates import Messages
 from tandem.samples.reference_scores import ReferenceScore, decode_order
 
@@ -97,7 +97,7 @@ def _best_of(step: Step, problem: Problem, responses: Iterator[str], module: str
     best: ReferenceScore | None = None
     for response in responses:
         conversation = [{"role": "assistant", "content": response, "text": response}]
-        outcome = outcome_of(Call(0, problem, conversation), step, is_multi_turn=False, module=module)
+        outcome = outcome_of(ScoringCall(0, problem, conversation), step, is_multi_turn=False, module=module)
         if isinstance(outcome, Failure):
             return ReferenceScore(response=response, failure=outcome.what)
         assert isinstance(outcome, Score), "it is not asked about turns"

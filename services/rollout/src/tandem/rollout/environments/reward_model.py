@@ -22,7 +22,7 @@ from tandem.common.messages import Problem
 from tandem.common.returned import line
 from tandem.config.models.model_sizes import local_folder, max_positions_in
 from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS
-from tandem.config.schema import Environment as Settings
+from tandem.config.schema import EnvironmentConfig as Settings
 from tandem.rollout.environments.environment import Score
 from tandem.samples.model_files import load_reward_model_tokenizer
 from tandem.samples.tokenizer import Messages

@@ -8,24 +8,24 @@ from tandem.common.messages import EngineServer, Problem
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.rollout.environments.environment import HEAVY, Score, Turn
-from tandem.rollout.environments.faults import FaultPolicy, Unscored
+from tandem.rollout.environments.faults import FaultPolicy, UnscoredResponse
 from tandem.rollout.environments.making import runs_in
-from tandem.rollout.environments.outcomes import Call, Failure, Job
-from tandem.rollout.environments.processes.guarded import ForkServer
+from tandem.rollout.environments.outcomes import EnvironmentCall, Failure, ScoringCall
+from tandem.rollout.environments.processes.guarded import WorkerForkServer
 from tandem.rollout.environments.processes.workers import WorkerPool
-from tandem.rollout.environments.program import Program, ProgramPool
+from tandem.rollout.environments.program import ProgramPool, RewardProgram
 from tandem.rollout.environments.threads import ThreadPool
 from tandem.samples.chat_templates import Messages
 
 
-class Scorer:
+class EnvironmentScorer:
     """One environment, with whatever runs it.
 
     `submit` never waits; `poll` returns what is done. One thread calls these methods, first of all `await_ready`.
     Before that, another process imports a custom class, beside whatever this one does.
     """
 
-    def __init__(self, config: Config, program: Program | None = None) -> None:
+    def __init__(self, config: Config, program: RewardProgram | None = None) -> None:
         """Start importing; `program` is the environment's, if it consists of functions given to `tandem.train`."""
         self._config = config
         self._program = program
@@ -35,9 +35,9 @@ class Scorer:
         self.is_multi_turn = False
         """Whether a response may be answered; otherwise each is scored."""
         is_apart = settings.is_custom or settings.judge or settings.is_reward_model or self._name in HEAVY
-        self._server = ForkServer(config) if is_apart else None
+        self._server = WorkerForkServer(config) if is_apart else None
         self._pool: ThreadPool | WorkerPool | ProgramPool | None = None
-        self._wanted: dict[int, Job] = {}
+        self._wanted: dict[int, EnvironmentCall] = {}
         self._num_calls = 0
 
     def await_ready(self, engine: EngineServer | None = None) -> None:
@@ -66,11 +66,11 @@ class Scorer:
     def submit(self, key: int, problem: Problem, conversation: Messages, step: int | None = None) -> None:
         """Queue a conversation that ends with a response; `key` comes back with its score, or with the next turn."""
         self._num_calls += 1
-        self._wanted[key] = job = Job(key, Call(self._num_calls, problem, conversation, step))
+        self._wanted[key] = job = EnvironmentCall(key, ScoringCall(self._num_calls, problem, conversation, step))
         assert self._pool is not None, "await_ready comes first"
         self._pool.submit(job)
 
-    def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
+    def poll(self) -> list[tuple[int, Score | Turn | UnscoredResponse]]:
         """Return what is ready, in the order in which it became ready.
 
         Raises `RewardError` if a failure of the environment ends the run.
@@ -78,7 +78,7 @@ class Scorer:
         pool = self._pool
         assert pool is not None, "await_ready comes first"
         pool.check()
-        results: list[tuple[int, Score | Turn | Unscored]] = []
+        results: list[tuple[int, Score | Turn | UnscoredResponse]] = []
         while not pool.done.empty():
             job, outcome = pool.done.get()
             is_wanted = self._wanted.get(job.key) is job
@@ -101,7 +101,7 @@ class Scorer:
             if (job := self._wanted.pop(key, None)) is not None:
                 job.wanted = False
 
-    def refuse(self, problem: Problem, conversation: Messages, what: str) -> Unscored:
+    def refuse(self, problem: Problem, conversation: Messages, what: str) -> UnscoredResponse:
         """Judge the environment's answer that cannot be used. Raises `RewardError` if that ends the run."""
         return self._faults.judged(problem, conversation, Failure(what))
 
@@ -116,13 +116,13 @@ class Scorer:
             server.close()
 
 
-class Environments:
-    """A `Scorer` for each of the run's environments. Keys are unique among all of them."""
+class RunEnvironments:
+    """A `EnvironmentScorer` for each of the run's environments. Keys are unique among all of them."""
 
-    def __init__(self, config: Config, program: Program | None = None) -> None:
+    def __init__(self, config: Config, program: RewardProgram | None = None) -> None:
         """Make the scorers; `program` scores with functions given to `tandem.train`."""
         self._scorers = [
-            Scorer(config.of_environment(name), program if name == PYTHON_REWARDS else None)
+            EnvironmentScorer(config.of_environment(name), program if name == PYTHON_REWARDS else None)
             for name in config.environments
         ]
         self.of = dict(zip(config.environments, self._scorers, strict=True))
@@ -135,9 +135,9 @@ class Environments:
         for scorer in self._scorers:
             scorer.await_ready(engine)
 
-    def poll(self) -> list[tuple[int, Score | Turn | Unscored]]:
+    def poll(self) -> list[tuple[int, Score | Turn | UnscoredResponse]]:
         """Return what is ready. Raises `RewardError` where a failure of an environment ends the run."""
-        ready: list[tuple[int, Score | Turn | Unscored]] = []
+        ready: list[tuple[int, Score | Turn | UnscoredResponse]] = []
         for scorer in self._scorers:
             ready += scorer.poll()
         return ready

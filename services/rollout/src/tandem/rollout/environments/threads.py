@@ -15,7 +15,7 @@ from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.rollout.environments.environment import is_multi_turn
 from tandem.rollout.environments.making import make_environment
-from tandem.rollout.environments.outcomes import Job, Outcome, outcome_of, step_of, timed_out
+from tandem.rollout.environments.outcomes import EnvironmentCall, Outcome, outcome_of, step_of, timed_out
 from tandem.rollout.environments.printing import bounded, say_left_out
 from tandem.samples.chat_templates import Messages
 
@@ -32,14 +32,14 @@ class ThreadPool:
         self._timeout_s = settings.timeout_s
         self._module = (settings.class_path or "").rpartition(".")[0]
         self._step = step_of(environment)
-        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
-        self._at_work: dict[threading.Thread, Job | None] = {}
+        self._waiting: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
+        self._at_work: dict[threading.Thread, EnvironmentCall | None] = {}
         """Current job of each thread."""
         for _ in range(settings.num_workers):
             self._start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EnvironmentCall) -> None:
         """Queue a job."""
         self._waiting.put(job)
 

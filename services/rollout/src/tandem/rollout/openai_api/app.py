@@ -25,7 +25,7 @@ from tandem.rollout.openai_api.bodies import read_body
 from tandem.rollout.openai_api.choices import (
     ChatView,
     CompletionView,
-    Job,
+    GenerationJob,
     View,
     chat_job,
     collect,
@@ -41,13 +41,13 @@ from tandem.rollout.openai_api.protocol import (
     no_such_model,
     read_request,
 )
-from tandem.rollout.openai_api.refusals import Refused, as_response, too_late, unauthorised
+from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, too_late, unauthorised
 
 Find = Callable[[Request], ServedModel]
-"""Function that returns the model a request is for, whatever name it gives; raises `Refused` for a wrong token."""
+"""Function that returns the model of a request, whatever name it gives; raises `OpenAIRefused` for a wrong token."""
 _JSON = "application/json"
 T = TypeVar("T")
-Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, Job, View]]
+Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, GenerationJob, View]]
 """Function that reads a request's body."""
 
 
@@ -91,7 +91,7 @@ class OpenaiPaths:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, Job, View]:
+        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, GenerationJob, View]:
             asked = read_request(body, ChatRequest)
             _check_name(model, asked.model)
             job = chat_job(model, asked)
@@ -102,7 +102,7 @@ class OpenaiPaths:
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[CompletionRequest, Job, View]:
+        def begin(model: ServedModel, body: bytes) -> tuple[CompletionRequest, GenerationJob, View]:
             asked = read_request(body, CompletionRequest)
             _check_name(model, asked.model)
             job = completion_job(model, asked)
@@ -114,7 +114,7 @@ class OpenaiPaths:
         """List the models that are served."""
         try:
             model = self._find(request)
-        except Refused as error:
+        except OpenAIRefused as error:
             return as_response(error)
         names = (model.name, *model.aliases)
         return _json(ModelList(data=[_card(model, name) for name in names]))
@@ -124,7 +124,7 @@ class OpenaiPaths:
         try:
             model, name = self._find(request), request.path_params["name"]
             _check_name(model, name)
-        except Refused as error:
+        except OpenAIRefused as error:
             return as_response(error)
         return _json(_card(model, name))
 
@@ -140,8 +140,8 @@ class OpenaiPaths:
         except TimeoutError:
             return as_response(too_late(self._deadline_s))
         except (ConfigError, DataError) as error:  # from a chat template, or a text without tokens
-            return as_response(Refused(str(error)))
-        except Refused as error:
+            return as_response(OpenAIRefused(str(error)))
+        except OpenAIRefused as error:
             return as_response(error)
         # A client that has gone reads no answer, whatever it is.
         return Response(status_code=499) if pieces is None else _json(view.answer(pieces))
@@ -176,7 +176,7 @@ class EventStream(Response):
 
 
 async def _events(
-    model: ServedModel, asked: ChatRequest | CompletionRequest, job: Job, view: View
+    model: ServedModel, asked: ChatRequest | CompletionRequest, job: GenerationJob, view: View
 ) -> AsyncGenerator[bytes, None]:
     """Yield a stream; an error after its beginning becomes one of its events."""
     shows_tokens = asked.return_token_ids or asked.wants_logprobs
@@ -193,7 +193,7 @@ async def _events(
         for last in view.end(num_tokens):
             yield _event(msgspec.json.encode(last))
         yield b"data: [DONE]\n\n"
-    except Refused as error:
+    except OpenAIRefused as error:
         yield _event(error.encode())
 
 
@@ -238,10 +238,10 @@ async def _as_openai(request: Request, error: Exception) -> Response:
     """Refuse an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}: {error.detail}"
-    return as_response(Refused(what, status=error.status_code, kind="not_found_error"))
+    return as_response(OpenAIRefused(what, status=error.status_code, kind="not_found_error"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Report an error of ours; details and traceback are in the log."""
     what = f"{type(error).__name__} while answering; the server's log has more"
-    return as_response(Refused(what, status=500, kind="server_error"))
+    return as_response(OpenAIRefused(what, status=500, kind="server_error"))

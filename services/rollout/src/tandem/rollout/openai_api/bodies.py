@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
-from tandem.rollout.openai_api.refusals import Refused, gone
+from tandem.rollout.openai_api.refusals import OpenAIRefused, gone
 
 MAX_BODY_BYTES = 1 << 24
 """Size limit of one request."""
@@ -15,17 +15,17 @@ _BODY_S = 60.0
 
 
 async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
-    """Return a request's body. Raises `Refused` if it is too long or does not arrive."""
+    """Return a request's body. Raises `OpenAIRefused` if it is too long or does not arrive."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 size += len(part)
                 if size > most:
-                    raise Refused(f"the body has more than {most} bytes", status=413, code="request_too_large")
+                    raise OpenAIRefused(f"the body has more than {most} bytes", status=413, code="request_too_large")
                 parts.append(part)
     except TimeoutError:
-        raise Refused(f"the body has not arrived within {_BODY_S:g} s", status=408) from None
+        raise OpenAIRefused(f"the body has not arrived within {_BODY_S:g} s", status=408) from None
     except ClientDisconnect:
         raise gone() from None
     return b"".join(parts)

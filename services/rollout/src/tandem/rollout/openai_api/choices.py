@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.rollout.engine import Alternatives
-from tandem.rollout.openai_api.generator import Chunk, ServedModel
+from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
 from tandem.rollout.openai_api.protocol import (
     MAX_CHOICES,
     AnswerMessage,
@@ -29,28 +29,28 @@ from tandem.rollout.openai_api.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    Delta,
     FinishReason,
     FunctionDelta,
-    Generating,
+    GenerationFields,
+    MessageDelta,
     TokenLogprob,
+    TokenUsage,
     ToolCall,
     ToolCallDelta,
     TopLogprob,
-    Usage,
     too_long,
 )
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.rollout.openai_api.text import StoppedText, TextStream
 from tandem.rollout.openai_api.tool_calls import ChatPart, ChatReader
 from tandem.samples.responses import chat_markers
 
-Chosen = tuple[int, "Piece"]
+Chosen = tuple[int, "ResponsePiece"]
 _PROMPT_TAIL = 32
 """Tokens at the end of a prompt that tell whether a response begins within reasoning."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class WantedResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One response to make."""
 
     prompt: int
@@ -59,17 +59,17 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request: what to generate."""
 
     prompts: list[list[int]]
-    wanted: list[Wanted]
+    wanted: list[WantedResponse]
     """Wanted responses, in the order of their choices."""
     images: tuple[ImageRef, ...] = ()
     """Images of a chat's prompt."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsePiece(msgspec.Struct, frozen=True, kw_only=True):
     """New text and tokens of a response."""
 
     text: str
@@ -85,15 +85,15 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 # --- what is asked for -----------------------------------------------------------------------------------------------
 
 
-def chat_job(model: ServedModel, request: ChatRequest) -> Job:
-    """Return a chat's job. Raises `Refused` and what `ServedModel.chat_ids` raises."""
+def chat_job(model: ServedModel, request: ChatRequest) -> GenerationJob:
+    """Return a chat's job. Raises `OpenAIRefused` and what `ServedModel.chat_ids` raises."""
     messages = model.messages_of(request)
     job = _job(model, request, [model.chat_ids(request, messages)], request.most_tokens)
     return msgspec.structs.replace(job, images=model.tokenizer.images_in(messages) or ())
 
 
-def completion_job(model: ServedModel, request: CompletionRequest) -> Job:
-    """Return the job of a request for completions. Raises `Refused` and what `Tokenizer.encode` raises."""
+def completion_job(model: ServedModel, request: CompletionRequest) -> GenerationJob:
+    """Return the job of a request for completions. Raises `OpenAIRefused` and what `Tokenizer.encode` raises."""
     special = request.add_special_tokens is not False
     prompts = [
         model.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
@@ -102,24 +102,26 @@ def completion_job(model: ServedModel, request: CompletionRequest) -> Job:
     return _job(model, request, prompts, request.most_tokens)
 
 
-def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most_tokens: int | None) -> Job:
+def _job(
+    model: ServedModel, request: GenerationFields, prompts: list[list[int]], most_tokens: int | None
+) -> GenerationJob:
     for prompt in prompts:
         if not prompt:
-            raise Refused("the prompt has no tokens", param="prompt")
+            raise OpenAIRefused("the prompt has no tokens", param="prompt")
         if max(prompt) >= model.vocabulary:
-            raise Refused(f"the token id {max(prompt)} must be less than {model.vocabulary}", param="prompt")
+            raise OpenAIRefused(f"the token id {max(prompt)} must be less than {model.vocabulary}", param="prompt")
         if len(prompt) >= model.max_length:
             raise too_long(len(prompt), model.max_length)
     num_samples = request.n or 1
     if len(prompts) * num_samples > MAX_CHOICES:
         what = f"n: {num_samples} responses to {len(prompts)} prompts, but at most {MAX_CHOICES} responses are allowed"
-        raise Refused(what, param="n")
+        raise OpenAIRefused(what, param="n")
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids
     as_tokens = model.tokenizer.undivided_ids(request.stop_strings)
     schema = request.wanted_schema
     grammar = None if schema is None else model.grammar_of(schema)
-    wanted: list[Wanted] = []
+    wanted: list[WantedResponse] = []
     for number, prompt in enumerate(prompts):
         room = model.max_length - len(prompt)
         sampling = SamplingParameters(
@@ -133,8 +135,8 @@ def _job(model: ServedModel, request: Generating, prompts: list[list[int]], most
         )
         sampling = request.served(sampling, grammar)
         for _ in range(num_samples):
-            wanted.append(Wanted(prompt=number, sampling=sampling, seed=_seed(seed, len(wanted))))
-    return Job(prompts=prompts, wanted=wanted)
+            wanted.append(WantedResponse(prompt=number, sampling=sampling, seed=_seed(seed, len(wanted))))
+    return GenerationJob(prompts=prompts, wanted=wanted)
 
 
 def _seed(seed: int, choice: int) -> int:
@@ -147,10 +149,10 @@ def _seed(seed: int, choice: int) -> int:
 # --- what comes of it ------------------------------------------------------------------------------------------------
 
 
-class Growing:
+class ResponseBuilder:
     """A builder of pieces from the chunks of one response; equal responses give equal pieces."""
 
-    def __init__(self, model: ServedModel, request: Generating, prompt_ids: Sequence[int], seed: int) -> None:
+    def __init__(self, model: ServedModel, request: GenerationFields, prompt_ids: Sequence[int], seed: int) -> None:
         self._reader: ChatReader | None = None
         kept = frozenset[int]()
         if isinstance(request, ChatRequest):
@@ -165,7 +167,7 @@ class Growing:
         self._stream = TextStream(model.tokenizer, skip_special_tokens=not shows_special, kept=kept)
         self._stopped = StoppedText(request.stop_strings)
 
-    def add(self, chunk: Chunk) -> Piece:
+    def add(self, chunk: ResponseChunk) -> ResponsePiece:
         """Return what a chunk adds to the response; its text may belong to earlier tokens too."""
         is_last = chunk.finish_reason is not None
         text = self._stopped.push(self._stream.push(chunk.token_ids))
@@ -189,13 +191,13 @@ class WithoutText:
     """A builder of pieces for a request that wants no texts."""
 
     @staticmethod
-    def add(chunk: Chunk) -> Piece:
+    def add(chunk: ResponseChunk) -> ResponsePiece:
         """Return what a chunk adds to the response."""
         return _piece(chunk, ChatPart("", "", []), chunk.finish_reason)
 
 
-def _piece(chunk: Chunk, part: ChatPart, reason: FinishReason | None) -> Piece:
-    return Piece(
+def _piece(chunk: ResponseChunk, part: ChatPart, reason: FinishReason | None) -> ResponsePiece:
+    return ResponsePiece(
         text=part.text,
         reasoning=part.reasoning,
         token_ids=chunk.token_ids,
@@ -207,11 +209,11 @@ def _piece(chunk: Chunk, part: ChatPart, reason: FinishReason | None) -> Piece:
     )
 
 
-def _has_text(request: Generating) -> bool:
+def _has_text(request: GenerationFields) -> bool:
     return not isinstance(request, CompletionRequest) or request.detokenize is not False
 
 
-async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenerator[Chosen, None]:
+async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob) -> AsyncGenerator[Chosen, None]:
     """Yield the pieces of all responses as they come, with the numbers of their choices.
 
     If iteration ends early, generation stops.
@@ -219,11 +221,11 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
     pieces: asyncio.Queue[Chosen | Exception] = asyncio.Queue()
     is_streamed = bool(request.stream)
 
-    async def follow(number: int, wanted: Wanted) -> None:
+    async def follow(number: int, wanted: WantedResponse) -> None:
         try:
             prompt_ids = job.prompts[wanted.prompt]
             has_text = _has_text(request)
-            growing = Growing(model, request, prompt_ids, wanted.seed) if has_text else WithoutText()
+            growing = ResponseBuilder(model, request, prompt_ids, wanted.seed) if has_text else WithoutText()
             chunks = model.generator.generate(
                 prompt_ids, wanted.sampling, wanted.seed, job.images, is_streamed=is_streamed
             )
@@ -248,20 +250,20 @@ async def grow(model: ServedModel, request: Generating, job: Job) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def collect(model: ServedModel, request: Generating, job: Job) -> list[Piece]:
+async def collect(model: ServedModel, request: GenerationFields, job: GenerationJob) -> list[ResponsePiece]:
     """Return all responses, each complete."""
-    parts: list[list[Piece]] = [[] for _ in job.wanted]
+    parts: list[list[ResponsePiece]] = [[] for _ in job.wanted]
     async with contextlib.aclosing(grow(model, request, job)) as growing:
         async for number, piece in growing:
             parts[number].append(piece)
     return [joined(pieces) for pieces in parts]
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[ResponsePiece]) -> ResponsePiece:
     """Join the pieces of a response into one."""
     if len(pieces) == 1:
         return pieces[0]
-    return Piece(
+    return ResponsePiece(
         text="".join(piece.text for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
@@ -273,7 +275,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def _joined_alternatives(pieces: Sequence[Piece]) -> list[Alternatives] | None:
+def _joined_alternatives(pieces: Sequence[ResponsePiece]) -> list[Alternatives] | None:
     if all(piece.alternatives is None for piece in pieces):
         return None
     return [each for piece in pieces for each in piece.alternatives or []]
@@ -285,7 +287,7 @@ def _joined_alternatives(pieces: Sequence[Piece]) -> list[Alternatives] | None:
 class ChatView:
     """The form of a chat's responses."""
 
-    def __init__(self, model: ServedModel, request: ChatRequest, job: Job) -> None:
+    def __init__(self, model: ServedModel, request: ChatRequest, job: GenerationJob) -> None:
         self._model = model
         self._request = request
         self._job = job
@@ -294,7 +296,7 @@ class ChatView:
         self._num_calls = [0] * len(job.wanted)
         """Calls sent so far, by choice."""
 
-    def answer(self, pieces: Sequence[Piece]) -> ChatAnswer:
+    def answer(self, pieces: Sequence[ResponsePiece]) -> ChatAnswer:
         """Return the whole answer."""
         choices = [
             ChatChoice(
@@ -320,15 +322,15 @@ class ChatView:
         """Yield the start of a stream: the role of the messages that follow."""
         ids = _shown_ids(self._request, self._job.prompts[0])
         for number in range(len(self._job.wanted)):
-            choice = ChatChunkChoice(index=number, delta=Delta(role="assistant", content=""))
+            choice = ChatChunkChoice(index=number, delta=MessageDelta(role="assistant", content=""))
             yield self._chunk([choice], prompt_token_ids=UNSET if number else ids)
 
-    def chunks(self, number: int, piece: Piece) -> Iterator[ChatChunk]:
+    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[ChatChunk]:
         """Yield a part of a stream: text and tokens, then calls, of which clients expect one delta a chunk."""
         calls = piece.tool_calls
         choice = ChatChunkChoice(
             index=number,
-            delta=Delta(content=piece.text or UNSET, reasoning_content=piece.reasoning or UNSET),
+            delta=MessageDelta(content=piece.text or UNSET, reasoning_content=piece.reasoning or UNSET),
             logprobs=self._logprobs(piece),
             finish_reason=None if calls else piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
@@ -336,10 +338,10 @@ class ChatView:
         yield self._chunk([choice], weight_versions=_versions(self._model, [piece]))
         for call in calls:
             for delta in _deltas(self._num_calls[number], call):
-                yield self._chunk([ChatChunkChoice(index=number, delta=Delta(tool_calls=[delta]))])
+                yield self._chunk([ChatChunkChoice(index=number, delta=MessageDelta(tool_calls=[delta]))])
             self._num_calls[number] += 1
         if calls and piece.finish_reason:
-            yield self._chunk([ChatChunkChoice(index=number, delta=Delta(), finish_reason=piece.finish_reason)])
+            yield self._chunk([ChatChunkChoice(index=number, delta=MessageDelta(), finish_reason=piece.finish_reason)])
 
     def end(self, num_tokens: int) -> Iterator[ChatChunk]:
         """Yield the end of a stream."""
@@ -350,7 +352,7 @@ class ChatView:
         self,
         choices: list[ChatChunkChoice],
         *,
-        usage: Usage | None = None,
+        usage: TokenUsage | None = None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
         weight_versions: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
@@ -364,7 +366,7 @@ class ChatView:
             weight_versions=weight_versions,
         )
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: ResponsePiece) -> ChatLogprobs | None:
         if not self._request.wants_logprobs:
             return None
         alternatives = piece.alternatives or [[]] * len(piece.token_ids)
@@ -387,7 +389,7 @@ class ChatView:
 class CompletionView:
     """The form of completions."""
 
-    def __init__(self, model: ServedModel, request: CompletionRequest, job: Job) -> None:
+    def __init__(self, model: ServedModel, request: CompletionRequest, job: GenerationJob) -> None:
         self._model = model
         self._request = request
         self._job = job
@@ -396,7 +398,7 @@ class CompletionView:
         self._num_characters = [0] * len(job.wanted)
         """Characters of each choice's tokens so far."""
 
-    def answer(self, pieces: Sequence[Piece]) -> CompletionAnswer:
+    def answer(self, pieces: Sequence[ResponsePiece]) -> CompletionAnswer:
         """Return the whole answer."""
         choices = [self._choice(number, piece, is_first=True) for number, piece in enumerate(pieces)]
         usage = _usage(self._job, sum(len(piece.token_ids) for piece in pieces))
@@ -405,11 +407,11 @@ class CompletionView:
     def begin(self) -> Iterator[CompletionAnswer]:
         """Yield the start of a stream: nothing, unless token ids are asked for."""
         if self._request.return_token_ids:
-            empty = Piece(text="", token_ids=[], logprobs=[], finish_reason=None)
+            empty = ResponsePiece(text="", token_ids=[], logprobs=[], finish_reason=None)
             for number in range(len(self._job.wanted)):
                 yield self._part([self._choice(number, empty, is_first=True)])
 
-    def chunks(self, number: int, piece: Piece) -> Iterator[CompletionAnswer]:
+    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[CompletionAnswer]:
         """Yield a part of a stream."""
         yield self._part([self._choice(number, piece, is_first=False)], _versions(self._model, [piece]))
 
@@ -426,7 +428,7 @@ class CompletionView:
     def _answer(
         self,
         choices: list[CompletionChoice],
-        usage: Usage | UnsetType | None,
+        usage: TokenUsage | UnsetType | None,
         weight_versions: list[int] | UnsetType = UNSET,
     ) -> CompletionAnswer:
         return CompletionAnswer(
@@ -438,7 +440,7 @@ class CompletionView:
             weight_versions=weight_versions,
         )
 
-    def _choice(self, number: int, piece: Piece, *, is_first: bool) -> CompletionChoice:
+    def _choice(self, number: int, piece: ResponsePiece, *, is_first: bool) -> CompletionChoice:
         prompt_ids = self._job.prompts[self._job.wanted[number].prompt]
         return CompletionChoice(
             index=number,
@@ -449,7 +451,7 @@ class CompletionView:
             prompt_token_ids=_shown_ids(self._request, prompt_ids) if is_first else UNSET,
         )
 
-    def _logprobs(self, number: int, piece: Piece) -> CompletionLogprobs | None:
+    def _logprobs(self, number: int, piece: ResponsePiece) -> CompletionLogprobs | None:
         if not self._request.wants_logprobs:
             return None
         if not _has_text(self._request) and piece.alternatives is None:
@@ -477,14 +479,14 @@ class CompletionView:
 View = ChatView | CompletionView
 
 
-def _named(model: ServedModel, request: Generating, token_id: int) -> str:
+def _named(model: ServedModel, request: GenerationFields, token_id: int) -> str:
     """Return what log-probabilities call a token."""
     if request.return_tokens_as_token_ids:
         return f"token_id:{token_id}"
     return model.tokenizer.token_text(token_id)
 
 
-def _ended(piece: Piece) -> FinishReason:
+def _ended(piece: ResponsePiece) -> FinishReason:
     assert piece.finish_reason is not None, "the last piece of a response says why it ended"
     return piece.finish_reason
 
@@ -496,7 +498,7 @@ def _deltas(index: int, call: ToolCall) -> Iterator[ToolCallDelta]:
     yield ToolCallDelta(index=index, function=FunctionDelta(arguments=call.function.arguments))
 
 
-def _message(piece: Piece) -> AnswerMessage:
+def _message(piece: ResponsePiece) -> AnswerMessage:
     has_only_calls = piece.tool_calls and not piece.text
     return AnswerMessage(
         content=None if has_only_calls else piece.text,
@@ -505,15 +507,15 @@ def _message(piece: Piece) -> AnswerMessage:
     )
 
 
-def _shown_ids(request: Generating, token_ids: list[int]) -> list[int] | UnsetType:
+def _shown_ids(request: GenerationFields, token_ids: list[int]) -> list[int] | UnsetType:
     return token_ids if request.return_token_ids else UNSET
 
 
-def _versions(model: ServedModel, pieces: Sequence[Piece]) -> list[int] | UnsetType:
+def _versions(model: ServedModel, pieces: Sequence[ResponsePiece]) -> list[int] | UnsetType:
     """Return the weight versions that made these tokens, in a run with refits."""
     return sorted({version for piece in pieces for version in piece.versions}) if model.shows_versions else UNSET
 
 
-def _usage(job: Job, num_tokens: int) -> Usage:
+def _usage(job: GenerationJob, num_tokens: int) -> TokenUsage:
     num_prompt = sum(map(len, job.prompts))
-    return Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=num_prompt + num_tokens)
+    return TokenUsage(prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=num_prompt + num_tokens)

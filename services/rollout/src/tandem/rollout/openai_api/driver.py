@@ -21,10 +21,10 @@ import msgspec
 
 from tandem.common.errors import DataError
 from tandem.common.messages import ImageRef, SamplingParameters
-from tandem.rollout.engine import Completion, Engine, NotHeld, Request, Tokens
+from tandem.rollout.engine import Engine, EngineCompletion, NewTokens, SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.served import ServedSampling
-from tandem.rollout.openai_api.generator import Chunk
-from tandem.rollout.openai_api.refusals import Refused, unavailable
+from tandem.rollout.openai_api.generator import ResponseChunk
+from tandem.rollout.openai_api.refusals import OpenAIRefused, unavailable
 
 _MAX_UNFINISHED = 4096
 """Responses that run or wait, of all requests together."""
@@ -35,13 +35,13 @@ _MOST_UNREAD = 64
 class _Stream:
     """The destination of one response's chunks."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, request: Request, is_streamed: bool) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request: SequenceRequest, is_streamed: bool) -> None:
         self.loop = loop
         self.is_streamed = is_streamed
         """Whether its consumer wants each token at once, and not all at the end."""
         self.request = request
         """The rest for the engine to do, under a number that is never reused."""
-        self.chunks: asyncio.Queue[Chunk | Refused] = asyncio.Queue()
+        self.chunks: asyncio.Queue[ResponseChunk | OpenAIRefused] = asyncio.Queue()
         self.num_sent = 0
         """Tokens sent of what the engine has made since it got the request."""
 
@@ -53,7 +53,7 @@ class EngineDriver:
         self,
         engine: Engine,
         *,
-        step: Callable[[], list[Completion]] | None = None,
+        step: Callable[[], list[EngineCompletion]] | None = None,
         notify: Callable[[], None] | None = None,
         most_at_once: int = _MAX_UNFINISHED,
         for_external_requests: bool = False,
@@ -79,7 +79,7 @@ class EngineDriver:
         self._left: set[_Stream] = set()
         self._unread: set[_Stream] = set()
         """Streams that wait outside the engine until their clients have read what there is."""
-        self._closed: Refused | None = None
+        self._closed: OpenAIRefused | None = None
         self._streams: dict[int, _Stream] = {}
         """Streams of the requests that the engine has."""
         self._num_unfinished = 0
@@ -111,9 +111,9 @@ class EngineDriver:
         images: tuple[ImageRef, ...] = (),
         *,
         is_streamed: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield a response as it is made; see `tandem.rollout.openai_api.generator.Generator`."""
-        request = Request(
+    ) -> AsyncGenerator[ResponseChunk, None]:
+        """Yield a response as it is made; see `tandem.rollout.openai_api.generator.ResponseGenerator`."""
+        request = SequenceRequest(
             request_id=next(self._numbers),
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
@@ -127,7 +127,7 @@ class EngineDriver:
                 raise self._closed
             if self._num_unfinished >= _MAX_UNFINISHED:
                 what = f"{self._num_unfinished} responses are being made or wait: ask again later"
-                raise Refused(what, status=429, kind="rate_limit_error", code="overloaded")
+                raise OpenAIRefused(what, status=429, kind="rate_limit_error", code="overloaded")
             self._num_unfinished += 1
             self._arrived.append(stream)
         self._tell(stream.loop)
@@ -136,8 +136,8 @@ class EngineDriver:
             while not is_finished:
                 chunk = await stream.chunks.get()
                 self._go_on_if_read(stream)
-                is_finished = isinstance(chunk, Refused) or chunk.finish_reason is not None
-                if isinstance(chunk, Refused):
+                is_finished = isinstance(chunk, OpenAIRefused) or chunk.finish_reason is not None
+                if isinstance(chunk, OpenAIRefused):
                     raise chunk
                 yield chunk
         finally:
@@ -206,27 +206,27 @@ class EngineDriver:
         for number in gone:
             del self._streams[number]
             self._engine.abort(number)
-        sent: list[tuple[_Stream, Chunk | Refused]] = []
+        sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]] = []
         for stream in waiting[:num_joining]:
             try:
                 self._engine.add_request(stream.request)
                 self._streams[stream.request.request_id] = stream
-            except NotHeld as error:
-                sent.append((stream, Refused(str(error), status=409, code="version_not_held")))
+            except VersionNotHeld as error:
+                sent.append((stream, OpenAIRefused(str(error), status=409, code="version_not_held")))
             except DataError as error:
-                sent.append((stream, Refused(str(error))))
+                sent.append((stream, OpenAIRefused(str(error))))
         _send(sent)
 
-    def hand_out(self, completions: Sequence[Completion]) -> list[Completion]:
+    def hand_out(self, completions: Sequence[EngineCompletion]) -> list[EngineCompletion]:
         """Send the engine's results to their streams; return the finished requests of others."""
-        sent: list[tuple[_Stream, Chunk | Refused]] = []
+        sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]] = []
         others = []
         for completion in completions:
             stream = self._streams.pop(completion.request_id, None)
             if stream is None:
                 others.append(completion)
             elif completion.finish_reason == "abort":
-                sent.append((stream, Refused("its weights give probabilities that are not numbers")))
+                sent.append((stream, OpenAIRefused("its weights give probabilities that are not numbers")))
             else:
                 sent.append((stream, _last_chunk(completion, stream.num_sent)))
         starts = {number: stream.num_sent for number, stream in self._streams.items() if stream.is_streamed}
@@ -240,7 +240,7 @@ class EngineDriver:
     def suspend(self) -> None:
         """Take all requests out of the engine, which does something else now; `admit` has them go on."""
         waiting = []
-        sent: list[tuple[_Stream, Chunk | Refused]] = []
+        sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]] = []
         for number, stream in self._streams.items():
             sent += self._take_out(number, stream)
             waiting.append(stream)
@@ -249,7 +249,7 @@ class EngineDriver:
         with self._changed:
             self._arrived.extendleft(reversed(waiting))
 
-    def _take_out(self, number: int, stream: _Stream) -> list[tuple[_Stream, Chunk | Refused]]:
+    def _take_out(self, number: int, stream: _Stream) -> list[tuple[_Stream, ResponseChunk | OpenAIRefused]]:
         """Take a request out of the engine, so that its stream can go on with the rest; return what is to be sent."""
         made = self._engine.abort(number)
         if made is None or not len(made.token_ids_T):
@@ -261,7 +261,7 @@ class EngineDriver:
 
     def _take_out_unread(self) -> None:
         """Take streams out of the engine whose clients do not read: others need the room."""
-        sent: list[tuple[_Stream, Chunk | Refused]] = []
+        sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]] = []
         for number, stream in [*self._streams.items()]:
             if stream.chunks.qsize() > _MOST_UNREAD:
                 sent += self._take_out(number, stream)
@@ -286,7 +286,7 @@ class EngineDriver:
             self._closed = refused
         self._refuse_all(refused)
 
-    def _refuse_all(self, refused: Refused) -> None:
+    def _refuse_all(self, refused: OpenAIRefused) -> None:
         with self._changed:
             streams = [*self._streams.values(), *self._arrived, *self._unread]
             self._streams.clear()
@@ -294,7 +294,7 @@ class EngineDriver:
             self._unread.clear()
         _send([(stream, refused) for stream in streams])
 
-    def _rest_of(self, request: Request, made: Completion) -> Request:
+    def _rest_of(self, request: SequenceRequest, made: EngineCompletion) -> SequenceRequest:
         """Return what is left of a request."""
         num_tokens = len(made.token_ids_T)
         sampling = msgspec.structs.replace(
@@ -332,8 +332,8 @@ def _in_turns(waiting: Sequence[_Stream], running: Counter[int | None]) -> list[
     return found
 
 
-def _chunk(tokens: Tokens | Completion, start: int = 0) -> Chunk:
-    return Chunk(
+def _chunk(tokens: NewTokens | EngineCompletion, start: int = 0) -> ResponseChunk:
+    return ResponseChunk(
         token_ids=tokens.token_ids_T[start:].tolist(),
         logprobs=tokens.logprobs_T[start:].tolist(),
         versions=tokens.versions_T[start:].tolist(),
@@ -342,9 +342,9 @@ def _chunk(tokens: Tokens | Completion, start: int = 0) -> Chunk:
     )
 
 
-def _last_chunk(completion: Completion, start: int) -> Chunk:
+def _last_chunk(completion: EngineCompletion, start: int) -> ResponseChunk:
     assert completion.finish_reason != "abort", "an aborted request is no longer awaited"
-    return Chunk(
+    return ResponseChunk(
         token_ids=completion.token_ids_T[start:].tolist(),
         logprobs=completion.logprobs_T[start:].tolist(),
         versions=completion.versions_T[start:].tolist(),
@@ -355,7 +355,7 @@ def _last_chunk(completion: Completion, start: int) -> Chunk:
     )
 
 
-def _send(sent: list[tuple[_Stream, Chunk | Refused]]) -> None:
+def _send(sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]]) -> None:
     """Hand chunks to the event loops that wait for them, each of which is woken once."""
     for loop in {stream.loop for stream, _ in sent}:
         its = [(stream, chunk) for stream, chunk in sent if stream.loop is loop]
@@ -363,6 +363,6 @@ def _send(sent: list[tuple[_Stream, Chunk | Refused]]) -> None:
             loop.call_soon_threadsafe(_put, its)
 
 
-def _put(sent: list[tuple[_Stream, Chunk | Refused]]) -> None:
+def _put(sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]]) -> None:
     for stream, chunk in sent:
         stream.chunks.put_nowait(chunk)

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.config.schema.generation import ToolCallParser
 from tandem.rollout.engine import Alternatives
-from tandem.rollout.engines.served import Grammar
+from tandem.rollout.engines.served import ResponseGrammar
 from tandem.rollout.openai_api.images import RequestImages
 from tandem.rollout.openai_api.protocol import ChatRequest
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.responses import ResponseMarkers
 from tandem.samples.sampling_masks import SamplingMasks
 from tandem.samples.tokenizer import Tokenizer
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a response since the previous chunk."""
 
     token_ids: list[int]
@@ -39,10 +39,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     masks: SamplingMasks | None = None
     """Sampling mask of each token, if the engine notes them."""
     routed_experts_TX: NDArray[np.uint8] | None = None
-    """Expert routing of the whole sequence, as in `tandem.rollout.engine.Completion`; in the last chunk only."""
+    """Expert routing of the whole sequence, as in `tandem.rollout.engine.EngineCompletion`; in the last chunk only."""
 
 
-class Generator(Protocol):
+class ResponseGenerator(Protocol):
     """A maker of responses. A slow one may yield a response as a single chunk."""
 
     def generate(
@@ -53,10 +53,10 @@ class Generator(Protocol):
         images: tuple[ImageRef, ...] = (),
         *,
         is_streamed: bool = True,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[ResponseChunk, None]:
         """Yield a response as it is made; closing or cancelling the iteration abandons the rest.
 
-        `images` are those of the prompt. If it is not streamed, it may be yielded at its end. Raises `Refused`.
+        `images` are those of the prompt. If it is not streamed, it may be yielded at its end. Raises `OpenAIRefused`.
         """
         ...
 
@@ -68,7 +68,7 @@ class ServedModel:
         self,
         name: str,
         tokenizer: Tokenizer,
-        generator: Generator,
+        generator: ResponseGenerator,
         *,
         max_length: int,
         vocabulary: int,
@@ -110,7 +110,7 @@ class ServedModel:
         """The tokenizer for grammars, once a response has asked for JSON."""
 
     def messages_of(self, request: ChatRequest) -> list[dict[str, Any]]:
-        """Return the messages in the form of chat templates, with markers for images. Raises `Refused`."""
+        """Return the messages in the form of chat templates, with markers for images. Raises `OpenAIRefused`."""
         messages = [message.for_template(self._mark) for message in request.messages]
         if self.images is not None:
             for message in messages:
@@ -120,18 +120,18 @@ class ServedModel:
     def _mark(self, url: str) -> str:
         if self.images is None:
             why = "its engine reads none" if self.tokenizer.sees else "it is a text model"
-            raise Refused(f"messages: {self.name} answers texts here, not images: {why}", param="messages")
+            raise OpenAIRefused(f"messages: {self.name} answers texts here, not images: {why}", param="messages")
         return self.images.mark(url)
 
     def chat_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens that the model is to answer: the whole conversation, rendered by the chat template.
 
-        `messages` are those of the request. Raises `Refused` and what `Tokenizer.encode_chat` raises.
+        `messages` are those of the request. Raises `OpenAIRefused` and what `Tokenizer.encode_chat` raises.
         """
         return self.tokenizer.encode_chat(messages, add_generation_prompt=True, variables=self.variables_of(request))
 
-    def grammar_of(self, schema: Mapping[str, Any]) -> Grammar:
-        """Return the grammar of a schema's JSON. Raises `Refused` if the model cannot keep to it."""
+    def grammar_of(self, schema: Mapping[str, Any]) -> ResponseGrammar:
+        """Return the grammar of a schema's JSON. Raises `OpenAIRefused` if the model cannot keep to it."""
         from tandem.rollout.openai_api.grammars import JsonGrammar, check_characters, grammar_tokenizer
 
         check_characters(self.tokenizer.alphabet, schema)
@@ -140,10 +140,10 @@ class ServedModel:
         return JsonGrammar(self._grammar_tokenizer, schema)
 
     def variables_of(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the chat template's variables besides the messages. Raises `Refused`."""
+        """Return the chat template's variables besides the messages. Raises `OpenAIRefused`."""
         tools = request.offered_tools
         if tools and not self.tokenizer.reads_tools:
-            raise Refused(f"tools: the chat template of {self.name} does not support tools", param="tools")
+            raise OpenAIRefused(f"tools: the chat template of {self.name} does not support tools", param="tools")
         known = self.tokenizer.template_variables
         given = request.chat_template_kwargs or {}
         if request.unknown_fields or given.keys() - known:
@@ -153,16 +153,16 @@ class ServedModel:
         return {**variables, "tools": tools} if tools else variables
 
     def _refuse_variables(self, fields: Sequence[str], arguments: Mapping[str, Any]) -> None:
-        """Raise `Refused` for fields and arguments that would change the prompt if they reached the chat template."""
+        """Raise `OpenAIRefused` for fields and arguments that would change the prompt by way of the chat template."""
         variables = _variables(self.tokenizer)
         field = next((name for name in fields if name in variables), None)
         if field is not None:
             what = f"{field}: this is a variable of {self.name}'s chat template: give it in chat_template_kwargs"
-            raise Refused(what, param=field, code="unsupported")
+            raise OpenAIRefused(what, param=field, code="unsupported")
         names = [name for name in arguments if name in variables and (name, arguments[name]) != _GENERATION_PROMPT]
         if names:
             what = f"chat_template_kwargs: {names[0]!r} cannot be set here: leave it out"
-            raise Refused(what, param="chat_template_kwargs", code="unsupported")
+            raise OpenAIRefused(what, param="chat_template_kwargs", code="unsupported")
 
 
 _GENERATION_PROMPT = ("add_generation_prompt", True)

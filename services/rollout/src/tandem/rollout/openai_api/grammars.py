@@ -11,7 +11,7 @@ import llguidance.hf
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.tokenizer import Tokenizer
 
 FIELD = "response_format"
@@ -23,16 +23,16 @@ class JsonGrammar:
     """The grammar of a schema's JSON."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, schema: Mapping[str, Any]) -> None:
-        """Compile the grammar. Raises `Refused` if the schema is invalid, or if this tokenizer cannot write it."""
+        """Compile the grammar. Raises `OpenAIRefused` if the schema is invalid, or the tokenizer cannot write it."""
         self._tokenizer = tokenizer
         # With free white space a model could go on with spaces for ever.
         spaces: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         self._grammar = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), spaces)
         first = self.begin()
         if first.error:
-            raise Refused(f"{FIELD}.json_schema: {first.error}", param=FIELD)
+            raise OpenAIRefused(f"{FIELD}.json_schema: {first.error}", param=FIELD)
         if first.allowed_V(tokenizer.vocab_size).nonzero()[0].tolist() in ([], [tokenizer.eos_token]):
-            raise Refused(f"{FIELD}: {CANNOT_WRITE}", param=FIELD)
+            raise OpenAIRefused(f"{FIELD}: {CANNOT_WRITE}", param=FIELD)
 
     def begin(self) -> JsonMatcher:
         """Return a matcher for an empty response."""
@@ -86,7 +86,7 @@ class _Characters:
 
 
 def check_characters(alphabet: Collection[str] | None, schema: Mapping[str, Any]) -> None:
-    """Raise `Refused` if a character-level tokenizer, of this alphabet, lacks what a schema's JSON is made of."""
+    """Raise `OpenAIRefused` if a character-level tokenizer, of this alphabet, lacks what a schema's JSON is made of."""
     if alphabet is None or schema.get("type") in _SCALARS:
         return
     needed = "[]," if schema.get("type") == "array" else '{}":, ' + "".join(schema.get("required", ()))
@@ -94,11 +94,11 @@ def check_characters(alphabet: Collection[str] | None, schema: Mapping[str, Any]
     if missing:
         names = " or ".join(map(repr, missing))
         message = f"{FIELD}: {CANNOT_WRITE}: each is a character, and there is none for {names}"
-        raise Refused(message, param=FIELD, code="unsupported")
+        raise OpenAIRefused(message, param=FIELD, code="unsupported")
 
 
 def grammar_tokenizer(tokenizer: Tokenizer, vocabulary: int) -> llguidance.LLTokenizer:
-    """Return the tokenizer as grammars need it. Raises `Refused` if its tokens have no bytes."""
+    """Return the tokenizer as grammars need it. Raises `OpenAIRefused` if its tokens have no bytes."""
     if tokenizer.alphabet is not None:
         characters = _Characters(tokenizer, tokenizer.alphabet, vocabulary)
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(characters), n_vocab=vocabulary)
@@ -108,4 +108,4 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocabulary: int) -> llguidance.LLTok
         what = (
             f"{FIELD}: this model's tokenizer does not say which bytes its tokens are (llguidance: {str(error)[:200]})"
         )
-        raise Refused(what, param=FIELD, code="unsupported") from error
+        raise OpenAIRefused(what, param=FIELD, code="unsupported") from error

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tandem.common.errors import DataError, TandemError
-from tandem.rollout.openai_api.refusals import Refused
-from tandem.samples.images.bounded import Bounded
-from tandem.samples.images.markers import Marked, marked_in, marker
+from tandem.rollout.openai_api.refusals import OpenAIRefused
+from tandem.samples.images.bounded import BoundedCache
+from tandem.samples.images.markers import MarkedImage, marked_in, marker
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import BoundedImages, ImageFolder
 
@@ -27,31 +27,31 @@ class RequestImages:
         self.get = read
         self._keep = keep
         self._limits = limits
-        self._sizes: Bounded[Marked] = Bounded(lambda _: 1, _MAX_SIZES)
+        self._sizes: BoundedCache[MarkedImage] = BoundedCache(lambda _: 1, _MAX_SIZES)
 
     def mark(self, url: str) -> str:
-        """Keep an image, given as a data URI, and return its marker. Raises `Refused`."""
+        """Keep an image, given as a data URI, and return its marker. Raises `OpenAIRefused`."""
         try:
             found, data = described(url, "messages", self._limits)
         except DataError as error:
-            raise Refused(str(error), param="messages") from error
+            raise OpenAIRefused(str(error), param="messages") from error
         assert isinstance(data, bytes), "no file is read"
         try:
             self._keep(found.digest, data)
         except TandemError as error:  # a full disk, for example
-            raise Refused(str(error), status=503, kind="server_error") from error
+            raise OpenAIRefused(str(error), status=503, kind="server_error") from error
         self._sizes.put(found.digest, found)
         return marker(*found)
 
     def check(self, text: str) -> None:
-        """Raise `Refused` for a marker of an image that is not there, or of another size."""
+        """Raise `OpenAIRefused` for a marker of an image that is not there, or of another size."""
         for marked in marked_in(text):
             if self._described(marked.digest) != marked:
                 shown = marker(*marked).replace(marked.digest, f"{marked.digest[:12]}...")
                 what = f"messages: {shown} in a text stands for no image that is held here: send it as image_url"
-                raise Refused(what, param="messages")
+                raise OpenAIRefused(what, param="messages")
 
-    def _described(self, digest: str) -> Marked | None:
+    def _described(self, digest: str) -> MarkedImage | None:
         found = self._sizes.find(digest)
         if found is None:
             try:

@@ -16,8 +16,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tandem.common.errors import nearest
 from tandem.common.messages import SamplingParameters
-from tandem.rollout.engines.served import Factor, Grammar, Penalty, ServedSampling
-from tandem.rollout.openai_api.refusals import Refused
+from tandem.rollout.engines.served import Factor, Penalty, ResponseGrammar, ServedSampling
+from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.chat_templates import REASONING_FIELDS
 
 MAX_CHOICES = 1024
@@ -105,7 +105,7 @@ class ResponseFormat(Struct, frozen=True, kw_only=True):
         return {"type": "object"} if self.type == "json_object" or self.json_schema is None else self.json_schema.schema
 
 
-class Generating(Struct, frozen=True, kw_only=True):
+class GenerationFields(Struct, frozen=True, kw_only=True):
     """The common fields of requests for text; null means absent."""
 
     model: str | None = None
@@ -157,7 +157,7 @@ class Generating(Struct, frozen=True, kw_only=True):
         """Schema of the response's JSON; None if it may be any text."""
         return None if self.response_format is None else self.response_format.schema
 
-    def served(self, sampling: SamplingParameters, grammar: Grammar | None) -> SamplingParameters:
+    def served(self, sampling: SamplingParameters, grammar: ResponseGrammar | None) -> SamplingParameters:
         """Return the sampling parameters, with any options beyond training's that were asked for."""
         served = ServedSampling(
             **msgspec.structs.asdict(sampling),
@@ -254,21 +254,21 @@ class ToolFunction(Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Tool(Struct, frozen=True, kw_only=True):
+class ShownTool(Struct, frozen=True, kw_only=True):
     """A tool that the chat template shows the model."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-class ChatRequest(Generating, frozen=True, kw_only=True):
+class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
-    tools: list[Tool] | None = None
+    tools: list[ShownTool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
     """How much to think, for chat templates that tell the model."""
@@ -304,7 +304,7 @@ class ChatRequest(Generating, frozen=True, kw_only=True):
         return bool(self.tools) and self.tool_choice != "none"
 
 
-class CompletionRequest(Generating, frozen=True, kw_only=True):
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[Any]
@@ -330,7 +330,7 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
         return self.logprobs or 0
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts, as text or as token ids. Raises `Refused`."""
+        """Return the prompts, as text or as token ids. Raises `OpenAIRefused`."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -340,9 +340,11 @@ class CompletionRequest(Generating, frozen=True, kw_only=True):
         try:
             found: list[str] | list[list[int]] = msgspec.convert(prompt, shape)
         except msgspec.ValidationError as error:
-            raise Refused(f"prompt: {error}; it is a text, token ids, or a list of either", param="prompt") from error
+            raise OpenAIRefused(
+                f"prompt: {error}; it is a text, token ids, or a list of either", param="prompt"
+            ) from error
         if not found:
-            raise Refused("prompt: the list is empty", param="prompt")
+            raise OpenAIRefused("prompt: the list is empty", param="prompt")
         return found
 
 
@@ -350,20 +352,22 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
-    """Read a request. Raises `Refused` if it is no JSON, has a wrong type, or asks for something unsupported."""
+    """Read a request. Raises `OpenAIRefused` if it is no JSON, has a wrong type, or asks for something unsupported."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:
-        raise Refused(f"the body is not a JSON object: {error}") from error
+        raise OpenAIRefused(f"the body is not a JSON object: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from error
+        raise OpenAIRefused(f"the body is not JSON: {error}") from error
     for name, neutral in _CHANGES_NOTHING.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
-            raise Refused(f"{name}: this server does not support it: leave it out", param=name, code="unsupported")
+            raise OpenAIRefused(
+                f"{name}: this server does not support it: leave it out", param=name, code="unsupported"
+            )
     if fields.get("tool_choice") not in (None, "none", "auto"):
         what = "tool_choice: the model cannot be forced to call a tool: it may be 'auto' or 'none'"
-        raise Refused(what, param="tool_choice", code="unsupported")
+        raise OpenAIRefused(what, param="tool_choice", code="unsupported")
     if kind is ChatRequest:
         _check_messages(fields.get("messages"))
         unknown = fields.keys() - ChatRequest.__struct_fields__ - _CHANGES_NOTHING.keys()
@@ -373,38 +377,38 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     except msgspec.ValidationError as error:
         raise _ill_typed(error) from error
     except RecursionError as error:
-        raise Refused("the body is nested too deeply") from error
+        raise OpenAIRefused("the body is nested too deeply") from error
     if request.num_alternatives and not request.wants_logprobs:
-        raise Refused("top_logprobs: give logprobs: true as well", param="top_logprobs")
+        raise OpenAIRefused("top_logprobs: give logprobs: true as well", param="top_logprobs")
     asked = request.response_format
     if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
-        raise Refused("response_format.json_schema: it is missing", param="response_format")
+        raise OpenAIRefused("response_format.json_schema: it is missing", param="response_format")
     return request
 
 
 def _check_messages(messages: Any) -> None:
-    """Raise `Refused` for fields of messages that would change the prompt and that no chat template is given here."""
+    """Raise `OpenAIRefused` for fields of messages that would change the prompt and that no template is given here."""
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict):
             continue
         name = next((name for name in _MESSAGE_FIELDS if message.get(name) not in (None, False)), None)
         if name is not None:
-            raise Refused(
+            raise OpenAIRefused(
                 f"messages: this server does not support {name!r}: {_MESSAGE_FIELDS[name]}",
                 param="messages",
                 code="unsupported",
             )
 
 
-def no_such_model(asked: str, names: tuple[str, ...]) -> Refused:
+def no_such_model(asked: str, names: tuple[str, ...]) -> OpenAIRefused:
     """Return the refusal of a model that is not served."""
     what = f"the model {asked!r} does not exist; there is {', '.join(map(repr, names))}{nearest(asked, names)}"
-    return Refused(what, status=404, kind="not_found_error", param="model", code="model_not_found")
+    return OpenAIRefused(what, status=404, kind="not_found_error", param="model", code="model_not_found")
 
 
-def too_long(num_tokens: int, max_length: int) -> Refused:
+def too_long(num_tokens: int, max_length: int) -> OpenAIRefused:
     """Return the refusal of a prompt that leaves no room."""
-    return Refused(
+    return OpenAIRefused(
         f"the prompt has {num_tokens} tokens and the maximum context length is {max_length} tokens, which leaves no "
         "room for a response",
         param="prompt",
@@ -412,12 +416,12 @@ def too_long(num_tokens: int, max_length: int) -> Refused:
     )
 
 
-def _ill_typed(error: msgspec.ValidationError) -> Refused:
+def _ill_typed(error: msgspec.ValidationError) -> OpenAIRefused:
     what, _, path = str(error).partition(" - at `")
     path = re.sub(r"^\$\.?", "", path.removesuffix("`"))
     missing = re.search(r"required field `(\w+)`", what)
     param = path or (missing[1] if missing else None)
-    return Refused(f"{path}: {what}" if path else what, param=param)
+    return OpenAIRefused(f"{path}: {what}" if path else what, param=param)
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
@@ -425,7 +429,7 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except msgspec.DecodeError as error:
         what = f"messages: the arguments of the call of {call.function.name!r} are not a JSON object: {error}"
-        raise Refused(what, param="messages") from error
+        raise OpenAIRefused(what, param="messages") from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -434,7 +438,7 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class TokenUsage(Struct, frozen=True, kw_only=True):
     """Counts of tokens."""
 
     prompt_tokens: int
@@ -508,7 +512,7 @@ class ChatAnswer(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[int] | UnsetType = UNSET
     """Weight versions that made the tokens, in a run with refits."""
@@ -530,7 +534,7 @@ class ToolCallDelta(Struct, frozen=True, kw_only=True):
     function: FunctionDelta
 
 
-class Delta(Struct, frozen=True, kw_only=True):
+class MessageDelta(Struct, frozen=True, kw_only=True):
     """The next part of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -543,7 +547,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     """The next part of one choice of a chat."""
 
     index: int
-    delta: Delta
+    delta: MessageDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
@@ -557,7 +561,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     """Tokens of the prompt, in the first chunk of a stream."""
     weight_versions: list[int] | UnsetType = UNSET
@@ -583,7 +587,7 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
     weight_versions: list[int] | UnsetType = UNSET
     """Weight versions that made the tokens, in a run with refits."""
 

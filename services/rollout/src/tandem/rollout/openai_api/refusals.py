@@ -26,7 +26,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorBody
 
 
-class Refused(TandemError):
+class OpenAIRefused(TandemError):
     """A request that is refused, with the HTTP status of the refusal."""
 
     def __init__(
@@ -47,14 +47,14 @@ class Refused(TandemError):
         return msgspec.json.encode(ErrorAnswer(error=self.body))
 
 
-def as_response(error: Refused) -> Response:
+def as_response(error: OpenAIRefused) -> Response:
     """Return the refusal as a response."""
     return Response(error.encode(), error.status, _HEADERS.get(error.status), "application/json")
 
 
-def unauthorised() -> Refused:
+def unauthorised() -> OpenAIRefused:
     """Return the refusal of a request without the right token."""
-    return Refused(
+    return OpenAIRefused(
         "the header Authorization: Bearer TOKEN is missing or wrong",
         status=401,
         kind="authentication_error",
@@ -62,16 +62,18 @@ def unauthorised() -> Refused:
     )
 
 
-def unavailable(why: str) -> Refused:
+def unavailable(why: str) -> OpenAIRefused:
     """Return the refusal of something that is not possible now."""
-    return Refused(why, status=503, kind="server_error", code="unavailable")
+    return OpenAIRefused(why, status=503, kind="server_error", code="unavailable")
 
 
-def gone() -> Refused:
+def gone() -> OpenAIRefused:
     """Return the answer to a client that went away before its request was complete; nothing reads it."""
-    return Refused("the client has gone", status=499, kind="client_error", code="client_gone")
+    return OpenAIRefused("the client has gone", status=499, kind="client_error", code="client_gone")
 
 
-def too_late(deadline_s: float) -> Refused:
+def too_late(deadline_s: float) -> OpenAIRefused:
     """Return the refusal after a deadline."""
-    return Refused(f"not done within {deadline_s:g} s", status=504, kind="timeout_error", code="deadline_exceeded")
+    return OpenAIRefused(
+        f"not done within {deadline_s:g} s", status=504, kind="timeout_error", code="deadline_exceeded"
+    )

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from tandem.common import web
 from tandem.common.http_server import settings
 from tandem.common.network import is_loopback, url_of
-from tandem.rollout.openai_api.refusals import Refused, as_response
+from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
 
 _IDLE_S = 75
 """Seconds before an idle connection is closed. Most clients close theirs earlier, so that they rarely see ours
@@ -27,7 +27,7 @@ _END_S = 5.0
 """Seconds for answers that are on their way when the server ends."""
 
 
-class _Protocol(web.Protocol):
+class _Protocol(web.TimedHttpProtocol):
     """An HTTP protocol that keeps little of what its client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -46,7 +46,7 @@ class HttpServer:
         token.
         """
         if not asks_for_token and is_loopback(listening.getsockname()[0]):
-            app = web.Guard(app, _refusal)
+            app = web.RequestGuard(app, _refusal)
         self._socket = listening
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_UNREAD_BYTES)  # its connections inherit it
         self._server = uvicorn.Server(settings(app, end_s=_END_S, timeout_keep_alive=_IDLE_S, http=_Protocol))
@@ -94,7 +94,7 @@ class HttpServer:
 
 
 def _refusal(status: int, why: str) -> ASGIApp:
-    return as_response(Refused(why, status=status, kind="permission_error"))
+    return as_response(OpenAIRefused(why, status=status, kind="permission_error"))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tandem.samples.images.blocks import Block, attend_blocks
+from tandem.samples.images.blocks import ImageTokens, attend_blocks
 from tandem.trainer.attention.rows import attend
 from tandem.trainer.batching.images import ImageBlock
 
@@ -36,7 +36,7 @@ def attend_with_images(
             query_BHTD[row, :, source_M][None],
             key_BHTD[row, :, source_M][None],
             value_BHTD[row, :, source_M][None],
-            [Block(0, num - size, num)],
+            [ImageTokens(0, num - size, num)],
             scaling,
             window,
         )

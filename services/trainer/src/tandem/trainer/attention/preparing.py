@@ -12,7 +12,7 @@ from tandem.config.models.vision_families import VISION
 from tandem.trainer.attention.rows import ATTENTION_NAME
 from tandem.trainer.batching.packing import pack_row
 from tandem.trainer.batching.shared_prompts import share_prompts
-from tandem.trainer.micro_batches import Row
+from tandem.trainer.micro_batches import TokenRow
 
 
 def prepare_to_share(model: Any, max_length: int) -> str | None:
@@ -31,7 +31,7 @@ def prepare_to_pack(model: Any, max_length: int) -> str | None:
     return _prepare(model, max_length, _PACKED)
 
 
-def _prepare(model: Any, max_length: int, row: Row) -> str | None:
+def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     config = model.config.get_text_config()
     unstable = unstable_rotation(config, max_length)
     if unstable is not None:
@@ -76,7 +76,7 @@ _PACKED = pack_row(_SAMPLES, np.array([4, 4]), _COUNTED, divisible_by=1, row_div
 
 
 @torch.no_grad()
-def _logits(model: Any, told_windows: dict[int, int | None] | None = None, row: Row | None = None) -> torch.Tensor:
+def _logits(model: Any, told_windows: dict[int, int | None] | None = None, row: TokenRow | None = None) -> torch.Tensor:
     """Return the logits of the predicting tokens in `_SAMPLES`, ``[K, V]``, from samples or from a row.
 
     Other models may have a head with the same output everywhere, so their hidden states are returned. With a row,

@@ -1,6 +1,6 @@
 """Attention over rows of several sequences, in Hugging Face models.
 
-A model takes a `Row`, packed or with shared prompts, through `transformers.AttentionInterface`, by the name
+A model takes a `TokenRow`, packed or with shared prompts, through `transformers.AttentionInterface`, by the name
 `ATTENTION_NAME`. Without a row this is the library's own attention, to the bit. Layers with sliding attention or sinks
 differ, because the library needs a mask for them, and there is none.
 """
@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tandem.common.attention.on_gpu import attend_on_gpu
 from tandem.common.attention.segments import attend as attend_within
-from tandem.trainer.micro_batches import Row
+from tandem.trainer.micro_batches import TokenRow
 
 ATTENTION_NAME = "tandem_rows"
 
@@ -26,7 +26,7 @@ def attend(
     key_BHTD: torch.Tensor,
     value_BHTD: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    row: Row | None = None,
+    row: TokenRow | None = None,
     told_windows: dict[int, int | None] | None = None,
     ends_2S: torch.Tensor | None = None,
     **kwargs: Any,

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
-from tandem.trainer.backend import Backend
+from tandem.trainer.backend import TrainerBackend
 
 
-def make_backend(config: Config, *, checkpoint: Path | None, model_group: ModelGroup | None = None) -> Backend:
+def make_backend(config: Config, *, checkpoint: Path | None, model_group: ModelGroup | None = None) -> TrainerBackend:
     """Return this rank's backend: Megatron-Core if it is enabled, even beside FSDP2, and otherwise FSDP2.
 
     `model_group` is that of the default process group; None if it holds all models. Raises the backend's errors.

@@ -24,39 +24,39 @@ from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import context
 from tandem.trainer.attention.preparing import prepare_to_pack, prepare_to_share, use_attention
 from tandem.trainer.backends.scores import function_of_scores
-from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.masks import compares_whole
-from tandem.trainer.dropout import Place
+from tandem.trainer.dropout import DropoutPlace
 from tandem.trainer.files import adapter_files
 from tandem.trainer.models import checkpoint_activations, has_linear_head, load_model, load_scalar_model
 from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scorers.likeliest import TopScorer
 from tandem.trainer.scorers.scalar import ScalarScorer
-from tandem.trainer.scorers.scorer import Scorer, TokenScorer
+from tandem.trainer.scorers.scorer import ModelScorer, TokenScorer
 
 if TYPE_CHECKING:
-    from tandem.trainer.backends.pictures import Pictures
+    from tandem.trainer.backends.pictures import ModelImageInputs
 
 
-class Built(NamedTuple):
+class BuiltModel(NamedTuple):
     """A rank's part of a model that is ready to score."""
 
     model: Any
-    scorer: Scorer
+    scorer: ModelScorer
     shares_prompts: bool
     """Whether it takes a `tandem.trainer.micro_batches.MicroBatch.row` with shared prompts."""
-    adapters: adapter_files.Described | None
+    adapters: adapter_files.AdapterDescription | None
     """Its adapters, which alone are trained; None without them."""
-    place: Place | None
+    place: DropoutPlace | None
     """The present place in the run for dropout masks; None without dropout."""
     start: Mapping[str, torch.Tensor] | None
     """The whole adapters that training starts from, if a reference is read that has them; else None."""
 
 
-class Builder:
+class ModelBuilder:
     """Builds one model as its section of the configuration says."""
 
-    def __init__(self, name: columns.Model, config: Config, ranks: Ranks, number: int = 0) -> None:
+    def __init__(self, name: columns.Model, config: Config, ranks: RankMesh, number: int = 0) -> None:
         """Prepare to build; `number` selects one of several models of the name."""
         self.name = name
         self._config, self._ranks = config, ranks
@@ -65,11 +65,11 @@ class Builder:
         self._head = config.declaration.head_of(name)
         has_adapters = name == "policy" and self._settings.adapters is not None
         self._adapters = self._settings.dtensor_cfg.lora_cfg if has_adapters else None
-        self._pictures: Pictures | None = None
-        self._place: Place | None = None
+        self._pictures: ModelImageInputs | None = None
+        self._place: DropoutPlace | None = None
         self._start: dict[str, torch.Tensor] | None = None
 
-    def build(self, checkpoint: Path | None) -> Built:
+    def build(self, checkpoint: Path | None) -> BuiltModel:
         """Load the model, from a checkpoint if it is trained and there is one, and shard it.
 
         Collective. Raises `ModelError`, `ConfigError` or `CheckpointError`.
@@ -98,7 +98,7 @@ class Builder:
         group = ranks.context.get_group() if ranks.context.size() > 1 else None
         scorer = self._make_scorer(model, group, linear_head=linear_head)
         scorer.compiles_attention = compiles_attention
-        return Built(model, scorer, shares_prompts, adapters, self._place, self._start)
+        return BuiltModel(model, scorer, shares_prompts, adapters, self._place, self._start)
 
     def load(self, source: str, dtype: torch.dtype) -> Any:
         """Return the whole model of a folder or name. Raises `ModelError`."""
@@ -118,7 +118,7 @@ class Builder:
         )
         return is_packed and takes_it
 
-    def _make_scorer(self, model: Any, group: dist.ProcessGroup | None, *, linear_head: bool) -> Scorer:
+    def _make_scorer(self, model: Any, group: dist.ProcessGroup | None, *, linear_head: bool) -> ModelScorer:
         if self._head != "vocabulary":
             return ScalarScorer(model, context=group)
         config = self._config
@@ -147,7 +147,7 @@ class Builder:
             score=function_of_scores(self._settings),
         )
 
-    def _adapt(self, model: Any, adapters: LoraCfg, checkpoint: Path | None) -> adapter_files.Described:
+    def _adapt(self, model: Any, adapters: LoraCfg, checkpoint: Path | None) -> adapter_files.AdapterDescription:
         """Give a whole model adapters, from a checkpoint, from ``restore_from``, or new; describe them."""
         from tandem.trainer import lora  # PEFT takes seconds to import
 
@@ -155,7 +155,7 @@ class Builder:
         layers = lora.inject(model, adapters, self._config.algorithm_section.seed)
         if adapters.dropout:
             ranks = self._ranks
-            self._place = Place(
+            self._place = DropoutPlace(
                 self._config.algorithm_section.seed, ranks.sequences_rank, ranks.tensor.get_local_rank()
             )
             lora.add_dropout(model, adapters, self._place)
@@ -169,7 +169,7 @@ class Builder:
         if checkpoint is not None:
             lora.fill(model, adapter_files.read(checkpoint / self.name, adapters, shapes))
         has_experts = lora.has_experts(model)
-        return adapter_files.Described(self._settings.model_name, adapters, layers, linear, has_experts)
+        return adapter_files.AdapterDescription(self._settings.model_name, adapters, layers, linear, has_experts)
 
     def _prepare_attention(self, model: Any) -> bool:
         """Make the model take packed rows, its share of each sequence, or shared prompts, as configured.
@@ -202,7 +202,7 @@ class Builder:
             print(f"{section}.share_prompts has no effect: {reason}", flush=True)
         return wants_prompts and reason is None
 
-    def _see(self, model: Any, *, freezes: bool) -> Pictures | None:
+    def _see(self, model: Any, *, freezes: bool) -> ModelImageInputs | None:
         """Give a whole model pictures if it sees. Freeze the parts that the configuration names, if `freezes`."""
         family = family_of(self._settings)
         if family is None:
@@ -211,7 +211,7 @@ class Builder:
 
         if freezes:
             pictures.freeze(model, family, self._settings.dtensor_cfg)
-        return pictures.Pictures(self._config, self._settings, family, model, self._ranks)
+        return pictures.ModelImageInputs(self._config, self._settings, family, model, self._ranks)
 
     def _replay(self, model: Any) -> RoutingReplay | None:
         """Send tokens to the experts that an engine chose, if configured. Raises `ModelError` if impossible."""

@@ -5,7 +5,7 @@ memory, at the same addresses, as long as the backend lives. So engines can copy
 place.
 
 Here models are arranged on the ranks. The optimizer step of each is that of
-`tandem.trainer.backends.held.HeldModel.train_step`.
+`tandem.trainer.backends.held.DTensorHeldModel.train_step`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import Weights
 from tandem.trainer import exposed_weights
-from tandem.trainer.backends.held import HeldModel
+from tandem.trainer.backends.held import DTensorHeldModel
 from tandem.trainer.backends.holding import HoldingBackend
-from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.files import checkpoints
 
 
-class DTensorBackend(HoldingBackend[HeldModel]):
-    """One rank of the default process group, as a `tandem.trainer.backend.Backend`.
+class DTensorBackend(HoldingBackend[DTensorHeldModel]):
+    """One rank of the default process group, as a `tandem.trainer.backend.TrainerBackend`.
 
     Raises `ModelError`, `ConfigError` (optimizer or schedule) or `CheckpointError`.
     """
@@ -42,9 +42,9 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         self.data_parallel_rank = ranks.data.get_local_rank()
         self.data_parallel_size = ranks.data.size()
         self.sequence_divisor = ranks.sequence_divisor
-        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
+        proof = checkpoints.FileProof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
         for name, number in self._to_hold():
-            held = HeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
+            held = DTensorHeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
             if name == "policy":
                 exposed_weights.share(held.parameters | held.buffers)
             self._held[name, number] = held
@@ -60,7 +60,7 @@ class DTensorBackend(HoldingBackend[HeldModel]):
         return self._replicas[self._model_group.name].sum(values)
 
     @property
-    def policy(self) -> HeldModel:
+    def policy(self) -> DTensorHeldModel:
         """The policy."""
         return self._held["policy", 0]
 
@@ -71,19 +71,19 @@ class DTensorBackend(HoldingBackend[HeldModel]):
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of `save`, bit for bit, on any number of ranks, in the parameters' own memory."""
-        proof = checkpoints.Proof(checkpoints.files_of(folder))
+        proof = checkpoints.FileProof(checkpoints.files_of(folder))
         for model in self._trained():
             model.load(folder)
         proof.conclude()
 
 
-def _arranged(config: Config, models: Sequence[Model], device: torch.device) -> dict[Model, Ranks]:
+def _arranged(config: Config, models: Sequence[Model], device: torch.device) -> dict[Model, RankMesh]:
     """Return the ranks of each model, arranged once for models with the same parallel sizes. Collective."""
     by_sizes: dict[tuple[int, ...], list[Model]] = {}
     for name in models:
         by_sizes.setdefault(config.settings_of(name).dtensor_cfg.parallel_sizes, []).append(name)
-    found: dict[Model, Ranks] = {}
+    found: dict[Model, RankMesh] = {}
     for names in by_sizes.values():
-        ranks = Ranks([config.settings_of(name) for name in names], device)
+        ranks = RankMesh([config.settings_of(name) for name in names], device)
         found |= dict.fromkeys(names, ranks)
     return found

@@ -23,12 +23,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tandem.common.errors import ConfigError
-from tandem.trainer.backends.tensor_plans import Plain
+from tandem.trainer.backends.tensor_plans import PlainStyle
 
 _KEY = "dtensor_cfg.expert_parallel_size"
 
 
-class Shared:
+class SharedExperts:
     """The modules of a whole model whose experts ranks share."""
 
     def __init__(self, model: torch.nn.Module, mesh: DeviceMesh, *, splits_sequences: bool) -> None:
@@ -71,7 +71,7 @@ def share_out(model: torch.nn.Module, mesh: DeviceMesh, *, splits_sequences: boo
     for module in found:
         if module.num_experts % size:
             raise ConfigError(f"{_KEY}: {size} does not divide {module.num_experts} experts")
-        Plain((Shard(0), Shard(0)), of_tensor)._apply(module, mesh)
+        PlainStyle((Shard(0), Shard(0)), of_tensor)._apply(module, mesh)
         module.num_experts //= size
         module.forward = functools.partial(_dispatch, module.forward, module.num_experts, group)
     return found

@@ -1,7 +1,7 @@
 """One model that a rank of the DTensor backend holds: policy, reference, value model, teacher.
 
-The same code builds each of them, takes its optimizer steps (`HeldModel.train_step`), scores with it, moves it off the
-device and back, saves and resumes it.
+The same code builds each of them, takes its optimizer steps (`DTensorHeldModel.train_step`), scores with it, moves it
+off the device and back, saves and resumes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tandem.config.schema import columns
 from tandem.trainer import exposed_weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends import optimizer_state
-from tandem.trainer.backends.building import Builder
-from tandem.trainer.backends.offload import Offloaded, state_of
-from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.backends.building import ModelBuilder
+from tandem.trainer.backends.offload import OffloadedStorages, state_of
+from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.backends.starting_adapters import as_at_the_start, shards_of
 from tandem.trainer.files import adapter_files, checkpoints, policy_files
 from tandem.trainer.micro_batches import MicroBatch
@@ -39,7 +39,7 @@ from tandem.trainer.optimizers import make_optimizer, make_scheduler
 from tandem.trainer.scores import Scores
 
 
-class HeldModel:
+class DTensorHeldModel:
     """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
     It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Raises
@@ -51,7 +51,7 @@ class HeldModel:
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
     def __init__(
-        self, name: columns.Model, config: Config, ranks: Ranks, *, checkpoint: Path | None, number: int = 0
+        self, name: columns.Model, config: Config, ranks: RankMesh, *, checkpoint: Path | None, number: int = 0
     ) -> None:
         """Build the model. If it is trained, `start` makes its optimizer. Collective.
 
@@ -62,7 +62,7 @@ class HeldModel:
         self._ranks = ranks
         self.is_trained = name in config.declaration.trains
         self.device = ranks.device
-        self._builder = Builder(name, config, ranks, number)
+        self._builder = ModelBuilder(name, config, ranks, number)
         built = self._builder.build(checkpoint)
         self.model, self._scorer, self.shares_prompts, self._adapters, self._place, start = built
         self.parameters: dict[str, torch.nn.Parameter] = {
@@ -84,7 +84,7 @@ class HeldModel:
         """Steps of the schedule of the learning rate."""
         self.recent = RecentSteps()
         self._steps_per_pass = config.num_optimizer_steps_per_pass
-        self._offloaded: Offloaded | None = None
+        self._offloaded: OffloadedStorages | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
@@ -96,7 +96,7 @@ class HeldModel:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, *, refuses_outliers: bool = False
     ) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does.
+        """Take an optimizer step, as `tandem.trainer.backend.TrainerBackend.train_step` does.
 
         Raises `NotFiniteError` or `OutlierError`.
         """
@@ -183,7 +183,7 @@ class HeldModel:
         if self.is_trained:
             self.optimizer.zero_grad(set_to_none=True)
         if self.device.type != "cpu" and self._offloaded is None:
-            self._offloaded = Offloaded(self.movable())
+            self._offloaded = OffloadedStorages(self.movable())
 
     def movable(self) -> list[torch.Tensor]:
         """Return this rank's tensors on its device that are only needed to train, or score with, the model."""
@@ -206,17 +206,17 @@ class HeldModel:
         self.optimizer.zero_grad(set_to_none=True)
         self._start_optimizer(checkpoints.OptimizerCounts())
 
-    def state(self) -> checkpoints.State:
+    def state(self) -> checkpoints.ModelState:
         """Return the contents of a checkpoint. The schedule needs only the number of its steps."""
         counts = checkpoints.OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
         parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
         if self._adapters is not None:
             trained = self._trained()
             gathered, num_bytes = adapter_files.gathered(trained), sum(each.nbytes for each in trained.values())
-            return checkpoints.State(self.model, gathered, num_bytes, parts, counts, self._adapters)
+            return checkpoints.ModelState(self.model, gathered, num_bytes, parts, counts, self._adapters)
         gathered = policy_files.gathered(self.model, self.parameters)
         num_bytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        return checkpoints.State(self.model, gathered, num_bytes, parts, counts)
+        return checkpoints.ModelState(self.model, gathered, num_bytes, parts, counts)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

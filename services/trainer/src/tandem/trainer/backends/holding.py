@@ -15,13 +15,13 @@ import torch.distributed as dist
 from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas, Writing
+from tandem.trainer.backend import CheckpointWriting, LossOfMicroBatch, ModelReplicas, OptimizerStep
 from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores
 
 
-class Held(Protocol):
+class RankModel(Protocol):
     """One model that a rank holds, or its part of one."""
 
     name: Model
@@ -34,7 +34,7 @@ class Held(Protocol):
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, *, refuses_outliers: bool = False
     ) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does.
+        """Take an optimizer step, as `tandem.trainer.backend.TrainerBackend.train_step` does.
 
         Raises `NotFiniteError` or `OutlierError`.
         """
@@ -51,7 +51,7 @@ class Held(Protocol):
         """
         ...
 
-    def state(self) -> checkpoints.State:
+    def state(self) -> checkpoints.ModelState:
         """Return the contents of a checkpoint."""
         ...
 
@@ -64,11 +64,11 @@ class Held(Protocol):
         ...
 
 
-AnyHeld = TypeVar("AnyHeld", bound=Held)
+AnyHeld = TypeVar("AnyHeld", bound=RankModel)
 
 
 class HoldingBackend(Generic[AnyHeld]):
-    """The part of a backend (`tandem.trainer.backend.Backend`) that passes calls on to the models.
+    """The part of a backend (`tandem.trainer.backend.TrainerBackend`) that passes calls on to the models.
 
     A trained model starts from the ``model_name`` of its section or, if given, from a checkpoint of Tandem. The
     reference exists only if the loss reads it. It is always the policy before any training: ``policy.model_name`` or,
@@ -82,7 +82,7 @@ class HoldingBackend(Generic[AnyHeld]):
         self.device = _device_of(self._model_group.first + dist.get_rank())
         self._held: dict[tuple[Model, int], AnyHeld] = {}
         """The models, by name and number."""
-        self._replicas: dict[Model, Replicas] = {}
+        self._replicas: dict[Model, ModelReplicas] = {}
         """How each model divides the ranks."""
 
     def _to_hold(self) -> Iterator[tuple[Model, int]]:
@@ -116,11 +116,11 @@ class HoldingBackend(Generic[AnyHeld]):
             return self._held["policy", 0].scores(micro_batches, as_reference=True)
         return self._held[model, number].scores(micro_batches)
 
-    def replicas(self, model: Model) -> Replicas:
+    def replicas(self, model: Model) -> ModelReplicas:
         """Return how a model divides the ranks."""
         return self._replicas[model]
 
-    def save(self, folder: Path) -> Writing:
+    def save(self, folder: Path) -> CheckpointWriting:
         """Copy the trained models and the optimizers' states, and begin to write them.
 
         Raises `CheckpointError` if an optimizer's state cannot be saved.
@@ -144,7 +144,7 @@ class HoldingBackend(Generic[AnyHeld]):
     def _trained(self) -> list[AnyHeld]:
         return [model for model in self._held.values() if model.is_trained]
 
-    def _states(self) -> dict[Model, checkpoints.State]:
+    def _states(self) -> dict[Model, checkpoints.ModelState]:
         return {model.name: model.state() for model in self._trained()}
 
 

@@ -19,7 +19,7 @@ def state_of(optimizer: torch.optim.Optimizer, device: torch.device) -> list[tor
     return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 
-class Offloaded:
+class OffloadedStorages:
     """Storages of tensors without their memory. Nothing may read or write the tensors until `reload`.
 
     An owner of the tensors, such as an optimizer, notices nothing: they are the same objects afterwards.

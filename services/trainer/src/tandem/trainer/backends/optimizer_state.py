@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from tandem.common.errors import CheckpointError
 from tandem.trainer import exposed_weights
-from tandem.trainer.files.box_files import BoxFiles, Part
+from tandem.trainer.files.box_files import BoxFiles, BoxPart
 
 
-def parts_of(tensors: Mapping[str, Any]) -> Iterator[Part]:
+def parts_of(tensors: Mapping[str, Any]) -> Iterator[BoxPart]:
     """Yield this rank's part of nested tensors. A part that several ranks hold is written by one.
 
     Raises `CheckpointError` for other values.
     """
     for name, tensor in _flat(tensors).items():
         if _is_written_here(tensor):
-            yield Part(name, tuple(tensor.shape), exposed_weights.box_of(tensor), exposed_weights.local_of(tensor))
+            yield BoxPart(name, tuple(tensor.shape), exposed_weights.box_of(tensor), exposed_weights.local_of(tensor))
 
 
 @torch.no_grad()

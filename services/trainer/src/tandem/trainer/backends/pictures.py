@@ -17,7 +17,7 @@ from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
 from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
-from tandem.config.schema import Model
+from tandem.config.schema import ModelConfig
 from tandem.config.schema.policy import DtensorCfg
 from tandem.samples.images import towers
 from tandem.samples.images.families import Grid, read_settings, undrawable_ids
@@ -27,7 +27,7 @@ from tandem.samples.images.store import ImageFolder
 from tandem.samples.model_files import load_tokenizer
 from tandem.trainer.attention.images import WITH_IMAGES
 from tandem.trainer.attention.preparing import use_attention
-from tandem.trainer.backends.sharding import Ranks
+from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.images import RowImages
 from tandem.trainer.micro_batches import MicroBatch
 
@@ -45,11 +45,11 @@ class _Reader:
         self._processor = towers.load_processor(folder)
         self.cache = towers.PixelCache(self._read)
 
-    def pixels(self, image: Image) -> towers.Pixels:
+    def pixels(self, image: Image) -> towers.TowerPixels:
         """Return an image as a tower takes it."""
         return towers.pixels(self._family, self._processor, image)
 
-    def _read(self, digest: str) -> towers.Pixels:
+    def _read(self, digest: str) -> towers.TowerPixels:
         return self.pixels(decode(self._images.get(digest), f"image {digest[:12]}", self._limits))
 
 
@@ -61,7 +61,7 @@ def _reader(folder: Path, model_type: str, images: Path, max_pixels: int) -> _Re
 class PixelSource:
     """The pixels of a run's images, for one model."""
 
-    def __init__(self, config: Config, section: Model, family: VisionFamily, device: torch.device) -> None:
+    def __init__(self, config: Config, section: ModelConfig, family: VisionFamily, device: torch.device) -> None:
         """Read the settings for images of a section's model.
 
         Raises `ModelError` if it counts their tokens differently from the policy.
@@ -101,10 +101,10 @@ class PixelSource:
         return towers.tower_inputs(self._family, [blank], self._device)
 
 
-class Pictures:
+class ModelImageInputs:
     """Gives a model the inputs that come from images: `tandem.trainer.scorers.scorer.Pictures`."""
 
-    def __init__(self, config: Config, section: Model, family: VisionFamily, model: Any, ranks: Ranks) -> None:
+    def __init__(self, config: Config, section: ModelConfig, family: VisionFamily, model: Any, ranks: RankMesh) -> None:
         """Take a whole model, which `ranks` will shard, of a section of the configuration.
 
         Raises `ModelError` if the model cannot be given images, or counts their tokens differently from the policy.

@@ -11,21 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tandem.config.schema import Model
-from tandem.trainer.backend import Replicas
+from tandem.config.schema import ModelConfig
+from tandem.trainer.backend import ModelReplicas
 from tandem.trainer.backends import tensor_plans
 from tandem.trainer.backends.holding import sum_over
 from tandem.trainer.models import decoder_layers
 
 
-class Ranks:
+class RankMesh:
     """The ranks of the default process group as a mesh: data × context × tensor, with the last varying fastest.
 
     Data and context ranks shard parameters, in whole replicas if `dp_replicate_size` is more than 1. Ranks that share
     experts follow each other among them.
     """
 
-    def __init__(self, sections: Sequence[Model], device: torch.device) -> None:
+    def __init__(self, sections: Sequence[ModelConfig], device: torch.device) -> None:
         """Arrange them for models of equal parallel sizes; `device` is this rank's. Collective."""
         self.device = device
         device_type = device.type
@@ -60,9 +60,9 @@ class Ranks:
         return self.data.size() * self.context.size()
 
     @cached_property
-    def replicas(self) -> Replicas:
+    def replicas(self) -> ModelReplicas:
         """The division of a batch among the ranks."""
-        return Replicas(
+        return ModelReplicas(
             sizes=(self.data.size(), self.context.size(), self.tensor.size()),
             rank=self.data.get_local_rank(),
             size=self.data.size(),
@@ -81,7 +81,7 @@ class Ranks:
         divisor = 1 if self.context.size() == 1 else 2 * self.context.size()
         return divisor * (self.tensor.size() if self._splits_sequences else 1)
 
-    def shard(self, model: torch.nn.Module, settings: Model) -> None:
+    def shard(self, model: torch.nn.Module, settings: ModelConfig) -> None:
         """Split a whole model over the tensor ranks, then shard each layer, and the rest, over the others.
 
         It computes in the precision of its `settings` and reduces gradients in float32. Host memory holds the unsharded
@@ -96,7 +96,7 @@ class Ranks:
             from tandem.trainer.backends import experts  # models without experts need none of it
 
             splits_sequences = settings.dtensor_cfg.sequence_parallel and self.tensor.size() > 1
-            of_experts = experts.Shared(model, self._of_experts, splits_sequences=splits_sequences)
+            of_experts = experts.SharedExperts(model, self._of_experts, splits_sequences=splits_sequences)
         if self.tensor.size() > 1:
             tensor_plans.cut(
                 model,

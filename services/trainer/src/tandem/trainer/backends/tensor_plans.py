@@ -48,7 +48,7 @@ _FEED_FORWARDS = ("mlp", "shared_experts")
 _CUSTOM = "policy.dtensor_cfg.custom_parallel_plan"
 
 
-class Plain(ParallelStyle):
+class PlainStyle(ParallelStyle):
     """Keeps a module's own parameters whole, or split, and runs it on plain tensors."""
 
     def __init__(self, *placements: tuple[Placement, Placement]) -> None:
@@ -57,7 +57,7 @@ class Plain(ParallelStyle):
         self._placements, self._gradients = zip(*placements, strict=True)
 
     @classmethod
-    def whole(cls, *, sums: bool) -> Plain:
+    def whole(cls, *, sums: bool) -> PlainStyle:
         """Return a style that keeps parameters whole on every rank.
 
         With `sums`, ranks see different tokens or heads, so that their gradients are summed. Otherwise they are equal.
@@ -104,7 +104,7 @@ class VocabularyRows(ParallelStyle):
         return module
 
 
-class Adapted(ParallelStyle):
+class AdapterStyle(ParallelStyle):
     """Applies a style to a layer and, if it has an adapter, matching styles to the adapter's two matrices.
 
     The side of the adapter that the layer's ranks have whole is whole. The other is split like the layer.
@@ -126,13 +126,13 @@ class Adapted(ParallelStyle):
         if isinstance(style, ColwiseParallel):
             _gather_inputs(matrices[0], device_mesh, style.input_layouts[0])
             styles: tuple[ParallelStyle, ParallelStyle] = (
-                Plain.whole(sums=False),
+                PlainStyle.whole(sums=False),
                 ColwiseParallel(output_layouts=style.output_layouts[0]),
             )
         elif isinstance(style, RowwiseParallel):
             first = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
-            styles = first, Plain.whole(sums=not style.output_layouts[0].is_replicate())
-        elif isinstance(style, Plain):
+            styles = first, PlainStyle.whole(sums=not style.output_layouts[0].is_replicate())
+        elif isinstance(style, PlainStyle):
             styles = style, style
         else:
             what = "a layer with an adapter can be ColwiseParallel or RowwiseParallel"
@@ -179,7 +179,7 @@ def cut(
     of_head = [style for path, style in plan.items() if _matches(head_name, path)]
     inside = {path: style for path, style in plan.items() if not _matches(head_name, path)}
     if adapts:
-        inside = {path: Adapted(style) for path, style in inside.items()}
+        inside = {path: AdapterStyle(style) for path, style in inside.items()}
     parallelize_module(model, mesh, inside, src_data_rank=None)
     if (family := VISION.get(model.config.model_type)) is not None and sequence_parallel:
         _split_embeddings(model.get_submodule(family.language_prefix.removesuffix(".")), mesh)
@@ -236,7 +236,7 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
             ("o_proj", "down_proj"), lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         )
     if sequence_parallel:
-        styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: Plain.whole(sums=True))
+        styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: PlainStyle.whole(sums=True))
     plan: dict[str, ParallelStyle] = {}
     towers = () if family is None else (family.tower_prefix, family.projector_prefix)
     for name, module in model.named_modules():
@@ -286,8 +286,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _style_of_rest(model: torch.nn.Module, name: str) -> ParallelStyle:
     """Return the style of a module with parameters that no plan has split."""
     if name.endswith(".self_attn") and _is_cut_by_rows(model.get_submodule(name), "q_proj"):  # its sinks, one a head
-        return Plain((Shard(0), Shard(0)))
-    return Plain.whole(sums=_sees_some_heads(model, name))
+        return PlainStyle((Shard(0), Shard(0)))
+    return PlainStyle.whole(sums=_sees_some_heads(model, name))
 
 
 def _sees_some_heads(model: torch.nn.Module, name: str) -> bool:

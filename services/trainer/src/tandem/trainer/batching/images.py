@@ -19,10 +19,10 @@ from tandem.common.errors import DataError, ModelError, WireError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
 from tandem.config.models.vision_families import family_of
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW
 from tandem.samples.images.families import Grid, ImageSettings, grid_size, num_tokens, positions, read_settings
-from tandem.trainer.micro_batches import Row
+from tandem.trainer.micro_batches import TokenRow
 
 
 class ImageBlock(NamedTuple):
@@ -60,11 +60,11 @@ def image_settings(config: Config) -> ImageSettings | None:
 
 
 def row_images(
-    batch: Batch,
+    batch: SampleBatch,
     rows: Sequence[int],
     token_ids_BT: NDArray[np.int64],
     lengths_B: NDArray[np.int64],
-    row: Row | None,
+    row: TokenRow | None,
     settings: ImageSettings,
     device: torch.device,
 ) -> RowImages:
@@ -103,7 +103,7 @@ def _blocks(
     images: Sequence[tuple[int, str, Grid]],
     settings: ImageSettings,
     shape: tuple[int, ...],
-    row: Row | None,
+    row: TokenRow | None,
     device: torch.device,
 ) -> tuple[ImageBlock, ...]:
     """Return the blocks of images that begin at these places among the ``B * T`` positions of this shape."""
@@ -127,7 +127,7 @@ def _blocks(
     return tuple(blocks)
 
 
-def images_in(batch: Batch, row: int, settings: ImageSettings) -> tuple[list[str], list[Grid]]:
+def images_in(batch: SampleBatch, row: int, settings: ImageSettings) -> tuple[list[str], list[Grid]]:
     """Return the digests and the grids of a sequence's images."""
     size = grid_size(settings.family)
     first, last = batch.offsets("I")[row : row + 2]
@@ -135,7 +135,7 @@ def images_in(batch: Batch, row: int, settings: ImageSettings) -> tuple[list[str
     return digests, [tuple(grid[:size]) for grid in batch.image_grids_IX[first:last].tolist()]
 
 
-def check_image_tokens(batch: Batch, settings: ImageSettings) -> None:
+def check_image_tokens(batch: SampleBatch, settings: ImageSettings) -> None:
     """Raise `WireError` unless each sequence has the image tokens of its images, as many as their grids need."""
     ends_S = batch.offsets()
     for row in range(len(batch)):

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.config import Config
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.sampling_masks import BITS
 from tandem.trainer.micro_batches import to_device
 from tandem.trainer.scores import MaskedScores, StudentScores, TokenScores
@@ -87,7 +87,7 @@ def rule_out(logits_RC: torch.Tensor, token_ids: Sequence[int], first: int) -> N
         logits_RC.index_fill_(1, torch.tensor(columns, device=logits_RC.device), NEVER)
 
 
-def masks_on(device: torch.device, batch: Batch, tokens_K: NDArray[np.int64], bitmap_words: int) -> TokenMasks:
+def masks_on(device: torch.device, batch: SampleBatch, tokens_K: NDArray[np.int64], bitmap_words: int) -> TokenMasks:
     """Return the masks of these tokens of a batch, and no others, on a device."""
     lengths_T = batch.mask_lengths_T.astype(np.int64)
     lengths_K = lengths_T[tokens_K]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tandem.config.schema import PackingAlgorithm
 from tandem.trainer.batching import bins
-from tandem.trainer.micro_batches import Groups, Row, to_device
+from tandem.trainer.micro_batches import Groups, TokenRow, to_device
 
 
 def packed_groups(
@@ -49,7 +49,7 @@ def pack_row(
     divisible_by: int,
     row_divisible_by: int,
     device: torch.device,
-) -> Row:
+) -> TokenRow:
     """Lay the sequences end to end. The length of each segment, and of the row, is a multiple of its divisor.
 
     Sequences of length zero have no segment. An empty row is one segment of padding.
@@ -71,7 +71,7 @@ def pack_row(
     source_N = np.full(num_tokens, -1, dtype=np.int64)
     source_N[place_V] = np.flatnonzero(filled_BT)
 
-    return Row(
+    return TokenRow(
         token_ids_1N=to_device(token_ids_N[None], device),
         position_ids_1N=to_device(np.concatenate([np.arange(length) for length in lengths])[None], device),
         lengths=tuple(lengths),

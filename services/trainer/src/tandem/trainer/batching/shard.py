@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from tandem.config.schema import DynamicBatching, Model, SequencePacking
-from tandem.samples.batch import Batch
+from tandem.config.schema import DynamicBatching, ModelConfig, SequencePacking
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW, Ints, by_prompt
 from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
-from tandem.trainer.backend import Replicas
+from tandem.trainer.backend import ModelReplicas
 from tandem.trainer.batching.images import row_images
 from tandem.trainer.batching.masks import masks_on
 from tandem.trainer.batching.packing import pack_row, packed_groups, padded_groups
@@ -32,7 +32,7 @@ from tandem.trainer.batching.shared_prompts import shared_row
 from tandem.trainer.micro_batches import Columns, Groups, MicroBatch, to_device
 
 
-class Shard:
+class BatchShard:
     """The data-parallel shard of a batch for one replica of a model, divided into micro-batches.
 
     Args:
@@ -52,10 +52,10 @@ class Shard:
 
     def __init__(
         self,
-        settings: Model,
-        whole: Batch,
-        own: Batch,
-        replicas: Replicas,
+        settings: ModelConfig,
+        whole: SampleBatch,
+        own: SampleBatch,
+        replicas: ModelReplicas,
         *,
         shares_prompts: bool = False,
         unit: int = 1,
@@ -184,7 +184,7 @@ def micro_batches_of(
 
 
 def pad(
-    batch: Batch,
+    batch: SampleBatch,
     rows: Sequence[int],
     *,
     divisible_by: int,
@@ -256,7 +256,7 @@ def pad(
     )
 
 
-def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: Batch, rows: Sequence[int]) -> None:
+def unpad_into(values_T: NDArray[Any], values_BT: torch.Tensor, batch: SampleBatch, rows: Sequence[int]) -> None:
     """Write a micro-batch's padded values back to the positions of their tokens in the ragged batch."""
     ends_S = np.cumsum(batch.lengths_S, dtype=np.int64)
     padded = values_BT.detach().cpu().numpy()

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT
-from tandem.trainer.micro_batches import Row, to_device
+from tandem.trainer.micro_batches import TokenRow, to_device
 
 
 def shared_row(
-    batch: Batch,
+    batch: SampleBatch,
     rows: Sequence[int],
     token_ids_BT: NDArray[np.int64],
     valid_BT: NDArray[np.bool_],
@@ -26,7 +26,7 @@ def shared_row(
     *,
     divisible_by: int,
     device: torch.device,
-) -> Row | None:
+) -> TokenRow | None:
     """Return the row that holds each prompt once; None if there are as many prompts as sequences.
 
     `routed_BTX` has the experts of each token. A prompt with tokens at other experts is a different prompt.
@@ -40,7 +40,7 @@ def shared_row(
     return share_prompts(token_ids_BT, valid_BT, prompt_B, lengths_B, divisible_by=divisible_by, device=device)
 
 
-def prompts_of(batch: Batch, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def prompts_of(batch: SampleBatch, rows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return a number for the prompt of each of these sequences, equal for equal prompts, and the prompt's length."""
     rows_B = np.array(rows, dtype=np.int64)
     # `EMPTY_ROW` is the last of each.
@@ -73,7 +73,7 @@ def share_prompts(
     *,
     divisible_by: int,
     device: torch.device,
-) -> Row:
+) -> TokenRow:
     """Lay padded samples out as one row, with a length that is a multiple of `divisible_by`.
 
     Rows of equal `prompt_B` begin with the same `prompt_lengths_B` tokens. Tokens after the last one that predicts a
@@ -94,7 +94,7 @@ def share_prompts(
     position_N = taken_N % len(position_W)
     padding = (0, max(1, -(-len(taken_N) // divisible_by)) * divisible_by - len(taken_N))
 
-    return Row(
+    return TokenRow(
         token_ids_1N=to_device(np.pad(token_ids_BT[:, : len(position_W)].reshape(-1)[taken_N], padding)[None], device),
         position_ids_1N=to_device(np.pad(position_N, padding)[None], device),
         source_BW=to_device(source_BW, device),

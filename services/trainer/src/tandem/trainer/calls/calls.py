@@ -31,11 +31,11 @@ from tandem.common.messages import (
 )
 from tandem.common.returned import beyond
 from tandem.common.wire import Arrays
-from tandem.config.schema.columns import TEACHER_TOPK_INDICES, Column
+from tandem.config.schema.columns import TEACHER_TOPK_INDICES, ColumnDeclaration
 from tandem.launch.service import ServiceContext
-from tandem.samples.batch import Batch, Float32s
-from tandem.trainer.backend import Backend
-from tandem.trainer.batching.shard import Shard, unpad_into
+from tandem.samples.batch import Float32s, SampleBatch
+from tandem.trainer.backend import TrainerBackend
+from tandem.trainer.batching.shard import BatchShard, unpad_into
 from tandem.trainer.calls.losses import LOSSES, OF_RATIOS
 from tandem.trainer.calls.policy import CalledPolicy, Progress
 from tandem.trainer.micro_batches import MicroBatch
@@ -57,7 +57,7 @@ _TARGETS = "targets_T"
 _DO_THEY_MATCH = (
     "; ratios of probabilities are exp(log-probability - logprobs): are these logprobs those of the targets?"
 )
-_COLUMNS = {name: Column(name=name, source="coordinator") for name in INPUTS}
+_COLUMNS = {name: ColumnDeclaration(name=name, source="coordinator") for name in INPUTS}
 
 
 class _Set(NamedTuple):
@@ -72,10 +72,10 @@ class _Set(NamedTuple):
     """Why its last gradient was dropped; empty if it was not, or another has come since."""
 
 
-class Calls:
+class RankCalls:
     """The answers of one rank."""
 
-    def __init__(self, context: ServiceContext, backend: Backend, vocabulary: int) -> None:
+    def __init__(self, context: ServiceContext, backend: TrainerBackend, vocabulary: int) -> None:
         """Begin with the policy as it is, whose weights are kept to go back to."""
         self._context = context
         self._backend = backend
@@ -135,8 +135,10 @@ class Calls:
         whole, own = self._read(arrays)
         settings = self._config.policy
         shares_prompts = settings.share_prompts and self._backend.shares_prompts
-        shard = Shard(settings, whole, own, self._backend.replicas("policy"), shares_prompts=shares_prompts)
-        columns: dict[Column, NDArray[Any]] = {column: own.columns[f"{name}_T"] for name, column in _COLUMNS.items()}
+        shard = BatchShard(settings, whole, own, self._backend.replicas("policy"), shares_prompts=shares_prompts)
+        columns: dict[ColumnDeclaration, NDArray[Any]] = {
+            column: own.columns[f"{name}_T"] for name, column in _COLUMNS.items()
+        }
         if _TARGETS in own.columns:
             columns[TEACHER_TOPK_INDICES] = own.columns[_TARGETS][:, None]
         rows = range(len(whole))
@@ -163,7 +165,7 @@ class Calls:
     def _loss_of(
         self,
         command: AddGradient,
-        own: Batch,
+        own: SampleBatch,
         logprobs_T: Float32s,
         micro_batch: MicroBatch,
         scores_BT: Scores,
@@ -241,7 +243,7 @@ class Calls:
         self._policy.forget_gradient()
         self._loss, self._has_gradient, self._why_dropped = 0.0, False, ""
 
-    def _read(self, arrays: Arrays) -> tuple[Batch, Batch]:
+    def _read(self, arrays: Arrays) -> tuple[SampleBatch, SampleBatch]:
         """Return the table of all sequences, and this rank's own. Raises `WireError`."""
         wanted = _DTYPES | ({_TARGETS: "int32"} if _TARGETS in arrays else {})
         for name, dtype in wanted.items():
@@ -253,21 +255,21 @@ class Calls:
             raise WireError("AddGradient.lengths_S: must be at least 1, for as many sequences as all else of the table")
         if prefixes_S.min() < 0 or (prefixes_S >= lengths_S).any():
             raise WireError("AddGradient.prompt_lengths_S: must be from 0 to below lengths_S")
-        whole = Batch(**table)
+        whole = SampleBatch(**table)
         rows = whole.rows_of(self._backend.data_parallel_rank)
         tokens = {name: array for name, array in arrays.items() if name.endswith("_T")}
         own_table = {name: array[rows] for name, array in table.items()}
         lengths_S = own_table["lengths_S"]
         if any(len(array) != lengths_S.sum() for array in tokens.values()):
             raise WireError("AddGradient: its tokens are not as many as lengths_S says")
-        own = Batch(**own_table, **tokens)
+        own = SampleBatch(**own_table, **tokens)
         own.check_tokens(self._vocabulary)
         if _TARGETS in tokens:
-            Batch(lengths_S=lengths_S, token_ids_T=tokens[_TARGETS]).check_tokens(self._vocabulary)
+            SampleBatch(lengths_S=lengths_S, token_ids_T=tokens[_TARGETS]).check_tokens(self._vocabulary)
         return whole, own
 
 
-def _called(backend: Backend) -> CalledPolicy:
+def _called(backend: TrainerBackend) -> CalledPolicy:
     """Return the policy of a backend, as calls train it."""
     # Imported on use, as backends are.
     from tandem.trainer.backends.dtensor import DTensorBackend

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tandem.common.errors import CheckpointError
 from tandem.config.models import hub
 from tandem.config.models.lora import CONFIG, A, layer_of
-from tandem.config.schema.adapters import Adapters, LoraCfg, Peft
+from tandem.config.schema.adapters import AdaptersConfig, LoraCfg, PeftConfig
 from tandem.trainer.exposed_weights import whole_of
 from tandem.trainer.files.box_files import digests_of
 
@@ -38,12 +38,12 @@ _RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Last parts of names that PEFT takes for those of routed experts, in any layer of a model that has experts."""
 
 
-class Described(msgspec.Struct, frozen=True):
+class AdapterDescription(msgspec.Struct, frozen=True):
     """The description of adapters for PEFT."""
 
     base: str
     """Folder or Hub name of the model that they belong to."""
-    adapters: Adapters
+    adapters: AdaptersConfig
     layers: Sequence[str]
     """Names of the layers with an adapter."""
     linear: Sequence[str]
@@ -69,7 +69,7 @@ class Described(msgspec.Struct, frozen=True):
         return [layer for layer in self.layers if self.has_experts and layer.rpartition(".")[2] in _RENAMED]
 
 
-def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | Peft, seed: int) -> torch.Tensor:
+def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | PeftConfig, seed: int) -> torch.Tensor:
     """Return the first values of an adapter's tensor, which are the same on every rank."""
     how = adapters.initial[0] if name.endswith(A) else adapters.initial[1]
     told = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
@@ -87,12 +87,12 @@ def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | Peft, se
     return tensor
 
 
-def change_start(adapters: LoraCfg | Peft) -> bool:
+def change_start(adapters: LoraCfg | PeftConfig) -> bool:
     """Tell whether new or restored adapters make the policy that training starts from another than the bare model."""
     return adapters.restore_from is not None or adapters.initial[1] != "zero"
 
 
-def settings_of(adapters: Adapters, layers: Sequence[str], **about: Any) -> LoraConfig:
+def settings_of(adapters: AdaptersConfig, layers: Sequence[str], **about: Any) -> LoraConfig:
     """Return PEFT's description of adapters of these layers; `about` has its other arguments."""
     from peft import LoraConfig  # takes seconds
 
@@ -107,10 +107,10 @@ def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch
     yield {name: whole.to("cpu", copy=True) for name, whole in wholes.items()} if is_first else {}
 
 
-class Writer:
+class AdapterWriter:
     """Writes adapters to one file. The base model is not read."""
 
-    def __init__(self, folder: Path, described: Described) -> None:
+    def __init__(self, folder: Path, described: AdapterDescription) -> None:
         self._folder, self._described = folder, described
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -147,7 +147,7 @@ def base_of(folder: Path) -> str:
     return f"{base}@{revision}" if isinstance(revision, str) and not Path(base).exists() else base
 
 
-def read(folder: Path, adapters: Adapters, shapes: Mapping[str, Iterable[int]]) -> dict[str, torch.Tensor]:
+def read(folder: Path, adapters: AdaptersConfig, shapes: Mapping[str, Iterable[int]]) -> dict[str, torch.Tensor]:
     """Return the tensors in a folder, which must be of adapters like these, with these shapes.
 
     Raises `CheckpointError`.

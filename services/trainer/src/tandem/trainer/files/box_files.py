@@ -26,7 +26,7 @@ _FILES = "boxes-*.safetensors"
 _SHAPES = "shapes"
 
 
-class Part(NamedTuple):
+class BoxPart(NamedTuple):
     """A box of a tensor, and its elements in the box's shape."""
 
     name: str
@@ -36,13 +36,13 @@ class Part(NamedTuple):
     elements: torch.Tensor
 
 
-def snapshot(parts: Iterable[Part]) -> Iterator[Part]:
+def snapshot(parts: Iterable[BoxPart]) -> Iterator[BoxPart]:
     """Yield the parts with copied elements, on the CPU, so that they can be written while training goes on."""
     for part in parts:
         yield part._replace(elements=part.elements.detach().to("cpu", copy=True).contiguous())
 
 
-def write(folder: Path, writer: int, parts: Iterable[Part], max_file_bytes: int) -> dict[Path, dict[str, str]]:
+def write(folder: Path, writer: int, parts: Iterable[BoxPart], max_file_bytes: int) -> dict[Path, dict[str, str]]:
     """Write the parts to files of about this size, which only process `writer` writes.
 
     Return the files, not yet synced, with the digests of their contents.
@@ -165,8 +165,8 @@ def _region(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start - first, start - first + n) for start, n, first in steps)
 
 
-def _batches(parts: Iterable[Part], max_bytes: int) -> Iterator[list[Part]]:
-    batch: list[Part] = []
+def _batches(parts: Iterable[BoxPart], max_bytes: int) -> Iterator[list[BoxPart]]:
+    batch: list[BoxPart] = []
     num_bytes = 0
     for part in parts:
         if batch and num_bytes + part.elements.nbytes > max_bytes:

@@ -32,9 +32,9 @@ from tandem.refit.places import host_name
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
 from tandem.samples.model_files import load_tokenizer
-from tandem.trainer.backend import Writing
+from tandem.trainer.backend import CheckpointWriting
 from tandem.trainer.files import adapter_files, box_files, policy_files
-from tandem.trainer.files.box_files import BoxFiles, Part
+from tandem.trainer.files.box_files import BoxFiles, BoxPart
 
 POLICY: Final = "policy"
 """Folder of the policy. Each model's folder has the name of the model."""
@@ -84,7 +84,7 @@ class OptimizerCounts(NamedTuple):
         return self.steps // steps_per_pass if self.schedule_steps is None else self.schedule_steps
 
 
-class State(NamedTuple):
+class ModelState(NamedTuple):
     """One model's contents of a checkpoint, as it is now, in the memory that training changes."""
 
     model: Any
@@ -95,10 +95,10 @@ class State(NamedTuple):
     """
     num_bytes: int
     """Bytes of all its tensors."""
-    optimizer: Callable[[], Iterator[Part]]
+    optimizer: Callable[[], Iterator[BoxPart]]
     """Makes this rank's part of the optimizer's state."""
     counts: OptimizerCounts
-    adapters: adapter_files.Described | None = None
+    adapters: adapter_files.AdapterDescription | None = None
     """If not None, the tensors are adapters, and the model's own weights are not written."""
 
 
@@ -115,10 +115,10 @@ class _Copy(NamedTuple):
     """This rank's part of one model's checkpoint."""
 
     name: Model
-    writer: policy_files.Writer | adapter_files.Writer | None
+    writer: policy_files.PolicyWriter | adapter_files.AdapterWriter | None
     """The writer of the model's weights; None on ranks other than 0."""
     tensors: Iterable[Mapping[str, torch.Tensor]]
-    optimizer: Iterable[Part]
+    optimizer: Iterable[BoxPart]
     counts: OptimizerCounts
 
 
@@ -129,12 +129,12 @@ def optimizer_folder(model: Model) -> str:
 
 def save(
     folder: Path,
-    states: Mapping[Model, State],
+    states: Mapping[Model, ModelState],
     config: Config,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     first_writer: int = 0,
-) -> Writing:
+) -> CheckpointWriting:
     """Copy the states and begin to write the copies under `folder`. From then on the states may change.
 
     Processes of another group may write other models there. `first_writer` is the number of this group's first process.
@@ -157,19 +157,25 @@ def save(
     num_bytes: Future[int] = Future()
     if shortage:
         _run(write, num_bytes)
-        return Writing(num_bytes, shortage)
+        return CheckpointWriting(num_bytes, shortage)
     Thread(target=_run, args=(write, num_bytes), name="checkpoint", daemon=True).start()
-    return Writing(num_bytes, "")
+    return CheckpointWriting(num_bytes, "")
 
 
-def _writer(folder: Path, state: State, max_file_bytes: int) -> policy_files.Writer | adapter_files.Writer:
+def _writer(
+    folder: Path, state: ModelState, max_file_bytes: int
+) -> policy_files.PolicyWriter | adapter_files.AdapterWriter:
     if state.adapters is not None:
-        return adapter_files.Writer(folder, state.adapters)
-    return policy_files.Writer(folder, state.model, max_file_bytes)
+        return adapter_files.AdapterWriter(folder, state.adapters)
+    return policy_files.PolicyWriter(folder, state.model, max_file_bytes)
 
 
 def _copy(
-    name: Model, state: State, writer: policy_files.Writer | adapter_files.Writer | None, *, is_lazy: bool
+    name: Model,
+    state: ModelState,
+    writer: policy_files.PolicyWriter | adapter_files.AdapterWriter | None,
+    *,
+    is_lazy: bool,
 ) -> _Copy:
     """Copy a state. If `is_lazy`, copy it a part at a time while it is written."""
     tensors = state.tensors
@@ -305,7 +311,7 @@ def files_to_load(config: Config, checkpoint: Path | None, held: Collection[Mode
     return [*parts, *(files for source in sources for files in files_of_model(source))]
 
 
-class Proof:
+class FileProof:
     """The proof that files are as they were written, found by all ranks together while they load them.
 
     Each rank checks all names, sizes and headers before it loads anything. A thread reads its part of the tensors

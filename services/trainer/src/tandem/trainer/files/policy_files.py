@@ -63,7 +63,7 @@ def by_checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
-class Writer:
+class PolicyWriter:
     """Writes one model, file after file, and then an index, unless one file holds it all.
 
     Memory holds the tensors of one file, of `max_file_bytes` unless one decoder layer is larger. The model is only read

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from tandem.common.messages import AwaitCheckpoint, CheckpointCopied, CheckpointSaved, SaveCheckpoint
 from tandem.launch.service import ServiceContext
-from tandem.trainer.backend import Backend, Writing
+from tandem.trainer.backend import CheckpointWriting, TrainerBackend
 
 
-class Saving:
+class SavingReplies:
     """The replies about one rank's checkpoints."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
-        self._writing: Writing | None = None
+        self._writing: CheckpointWriting | None = None
         """The last checkpoint that is being written, or was."""
 
-    def save(self, command: SaveCheckpoint, training_state: AbstractContextManager[Backend]) -> None:
+    def save(self, command: SaveCheckpoint, training_state: AbstractContextManager[TrainerBackend]) -> None:
         """Copy what is saved, and reply; a thread writes the copy."""
         assert self._writing is None or self._writing.num_bytes.done(), "the coordinator asks for one at a time"
         with training_state as backend:

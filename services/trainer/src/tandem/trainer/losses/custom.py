@@ -14,7 +14,7 @@ import torch
 from tandem.common.dotted import named
 from tandem.common.errors import ConfigError, TandemError, TrainingError
 from tandem.config import Config
-from tandem.config.schema.columns import GENERATION_LOGPROBS, Column
+from tandem.config.schema.columns import GENERATION_LOGPROBS, ColumnDeclaration
 from tandem.trainer.losses import Counts, Report
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores, StudentScores, TokenScores, TokenValues
@@ -120,7 +120,7 @@ def _trial(config: Config) -> tuple[MicroBatch, Scores]:
     return batch, StudentScores(*scores, logprobs_BT[..., None] - batch.others_BTN)
 
 
-def _tried(config: Config, column: Column, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
+def _tried(config: Config, column: ColumnDeclaration, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
     """Return a plausible column: ones, or other log-probabilities than those given."""
     if column.num_each is not None:
         num = column.num_each(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.config.schema import Dpo, Rm
+from tandem.config.schema import DpoConfig, RewardModelConfig
 from tandem.trainer.losses import Counts, Report
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores, TokenValues
@@ -26,7 +26,7 @@ class PreferenceLoss:
 
     NAMES = ("preference_loss", "sft_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean")
 
-    def __init__(self, settings: Dpo, counts: Counts, device: torch.device) -> None:
+    def __init__(self, settings: DpoConfig, counts: Counts, device: torch.device) -> None:
         self._settings = settings
         self._num_pairs = max(1, counts.sequences // 2)
         self.report = Report(self.NAMES, self._num_pairs, device)
@@ -61,7 +61,7 @@ class BradleyTerryLoss:
 
     NAMES = ("accuracy", "rewards_chosen_mean", "rewards_rejected_mean")
 
-    def __init__(self, settings: Rm, counts: Counts, device: torch.device) -> None:
+    def __init__(self, settings: RewardModelConfig, counts: Counts, device: torch.device) -> None:
         self._num_pairs = max(1, counts.sequences // 2)
         self.report = Report(self.NAMES, self._num_pairs, device)
 

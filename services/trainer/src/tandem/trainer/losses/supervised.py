@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.config.schema import Sft
+from tandem.config.schema import SftConfig
 from tandem.trainer.losses import Counts, Report, aggregate
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import TokenScores
@@ -18,7 +18,7 @@ class NegativeLogLikelihood:
 
     NAMES = ("entropy", "token_accuracy")
 
-    def __init__(self, settings: Sft, counts: Counts, device: torch.device) -> None:
+    def __init__(self, settings: SftConfig, counts: Counts, device: torch.device) -> None:
         self._counts = counts
         self.report = Report(self.NAMES, counts.tokens, device)
 

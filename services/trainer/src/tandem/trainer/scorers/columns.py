@@ -9,19 +9,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.config.schema.columns import Column, Model
-from tandem.trainer.batching.shard import Shard, unpad_into
+from tandem.config.schema.columns import ColumnDeclaration, Model
+from tandem.trainer.batching.shard import BatchShard, unpad_into
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scores import Scores
 
 if TYPE_CHECKING:
-    from tandem.trainer.step import Step
+    from tandem.trainer.step import TrainingStep
 
-Filled = dict[Column, NDArray[Any]]
+Filled = dict[ColumnDeclaration, NDArray[Any]]
 """Columns for the tokens of a shard."""
 
 
-def filled_by(step: Step, model: Model, size: int | None) -> Filled:
+def filled_by(step: TrainingStep, model: Model, size: int | None) -> Filled:
     """Return the columns with a model's scores of its shard's valid tokens; zeros elsewhere."""
     shard = step.shards[model]
     found = {column: _nothing(step, column, shard) for column in step.read if column.model == model}
@@ -32,7 +32,7 @@ def filled_by(step: Step, model: Model, size: int | None) -> Filled:
     return found
 
 
-def _part_of(step: Step, values_T: NDArray[Any], number: int) -> NDArray[Any]:
+def _part_of(step: TrainingStep, values_T: NDArray[Any], number: int) -> NDArray[Any]:
     """Return the place of one model's numbers in a column that has those of several, one after the other."""
     num_joint = len(step.config.joint_teachers)
     if num_joint < 2:
@@ -41,7 +41,7 @@ def _part_of(step: Step, values_T: NDArray[Any], number: int) -> NDArray[Any]:
     return values_T[:, number * width : (number + 1) * width]
 
 
-def score_without_masks(step: Step, size: int | None) -> NDArray[np.float32]:
+def score_without_masks(step: TrainingStep, size: int | None) -> NDArray[np.float32]:
     """Return the policy's log-probabilities of its shard's valid tokens without sampling masks; zeros elsewhere.
 
     A divergence from a model without masks is of these: with masks on one side, equal models would differ.
@@ -55,13 +55,13 @@ def score_without_masks(step: Step, size: int | None) -> NDArray[np.float32]:
     return values_T
 
 
-def _nothing(step: Step, column: Column, shard: Shard) -> NDArray[Any]:
+def _nothing(step: TrainingStep, column: ColumnDeclaration, shard: BatchShard) -> NDArray[Any]:
     rows = () if column.num_each is None else (column.num_each(step.config),)
     return np.zeros((len(shard.own.token_ids_T), *rows), dtype=column.dtype)
 
 
 def scored_by(
-    step: Step, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
+    step: TrainingStep, model: Model, size: int | None = None, columns: Columns | None = None, number: int = 0
 ) -> list[tuple[MicroBatch, Scores]]:
     """Return all micro-batches of this rank, each with a model's scores.
 

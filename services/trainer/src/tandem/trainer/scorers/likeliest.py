@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.trainer.batching.masks import NEVER, rule_out
-from tandem.trainer.scorers.scorer import Pictures, Task, TokenScorer
+from tandem.trainer.scorers.scorer import HeadTask, Pictures, TokenScorer
 from tandem.trainer.scores import JudgedTokens, Scores, StudentScores, TopTokens
 from tandem.trainer.scoring import VocabularyShard, logits_of, own_tokens, rows_at_once
 
@@ -42,7 +42,7 @@ class TopScorer(TokenScorer):
         self._num, self._judged_by = num, judged_by
 
     def _of_hidden(
-        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: Task
+        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: HeadTask
     ) -> Scores:
         top = top_tokens(
             hidden_KH,
@@ -57,7 +57,7 @@ class TopScorer(TokenScorer):
         scores = super()._of_hidden(hidden_KH, weight_VH, vocabulary, task._replace(others_KN=first_of(top)))
         return judged(top, scores, self._judged_by)
 
-    def _of_logits(self, logits_KV: torch.Tensor, task: Task) -> Scores:
+    def _of_logits(self, logits_KV: torch.Tensor, task: HeadTask) -> Scores:
         top = top_of_logits(logits_KV, self._num)
         if not self._judged_by:
             return top

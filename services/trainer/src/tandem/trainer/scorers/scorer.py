@@ -15,7 +15,7 @@ from tandem.common.attention.on_gpu import boundaries
 from tandem.common.errors import ModelError
 from tandem.trainer.batching.masks import TokenMasks, masked_scores
 from tandem.trainer.context import inputs_of_share, sum_shares
-from tandem.trainer.micro_batches import MicroBatch, Row
+from tandem.trainer.micro_batches import MicroBatch, TokenRow
 from tandem.trainer.routing import RoutingReplay, experts_of
 from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
 from tandem.trainer.scores import Scores, StudentScores, TokenScores
@@ -25,7 +25,7 @@ Pictures = Callable[[MicroBatch], dict[str, Any]]
 """The inputs of a model's forward pass that come from the images of a micro-batch."""
 
 
-class Task(NamedTuple):
+class HeadTask(NamedTuple):
     """The arguments of a head."""
 
     predictor_K: torch.Tensor
@@ -37,14 +37,14 @@ class Task(NamedTuple):
     masks: TokenMasks | None = None
     """Their sampling masks; None for the whole vocabulary."""
 
-    def take(self, is_taken_K: torch.Tensor) -> Task:
+    def take(self, is_taken_K: torch.Tensor) -> HeadTask:
         """Return the arguments for some of the tokens."""
         others_KN = None if self.others_KN is None else self.others_KN[is_taken_K]
         masks = None if self.masks is None else self.masks.take(is_taken_K)
-        return Task(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN, masks)
+        return HeadTask(self.predictor_K[is_taken_K], self.target_K[is_taken_K], others_KN, masks)
 
 
-class Scorer:
+class ModelScorer:
     """A model's scores of valid tokens. Its head sees only the positions before such tokens.
 
     The scores of each token are a tuple of numbers, or of rows of numbers.
@@ -70,7 +70,7 @@ class Scorer:
         self._context = context
         self._replay = replay
         self._pictures = pictures
-        self._task: Task | None = None
+        self._task: HeadTask | None = None
         weight = head.weight
         self._is_cut = isinstance(weight, DTensor) and "tensor" in (weight.device_mesh.mesh_dim_names or ())
         head.register_forward_pre_hook(self._pick)
@@ -83,7 +83,7 @@ class Scorer:
         valid_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
         inputs, predictor_K = self._inputs(batch)
         others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
-        task = Task(predictor_K, batch.token_ids_BT[valid_BT], others_KN, batch.masks)
+        task = HeadTask(predictor_K, batch.token_ids_BT[valid_BT], others_KN, batch.masks)
         if self._replay is not None:
             self._replay.give(experts_of(batch, self._context))
         if self._pictures is not None:
@@ -114,7 +114,7 @@ class Scorer:
             inputs["position_ids"] = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)[None]
         return inputs, batch.loss_mask_BT.flatten().nonzero()[:, 0] - 1
 
-    def _scores(self, inputs: dict[str, Any], task: Task) -> Scores:
+    def _scores(self, inputs: dict[str, Any], task: HeadTask) -> Scores:
         """Return the model's scores of the targets."""
         raise NotImplementedError
 
@@ -122,12 +122,12 @@ class Scorer:
         return None if self._task is None else (inputs[0].flatten(0, 1).index_select(0, self._task.predictor_K),)
 
 
-def _ends_of(row: Row) -> torch.Tensor:
+def _ends_of(row: TokenRow) -> torch.Tensor:
     """Return the ends of a packed row's segments, as compiled attention takes them."""
     return boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)
 
 
-class TokenScorer(Scorer):
+class TokenScorer(ModelScorer):
     """Log-probabilities and entropies of a language model, at the sampling temperature.
 
     With a large vocabulary the output layer is the most expensive one, so it sees only the positions that predict a
@@ -168,7 +168,7 @@ class TokenScorer(Scorer):
         if not self._gives_logits:
             head.forward = functools.partial(self._score, head, head.forward)
 
-    def _scores(self, inputs: dict[str, Any], task: Task) -> Scores:
+    def _scores(self, inputs: dict[str, Any], task: HeadTask) -> Scores:
         output: Any = self.model(**inputs, use_cache=False).logits
         if self._gives_logits:
             return self._of_logits(without_tokens(output.float() / self._temperature, self._undrawable), task)
@@ -191,7 +191,7 @@ class TokenScorer(Scorer):
         return self._of_hidden(hidden, weight_VH, vocabulary, self._task)
 
     def _of_hidden(
-        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: Task
+        self, hidden_KH: torch.Tensor, weight_VH: torch.Tensor, vocabulary: VocabularyShard | None, task: HeadTask
     ) -> Scores:
         score = functools.partial(
             self._score_tokens,
@@ -206,7 +206,7 @@ class TokenScorer(Scorer):
         )
         return score() if task.masks is None else masked_scores(score, task.masks, needs_whole=self._needs_whole)
 
-    def _of_logits(self, logits_KV: torch.Tensor, task: Task) -> Scores:
+    def _of_logits(self, logits_KV: torch.Tensor, task: HeadTask) -> Scores:
         score = functools.partial(
             scores_of_logits, logits_KV, task.target_K, task.others_KN, learns_entropy=self._learns_entropy
         )

@@ -11,10 +11,10 @@ import torch
 from tandem.config import Config
 from tandem.config.schema.columns import TEACHER_CONFIDENCE, TEACHER_WEIGHTS
 from tandem.samples.batch import Float32s
-from tandem.trainer.advantages import Finished, ScoredShard
+from tandem.trainer.advantages import EstimatedAdvantages, ScoredShard
 
 
-def weigh(config: Config, scored: ScoredShard) -> Finished:
+def weigh(config: Config, scored: ScoredShard) -> EstimatedAdvantages:
     """Return the weights of the teachers, the same for every token of the batch.
 
     NeMo-RL finds those that depend on the tokens for each micro-batch; here they are of the whole batch, whatever the
@@ -31,7 +31,7 @@ def weigh(config: Config, scored: ScoredShard) -> Finished:
         weights_M = select_highest(score_M) if is_one_taken else softmax(config.loss_fn.alpha * score_M)
         metrics = {f"weight_t{index}": float(weight) for index, weight in enumerate(weights_M)}
     num_tokens = len(scored.batch.token_ids_T)
-    return Finished({TEACHER_WEIGHTS: np.broadcast_to(weights_M, (num_tokens, len(weights_M)))}, metrics)
+    return EstimatedAdvantages({TEACHER_WEIGHTS: np.broadcast_to(weights_M, (num_tokens, len(weights_M)))}, metrics)
 
 
 def select_highest(score_M: np.typing.NDArray[np.float64]) -> Float32s:

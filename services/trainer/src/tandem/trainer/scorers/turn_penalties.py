@@ -15,16 +15,16 @@ from tandem.common.dotted import named
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
 from tandem.config.schema.declarations import token_estimator
-from tandem.samples.batch import Batch
+from tandem.samples.batch import SampleBatch
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.turns.flaws import FlawFinder
-from tandem.trainer.advantages import AdvantageEstimator, Finished, ScoredShard
+from tandem.trainer.advantages import AdvantageEstimator, EstimatedAdvantages, ScoredShard
 
 _FINDERS: dict[tuple[str, str | None], FlawFinder] = {}
 """Finders by the tokenizer's name and the format of calls: reading a tokenizer takes a second."""
 
 
-def penalise(config: Config, scored: ScoredShard) -> Finished:
+def penalise(config: Config, scored: ScoredShard) -> EstimatedAdvantages:
     """Return the advantages of the run's estimator, replaced in each turn that has a flaw.
 
     A turn is what the policy generated without a token of others in between. Of two flaws the call counts, as in
@@ -56,10 +56,10 @@ def penalise(config: Config, scored: ScoredShard) -> Finished:
         "invalid_tool_call_rate": num_invalid / max(1.0, num_turns),
         "malformed_thinking_rate": num_malformed / max(1.0, num_turns),
     }
-    return Finished({**columns, ADVANTAGES: advantages_T}, {**metrics, **rates})
+    return EstimatedAdvantages({**columns, ADVANTAGES: advantages_T}, {**metrics, **rates})
 
 
-def turns_in(batch: Batch) -> Iterator[tuple[int, int, int]]:
+def turns_in(batch: SampleBatch) -> Iterator[tuple[int, int, int]]:
     """Yield the first token of each turn's sequence, of the turn, and the end of the turn."""
     offsets: NDArray[np.int64] = batch.offsets()
     for first, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from tandem.common.messages import EngineBuilt, Reply, TransfersPlanned
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.engines.transfers import Transfers
+from tandem.coordinator.scheduler.engines.transfers import TransferPlanner
 from tandem.coordinator.scheduler.events import Action
 from tandem.coordinator.scheduler.requests import PendingRequests
 
@@ -25,7 +25,7 @@ _STREAMED = (
 )
 
 
-class Stage(enum.Enum):
+class JoiningStage(enum.Enum):
     """How far an engine is on its way into the table."""
 
     WAITING = "joined"
@@ -35,14 +35,14 @@ class Stage(enum.Enum):
     INSTALLING = "installing its transfer program"
 
 
-class Joining:
+class JoiningEngines:
     """The engines that are joining."""
 
-    def __init__(self, requests: PendingRequests, transfers: Transfers, changed: Changed) -> None:
+    def __init__(self, requests: PendingRequests, transfers: TransferPlanner, changed: Changed) -> None:
         self._changed = changed
         self._requests = requests
         self._transfers = transfers
-        self.stages: dict[str, Stage] = {}
+        self.stages: dict[str, JoiningStage] = {}
         """The stage of each engine."""
         self.plan_request = 0
         """The newest command to plan transfers for engines in `PLANNING`."""
@@ -60,15 +60,15 @@ class Joining:
     @property
     def is_building(self) -> bool:
         """Whether an engine is built."""
-        return bool(self._having(Stage.BUILDING))
+        return bool(self._having(JoiningStage.BUILDING))
 
     def planned(self) -> list[str]:
         """Return the engines with layouts that the refit service already knows."""
-        return self._having(Stage.INSTALLING)
+        return self._having(JoiningStage.INSTALLING)
 
     def add(self, name: str) -> None:
         """Add an engine that has joined."""
-        self.stages[name] = Stage.WAITING
+        self.stages[name] = JoiningStage.WAITING
         self._changed()
 
     def remove(self, name: str) -> None:
@@ -82,14 +82,14 @@ class Joining:
         self, trainers: Sequence[str], engines: Sequence[str], *, may_build: bool, is_service_able: bool
     ) -> list[Action]:
         """Build the engines that have joined, and plan transfers for those that are built."""
-        joined = self._having(Stage.WAITING) if may_build else []
-        self.stages |= dict.fromkeys(joined, Stage.BUILDING)
+        joined = self._having(JoiningStage.WAITING) if may_build else []
+        self.stages |= dict.fromkeys(joined, JoiningStage.BUILDING)
         actions: list[Action] = [self._transfers.request_build(name) for name in joined]
-        built = self._having(Stage.BUILT)
+        built = self._having(JoiningStage.BUILT)
         if built and is_service_able:
             command = self._transfers.request_plan(trainers, [*engines, *self.planned(), *built])
             self.plan_request = command.command.command_id
-            self.stages |= dict.fromkeys(built, Stage.PLANNING)
+            self.stages |= dict.fromkeys(built, JoiningStage.PLANNING)
             actions.append(command)
         return actions
 
@@ -101,7 +101,7 @@ class Joining:
                 return self._take_plan(reply), []
             case EngineBuilt(layouts=layouts):
                 self._transfers.enter(process, layouts)
-                self.stages[process] = Stage.BUILT
+                self.stages[process] = JoiningStage.BUILT
                 return [], []
             case _:  # its program is installed
                 del self.stages[process]
@@ -114,17 +114,17 @@ class Joining:
 
     def refuse_planned(self, why: str) -> None:
         """Note that transfers cannot be planned for the engines in `PLANNING`."""
-        self.refused |= dict.fromkeys(self._having(Stage.PLANNING), why)
+        self.refused |= dict.fromkeys(self._having(JoiningStage.PLANNING), why)
         self._changed()
 
     def plan_again(self) -> None:
         """Note that the refit service is lost, and its plan with it."""
-        self.stages |= dict.fromkeys(self._having(Stage.PLANNING), Stage.BUILT)
+        self.stages |= dict.fromkeys(self._having(JoiningStage.PLANNING), JoiningStage.BUILT)
         self._changed()
 
     def stop(self) -> None:
         """Stop waiting for any engine: the run ends."""
-        if self._having(Stage.PLANNING):
+        if self._having(JoiningStage.PLANNING):
             self._requests.close(self.plan_request)
         for name in [*self.stages]:
             self.remove(name)
@@ -132,13 +132,13 @@ class Joining:
     def _take_plan(self, plan: TransfersPlanned) -> list[Action]:
         """Have engines install those of their programs that need no other process."""
         actions: list[Action] = []
-        for name in self._having(Stage.PLANNING):
+        for name in self._having(JoiningStage.PLANNING):
             if self._transfers.extend(name, plan):
-                self.stages[name] = Stage.INSTALLING
+                self.stages[name] = JoiningStage.INSTALLING
                 actions += self._transfers.request_install([name])
             else:
                 self.refused[name] = _STREAMED
         return actions
 
-    def _having(self, stage: Stage) -> list[str]:
+    def _having(self, stage: JoiningStage) -> list[str]:
         return [name for name, its in self.stages.items() if its is stage]

@@ -14,7 +14,7 @@ from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.launch.restarts import within
 
 
-class Processes:
+class JoinedProcesses:
     """The processes that have joined."""
 
     def __init__(
@@ -68,7 +68,7 @@ def _index_of(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-class Failures:
+class ProcessFailures:
     """The errors of processes that were replaced because of them."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Failures:
         return not seen
 
 
-class Replacements:
+class CountedReplacements:
     """The losses that count toward the limit, and their times."""
 
     def __init__(self, most: int, window_s: float, at: Iterable[float] = ()) -> None:

@@ -12,10 +12,10 @@ import enum
 from collections.abc import Callable, Iterable
 
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.rule import Table
+from tandem.coordinator.scheduler.rule import RuleTables
 
 
-class Status(enum.Enum):
+class EngineStatus(enum.Enum):
     """How far an engine is from serving tokens."""
 
     ABSENT = "waiting for a replacement"
@@ -30,16 +30,22 @@ class Status(enum.Enum):
     __hash__ = object.__hash__  # as members are equal, but in C: each event asks tables for a status
 
 
-COMING_BACK = (Status.ABSENT, Status.JOINED, Status.BUILDING, Status.INSTALLING, Status.CONNECTING)
+COMING_BACK = (
+    EngineStatus.ABSENT,
+    EngineStatus.JOINED,
+    EngineStatus.BUILDING,
+    EngineStatus.INSTALLING,
+    EngineStatus.CONNECTING,
+)
 """The statuses of a lost or invalidated engine, before it can be refitted."""
 
 
-class Engine:
+class EngineState:
     """The state of one engine."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.status = Status.READY
+        self.status = EngineStatus.READY
         self.version = -1
         """The version it holds, or is being refitted to; -1 if it holds no whole version."""
         self.is_verified = False
@@ -60,17 +66,17 @@ class Engine:
         """Whether it has left as the last engine. Its place is kept until another engine joins."""
 
 
-class Engines(dict[str, Engine]):
+class EngineTable(dict[str, EngineState]):
     """The engines of the run by name, in the order of their index: which there are, and how far each is."""
 
-    def __init__(self, departed: Iterable[str], changes: Callable[[Table], Changed]) -> None:
+    def __init__(self, departed: Iterable[str], changes: Callable[[RuleTables], Changed]) -> None:
         """Begin without any. Take the engines that left earlier, and `Agenda.changes`."""
         super().__init__()
-        self._changed = changes(Table.ENGINES)
+        self._changed = changes(RuleTables.ENGINES)
         """To be called when an engine is another."""
-        self._changed_leaving = changes(Table.LEAVING)
-        self._changed_invalidated = changes(Table.INVALIDATED)
-        self._by_status: dict[Status, dict[str, None]] = {status: {} for status in Status}
+        self._changed_leaving = changes(RuleTables.LEAVING)
+        self._changed_invalidated = changes(RuleTables.INVALIDATED)
+        self._by_status: dict[EngineStatus, dict[str, None]] = {status: {} for status in EngineStatus}
         self.num_verified = 0
         """The number of engines with a verified version."""
         self.invalidated: list[str] = []
@@ -83,15 +89,15 @@ class Engines(dict[str, Engine]):
     @property
     def are_any_unverified(self) -> bool:
         """Whether an engine holds a version that is not verified."""
-        return self.num_verified != len(self._by_status[Status.HOLDING])
+        return self.num_verified != len(self._by_status[EngineStatus.HOLDING])
 
-    def having(self, *statuses: Status) -> list[str]:
+    def having(self, *statuses: EngineStatus) -> list[str]:
         """Return the engines that have one of these statuses, in the order of their index."""
         if self.num_having(*statuses) == 0:
             return []
         return [name for name, engine in self.items() if engine.status in statuses]
 
-    def num_having(self, *statuses: Status) -> int:
+    def num_having(self, *statuses: EngineStatus) -> int:
         """Return how many engines have one of these statuses."""
         num = 0
         for status in statuses:  # each event asks this several times
@@ -104,7 +110,7 @@ class Engines(dict[str, Engine]):
 
     # --- status ------------------------------------------------------------------------------------------------------
 
-    def move(self, engine: Engine, status: Status, *, version: int | None = None) -> None:
+    def move(self, engine: EngineState, status: EngineStatus, *, version: int | None = None) -> None:
         """Set an engine's status, and its version if one is given. The version is not verified yet."""
         del self._by_status[engine.status][engine.name]
         engine.status = status
@@ -113,7 +119,7 @@ class Engines(dict[str, Engine]):
             engine.version = version
         self.verify(engine, is_verified=False)
 
-    def verify(self, engine: Engine, *, is_verified: bool) -> None:
+    def verify(self, engine: EngineState, *, is_verified: bool) -> None:
         """Note whether the version that an engine holds is verified."""
         self.num_verified += is_verified - engine.is_verified
         engine.is_verified = is_verified
@@ -135,12 +141,12 @@ class Engines(dict[str, Engine]):
 
     def fill(self, names: Iterable[str]) -> None:
         """Enter the engines of the run, each ready for a version."""
-        engines = {name: Engine(name) for name in names}
+        engines = {name: EngineState(name) for name in names}
         self.clear()
         self.update(engines)
         self.departed.difference_update(self)
-        self._by_status = {status: {} for status in Status}
-        self._by_status[Status.READY] = dict.fromkeys(self)
+        self._by_status = {status: {} for status in EngineStatus}
+        self._by_status[EngineStatus.READY] = dict.fromkeys(self)
         self.draining = {}
         self.num_verified = 0
         self._changed()
@@ -151,37 +157,37 @@ class Engines(dict[str, Engine]):
         if name in self:
             self.remove(name)
         self.departed.discard(name)
-        engines = {**self, name: Engine(name)}
+        engines = {**self, name: EngineState(name)}
         self.clear()
         self.update((each, engines[each]) for each in sorted(engines, key=lambda n: int(n.rpartition("-")[2])))
-        self[name].status = Status.CONNECTING
-        self._by_status[Status.CONNECTING][name] = None
+        self[name].status = EngineStatus.CONNECTING
+        self._by_status[EngineStatus.CONNECTING][name] = None
         self._changed()
         self._changed_leaving()
 
     def await_by_hand(self, name: str) -> None:
         """Note that no process is launched in the place of a lost engine."""
         engine = self.get(name)
-        if engine is not None and engine.status is Status.ABSENT:
+        if engine is not None and engine.status is EngineStatus.ABSENT:
             engine.is_awaited_by_hand = True
 
     # --- engines that leave ------------------------------------------------------------------------------------------
 
-    def begin_to_leave(self, engine: Engine, leave_by: float) -> None:
+    def begin_to_leave(self, engine: EngineState, leave_by: float) -> None:
         """Note that an engine is draining."""
         engine.leave_by = leave_by
         self.draining[engine.name] = None
         self._changed()
         self._changed_leaving()
 
-    def stay(self, engine: Engine) -> None:
+    def stay(self, engine: EngineState) -> None:
         """Note that the process in the place of an engine is not draining."""
         engine.leave_by = None
         self.draining.pop(engine.name, None)
         self._changed()
         self._changed_leaving()
 
-    def leave_vacant(self, engine: Engine) -> None:
+    def leave_vacant(self, engine: EngineState) -> None:
         """Keep the place of an engine that has left."""
         self.begin_to_leave(engine, engine.replace_by)
         engine.is_vacant = True

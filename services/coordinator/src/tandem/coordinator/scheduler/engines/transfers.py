@@ -26,9 +26,9 @@ from tandem.common.messages import (
 )
 from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.engines.table import Engine, Engines, Status
-from tandem.coordinator.scheduler.events import Action, Dispatch
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus, EngineTable
+from tandem.coordinator.scheduler.events import Action, DispatchCommand
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
@@ -46,7 +46,7 @@ _NO_PLAN = TransfersPlanned(
 """The plan before there is one."""
 
 
-class Transfers:
+class TransferPlanner:
     """Layouts in, programs and transfer groups out. Raises `ServiceError` where the run cannot go on."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests, public_keys: Mapping[str, str]) -> None:
@@ -80,26 +80,26 @@ class Transfers:
             case _:
                 pass
 
-    def request_build(self, engine: str) -> Dispatch:
+    def request_build(self, engine: str) -> DispatchCommand:
         """Build an engine, which answers with its layout."""
         command = BuildEngine(
             samples_folder=self._spec.samples_folder,
             reward_server=self._spec.reward_server,
             images_at=self._spec.images_at,
-            **self._requests.open(engine, Phase.BUILDING, self._build_s),
+            **self._requests.open(engine, RunPhase.BUILDING, self._build_s),
         )
-        return Dispatch(process=engine, command=command)
+        return DispatchCommand(process=engine, command=command)
 
-    def request_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> Dispatch:
+    def request_plan(self, trainers: Sequence[str], engines: Sequence[str]) -> DispatchCommand:
         """Plan all transfers from the layouts of trainers and engines."""
         command = PlanTransfers(
             sources={part: layout for name in trainers for part, layout in self._layouts[name].items()},
             destinations={part: layout for name in engines for part, layout in self._layouts[name].items()},
             allow_alias=self._spec.allow_alias,
             alias_frozen=self._spec.alias_frozen,
-            **self._requests.open(SERVICE, Phase.PLANNING, self._build_s),
+            **self._requests.open(SERVICE, RunPhase.PLANNING, self._build_s),
         )
-        return Dispatch(process=SERVICE, command=command)
+        return DispatchCommand(process=SERVICE, command=command)
 
     def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
         """Take the layouts of a joining engine, for which nothing is planned yet."""
@@ -132,22 +132,22 @@ class Transfers:
         )
         return True
 
-    def request_install(self, processes: Iterable[str] | None = None) -> list[Dispatch]:
+    def request_install(self, processes: Iterable[str] | None = None) -> list[DispatchCommand]:
         """Install the programs of all processes, or of the given ones."""
         programs = self.plan.programs
         every_process = dict.fromkeys(map(process_of, programs))
         return [
-            Dispatch(
+            DispatchCommand(
                 process=process,
                 command=InstallProgram(
                     programs=tuple(programs[part] for part in self._layouts[process]),
-                    **self._requests.open(process, Phase.INSTALLING, self._build_s),
+                    **self._requests.open(process, RunPhase.INSTALLING, self._build_s),
                 ),
             )
             for process in (every_process if processes is None else processes)
         ]
 
-    def request_connect(self, transfer_group: PlannedTransferGroup) -> list[Dispatch]:
+    def request_connect(self, transfer_group: PlannedTransferGroup) -> list[DispatchCommand]:
         """Connect a transfer group, anew if it was connected before."""
         epoch = self._epochs[transfer_group.name] = self._epochs.get(transfer_group.name, -1) + 1
         host, port = self._rendezvous
@@ -156,7 +156,7 @@ class Transfers:
         if self._spec.streams_over_tcp:
             public_keys = {name: self._public_keys[name] for name in processes if name in self._public_keys}
         return [
-            Dispatch(
+            DispatchCommand(
                 process=process,
                 command=ConnectTransferGroup(
                     transfer_group=transfer_group.name,
@@ -166,7 +166,7 @@ class Transfers:
                     rendezvous_host=host,
                     rendezvous_port=port,
                     public_keys=public_keys,
-                    **self._requests.open(process, Phase.CONNECTING, self._build_s),
+                    **self._requests.open(process, RunPhase.CONNECTING, self._build_s),
                 ),
             )
             for process in processes
@@ -182,7 +182,7 @@ class Transfers:
     def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
         if self.plan is not _NO_PLAN and self._layouts[engine] != layouts:
             what = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
-            raise CommandFailed(engine, Phase.BUILDING.value, what)
+            raise CommandFailed(engine, RunPhase.BUILDING.value, what)
         self._layouts[engine] = layouts
 
     def senders_for(self, engines: Sequence[str]) -> tuple[str, ...]:
@@ -196,14 +196,22 @@ def processes_in(transfer_group: PlannedTransferGroup) -> list[str]:
     return list(dict.fromkeys(map(process_of, transfer_group.members)))
 
 
-_NOT_TO_BE_CONNECTED = {Status.ABSENT, Status.JOINED, Status.BUILDING, Status.INSTALLING, Status.REFITTING}
+_NOT_TO_BE_CONNECTED = {
+    EngineStatus.ABSENT,
+    EngineStatus.JOINED,
+    EngineStatus.BUILDING,
+    EngineStatus.INSTALLING,
+    EngineStatus.REFITTING,
+}
 """The statuses that keep an engine's transfer group unconnected: it is absent, or busy with partial weights."""
 
 
 class TransferGroups:
     """The transfer groups of the plan. Their first connection, while the run is set up, happens elsewhere."""
 
-    def __init__(self, transfers: Transfers, engines: Engines, requests: PendingRequests, changed: Changed) -> None:
+    def __init__(
+        self, transfers: TransferPlanner, engines: EngineTable, requests: PendingRequests, changed: Changed
+    ) -> None:
         self._changed = changed
         self._transfers = transfers
         self._engines = engines
@@ -217,10 +225,10 @@ class TransferGroups:
         `may_join` says whether trainers can take part. A trainer in a step cannot until the step ends.
         """
         actions: list[Action] = []
-        for name in self._engines.having(Status.CONNECTING):
+        for name in self._engines.having(EngineStatus.CONNECTING):
             transfer_group = self._transfers.transfer_group_of(name)
             if transfer_group is None:
-                self._engines.move(self._engines[name], Status.READY)
+                self._engines.move(self._engines[name], EngineStatus.READY)
                 continue
             if transfer_group.name in self.connecting or not may_join:
                 continue
@@ -273,8 +281,8 @@ class TransferGroups:
             transfer_group for transfer_group in self._transfers.plan.transfer_groups if transfer_group.name == name
         )
         for engine in self._engines_in(transfer_group):
-            if self._engines[engine].status is Status.CONNECTING:
-                self._engines.move(self._engines[engine], Status.READY)
+            if self._engines[engine].status is EngineStatus.CONNECTING:
+                self._engines.move(self._engines[engine], EngineStatus.READY)
 
     def _stop_connecting(self, transfer_group: str) -> None:
         """Stop waiting for a transfer group. Its processes wait in vain until the next attempt."""
@@ -286,5 +294,5 @@ class TransferGroups:
         return [name for name in processes_in(transfer_group) if name in self._engines]
 
 
-def _holds(engine: Engine, version: int) -> bool:
-    return engine.status is Status.HOLDING and engine.version == version
+def _holds(engine: EngineState, version: int) -> bool:
+    return engine.status is EngineStatus.HOLDING and engine.version == version

@@ -14,15 +14,15 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import Protocol
 
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.coordinator.scheduler.groups.table import Group
+from tandem.coordinator.scheduler.groups.table import SampleGroup
 
-CanGenerate = Callable[[str, Group], bool]
+CanGenerate = Callable[[str, SampleGroup], bool]
 """Whether an engine may generate a group: its weights are young enough, and it can keep the samples."""
-Assigned = dict[str, list[Group]]
+Assigned = dict[str, list[SampleGroup]]
 """The groups that each engine is to generate now."""
 
 
-class Assignment(Protocol):
+class GroupAssignment(Protocol):
     """Decides which engine generates which group. It is told of all changes, and asks whether an engine can."""
 
     @property
@@ -30,11 +30,11 @@ class Assignment(Protocol):
         """Whether any group waits."""
         ...
 
-    def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
+    def add(self, groups: Sequence[SampleGroup], engines: Sequence[str]) -> None:
         """Add groups that have just begun to wait."""
         ...
 
-    def put_back(self, groups: Sequence[Group]) -> None:
+    def put_back(self, groups: Sequence[SampleGroup]) -> None:
         """Add groups that wait again. They still name the engine they had."""
         ...
 
@@ -42,7 +42,7 @@ class Assignment(Protocol):
         """Assign as many waiting groups as can be generated now, and return them."""
         ...
 
-    def finished(self, engine: str, group: Group, num_samples: int) -> None:
+    def finished(self, engine: str, group: SampleGroup, num_samples: int) -> None:
         """Note that an engine has finished this number of samples of a group."""
         ...
 
@@ -79,13 +79,13 @@ class PinnedAssignment:
         """Whether any group waits for its engine."""
         return bool(self._waiting)
 
-    def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
+    def add(self, groups: Sequence[SampleGroup], engines: Sequence[str]) -> None:
         """Pin each group to an engine."""
         for i, group in enumerate(groups):
             group.engine = engines[i % len(engines)]
         self.put_back(groups)
 
-    def put_back(self, groups: Sequence[Group]) -> None:
+    def put_back(self, groups: Sequence[SampleGroup]) -> None:
         """Let groups wait for their engine again."""
         for group in groups:
             assert group.engine is not None, "every group has been pinned"
@@ -104,7 +104,7 @@ class PinnedAssignment:
                     del self._waiting[engine]
         return assigned
 
-    def finished(self, engine: str, group: Group, num_samples: int) -> None:
+    def finished(self, engine: str, group: SampleGroup, num_samples: int) -> None:
         """Do nothing: finished samples make no room for other groups."""
 
     def withdraw(self, engine: str) -> None:
@@ -131,7 +131,7 @@ class PinnedAssignment:
         self._changed()
 
 
-def queue(waiting: MutableSequence[Group], group: Group) -> None:
+def queue(waiting: MutableSequence[SampleGroup], group: SampleGroup) -> None:
     """Insert a group behind those that are needed no later than it is."""
     at = len(waiting)
     while at and waiting[at - 1].turn > group.turn:

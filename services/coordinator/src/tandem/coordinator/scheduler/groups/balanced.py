@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
 from tandem.coordinator.scheduler.groups.assignment import Assigned, CanGenerate, queue
-from tandem.coordinator.scheduler.groups.table import Group
+from tandem.coordinator.scheduler.groups.table import SampleGroup
 
 
 class _Load:
@@ -45,7 +45,7 @@ class BalancedAssignment:
         self._changed = changed
         self._width = width
         self._timeout_s = timeout_s
-        self._waiting: deque[Group] = deque()
+        self._waiting: deque[SampleGroup] = deque()
         self._loads: dict[str, _Load] = {}
         self._leaving: set[str] = set()
         """Draining engines, which get nothing more."""
@@ -61,13 +61,13 @@ class BalancedAssignment:
         """Whether any group waits."""
         return bool(self._waiting)
 
-    def add(self, groups: Sequence[Group], engines: Sequence[str]) -> None:
+    def add(self, groups: Sequence[SampleGroup], engines: Sequence[str]) -> None:
         """Let groups wait for any engine with room. Every engine gets a new chance."""
         self.put_back(groups)
         self._idle_since = None
         self._reopen(engines)
 
-    def put_back(self, groups: Sequence[Group]) -> None:
+    def put_back(self, groups: Sequence[SampleGroup]) -> None:
         """Let groups wait for any engine with room, after the groups of their step that already wait."""
         for group in groups:
             queue(self._waiting, group)
@@ -98,7 +98,7 @@ class BalancedAssignment:
             self._update(engine)
         return assigned
 
-    def finished(self, engine: str, group: Group, num_samples: int) -> None:
+    def finished(self, engine: str, group: SampleGroup, num_samples: int) -> None:
         """Make room for further groups in the place of finished samples."""
         load = self._load(engine)
         load.num_samples -= num_samples

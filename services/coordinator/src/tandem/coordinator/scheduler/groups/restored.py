@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
-from tandem.coordinator.scheduler.groups.table import Group
+from tandem.coordinator.scheduler.groups.table import SampleGroup
 
 
 class RestoredGroups:
@@ -21,7 +21,7 @@ class RestoredGroups:
         self._restored: set[int] = set()
         """The ids of the commands that restored groups from disk."""
 
-    def has(self, group: Group) -> bool:
+    def has(self, group: SampleGroup) -> bool:
         """Tell whether a group is restored, and need not be generated."""
         return group.purpose == "train" and (group.step, group.number) in self.groups
 
@@ -29,7 +29,7 @@ class RestoredGroups:
         """Tell whether a command restores groups from disk."""
         return request in self._restored
 
-    def files(self, groups: Sequence[Group], request: int) -> dict[str, tuple[tuple[int, int], ...]]:
+    def files(self, groups: Sequence[SampleGroup], request: int) -> dict[str, tuple[tuple[int, int], ...]]:
         """Return the locations of these groups, which a command restores."""
         self._restored.add(request)
         found: dict[str, list[tuple[int, int]]] = {}
@@ -38,7 +38,7 @@ class RestoredGroups:
             found.setdefault(kept.file, []).append((kept.command_id, group.number))
         return {file: tuple(keys) for file, keys in found.items()}
 
-    def lose(self, groups: Sequence[Group]) -> None:
+    def lose(self, groups: Sequence[SampleGroup]) -> None:
         """Note that groups cannot be read."""
         for group in groups:
             self.groups.pop((group.step, group.number), None)

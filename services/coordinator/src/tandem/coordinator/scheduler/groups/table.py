@@ -35,7 +35,7 @@ NO_VERSION = sys.maxsize
 """The oldest version of no samples."""
 
 
-class Group:
+class SampleGroup:
     """One prompt and its samples."""
 
     __slots__ = (
@@ -82,7 +82,7 @@ class StepGroups:
     """The groups of one step, or of its validation, in the data order."""
 
     def __init__(self) -> None:
-        self.groups: list[Group] = []
+        self.groups: list[SampleGroup] = []
         self.num_batches = 0
         """The number of times that prompts were drawn."""
         self.num_drawn = 0
@@ -107,7 +107,7 @@ class StepGroups:
         ]
 
 
-class Groups:
+class GroupTable:
     """All groups of steps that are not done, on their way from being drawn to being trained on."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Groups:
         self._steps: dict[tuple[int, Purpose], StepGroups] = {}
         self._of_request: dict[int, StepGroups] = {}
         """The step's groups by the id of a `Generate` or `RestoreSamples` without an answer."""
-        self._of_engine: dict[str, dict[Group, None]] = {}
+        self._of_engine: dict[str, dict[SampleGroup, None]] = {}
         """Each engine's groups in flight or ready, in the order of their assignment."""
         self._stored: dict[str, dict[int, int]] = {}
         """Tokens that each rollout keeps of each training step. Samples that no longer count are released with the
@@ -135,7 +135,7 @@ class Groups:
         self._num_in_flight: dict[Purpose, dict[str, int]] = {"train": {}, "validate": {}}
         """The number of groups that each engine is generating, without engines that generate none."""
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[SampleGroup]:
         for step in self._steps.values():
             yield from step.groups
 
@@ -143,7 +143,7 @@ class Groups:
         """Return the groups of a step; None if it has not begun or is done."""
         return self._steps.get((step, purpose))
 
-    def of_engine(self, engine: str, *states: GroupState) -> list[Group]:
+    def of_engine(self, engine: str, *states: GroupState) -> list[SampleGroup]:
         """Return the groups of an engine in these states, in the order in which they were assigned."""
         return [group for group in self._of_engine.get(engine, {}) if group.state in states]
 
@@ -180,19 +180,19 @@ class Groups:
         of_step.num_drawn += count
         return range(first, first + count)
 
-    def add(self, step: int, purpose: Purpose, sizes: Sequence[GroupSize]) -> list[Group]:
+    def add(self, step: int, purpose: Purpose, sizes: Sequence[GroupSize]) -> list[SampleGroup]:
         """Add the groups that were drawn, which wait from now on; none if the step is no longer wanted."""
         of_step = self._steps.get((step, purpose))
         if of_step is None:
             return []
         first = len(of_step.groups)
-        groups = [Group(step, purpose, first + i, size) for i, size in enumerate(sizes)]
+        groups = [SampleGroup(step, purpose, first + i, size) for i, size in enumerate(sizes)]
         of_step.groups += groups
         if of_step.is_ready:  # no group was drawn
             self._changed_ready()
         return groups
 
-    def assign(self, groups: Iterable[Group], engine: str, request: int) -> None:
+    def assign(self, groups: Iterable[SampleGroup], engine: str, request: int) -> None:
         """Note that an engine was asked for groups that have waited, all of one step."""
         for group in groups:
             if request not in self._of_request:
@@ -216,14 +216,14 @@ class Groups:
 
     # --- generated ---------------------------------------------------------------------------------------------------
 
-    def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[Group, int]]:
+    def take_results(self, engine: str, finished: SamplesFinished) -> list[tuple[SampleGroup, int]]:
         """Keep results; return how many of each group were new. Repeated results, and those of groups given up, do not
         count.
         """
         of_step = self._steps.get((finished.step, finished.purpose))
         if of_step is None:
             return []
-        news: dict[Group, int] = {}
+        news: dict[SampleGroup, int] = {}
         for sample in finished.samples:
             group = of_step.groups[sample.group] if sample.group < len(of_step.groups) else None
             is_asked = group is not None and group.engine == engine and group.request == finished.command_id
@@ -260,7 +260,7 @@ class Groups:
             self._forget_engine(group)
         self._changed()
 
-    def untake(self, step: int, purpose: Purpose) -> list[Group]:
+    def untake(self, step: int, purpose: Purpose) -> list[SampleGroup]:
         """Note that a step's groups have yet to be trained on after all, and return them."""
         groups = self._steps[step, purpose].groups
         for group in groups:
@@ -292,7 +292,7 @@ class Groups:
 
     # --- lost, and waiting again -------------------------------------------------------------------------------------
 
-    def put_back(self, groups: Iterable[Group]) -> None:
+    def put_back(self, groups: Iterable[SampleGroup]) -> None:
         """Let groups wait again, without what was made of them."""
         changed: dict[str, None] = {}
         for group in groups:
@@ -320,23 +320,23 @@ class Groups:
 
     # --- what is counted ---------------------------------------------------------------------------------------------
 
-    def _await_tokens(self, group: Group, num_samples: int) -> None:
+    def _await_tokens(self, group: SampleGroup, num_samples: int) -> None:
         if group.purpose == "train" and group.engine is not None:
             awaited = self._awaited.get(group.engine, 0) + num_samples * group.size.num_tokens
             self._awaited[group.engine] = awaited
 
-    def _count_in_flight(self, group: Group, change: int) -> None:
+    def _count_in_flight(self, group: SampleGroup, change: int) -> None:
         assert group.engine is not None, "only what was assigned is in flight"
         counts = self._num_in_flight[group.purpose]
         counts[group.engine] = counts.get(group.engine, 0) + change
         if not counts[group.engine]:
             del counts[group.engine]
 
-    def _note_versions(self, of_step: StepGroups, group: Group) -> None:
+    def _note_versions(self, of_step: StepGroups, group: SampleGroup) -> None:
         newest, engine = of_step.newest_versions, str(group.engine)
         newest[engine] = max(newest.get(engine, -1), group.newest_version)
 
-    def _forget_engine(self, group: Group) -> None:
+    def _forget_engine(self, group: SampleGroup) -> None:
         if group.engine is not None:
             if group.state is GroupState.IN_FLIGHT:
                 self._count_in_flight(group, -1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tandem.coordinator.scheduler.events import Action
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 
-def save(tables: Tables) -> list[Action] | None:
+def save(tables: SchedulerTables) -> list[Action] | None:
     """Copy what is to be saved on the trainers; then write it while the run goes on."""
     if tables.saving.copied is not None:
-        if tables.requests.num_for(Phase.SAVING):
+        if tables.requests.num_for(RunPhase.SAVING):
             return None
         return tables.saving.write(tables.processes.of_kind["trainer"])
     if not tables.may_commit or tables.engines_use_devices:
@@ -19,7 +19,7 @@ def save(tables: Tables) -> list[Action] | None:
     return tables.saving.copy(tables.step, tables.processes.of_kind["trainer"])
 
 
-def publish_checkpoint(tables: Tables) -> list[Action] | None:
+def publish_checkpoint(tables: SchedulerTables) -> list[Action] | None:
     """Publish the written checkpoint, once the rollout log has all of its steps."""
     step = tables.saving.whole
     assert step is not None, "the rule is open"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tandem.common.errors import SamplingExhausted
 from tandem.coordinator.scheduler.groups.table import StepGroups
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.spec import DynamicSampling
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 
-def lacks_groups(tables: Tables, of_step: StepGroups, dynamic: DynamicSampling) -> bool:
+def lacks_groups(tables: SchedulerTables, of_step: StepGroups, dynamic: DynamicSampling) -> bool:
     """Tell whether too few groups of a step are informative. Raises `SamplingExhausted` at the limit."""
     needed = tables.spec.num_groups
     found = 0
@@ -20,7 +20,7 @@ def lacks_groups(tables: Tables, of_step: StepGroups, dynamic: DynamicSampling) 
     if of_step.num_batches == dynamic.max_batches:
         raise SamplingExhausted(
             "coordinator",
-            Phase.GENERATING.value,
+            RunPhase.GENERATING.value,
             f"the samples of {dynamic.max_batches} x {dynamic.num_groups} prompts have given {found} groups whose "
             f"rewards differ, and a step needs {needed}: the problems are too easy or too hard, or "
             "grpo.dynamic_sampling_max_gen_batches too low",

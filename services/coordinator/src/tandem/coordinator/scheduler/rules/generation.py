@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from tandem.common.messages import Purpose, RestoreSamples, SamplesFinished
 from tandem.coordinator.scheduler.events import (
     Action,
-    Dispatch,
+    DispatchCommand,
     DispatchPrompts,
     DrawPrompts,
     PromptsDrawn,
-    Say,
+    TellUser,
 )
-from tandem.coordinator.scheduler.groups.table import Group, GroupState, StepGroups
-from tandem.coordinator.scheduler.phases import GENERATION, Phase
+from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup, StepGroups
+from tandem.coordinator.scheduler.phases import GENERATION, RunPhase
 from tandem.coordinator.scheduler.rules import regeneration
 from tandem.coordinator.scheduler.rules.dynamic_sampling import lacks_groups
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
-def draw(tables: Tables) -> list[Action] | None:
+def draw(tables: SchedulerTables) -> list[Action] | None:
     """Draw the groups of the next step that may be generated for, or more groups if too few are informative."""
     spec = tables.spec
     num_groups = spec.num_groups if spec.dynamic_sampling is None else spec.dynamic_sampling.num_groups
@@ -38,14 +38,14 @@ def draw(tables: Tables) -> list[Action] | None:
     return draw_groups(tables, "train", tables.step, num_groups)
 
 
-def assign(tables: Tables) -> list[Action] | None:
+def assign(tables: SchedulerTables) -> list[Action] | None:
     """Assign waiting groups to engines with young enough weights and with room."""
     full: dict[str, None] = {}
     chosen: dict[str, int] = {}
 
     most = tables.spec.max_stored_tokens
 
-    def can_generate(engine: str, group: Group) -> bool:
+    def can_generate(engine: str, group: SampleGroup) -> bool:
         """Tell whether an engine holds weights young enough for a group, and has room for its samples."""
         if group.purpose == "validate":  # which needs the weights of its step, and stores nothing
             return tables.weights.can_generate(engine, group.step, group.step)
@@ -79,14 +79,14 @@ def assign(tables: Tables) -> list[Action] | None:
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-def take_prompts(tables: Tables, drawn: PromptsDrawn) -> None:
+def take_prompts(tables: SchedulerTables, drawn: PromptsDrawn) -> None:
     """Add the groups that were drawn, which wait for an engine."""
     groups = tables.groups.add(drawn.step, drawn.purpose, drawn.sizes)
     engines = tables.engines
     tables.assignment.add(groups, engines.staying() or [*engines])
 
 
-def take_results(tables: Tables, process: str, finished: SamplesFinished) -> list[Action]:
+def take_results(tables: SchedulerTables, process: str, finished: SamplesFinished) -> list[Action]:
     """Take finished samples. Regenerate groups made with weights too old for their step."""
     news = tables.groups.take_results(process, finished)
     for group, num_samples in news:
@@ -104,12 +104,12 @@ def take_results(tables: Tables, process: str, finished: SamplesFinished) -> lis
 # --- the groups of a step --------------------------------------------------------------------------------------------
 
 
-def draw_groups(tables: Tables, purpose: Purpose, step: int, count: int) -> list[Action]:
+def draw_groups(tables: SchedulerTables, purpose: Purpose, step: int, count: int) -> list[Action]:
     """Ask for `count` more groups of a step."""
     return [DrawPrompts(step=step, purpose=purpose, groups=tables.groups.draw(step, purpose, count))]
 
 
-def is_complete(tables: Tables, of_step: StepGroups) -> bool:
+def is_complete(tables: SchedulerTables, of_step: StepGroups) -> bool:
     """Tell whether all groups that were drawn are ready, and every version in them is verified."""
     return of_step.is_ready and all(itertools.starmap(tables.weights.is_proven, of_step.newest_versions.items()))
 
@@ -117,13 +117,13 @@ def is_complete(tables: Tables, of_step: StepGroups) -> bool:
 # --- assigning -------------------------------------------------------------------------------------------------------
 
 
-def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
+def _say_who_is_full(tables: SchedulerTables, full: dict[str, None]) -> list[Action]:
     """Report each engine that has no room for new samples, once a step."""
     new = [engine for engine in full if engine not in tables.full]
     tables.full = full
     most = tables.spec.max_stored_tokens
     return [
-        Say(
+        TellUser(
             text=f"{engine} generates no more before samples are trained on: it keeps up to {most} tokens "
             "(policy.generation.max_stored_tokens)"
         )
@@ -131,13 +131,13 @@ def _say_who_is_full(tables: Tables, full: dict[str, None]) -> list[Action]:
     ]
 
 
-def _dispatch_or_restore(tables: Tables, engine: str, groups: Sequence[Group]) -> list[Action]:
+def _dispatch_or_restore(tables: SchedulerTables, engine: str, groups: Sequence[SampleGroup]) -> list[Action]:
     """Ask an engine for groups of one step, and to restore those of them that are on disk."""
     kept = [group for group in groups if tables.restored.has(group)]
     made = [group for group in groups if not tables.restored.has(group)]
     actions = [_dispatch_prompts(tables, engine, made)] if made else []
     if kept:
-        fields = tables.open(engine, Phase.GENERATING)
+        fields = tables.open(engine, RunPhase.GENERATING)
         command = RestoreSamples(
             step=kept[0].step,
             files=tables.restored.files(kept, fields["command_id"]),
@@ -145,16 +145,16 @@ def _dispatch_or_restore(tables: Tables, engine: str, groups: Sequence[Group]) -
             **fields,
         )
         tables.groups.assign(kept, engine, command.command_id)
-        actions.append(Dispatch(process=engine, command=command))
+        actions.append(DispatchCommand(process=engine, command=command))
     return actions
 
 
-def _dispatch_prompts(tables: Tables, engine: str, groups: Sequence[Group]) -> Action:
+def _dispatch_prompts(tables: SchedulerTables, engine: str, groups: Sequence[SampleGroup]) -> Action:
     """Ask an engine for groups of one step, beside those it is already generating."""
     step, purpose = groups[0].step, groups[0].purpose
     # An engine may be at the batches of the steps before, and validation comes after all that it has begun.
     num_ahead = step - tables.step if purpose == "train" else tables.spec.max_trajectory_age_steps
-    fields = tables.open(engine, Phase.GENERATING if purpose == "train" else Phase.VALIDATING, 1 + num_ahead)
+    fields = tables.open(engine, RunPhase.GENERATING if purpose == "train" else RunPhase.VALIDATING, 1 + num_ahead)
     oldest = next(tables.requests.of(engine, *GENERATION))
     tables.groups.assign(groups, engine, fields["command_id"])
     return DispatchPrompts(

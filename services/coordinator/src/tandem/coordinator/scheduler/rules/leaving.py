@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.coordinator.scheduler.engines.table import Engine, Status
-from tandem.coordinator.scheduler.events import Action, LetGo, Say
-from tandem.coordinator.scheduler.groups.table import Group, GroupState
+from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus
+from tandem.coordinator.scheduler.events import Action, LetGo, TellUser
+from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
 from tandem.coordinator.scheduler.rules import recovery, regeneration
 from tandem.coordinator.scheduler.steps.progress import StepState
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 _STAYS = "was told to leave, and stays for what is left of the last step: there is no other"
 
 
-def take_leaving(tables: Tables, process: str) -> list[Action]:
+def take_leaving(tables: SchedulerTables, process: str) -> list[Action]:
     """Stop giving groups to an engine that was told to leave. Let one go at once that is not yet in the table."""
     engines = tables.engines
     if tables.error is not None or tables.steps.is_interrupted:
@@ -33,20 +33,20 @@ def take_leaving(tables: Tables, process: str) -> list[Action]:
         tables.told_to_leave[process] = None
         return []
     engine = engines.get(process)
-    if engine is None or engine.leave_by is not None or engine.status is Status.ABSENT:
+    if engine is None or engine.leave_by is not None or engine.status is EngineStatus.ABSENT:
         return []
     if tables.is_last and engines.staying() == [process]:
         if process in tables.told_to_leave:
             return []
         tables.told_to_leave[process] = None
-        return [Say(text=f"{process} {_STAYS}")]
+        return [TellUser(text=f"{process} {_STAYS}")]
     engines.begin_to_leave(engine, tables.requests.now + tables.spec.deadlines.leave)
     num_groups = len(_needed(tables, engine.name))
     when = f"when {num_groups} rollout groups of its are trained on" if num_groups else "at once"
-    return [Say(text=f"{process} was told to leave: it gets nothing more, and goes {when}")]
+    return [TellUser(text=f"{process} was told to leave: it gets nothing more, and goes {when}")]
 
 
-def let_go(tables: Tables) -> list[Action] | None:
+def let_go(tables: SchedulerTables) -> list[Action] | None:
     """Let draining engines go that can, and reassign the groups that wait for them."""
     engines = tables.engines
     for name in engines.draining:
@@ -56,7 +56,7 @@ def let_go(tables: Tables) -> list[Action] | None:
     return None
 
 
-def check(tables: Tables) -> list[Action]:
+def check(tables: SchedulerTables) -> list[Action]:
     """Let draining engines go when their time is up, and do without those that were not replaced in time."""
     engines, actions = tables.engines, list[Action]()
     for name in [*engines.draining]:
@@ -68,7 +68,7 @@ def check(tables: Tables) -> list[Action]:
     return actions
 
 
-def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
+def depart(tables: SchedulerTables, engine: EngineState, why: str) -> list[Action]:
     """Let an engine go now. Its groups that were not trained on are generated again."""
     name, engines = engine.name, tables.engines
     groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
@@ -89,7 +89,7 @@ def depart(tables: Tables, engine: Engine, why: str) -> list[Action]:
     return [*discarded, LetGo(process=name, why=why + again, is_awaited=is_awaited)]
 
 
-def welcome(tables: Tables) -> list[Action] | None:
+def welcome(tables: SchedulerTables) -> list[Action] | None:
     """Build, and plan for, engines that joined later than the others. Turn away those that cannot join."""
     joining = tables.joining
     while joining.entered:
@@ -107,7 +107,7 @@ def welcome(tables: Tables) -> list[Action] | None:
     return joining.go_on(trainers, engines, may_build=may_build, is_service_able=is_service_able) or None
 
 
-def turn_away(tables: Tables, process: str, why: str) -> list[Action]:
+def turn_away(tables: SchedulerTables, process: str, why: str) -> list[Action]:
     """Do without an engine that has joined, and is not ready yet."""
     tables.recording.take_loss(process)
     tables.joining.remove(process)
@@ -117,7 +117,7 @@ def turn_away(tables: Tables, process: str, why: str) -> list[Action]:
     return [LetGo(process=process, why=why, is_awaited=is_awaited)]
 
 
-def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
+def _go_on(tables: SchedulerTables, engine: EngineState) -> list[Action] | None:
     name = engine.name
     others = _others(tables, name)
     staying = tables.engines.staying()
@@ -135,27 +135,27 @@ def _go_on(tables: Tables, engine: Engine) -> list[Action] | None:
     return depart(tables, engine, "it was told to") if _may_go(tables, engine) else None
 
 
-def _stay(tables: Tables, engine: Engine) -> list[Action]:
+def _stay(tables: SchedulerTables, engine: EngineState) -> list[Action]:
     """Keep the last engine to validate and verify the last step, because the run is about to end."""
     tables.engines.stay(engine)
     tables.assignment.withdraw(engine.name)
     tables.told_to_leave[engine.name] = None
-    return [Say(text=f"{engine.name} {_STAYS}")]
+    return [TellUser(text=f"{engine.name} {_STAYS}")]
 
 
-def _others(tables: Tables, name: str) -> list[str]:
+def _others(tables: SchedulerTables, name: str) -> list[str]:
     """Return the other engines, including draining ones."""
     engines = tables.engines
     return [other for other in engines if other != name and not engines[other].is_vacant]
 
 
-def _may_go(tables: Tables, engine: Engine) -> bool:
+def _may_go(tables: SchedulerTables, engine: EngineState) -> bool:
     """Tell whether nothing of an engine is needed any more: no sample, no part of the rollout log, no weights."""
-    is_busy = engine.status is Status.REFITTING or tables.recording.is_awaited_from(engine.name)
+    is_busy = engine.status is EngineStatus.REFITTING or tables.recording.is_awaited_from(engine.name)
     return not is_busy and not _needed(tables, engine.name)
 
 
-def _needed(tables: Tables, name: str) -> list[Group]:
+def _needed(tables: SchedulerTables, name: str) -> list[SampleGroup]:
     """Return the groups that an engine is generating, or that are ready or may be being fetched by trainers."""
     groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
     if tables.progress.state is StepState.TRAINING:
@@ -164,7 +164,7 @@ def _needed(tables: Tables, name: str) -> list[Group]:
     return groups
 
 
-def _cannot_be_trained(tables: Tables, name: str) -> list[Group]:
+def _cannot_be_trained(tables: SchedulerTables, name: str) -> list[SampleGroup]:
     """Return the groups of an engine for steps that cannot become complete before another engine joins."""
     incomplete = [group.step for group in tables.groups if group.state is GroupState.WAITING]
     if not incomplete:
@@ -173,7 +173,7 @@ def _cannot_be_trained(tables: Tables, name: str) -> list[Group]:
     return [group for group in groups if group.step >= min(incomplete)]
 
 
-def _hand_back(tables: Tables, name: str, groups: Sequence[Group]) -> list[Action]:
+def _hand_back(tables: SchedulerTables, name: str, groups: Sequence[SampleGroup]) -> list[Action]:
     """Let groups of an engine wait again. It gives up all that it generates."""
     in_flight = tables.groups.of_engine(name, GroupState.IN_FLIGHT)
     actions = [regeneration.stop(tables, name)] if in_flight else []

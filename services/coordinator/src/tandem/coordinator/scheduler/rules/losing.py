@@ -30,37 +30,37 @@ from collections.abc import Mapping
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded, ServiceError, ServiceLost, Standstill
 from tandem.common.messages import Failed
-from tandem.coordinator.scheduler.engines.table import Status
+from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
-from tandem.coordinator.scheduler.events import Action, Joined, Say
+from tandem.coordinator.scheduler.events import Action, ProcessJoined, TellUser
 from tandem.coordinator.scheduler.groups.table import GroupState
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import leaving, recovery, regeneration
 from tandem.coordinator.scheduler.steps.progress import StepState
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 _MOST_UNUSABLE = 3
 """The times in a row that trainers cannot use an engine's samples before it counts as lost."""
 
 
-def take_joined(tables: Tables, joined: Joined) -> list[Action]:
+def take_joined(tables: SchedulerTables, joined: ProcessJoined) -> list[Action]:
     """Note a process that has joined. One in the place of a lost engine is brought to the state of the others."""
     process, kind, engines = joined.process, joined.kind, tables.engines
     tables.processes.add(process, kind, joined.public_key)
     if tables.error is not None:
         return []
     if process in engines and not engines[process].is_vacant:
-        engines.move(engines[process], Status.JOINED)
+        engines.move(engines[process], EngineStatus.JOINED)
         return []
-    if kind == "rollout" and tables.stage is not Phase.JOINING:
+    if kind == "rollout" and tables.stage is not RunPhase.JOINING:
         tables.joining.add(process)
-        return [Say(text=f"{process} joins the run, beside those that it began with")]
+        return [TellUser(text=f"{process} joins the run, beside those that it began with")]
     if tables.service.is_absent and kind == "refit":
         return tables.service.take_joined(tables.weights.trainers, [*engines, *tables.joining.planned()])
     return []
 
 
-def take_loss(tables: Tables, process: str, why: str) -> list[Action]:
+def take_loss(tables: SchedulerTables, process: str, why: str) -> list[Action]:
     """Go on without a process, as far as the run can. Raises `ServiceLost` if it cannot."""
     tables.recording.take_loss(process)
     if tables.stage is None and tables.processes.kind(process) is None:
@@ -86,7 +86,7 @@ def take_loss(tables: Tables, process: str, why: str) -> list[Action]:
             raise ServiceLost(process, tables.phase.value, why)
 
 
-def is_replaceable(tables: Tables, process: str) -> bool:
+def is_replaceable(tables: SchedulerTables, process: str) -> bool:
     """Tell whether a process would be replaced, or done without, if it was lost now."""
     engines = tables.engines
     engine = engines.get(process)
@@ -97,12 +97,12 @@ def is_replaceable(tables: Tables, process: str) -> bool:
     return tables.replacements.are_left(tables.requests.now) and (process in engines or process == SERVICE)
 
 
-def take_failure(tables: Tables, process: str, failed: Failed) -> list[Action]:
+def take_failure(tables: SchedulerTables, process: str, failed: Failed) -> list[Action]:
     """Do without what a process could not do, or have it done again. Raises `CommandFailed` if the run cannot go on."""
     request = tables.requests.close(failed.command_id)
     if request is None:
         return []
-    if request.phase is Phase.RECORDING:
+    if request.phase is RunPhase.RECORDING:
         return tables.recording.take_failure(failed.command_id, failed.error)
     if process in tables.joining:
         return leaving.turn_away(tables, process, failed.error)
@@ -112,10 +112,10 @@ def take_failure(tables: Tables, process: str, failed: Failed) -> list[Action]:
     if tables.restored.is_restored(failed.command_id):
         return regeneration.make_instead(tables, process, failed)
     is_engine = tables.processes.kind(process) == "rollout"
-    if request.phase is Phase.REFITTING or (request.phase is Phase.VERIFYING and is_engine):
+    if request.phase is RunPhase.REFITTING or (request.phase is RunPhase.VERIFYING and is_engine):
         recovery.take_failure(tables, process, failed, request.phase)
         return []
-    if request.phase is Phase.WRITING:
+    if request.phase is RunPhase.WRITING:
         tables.saving.give_up()
     tables.groups.close_request(failed.command_id)
     is_its_own = not failed.expected
@@ -124,14 +124,14 @@ def take_failure(tables: Tables, process: str, failed: Failed) -> list[Action]:
     raise CommandFailed(process, failed.phase, failed.account, is_its_own=is_its_own)
 
 
-def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
+def take_unusable(tables: SchedulerTables, missing: Mapping[str, str]) -> list[Action]:
     """Do without engines that made unusable samples several times in a row; `missing` has the reasons.
 
     Raises `ServiceError` if this holds for all of several engines, since the reason is not theirs then. Raises
     `ServiceLost` if the run cannot do without an engine.
     """
     engines, unusable = tables.engines, tables.unusable
-    there = [name for name in engines if engines[name].status is not Status.ABSENT]
+    there = [name for name in engines if engines[name].status is not EngineStatus.ABSENT]
     for engine in missing:
         if engine in there:
             unusable[engine] = unusable.get(engine, 0) + 1
@@ -147,7 +147,7 @@ def take_unusable(tables: Tables, missing: Mapping[str, str]) -> list[Action]:
     return actions
 
 
-def _replace_engine(tables: Tables, engine: str, why: str) -> list[Action]:
+def _replace_engine(tables: SchedulerTables, engine: str, why: str) -> list[Action]:
     """Replace an engine. The groups that it kept and was generating are generated again."""
     regeneration.drop_generation(tables, engine)
     tables.groups.forget_stored(engine)
@@ -158,17 +158,17 @@ _STANDSTILL_S = 10.0
 """How long the run may have no pending request before it fails."""
 
 
-def check(tables: Tables) -> list[Action]:
+def check(tables: SchedulerTables) -> list[Action]:
     """Give up what is late and not needed. Raise `DeadlineExceeded` for any other late request or process."""
     allowed_s = tables.spec.deadlines.join
-    if tables.stage is Phase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
+    if tables.stage is RunPhase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
         what = f"{tables.processes.missing()} did not join within {allowed_s:g} s"
         raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
     given_up = [*_check_requests(tables), *leaving.check(tables)]
     if tables.full and _is_stuck(tables):
         raise ServiceError(
             next(iter(tables.full)),
-            Phase.GENERATING.value,
+            RunPhase.GENERATING.value,
             f"it can keep {tables.spec.max_stored_tokens} tokens, and a step needs more before it can be trained on: "
             "raise policy.generation.max_stored_tokens, or have more engines",
         )
@@ -179,7 +179,7 @@ def check(tables: Tables) -> list[Action]:
     return given_up
 
 
-def _check_requests(tables: Tables) -> list[Action]:
+def _check_requests(tables: SchedulerTables) -> list[Action]:
     """Give up late parts of the rollout log, and late processes that can be replaced, since they hang.
 
     Raise `DeadlineExceeded` for the first other late request.
@@ -187,33 +187,33 @@ def _check_requests(tables: Tables) -> list[Action]:
     given_up = tables.recording.give_up_late()
     while (late := tables.requests.overdue()) is not None:
         no_answer = f"no answer within {late.allowed_s:g} s"
-        if late.phase is Phase.RECORDING:
+        if late.phase is RunPhase.RECORDING:
             tables.requests.close(late.command_id)
             given_up += tables.recording.take_failure(late.command_id, no_answer)
         elif is_replaceable(tables, late.process):
             given_up += take_loss(tables, late.process, f"{no_answer} ({late.phase.value})")
         else:
-            if late.phase is Phase.WRITING:
+            if late.phase is RunPhase.WRITING:
                 tables.saving.give_up()
             raise DeadlineExceeded(late.process, late.phase.value, no_answer)
     return given_up
 
 
-def _is_stuck(tables: Tables) -> bool:
+def _is_stuck(tables: SchedulerTables) -> bool:
     """Tell whether nothing is going on that could make room."""
     engines = tables.engines
     return (
         tables.progress.state is StepState.GENERATING
-        and not tables.requests.num_for(Phase.GENERATING)
+        and not tables.requests.num_for(RunPhase.GENERATING)
         and tables.weights.is_settled
-        and engines.num_having(Status.HOLDING) == len(engines) > 0
+        and engines.num_having(EngineStatus.HOLDING) == len(engines) > 0
     )
 
 
-def _check_standstill(tables: Tables) -> None:
+def _check_standstill(tables: SchedulerTables) -> None:
     """Raise `Standstill` if no request has been pending for a while, as no event would ever come."""
     now = tables.requests.now
-    is_replaced = tables.engines.num_having(Status.ABSENT) or tables.service.is_absent
+    is_replaced = tables.engines.num_having(EngineStatus.ABSENT) or tables.service.is_absent
     is_awaited = len(tables.requests) or tables.recording.waiting or is_replaced
     if is_awaited or tables.stage is not None:
         tables.still_since = math.inf

@@ -31,8 +31,8 @@ An algorithm over a data set has no engines, so the rules about engines do not f
 
 from __future__ import annotations
 
-from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.rule import Mode, Rule, Table
+from tandem.coordinator.scheduler.engines.table import EngineStatus
+from tandem.coordinator.scheduler.rule import RuleMode, RuleTables, TableRule
 from tandem.coordinator.scheduler.rules.checkpoints import publish_checkpoint, save
 from tandem.coordinator.scheduler.rules.ending import finish
 from tandem.coordinator.scheduler.rules.generation import assign, draw
@@ -43,141 +43,149 @@ from tandem.coordinator.scheduler.rules.regeneration import discard
 from tandem.coordinator.scheduler.rules.setting_up import set_up, start
 from tandem.coordinator.scheduler.rules.steps import advance, commit, offer, train, validate
 from tandem.coordinator.scheduler.steps.progress import StepState
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
-_WEIGHTS = (Table.WEIGHTS, Table.ENGINES, Table.REQUESTS)
+_WEIGHTS = (RuleTables.WEIGHTS, RuleTables.ENGINES, RuleTables.REQUESTS)
 """The tables that show how far a version is on its way, and whether the step waits for it."""
 
 
-SET_UP = Rule(
+SET_UP = TableRule(
     name="set up",
     fire=set_up,
     opens_with=(),
     is_open=lambda tables: True,
-    reads=(Table.PROCESSES, Table.REQUESTS),
+    reads=(RuleTables.PROCESSES, RuleTables.REQUESTS),
 )
-LET_GO = Rule(
+LET_GO = TableRule(
     name="let go",
     fire=let_go,
-    opens_with=(Table.LEAVING,),
+    opens_with=(RuleTables.LEAVING,),
     is_open=lambda tables: bool(tables.engines.draining),
-    reads=(Table.ENGINES, Table.GROUPS, Table.READY, Table.WAITING, Table.STEPS, Table.RECORDING, Table.REQUESTS),
+    reads=(
+        RuleTables.ENGINES,
+        RuleTables.GROUPS,
+        RuleTables.READY,
+        RuleTables.WAITING,
+        RuleTables.STEPS,
+        RuleTables.RECORDING,
+        RuleTables.REQUESTS,
+    ),
 )
-WELCOME = Rule(
+WELCOME = TableRule(
     name="welcome",
     fire=welcome,
-    opens_with=(Table.JOINING,),
+    opens_with=(RuleTables.JOINING,),
     is_open=lambda tables: bool(tables.joining.stages or tables.joining.entered),
-    reads=(Table.ENGINES, Table.STEPS, Table.WEIGHTS, Table.WAITING, Table.REQUESTS),
+    reads=(RuleTables.ENGINES, RuleTables.STEPS, RuleTables.WEIGHTS, RuleTables.WAITING, RuleTables.REQUESTS),
 )
-BUILD = Rule(
+BUILD = TableRule(
     name="build",
     fire=build,
-    opens_with=(Table.ENGINES,),
-    is_open=lambda tables: tables.engines.num_having(Status.JOINED) > 0,
-    reads=(Table.REQUESTS,),
+    opens_with=(RuleTables.ENGINES,),
+    is_open=lambda tables: tables.engines.num_having(EngineStatus.JOINED) > 0,
+    reads=(RuleTables.REQUESTS,),
 )
-PUBLISH = Rule(
+PUBLISH = TableRule(
     name="publish",
     fire=publish,
-    opens_with=(Table.WEIGHTS, Table.ENGINES),
+    opens_with=(RuleTables.WEIGHTS, RuleTables.ENGINES),
     is_open=lambda tables: not tables.weights.is_done,
-    reads=(Table.GROUPS, Table.REQUESTS),
+    reads=(RuleTables.GROUPS, RuleTables.REQUESTS),
 )
-DISCARD = Rule(
+DISCARD = TableRule(
     name="discard",
     fire=discard,
-    opens_with=(Table.INVALIDATED,),
+    opens_with=(RuleTables.INVALIDATED,),
     is_open=lambda tables: bool(tables.engines.invalidated),
 )
-RECORD: Rule[Tables] = Rule(
+RECORD: TableRule[SchedulerTables] = TableRule(
     name="record",
     fire=lambda tables: tables.recording.run_rule(),
-    opens_with=(Table.RECORDING,),
+    opens_with=(RuleTables.RECORDING,),
     is_open=lambda tables: bool(tables.recording.waiting),
 )
-START = Rule(
+START = TableRule(
     name="start",
     fire=start,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: not tables.steps.has_started,
     reads=_WEIGHTS,
 )
-OFFER = Rule(
+OFFER = TableRule(
     name="offer",
     fire=offer,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: tables.progress.state is StepState.TRAINING,
     reads=_WEIGHTS,
 )
-VALIDATE = Rule(
+VALIDATE = TableRule(
     name="validate",
     fire=validate,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: (
         tables.steps.has_started and StepState.TRAINED <= tables.progress.state < StepState.VALIDATED
     ),
-    reads=(*_WEIGHTS, Table.READY),
+    reads=(*_WEIGHTS, RuleTables.READY),
 )
-PUBLISH_CHECKPOINT = Rule(
+PUBLISH_CHECKPOINT = TableRule(
     name="publish checkpoint",
     fire=publish_checkpoint,
-    opens_with=(Table.SAVING,),
+    opens_with=(RuleTables.SAVING,),
     is_open=lambda tables: tables.saving.whole is not None,
-    reads=(Table.RECORDING,),
+    reads=(RuleTables.RECORDING,),
 )
-SAVE = Rule(
+SAVE = TableRule(
     name="save",
     fire=save,
-    opens_with=(Table.STEPS, Table.SAVING),
+    opens_with=(RuleTables.STEPS, RuleTables.SAVING),
     is_open=lambda tables: tables.saving.copied is not None or (tables.must_save and not tables.saving.is_out),
-    reads=(*_WEIGHTS, Table.JOINING),
+    reads=(*_WEIGHTS, RuleTables.JOINING),
 )
-COMMIT = Rule(
+COMMIT = TableRule(
     name="commit",
     fire=commit,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: StepState.TRAINED <= tables.progress.state < StepState.COMMITTED,
-    reads=(*_WEIGHTS, Table.SAVING),
+    reads=(*_WEIGHTS, RuleTables.SAVING),
 )
-ADVANCE = Rule(
+ADVANCE = TableRule(
     name="advance",
     fire=advance,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: tables.progress.state is StepState.COMMITTED,
 )
-DRAW = Rule(
+DRAW = TableRule(
     name="draw",
     fire=draw,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: (
         tables.steps.has_started
         and tables.spec.has_engines
         and not tables.steps.is_interrupted
         and (tables.spec.dynamic_sampling is not None or tables.steps.drawn < tables.newest_step)
     ),
-    reads=(Table.READY, Table.ENGINES),
+    reads=(RuleTables.READY, RuleTables.ENGINES),
 )
-ASSIGN = Rule(
+ASSIGN = TableRule(
     name="assign",
     fire=assign,
-    opens_with=(Table.WAITING,),
+    opens_with=(RuleTables.WAITING,),
     is_open=lambda tables: tables.assignment.is_waiting or bool(tables.full),
-    reads=(Table.ENGINES, Table.WEIGHTS, Table.STORED),
+    reads=(RuleTables.ENGINES, RuleTables.WEIGHTS, RuleTables.STORED),
 )
-TRAIN = Rule(
+TRAIN = TableRule(
     name="train",
     fire=train,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: (
         tables.progress.state is StepState.GENERATING and tables.steps.has_started and not tables.steps.is_interrupted
     ),
-    reads=(Table.READY, Table.ENGINES, Table.WEIGHTS, Table.JOINING),
+    reads=(RuleTables.READY, RuleTables.ENGINES, RuleTables.WEIGHTS, RuleTables.JOINING),
 )
-FINISH = Rule(
+FINISH = TableRule(
     name="finish",
     fire=finish,
-    opens_with=(Table.STEPS,),
+    opens_with=(RuleTables.STEPS,),
     is_open=lambda tables: (
         tables.error is not None
         or (
@@ -186,12 +194,12 @@ FINISH = Rule(
             and (tables.steps.is_interrupted or tables.is_last)
         )
     ),
-    reads=(*_WEIGHTS, Table.RECORDING, Table.SAVING),
+    reads=(*_WEIGHTS, RuleTables.RECORDING, RuleTables.SAVING),
 )
 
-RULES: dict[Mode, tuple[Rule[Tables], ...]] = {
-    Mode.SETTING_UP: (SET_UP,),
-    Mode.GOING_ON: (
+RULES: dict[RuleMode, tuple[TableRule[SchedulerTables], ...]] = {
+    RuleMode.SETTING_UP: (SET_UP,),
+    RuleMode.GOING_ON: (
         LET_GO,
         WELCOME,
         BUILD,
@@ -210,6 +218,6 @@ RULES: dict[Mode, tuple[Rule[Tables], ...]] = {
         TRAIN,
         FINISH,
     ),
-    Mode.FAILING: (PUBLISH_CHECKPOINT, FINISH),
+    RuleMode.FAILING: (PUBLISH_CHECKPOINT, FINISH),
 }
 """The rules of each mode, in the order in which they are asked."""

@@ -15,23 +15,23 @@ from tandem.common.messages import (
     VersionCommitted,
     WeightsCopied,
 )
-from tandem.coordinator.scheduler.engines.table import COMING_BACK, Status
-from tandem.coordinator.scheduler.events import Action, Dispatch
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.engines.table import COMING_BACK, EngineStatus
+from tandem.coordinator.scheduler.events import Action, DispatchCommand
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import recovery
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED, READABLE, VersionState
 
 _SHARE_OF_TRANSFER = 0.8
 """The share of a refit's deadline for the transfer. The rest is for reporting a failure, with its peer and tensor."""
 
 
-def publish(tables: Tables) -> list[Action] | None:
+def publish(tables: SchedulerTables) -> list[Action] | None:
     """Take the next possible steps for the version to reach engines and be verified."""
     weights = tables.weights
     is_readable = weights.state in READABLE
     actions: list[Action] = []
-    if tables.engines.num_having(Status.CONNECTING):
+    if tables.engines.num_having(EngineStatus.CONNECTING):
         actions += weights.transfer_groups.connect(may_join=is_readable)
     if weights.record.engines:
         actions += _finish_record(tables)
@@ -44,15 +44,15 @@ def publish(tables: Tables) -> list[Action] | None:
     return actions or None
 
 
-def _refit_engines(tables: Tables) -> list[Action]:
+def _refit_engines(tables: SchedulerTables) -> list[Action]:
     """Bring engines to the version that trainers hold: all together, or later ones by themselves."""
     engines, weights = tables.engines, tables.weights
     is_begun = weights.state is not VersionState.OFFERED
-    if is_begun and not engines.num_having(Status.READY) and weights.num_behind == 0:
+    if is_begun and not engines.num_having(EngineStatus.READY) and weights.num_behind == 0:
         return []
     if not is_begun and tables.is_synchronous and engines.num_having(*COMING_BACK):
         return []  # no engine could go on without them
-    takers = [name for name in engines.having(Status.READY, Status.HOLDING) if _may_take(tables, name)]
+    takers = [name for name in engines.having(EngineStatus.READY, EngineStatus.HOLDING) if _may_take(tables, name)]
     if tables.transfers.plan.transfer_groups:
         takers = weights.transfer_groups.who_get_it_whole(takers, weights.version)
     if not takers:
@@ -68,20 +68,20 @@ def _refit_engines(tables: Tables) -> list[Action]:
     return _refit(tables, takers, everybody=weights.may_address_all and len(takers) == len(engines))
 
 
-def _may_take(tables: Tables, name: str) -> bool:
+def _may_take(tables: SchedulerTables, name: str) -> bool:
     """Tell whether an engine can be refitted: it lacks the version, and its own is verified and no longer needed.
 
     Where updates may come in flight, only validation still needs it.
     """
     engine, weights = tables.engines[name], tables.weights
-    if engine.status is Status.READY:
+    if engine.status is EngineStatus.READY:
         return True
     if engine.version >= weights.version or not engine.is_verified:
         return False
     return not tables.groups.num_in_flight(name, *(("validate",) if tables.spec.updates_in_flight else ()))
 
 
-def _refit(tables: Tables, takers: list[str], *, everybody: bool) -> list[Action]:
+def _refit(tables: SchedulerTables, takers: list[str], *, everybody: bool) -> list[Action]:
     """Have engines receive the version, and other processes send what they need for it."""
     engines, weights, plan = tables.engines, tables.weights, tables.transfers.plan
     senders = plan.senders if everybody else tables.transfers.senders_for(takers)
@@ -90,38 +90,38 @@ def _refit(tables: Tables, takers: list[str], *, everybody: bool) -> list[Action
         joining_engines = tuple(name for name in takers if not engines[name].has_frozen)
     whole: tuple[str, ...] = ()
     if tables.spec.sends_differences:
-        whole = tuple(name for name in takers if engines[name].status is Status.READY)
+        whole = tuple(name for name in takers if engines[name].status is EngineStatus.READY)
     actions: list[Action] = []
     for process in dict.fromkeys([*senders, *takers]):
-        fields = tables.requests.open(process, Phase.REFITTING, weights.remaining_s())
+        fields = tables.requests.open(process, RunPhase.REFITTING, weights.remaining_s())
         if process in takers:
             weights.num_behind -= weights.is_behind(engines[process])
-            engines.move(engines[process], Status.REFITTING, version=weights.version)
+            engines.move(engines[process], EngineStatus.REFITTING, version=weights.version)
             engines[process].awaited = {fields["command_id"]}
         fields["deadline_s"] *= _SHARE_OF_TRANSFER
         only = () if everybody else tuple(takers)
         if joining_engines:
             weights.verification.note_joining(fields["command_id"], joining_engines)
         command = Refit(version=weights.version, only=only, joining_engines=joining_engines, whole=whole, **fields)
-        actions.append(Dispatch(process=process, command=command))
+        actions.append(DispatchCommand(process=process, command=command))
     return actions
 
 
-def _begin_verifying(tables: Tables) -> list[Action]:
+def _begin_verifying(tables: SchedulerTables) -> list[Action]:
     """Take digests of a version that has reached every engine it was begun with, while the run goes on."""
     engines, weights = tables.engines, tables.weights
-    if engines.num_having(Status.REFITTING):
+    if engines.num_having(EngineStatus.REFITTING):
         return []
-    if tables.is_synchronous and engines.num_having(Status.READY, *COMING_BACK):
+    if tables.is_synchronous and engines.num_having(EngineStatus.READY, *COMING_BACK):
         return []
     weights.state = VersionState.ARRIVED
     weights.record.note("transfer", tables.requests.now)
-    holders = [name for name in engines.having(Status.HOLDING) if engines[name].version == weights.version]
+    holders = [name for name in engines.having(EngineStatus.HOLDING) if engines[name].version == weights.version]
     processes = holders if tables.spec.keeps_copy else [*weights.trainers, *holders]
     return weights.verification.request_digests(processes, weights.version, weights.remaining_s())
 
 
-def _compare(tables: Tables) -> list[Action]:
+def _compare(tables: SchedulerTables) -> list[Action]:
     """Compare the digests of engines once they are all here, unless others are being compared."""
     weights = tables.weights
     if weights.verification.comparing is not None or not tables.engines.are_any_unverified:
@@ -132,7 +132,7 @@ def _compare(tables: Tables) -> list[Action]:
     )
 
 
-def _finish_record(tables: Tables) -> list[Action]:
+def _finish_record(tables: SchedulerTables) -> list[Action]:
     """Record that the version is in place and verified, once its digests were compared and no comparison is open."""
     weights, done = tables.weights, tables.weights.record
     if done.digest is None or weights.verification.is_going_on or not weights.is_everything_verified:
@@ -144,7 +144,7 @@ def _finish_record(tables: Tables) -> list[Action]:
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
-def take_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
+def take_reply(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:
     """Take a reply to a pending request about weights or their set-up."""
     if process in tables.joining.stages or reply.command_id == tables.joining.plan_request:
         return recovery.take_joining(tables, process, reply)
@@ -169,7 +169,7 @@ def take_reply(tables: Tables, process: str, reply: Reply) -> list[Action]:
     return _take_answer(tables, process, reply)
 
 
-def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
+def _take_answer(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:
     """Advance an engine by one status if no other answer of it is awaited."""
     groups = tables.weights.transfer_groups
     if groups.connecting and groups.take_reply(reply.command_id):
@@ -180,9 +180,9 @@ def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
     engine.awaited.discard(reply.command_id)
     if engine.awaited:
         return []
-    if engine.status is not Status.REFITTING:
+    if engine.status is not EngineStatus.REFITTING:
         return recovery.go_on(tables, engine)
-    tables.engines.move(engine, Status.HOLDING)
+    tables.engines.move(engine, EngineStatus.HOLDING)
     engine.has_frozen = True
     weights = tables.weights
     if weights.state not in HAS_ARRIVED:
@@ -190,7 +190,7 @@ def _take_answer(tables: Tables, process: str, reply: Reply) -> list[Action]:
     return weights.verification.request_digests([engine.name], weights.version, weights.remaining_s())
 
 
-def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
+def _take_committed(tables: SchedulerTables, reply: VersionCommitted) -> None:
     """Take the result of the refit service: the engines that are verified, and those that differ."""
     verification, record, engines = tables.weights.verification, tables.weights.record, tables.engines
     for name in verification.end_comparison():
@@ -199,7 +199,7 @@ def _take_committed(tables: Tables, reply: VersionCommitted) -> None:
             continue
         if name in reply.differing:
             what = f"it does not hold version {reply.version}: {reply.differing[name]}"
-            recovery.quarantine(tables, engine, Phase.VERIFYING.value, what)
+            recovery.quarantine(tables, engine, RunPhase.VERIFYING.value, what)
         else:
             engines.verify(engine, is_verified=True)
             record.engines.append(name)

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from tandem.common.errors import CommandFailed, DeadlineExceeded
 from tandem.common.messages import Failed, Reply
-from tandem.coordinator.scheduler.engines.table import Engine, Status
+from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus
 from tandem.coordinator.scheduler.engines.transfers import SERVICE
-from tandem.coordinator.scheduler.events import Action, Replace
-from tandem.coordinator.scheduler.phases import Phase
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.events import Action, ReplaceEngine
+from tandem.coordinator.scheduler.phases import RunPhase
+from tandem.coordinator.scheduler.tables import SchedulerTables
 from tandem.coordinator.scheduler.weights.version import HAS_ARRIVED
 
 _MOST_FAILURES = 2
 """The attempts at one version that may fail before the run does."""
 
 
-def take_joining(tables: Tables, process: str, reply: Reply) -> list[Action]:
+def take_joining(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:
     """Take a reply about engines that are joining. Bring those that are ready to the state of the others."""
     actions, entering = tables.joining.take_reply(process, reply)
     for name in entering:
@@ -34,7 +34,7 @@ def take_joining(tables: Tables, process: str, reply: Reply) -> list[Action]:
     return actions
 
 
-def take_failure(tables: Tables, process: str, failed: Failed, phase: Phase) -> None:
+def take_failure(tables: SchedulerTables, process: str, failed: Failed, phase: RunPhase) -> None:
     """Take the failure of a process in a refit, or of an engine's verification; `phase` tells which.
 
     The engine is refitted once more. Raises `CommandFailed` at the limit.
@@ -44,7 +44,7 @@ def take_failure(tables: Tables, process: str, failed: Failed, phase: Phase) -> 
         return
     engine = engines.get(process)
     # In a refit, an engine that only passes weights on fails like any sender.
-    if engine is not None and (phase is Phase.VERIFYING or failed.command_id in engine.awaited):
+    if engine is not None and (phase is RunPhase.VERIFYING or failed.command_id in engine.awaited):
         quarantine(tables, engine, failed.phase, failed.account)
         return
     # A sender fails when its receiver does. The receiver says so itself or is lost; only its weights matter.
@@ -57,7 +57,7 @@ def take_failure(tables: Tables, process: str, failed: Failed, phase: Phase) -> 
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
-def replace_engine(tables: Tables, name: str, doing: str, why: str) -> list[Action]:
+def replace_engine(tables: SchedulerTables, name: str, doing: str, why: str) -> list[Action]:
     """Ask for a replacement of a lost engine. Raises `ServiceLost` if too many were lost."""
     engine = tables.engines[name]
     tables.replacements.count(tables.requests.now, name, doing, why)
@@ -65,38 +65,38 @@ def replace_engine(tables: Tables, name: str, doing: str, why: str) -> list[Acti
     tables.weights.forget(engine)
     tables.weights.expect_one()
     _vacate(tables, engine)
-    return [Replace(process=name, why=why)]
+    return [ReplaceEngine(process=name, why=why)]
 
 
-def build(tables: Tables) -> list[Action] | None:
+def build(tables: SchedulerTables) -> list[Action] | None:
     """Build the engines in new processes, in the places of lost ones."""
     if tables.trainers_use_devices:
         return None
     actions: list[Action] = []
-    for name in tables.engines.having(Status.JOINED):
-        tables.engines.move(tables.engines[name], Status.BUILDING)
+    for name in tables.engines.having(EngineStatus.JOINED):
+        tables.engines.move(tables.engines[name], EngineStatus.BUILDING)
         build_it = tables.transfers.request_build(name)
         tables.engines[name].awaited = {build_it.command.command_id}
         actions.append(build_it)
     return actions
 
 
-def go_on(tables: Tables, engine: Engine) -> list[Action]:
+def go_on(tables: SchedulerTables, engine: EngineState) -> list[Action]:
     """Advance an engine by one status, now that all its requests were answered."""
     match engine.status:
-        case Status.BUILDING:
-            tables.engines.move(engine, Status.INSTALLING)
+        case EngineStatus.BUILDING:
+            tables.engines.move(engine, EngineStatus.INSTALLING)
             installs = tables.transfers.request_install([engine.name])
             engine.awaited = {install.command.command_id for install in installs}
             return [*installs]
-        case Status.INSTALLING:
-            tables.engines.move(engine, Status.CONNECTING)
+        case EngineStatus.INSTALLING:
+            tables.engines.move(engine, EngineStatus.CONNECTING)
             return []
         case other:
             raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
 
 
-def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
+def do_without(tables: SchedulerTables, engine: EngineState, *, is_last: bool) -> None:
     """Do without an engine that leaves. If it was the last, or others got weights from it, another must come."""
     name, weights = engine.name, tables.weights
     tables.requests.drop(name)
@@ -112,9 +112,9 @@ def do_without(tables: Tables, engine: Engine, *, is_last: bool) -> None:
         tables.engines.leave_vacant(engine)
 
 
-def _vacate(tables: Tables, engine: Engine) -> None:
+def _vacate(tables: SchedulerTables, engine: EngineState) -> None:
     """Wait for a process in the place of an engine."""
-    tables.engines.move(engine, Status.ABSENT, version=-1)
+    tables.engines.move(engine, EngineStatus.ABSENT, version=-1)
     engine.awaited = set()
     engine.is_awaited_by_hand = False
     engine.replace_by = tables.requests.now + tables.spec.deadlines.join
@@ -122,38 +122,38 @@ def _vacate(tables: Tables, engine: Engine) -> None:
     tables.weights.transfer_groups.stop_connecting(engine.name)
 
 
-def quarantine(tables: Tables, engine: Engine, doing: str, why: str) -> None:
+def quarantine(tables: SchedulerTables, engine: EngineState, doing: str, why: str) -> None:
     """Refit an engine once more. Raises `CommandFailed` if it has had its second attempt."""
     engine.num_failures += 1
     if engine.num_failures >= _MOST_FAILURES:
         raise CommandFailed(engine.name, doing, why)
     tables.weights.record.quarantined[engine.name] = why
-    tables.requests.drop(engine.name, Phase.REFITTING, Phase.VERIFYING)
+    tables.requests.drop(engine.name, RunPhase.REFITTING, RunPhase.VERIFYING)
     tables.weights.forget(engine)
-    tables.engines.move(engine, Status.CONNECTING, version=-1)
+    tables.engines.move(engine, EngineStatus.CONNECTING, version=-1)
     engine.awaited = set()
 
 
-def overdue(tables: Tables) -> DeadlineExceeded | None:
+def overdue(tables: SchedulerTables) -> DeadlineExceeded | None:
     """Return the error for an overdue replacement."""
     engines, allowed_s = tables.engines, tables.spec.deadlines.join
     for name in engines.draining if len(tables.joining) else ():  # nothing waits for it: another joins
         engines[name].replace_by = tables.requests.now + allowed_s
-    for name in engines.having(Status.ABSENT):
+    for name in engines.having(EngineStatus.ABSENT):
         if tables.requests.now > engines[name].replace_by:
             what = f"no process has taken its place within {allowed_s:g} s"
-            return DeadlineExceeded(name, Status.ABSENT.value, what)
+            return DeadlineExceeded(name, EngineStatus.ABSENT.value, what)
     return tables.service.overdue()
 
 
-def dispensable(tables: Tables) -> tuple[Engine, str] | None:
+def dispensable(tables: SchedulerTables) -> tuple[EngineState, str] | None:
     """Return a lost engine that the others can go on without, and why it is not replaced.
 
     Either its replacement is overdue, or it was started by hand and enough others are there. One of these may have been
     started in its place before its loss was known.
     """
     engines = tables.engines
-    absent = engines.having(Status.ABSENT)
+    absent = engines.having(EngineStatus.ABSENT)
     num_there = len({*engines.staying()} - {*absent})
     if not num_there:  # as in a run over a data set, which expects no engine
         return None
@@ -172,7 +172,7 @@ def dispensable(tables: Tables) -> tuple[Engine, str] | None:
 # --- the refit service -----------------------------------------------------------------------------------------------
 
 
-def replace_service(tables: Tables, doing: str, why: str) -> list[Action]:
+def replace_service(tables: SchedulerTables, doing: str, why: str) -> list[Action]:
     """Ask for a replacement of the refit service. Raises `ServiceLost` if too many were lost."""
     tables.replacements.count(tables.requests.now, SERVICE, doing, why)
     tables.joining.plan_again()

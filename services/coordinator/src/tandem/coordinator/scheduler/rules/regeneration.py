@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.common.messages import Failed, Purpose
-from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, Say
+from tandem.coordinator.scheduler.engines.table import EngineStatus
+from tandem.coordinator.scheduler.events import Action, DiscardSamples, DispatchPrompts, DropRestored, TellUser
 from tandem.coordinator.scheduler.groups.assignment import Assigned
-from tandem.coordinator.scheduler.groups.table import Group, GroupState
+from tandem.coordinator.scheduler.groups.table import GroupState, SampleGroup
 from tandem.coordinator.scheduler.phases import GENERATION
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 
-def discard(tables: Tables) -> list[Action] | None:
+def discard(tables: SchedulerTables) -> list[Action] | None:
     """Discard the samples of engines that no longer count."""
     invalidated = tables.engines.invalidated
     actions: list[Action] = []
     while invalidated:
         engine = invalidated.pop(0)
         groups = tables.groups.of_engine(engine, GroupState.IN_FLIGHT, GroupState.READY)
-        if tables.groups.num_in_flight(engine) and tables.engines[engine].status is not Status.ABSENT:
+        if tables.groups.num_in_flight(engine) and tables.engines[engine].status is not EngineStatus.ABSENT:
             actions.append(stop(tables, engine))
         drop_generation(tables, engine)
         tables.assignment.withdraw(engine)
@@ -31,13 +31,13 @@ def discard(tables: Tables) -> list[Action] | None:
     return actions
 
 
-def drop_too_old(tables: Tables, groups: Sequence[Group]) -> list[Action]:
+def drop_too_old(tables: SchedulerTables, groups: Sequence[SampleGroup]) -> list[Action]:
     """Let groups wait again that were begun with weights too old for their step."""
     tables.num_too_old += len(groups)
     return put_back(tables, groups)
 
 
-def drop_restored(tables: Tables, assigned: Assigned) -> list[Action]:
+def drop_restored(tables: SchedulerTables, assigned: Assigned) -> list[Action]:
     """Drop restored groups made with the weights of steps that are generated again, which may differ.
 
     `assigned` are the groups that are generated now, or restored.
@@ -58,19 +58,19 @@ def drop_restored(tables: Tables, assigned: Assigned) -> list[Action]:
     return [DropRestored(version=min(made), num_groups=len(dropped)), *_take_back(tables, restored)]
 
 
-def make_instead(tables: Tables, process: str, failed: Failed) -> list[Action]:
+def make_instead(tables: SchedulerTables, process: str, failed: Failed) -> list[Action]:
     """Generate the groups that could not be restored."""
     tables.groups.close_request(failed.command_id)
     groups = tables.groups.of_engine(process, GroupState.IN_FLIGHT)
     lost = [group for group in groups if group.request == failed.command_id]
     tables.restored.lose(lost)
-    return [Say(text=f"{failed.error}; they are generated again"), *_take_back(tables, lost)]
+    return [TellUser(text=f"{failed.error}; they are generated again"), *_take_back(tables, lost)]
 
 
-def move_from_slow_engines(tables: Tables) -> list[Action]:
+def move_from_slow_engines(tables: SchedulerTables) -> list[Action]:
     """Let groups wait again that an engine holds too long while another is idle."""
     stops: list[Action] = []
-    moved: list[Group] = []
+    moved: list[SampleGroup] = []
     for engine in tables.assignment.overstayed(tables.requests.now):
         moved += tables.groups.of_engine(engine, GroupState.IN_FLIGHT)
         stops.append(stop(tables, engine))
@@ -78,14 +78,14 @@ def move_from_slow_engines(tables: Tables) -> list[Action]:
     return [*stops, *put_back(tables, moved)]
 
 
-def drop_generation(tables: Tables, engine: str) -> None:
+def drop_generation(tables: SchedulerTables, engine: str) -> None:
     """Stop waiting for the groups that an engine was asked to generate."""
     for request in [*tables.requests.of(engine, *GENERATION)]:
         tables.requests.close(request.command_id)
         tables.groups.close_request(request.command_id)
 
 
-def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
+def put_back(tables: SchedulerTables, groups: Sequence[SampleGroup]) -> list[Action]:
     """Let groups wait again, and discard their samples."""
     numbers: dict[tuple[int, Purpose], list[int]] = {}
     for group in groups:
@@ -101,7 +101,7 @@ def put_back(tables: Tables, groups: Sequence[Group]) -> list[Action]:
     ]
 
 
-def stop(tables: Tables, engine: str) -> Action:
+def stop(tables: SchedulerTables, engine: str) -> Action:
     """Make an engine give up the groups that it generates."""
     group = tables.groups.of_engine(engine, GroupState.IN_FLIGHT)[0]
     fields = tables.requests.notice(tables.spec.deadlines.generate)
@@ -115,7 +115,7 @@ def stop(tables: Tables, engine: str) -> Action:
     )
 
 
-def _take_back(tables: Tables, restored: Sequence[Group]) -> list[Action]:
+def _take_back(tables: SchedulerTables, restored: Sequence[SampleGroup]) -> list[Action]:
     """Let groups wait again that were restored, or were to be."""
     for group in restored:
         tables.assignment.finished(str(group.engine), group, len(group.unfinished))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened
-from tandem.coordinator.scheduler.events import Action, Dispatch, FindRestored
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.events import Action, DispatchCommand, FindRestored
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import leaving
 from tandem.coordinator.scheduler.steps.progress import StepState
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 
-def set_up(tables: Tables) -> list[Action] | None:
+def set_up(tables: SchedulerTables) -> list[Action] | None:
     """Go on once every process has done what the stage asks for."""
     assert tables.stage is not None, "a rule of the time before everything is set up"
     if tables.requests.num_for(tables.stage) or not tables.processes.is_complete:
@@ -18,21 +18,21 @@ def set_up(tables: Tables) -> list[Action] | None:
     trainers, engines = tables.senders, tables.engines_to_begin
     transfers = tables.transfers
     match tables.stage:
-        case Phase.JOINING:
-            tables.stage = Phase.BUILDING
+        case RunPhase.JOINING:
+            tables.stage = RunPhase.BUILDING
             engines = tables.engines_to_begin = [*tables.processes.of_kind["rollout"]]
             builds: list[Action] = [transfers.request_build(engine) for engine in engines]
             return builds if tables.spec.engines_first else [_have_trainers_meet(tables), *builds]
-        case Phase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
+        case RunPhase.BUILDING if tables.spec.engines_first and not tables.trainers_meet:
             return [_have_trainers_meet(tables)]
-        case Phase.BUILDING if tables.spec.has_engines:
-            tables.stage = Phase.PLANNING
+        case RunPhase.BUILDING if tables.spec.has_engines:
+            tables.stage = RunPhase.PLANNING
             return [FindRestored(), transfers.request_plan(trainers, engines)]
-        case Phase.PLANNING:
-            tables.stage = Phase.INSTALLING
+        case RunPhase.PLANNING:
+            tables.stage = RunPhase.INSTALLING
             return [*transfers.request_install()]
-        case Phase.INSTALLING:
-            tables.stage = Phase.CONNECTING
+        case RunPhase.INSTALLING:
+            tables.stage = RunPhase.CONNECTING
             return [
                 command
                 for transfer_group in transfers.plan.transfer_groups
@@ -46,13 +46,13 @@ def set_up(tables: Tables) -> list[Action] | None:
             return [*said, *tables.weights.offer(tables.step, has_update=False)]
 
 
-def _have_trainers_meet(tables: Tables) -> Action:
+def _have_trainers_meet(tables: SchedulerTables) -> Action:
     """Begin to build trainers, which are told where they meet once that is known."""
     tables.trainers_meet = True
-    return Dispatch(process="trainer-0", command=OpenRendezvous(**tables.open("trainer-0", Phase.BUILDING)))
+    return DispatchCommand(process="trainer-0", command=OpenRendezvous(**tables.open("trainer-0", RunPhase.BUILDING)))
 
 
-def start(tables: Tables) -> list[Action] | None:
+def start(tables: SchedulerTables) -> list[Action] | None:
     """Begin the first step, now that all hold the weights to start from. Validate these if asked to."""
     if tables.is_refitting or tables.weights.is_transferring:
         return None
@@ -63,11 +63,11 @@ def start(tables: Tables) -> list[Action] | None:
     return []
 
 
-def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
+def build_trainers(tables: SchedulerTables, opened: RendezvousOpened) -> list[Action]:
     """Build every rank, now that their meeting place is known."""
     ranks = tables.processes.of_kind["trainer"]
     return [
-        Dispatch(
+        DispatchCommand(
             process=rank,
             command=BuildTrainer(
                 rendezvous_host=opened.host,
@@ -77,7 +77,7 @@ def build_trainers(tables: Tables, opened: RendezvousOpened) -> list[Action]:
                 checkpoint=tables.spec.resume_from,
                 samples_folder=tables.spec.samples_folder,
                 images_at=tables.spec.images_at,
-                **tables.open(rank, Phase.BUILDING),
+                **tables.open(rank, RunPhase.BUILDING),
             ),
         )
         for rank in ranks

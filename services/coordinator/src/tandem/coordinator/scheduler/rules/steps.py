@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.rules import dynamic_sampling, generation, idleness, missing_samples, validation
 from tandem.coordinator.scheduler.steps.progress import StepState
-from tandem.coordinator.scheduler.tables import Tables
+from tandem.coordinator.scheduler.tables import SchedulerTables
 
 
-def train(tables: Tables) -> list[Action] | None:
+def train(tables: SchedulerTables) -> list[Action] | None:
     """Train on the step's groups."""
     progress = tables.progress
     if tables.spec.has_engines:
@@ -27,17 +27,17 @@ def train(tables: Tables) -> list[Action] | None:
     progress.state = StepState.TRAINING
     progress.num_fetches += 1
     tables.weights.withdraw()
-    commands = {rank: tables.open(rank, Phase.TRAINING) for rank in tables.processes.of_kind["trainer"]}
+    commands = {rank: tables.open(rank, RunPhase.TRAINING) for rank in tables.processes.of_kind["trainer"]}
     return [DispatchBatch(step=tables.step, purpose="train", commands=commands)]
 
 
-def offer(tables: Tables) -> list[Action] | None:
+def offer(tables: SchedulerTables) -> list[Action] | None:
     """Have missing samples made again once every rank has answered; if none are, note that the step has trained.
 
     Then engines may have its weights.
     """
     progress = tables.progress
-    if tables.requests.num_for(Phase.TRAINING):
+    if tables.requests.num_for(RunPhase.TRAINING):
         return None
     if progress.missing:
         return missing_samples.make_again(tables)
@@ -54,7 +54,7 @@ def offer(tables: Tables) -> list[Action] | None:
     return tables.weights.offer(progress.number, has_update=progress.has_update)
 
 
-def validate(tables: Tables) -> list[Action] | None:
+def validate(tables: SchedulerTables) -> list[Action] | None:
     """Validate a step that has trained, once engines hold its weights, and note when that is done."""
     progress = tables.progress
     if tables.is_refitting:
@@ -65,13 +65,13 @@ def validate(tables: Tables) -> list[Action] | None:
             return []
         progress.state = StepState.VALIDATING
         if not tables.spec.has_engines:
-            commands = {rank: tables.open(rank, Phase.VALIDATING) for rank in tables.processes.of_kind["trainer"]}
+            commands = {rank: tables.open(rank, RunPhase.VALIDATING) for rank in tables.processes.of_kind["trainer"]}
             return [DispatchBatch(step=tables.step, purpose="validate", commands=commands)]
         return generation.draw_groups(tables, "validate", progress.number, tables.spec.num_validation_groups)
     return validation.end(tables)
 
 
-def _is_validation_due(tables: Tables) -> bool:
+def _is_validation_due(tables: SchedulerTables) -> bool:
     every, step = tables.spec.validate_every, tables.step
     is_periodic = every > 0 and step >= tables.spec.validate_from
     is_due = step == 0 or (is_periodic and (step % every == 0 or tables.is_last))
@@ -79,7 +79,7 @@ def _is_validation_due(tables: Tables) -> bool:
     return is_due and not tables.steps.is_interrupted
 
 
-def commit(tables: Tables) -> list[Action] | None:
+def commit(tables: SchedulerTables) -> list[Action] | None:
     """Write to the journal that the step is done."""
     if not tables.may_commit or tables.must_save or tables.saving.copied is not None:
         return None
@@ -100,7 +100,7 @@ def commit(tables: Tables) -> list[Action] | None:
     return [committed]
 
 
-def advance(tables: Tables) -> list[Action] | None:
+def advance(tables: SchedulerTables) -> list[Action] | None:
     """Begin the next step."""
     if not tables.steps.has_started or tables.steps.is_interrupted or tables.is_last:
         return None

@@ -37,7 +37,7 @@ class StepProgress(Tracked):
         """Whether the step must have changed the weights."""
 
 
-class Steps(Tracked):
+class RunSteps(Tracked):
     """The step in progress, and how far the run is."""
 
     def __init__(self, first_step: int, changed: Changed) -> None:

@@ -12,13 +12,13 @@ import msgspec
 
 from tandem.common.messages import Purpose, SamplesRecorded
 from tandem.coordinator.scheduler.agenda import Changed
-from tandem.coordinator.scheduler.events import Action, DispatchRecord, Say, StepRecorded
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.events import Action, DispatchRecord, StepRecorded, TellUser
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 
-class Part(msgspec.Struct, frozen=True):
+class RolloutPart(msgspec.Struct, frozen=True):
     """The samples that a step had of one rollout."""
 
     step: int
@@ -26,7 +26,7 @@ class Part(msgspec.Struct, frozen=True):
     rollout: str
 
 
-class Recording:
+class RolloutRecording:
     """Parts of the rollout log that are not written yet. Does nothing if no log is kept."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
@@ -34,9 +34,9 @@ class Recording:
         self._is_on = bool(spec.samples_folder)
         self._allowed_s = spec.deadlines.save
         self._requests = requests
-        self.waiting: dict[Part, float] = {}
+        self.waiting: dict[RolloutPart, float] = {}
         """The parts that no rollout was asked for, and the time until which they may wait."""
-        self._asked: dict[int, Part] = {}
+        self._asked: dict[int, RolloutPart] = {}
         """The parts that rollouts were asked for, by the id of the command."""
         self._num_left: dict[tuple[int, Purpose], int] = {}
         """The parts of each step that are not written or given up, or of its validation."""
@@ -55,7 +55,7 @@ class Recording:
     def is_awaited_from(self, rollout: str) -> bool:
         """Tell whether a part with a rollout's samples, or one that it was asked for, has yet to be written."""
         parts = [*self.waiting, *self._asked.values()]
-        return any(part.rollout == rollout for part in parts) or any(self._requests.of(rollout, Phase.RECORDING))
+        return any(part.rollout == rollout for part in parts) or any(self._requests.of(rollout, RunPhase.RECORDING))
 
     def begin(self, step: int, purpose: Purpose, rollouts: set[str]) -> bool:
         """Log all samples that a step had of these rollouts, for training or validation.
@@ -64,7 +64,7 @@ class Recording:
         """
         if self._is_on and rollouts:
             until = self._requests.now + self._allowed_s
-            self.waiting |= {Part(step, purpose, rollout): until for rollout in sorted(rollouts)}
+            self.waiting |= {RolloutPart(step, purpose, rollout): until for rollout in sorted(rollouts)}
             self._num_left[step, purpose] = len(rollouts)
             self._num_bytes[step, purpose], self._rollouts[step, purpose] = 0, []
             self._changed()
@@ -75,7 +75,7 @@ class Recording:
         actions: list[Action] = []
         for part in [*self.waiting] if self._able else []:
             process = part.rollout if part.rollout in self._able else next(iter(self._able))
-            fields = self._requests.open(process, Phase.RECORDING, self._allowed_s)
+            fields = self._requests.open(process, RunPhase.RECORDING, self._allowed_s)
             del self.waiting[part]
             self._asked[fields["command_id"]] = part
             of_part = msgspec.structs.asdict(part)
@@ -91,7 +91,7 @@ class Recording:
     def take_loss(self, rollout: str) -> None:
         """Note that a rollout is lost. The parts that it was asked for wait again."""
         self._able.pop(rollout, None)
-        for request in [*self._requests.of(rollout, Phase.RECORDING)]:
+        for request in [*self._requests.of(rollout, RunPhase.RECORDING)]:
             self._requests.close(request.command_id)
             self.waiting[self._asked.pop(request.command_id)] = request.deadline
         self._changed()
@@ -118,7 +118,7 @@ class Recording:
             actions += [*self._say(part, f"those of {part.rollout}: no rollout is there"), *self._close(part)]
         return actions
 
-    def _close(self, part: Part, num_bytes: int = 0) -> list[Action]:
+    def _close(self, part: RolloutPart, num_bytes: int = 0) -> list[Action]:
         key = part.step, part.purpose
         self._num_bytes[key] += num_bytes
         self._num_left[key] -= 1
@@ -130,10 +130,10 @@ class Recording:
         recorded = StepRecorded(step=part.step, purpose=part.purpose, rollouts=tuple(rollouts), num_bytes=num_bytes)
         return [recorded]
 
-    def _say(self, part: Part, what: str) -> list[Action]:
+    def _say(self, part: RolloutPart, what: str) -> list[Action]:
         """Report what the rollout log lacks, once for each reason."""
         if what in self._said:
             return []
         self._said.add(what)
         kind = "samples" if part.purpose == "train" else "validation samples"
-        return [Say(text=f"{kind} of step {part.step} are missing in the record: {what}")]
+        return [TellUser(text=f"{kind} of step {part.step} are missing in the record: {what}")]

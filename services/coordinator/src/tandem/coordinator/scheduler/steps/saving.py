@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from tandem.common.messages import AwaitCheckpoint, SaveCheckpoint
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.events import Action, CommandFields, Dispatch, PublishCheckpoint
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.events import Action, CommandFields, DispatchCommand, PublishCheckpoint
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 
-class Saving(Tracked):
+class CheckpointSaving(Tracked):
     """At most one checkpoint on its way to the disk."""
 
     def __init__(self, spec: RunSpec, requests: PendingRequests, changed: Changed) -> None:
@@ -41,7 +41,9 @@ class Saving(Tracked):
         self.copied = step
         folder = self._spec.checkpoint_folder.format(step=step)
         return [
-            Dispatch(process=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, Phase.SAVING)))
+            DispatchCommand(
+                process=rank, command=SaveCheckpoint(folder=folder, step=step, **self._fields(rank, RunPhase.SAVING))
+            )
             for rank in trainers
         ]
 
@@ -51,7 +53,7 @@ class Saving(Tracked):
         step, self.copied = self.copied, None
         self._written, self._awaited = step, set(trainers)
         return [
-            Dispatch(process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, Phase.WRITING)))
+            DispatchCommand(process=rank, command=AwaitCheckpoint(step=step, **self._fields(rank, RunPhase.WRITING)))
             for rank in trainers
         ]
 
@@ -79,5 +81,5 @@ class Saving(Tracked):
         """Give up the checkpoint, as a part is not going to be written."""
         self._written = None
 
-    def _fields(self, rank: str, phase: Phase) -> CommandFields:
+    def _fields(self, rank: str, phase: RunPhase) -> CommandFields:
         return self._requests.open(rank, phase, self._spec.deadlines.save)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from tandem.common.errors import DeadlineExceeded
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.table import Status
-from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
-from tandem.coordinator.scheduler.events import Action, Replace
+from tandem.coordinator.scheduler.engines.table import EngineStatus
+from tandem.coordinator.scheduler.engines.transfers import SERVICE, TransferPlanner
+from tandem.coordinator.scheduler.events import Action, ReplaceEngine
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.weights.verification import Verification
+from tandem.coordinator.scheduler.weights.verification import VersionVerification
 
 
 class RefitServicePresence(Tracked):
@@ -26,8 +26,8 @@ class RefitServicePresence(Tracked):
         self,
         spec: RunSpec,
         requests: PendingRequests,
-        transfers: Transfers,
-        verification: Verification,
+        transfers: TransferPlanner,
+        verification: VersionVerification,
         changed: Changed,
     ) -> None:
         super().__init__(changed)
@@ -45,7 +45,7 @@ class RefitServicePresence(Tracked):
         self._verification.forget_comparison()
         self.is_absent = True
         self._replace_by = self._requests.now + self._join_s
-        return [Replace(process=SERVICE, why=why)]
+        return [ReplaceEngine(process=SERVICE, why=why)]
 
     def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
         """Tell the replacement which layouts the processes hold and want."""
@@ -57,4 +57,4 @@ class RefitServicePresence(Tracked):
         if not self.is_absent or self._requests.now <= self._replace_by:
             return None
         what = f"no process has taken its place within {self._join_s:g} s"
-        return DeadlineExceeded(SERVICE, Status.ABSENT.value, what)
+        return DeadlineExceeded(SERVICE, EngineStatus.ABSENT.value, what)

@@ -13,19 +13,24 @@ from tandem.common.errors import CommandFailed
 from tandem.common.messages import CommitVersion, Refitted, ReportDigests, TransfersPlanned
 from tandem.common.worker_shards import by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.table import Engines, Status
-from tandem.coordinator.scheduler.engines.transfers import SERVICE, Transfers
-from tandem.coordinator.scheduler.events import Action, Dispatch, RecordRefit
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.engines.table import EngineStatus, EngineTable
+from tandem.coordinator.scheduler.engines.transfers import SERVICE, TransferPlanner
+from tandem.coordinator.scheduler.events import Action, DispatchCommand, RecordRefit
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
 
 
-class Verification:
+class VersionVerification:
     """The digests of one version that are known so far, and the processes that have yet to send theirs."""
 
     def __init__(
-        self, spec: RunSpec, requests: PendingRequests, engines: Engines, transfers: Transfers, changed: Changed
+        self,
+        spec: RunSpec,
+        requests: PendingRequests,
+        engines: EngineTable,
+        transfers: TransferPlanner,
+        changed: Changed,
     ) -> None:
         self._changed = changed
         self._spec = spec
@@ -68,7 +73,7 @@ class Verification:
             is_fewer = self._spec.sends_differences and planned is not None and counted <= planned
             if counted != planned and not is_fewer:
                 what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
-                raise CommandFailed(process, Phase.REFITTING.value, what)
+                raise CommandFailed(process, RunPhase.REFITTING.value, what)
 
     def begin_version(self) -> None:
         """Forget the digests of the version before."""
@@ -83,8 +88,8 @@ class Verification:
         self._changed()
         actions: list[Action] = []
         for process in processes:
-            fields = self._requests.open(process, Phase.VERIFYING, allowed_s)
-            actions.append(Dispatch(process=process, command=ReportDigests(version=version, **fields)))
+            fields = self._requests.open(process, RunPhase.VERIFYING, allowed_s)
+            actions.append(DispatchCommand(process=process, command=ReportDigests(version=version, **fields)))
         return actions
 
     def take_digests(self, process: str, digests: tuple[bytes, ...]) -> None:
@@ -95,7 +100,7 @@ class Verification:
 
     def compare(self, trainers: Sequence[str], version: int, allowed_s: float, *, has_update: bool) -> list[Action]:
         """Compare the digests of unverified engines with those of trainers, on the refit service."""
-        waiting = [name for name in self._engines.having(Status.HOLDING) if not self._engines[name].is_verified]
+        waiting = [name for name in self._engines.having(EngineStatus.HOLDING) if not self._engines[name].is_verified]
         self.comparing = waiting
         self._changed()
         digests: dict[str, bytes] = {}
@@ -105,9 +110,9 @@ class Verification:
             version=version,
             digests=digests,
             has_update=has_update,
-            **self._requests.open(SERVICE, Phase.VERIFYING, allowed_s),
+            **self._requests.open(SERVICE, RunPhase.VERIFYING, allowed_s),
         )
-        return [Dispatch(process=SERVICE, command=command)]
+        return [DispatchCommand(process=SERVICE, command=command)]
 
     def end_comparison(self) -> list[str]:
         """Note that the refit service has compared digests; return the engines that they are of."""
@@ -122,7 +127,7 @@ class Verification:
 
     def prove_again(self, version: int) -> None:
         """Verify engines again that hold a version and were verified, with the digests that are known."""
-        for name in self._engines.having(Status.HOLDING):
+        for name in self._engines.having(EngineStatus.HOLDING):
             engine = self._engines[name]
             if engine.version == version and (name in self._digests or not self._is_verified):
                 self._engines.verify(engine, is_verified=False)

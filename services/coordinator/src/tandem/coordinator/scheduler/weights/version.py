@@ -19,13 +19,13 @@ import enum
 
 from tandem.common.messages import CopyWeights
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
-from tandem.coordinator.scheduler.engines.table import Engine, Engines, Status
-from tandem.coordinator.scheduler.engines.transfers import TransferGroups, Transfers
-from tandem.coordinator.scheduler.events import Action, Dispatch, Say
-from tandem.coordinator.scheduler.phases import Phase
+from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus, EngineTable
+from tandem.coordinator.scheduler.engines.transfers import TransferGroups, TransferPlanner
+from tandem.coordinator.scheduler.events import Action, DispatchCommand, TellUser
+from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.requests import PendingRequests
 from tandem.coordinator.scheduler.spec import RunSpec
-from tandem.coordinator.scheduler.weights.verification import RefitProgress, Verification
+from tandem.coordinator.scheduler.weights.verification import RefitProgress, VersionVerification
 
 
 class VersionState(enum.Enum):
@@ -49,7 +49,12 @@ class NewestVersion(Tracked):
     """The newest version of the trainers' weights, on its way to engines."""
 
     def __init__(
-        self, spec: RunSpec, requests: PendingRequests, engines: Engines, transfers: Transfers, changed: Changed
+        self,
+        spec: RunSpec,
+        requests: PendingRequests,
+        engines: EngineTable,
+        transfers: TransferPlanner,
+        changed: Changed,
     ) -> None:
         super().__init__(changed)
         self._spec = spec
@@ -70,7 +75,7 @@ class NewestVersion(Tracked):
         self.outlasts_step = False
         """Whether engines can read a version while trainers step: there is a copy, and no trainer has to send it."""
         self.record = RefitProgress(changed)
-        self.verification = Verification(spec, requests, engines, transfers, changed)
+        self.verification = VersionVerification(spec, requests, engines, transfers, changed)
         self.transfer_groups = TransferGroups(transfers, engines, requests, changed)
         self.may_address_all = True
         """Whether a refit can address all processes with a program without naming them, as no engine has left."""
@@ -87,7 +92,7 @@ class NewestVersion(Tracked):
     @property
     def may_offer(self) -> bool:
         """Whether no engine reads the version before, and what was read is verified."""
-        return not self.verification.is_going_on and not self._engines.num_having(Status.REFITTING)
+        return not self.verification.is_going_on and not self._engines.num_having(EngineStatus.REFITTING)
 
     @property
     def is_settled(self) -> bool:
@@ -97,7 +102,7 @@ class NewestVersion(Tracked):
     @property
     def is_everything_verified(self) -> bool:
         """Whether every engine that must be is verified: in synchronous training all, else those with a version."""
-        expected = len(self._engines) if self._is_synchronous else self._engines.num_having(Status.HOLDING)
+        expected = len(self._engines) if self._is_synchronous else self._engines.num_having(EngineStatus.HOLDING)
         return self._engines.num_verified == expected
 
     @property
@@ -119,7 +124,7 @@ class NewestVersion(Tracked):
         if self.outlasts_step:
             return self.state in READABLE
         is_read = self.state in HAS_ARRIVED and not self.num_behind
-        is_read &= not self._engines.num_having(Status.READY, Status.REFITTING)
+        is_read &= not self._engines.num_having(EngineStatus.READY, EngineStatus.REFITTING)
         return is_read and not self.verification.needs_trainers
 
     def is_proven(self, name: str, version: int) -> bool:
@@ -134,7 +139,7 @@ class NewestVersion(Tracked):
         In synchronous training, the others must hold the newest version as well.
         """
         engine = self._engines.get(name)
-        if engine is None or engine.status is not Status.HOLDING or engine.leave_by is not None:
+        if engine is None or engine.status is not EngineStatus.HOLDING or engine.leave_by is not None:
             return False
         if not oldest_version <= engine.version <= newest_version:
             return False
@@ -142,9 +147,9 @@ class NewestVersion(Tracked):
             return not self._is_synchronous or self.state not in (VersionState.OFFERED, VersionState.UNDER_WAY)
         return self._spec.updates_in_flight or not self.is_behind(engine)
 
-    def is_behind(self, engine: Engine) -> bool:
+    def is_behind(self, engine: EngineState) -> bool:
         """Tell whether an engine can be brought to a newer version than its own."""
-        return self.state in READABLE and engine.status is Status.HOLDING and engine.version < self.version
+        return self.state in READABLE and engine.status is EngineStatus.HOLDING and engine.version < self.version
 
     def begin_record(self, deadline: float) -> None:
         """Begin a new record of the version; `deadline` is that of its refit."""
@@ -164,7 +169,7 @@ class NewestVersion(Tracked):
         if not self._spec.keeps_copy or self.outlasts_step:
             return []
         return [
-            Say(
+            TellUser(
                 text="refit.keep_copy changes nothing but memory here: trainers send weights to engines themselves, "
                 "and step only then"
             )
@@ -186,12 +191,12 @@ class NewestVersion(Tracked):
         self.state = VersionState.COPYING
         self._uncopied = {*self.trainers}
         return [
-            Dispatch(
+            DispatchCommand(
                 process=rank,
                 command=CopyWeights(
                     version=version,
                     with_digests=self._spec.is_verified,
-                    **self._requests.open(rank, Phase.COPYING, self._spec.deadlines.refit),
+                    **self._requests.open(rank, RunPhase.COPYING, self._spec.deadlines.refit),
                 ),
             )
             for rank in self.trainers
@@ -226,7 +231,7 @@ class NewestVersion(Tracked):
         if self.state in HAS_ARRIVED:
             self.verification.prove_again(self.version)
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineState) -> None:
         """Forget an engine's weights: neither their digests nor the samples made with them count."""
         self.num_behind -= self.is_behind(engine)
         engine.has_frozen = False
@@ -240,4 +245,4 @@ class NewestVersion(Tracked):
 
     def _let_engines_read(self) -> None:
         self.state = VersionState.OFFERED
-        self.num_behind = self._engines.num_having(Status.HOLDING)
+        self.num_behind = self._engines.num_having(EngineStatus.HOLDING)

@@ -20,18 +20,18 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.refit import program
 from tandem.refit.digests.comparison import to_bytes
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting
-from tandem.rollout.engines.adapter_sets import AdapterSets, Add, Product, products_of
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import RunningDigest
+from tandem.rollout.engines.adapter_sets import AdapterProduct, AdapterSets, Add, products_of
 from tandem.rollout.engines.vllm.insides import VERSION
-from tandem.rollout.engines.vllm.part import Part
+from tandem.rollout.engines.vllm.part import WorkerPart
 
 
-class AdapterPart(Part):
+class AdapterPart(WorkerPart):
     """A worker's layers, or its slices of them, with the adapters of several versions."""
 
     def __init__(self, runner: Any, *given: Any, **named: Any) -> None:
-        """Take what `Part` takes."""
+        """Take what `WorkerPart` takes."""
         super().__init__(runner, *given, **named)
         self._sets = AdapterSets(_on_linear)
         self._homes: dict[str, torch.Tensor] = {}
@@ -40,7 +40,7 @@ class AdapterPart(Part):
         """Parameters, by name."""
         self._staging: Mapping[str, torch.Tensor] = {}
         self._newest: int | None = None
-        self._task: Digesting | None = None
+        self._task: RunningDigest | None = None
         _follow(runner, self._sets)
 
     def install(self, programs: Sequence[bytes]) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class AdapterPart(Part):
             if cache.is_floating_point() and cache.element_size() > 1:
                 torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
 
-    def begin_digest(self, sampling: Sampling | None) -> float:
+    def begin_digest(self, sampling: ElementSampling | None) -> float:
         """Begin to digest the newest version, and another one again; return roughly how many seconds that takes."""
         if self._newest is None or self._newest not in self._sets:
             return super().begin_digest(sampling)
@@ -104,7 +104,7 @@ class AdapterPart(Part):
         self._sets.clear()
         super().close()
 
-    def _home(self, product: Product) -> torch.Tensor:
+    def _home(self, product: AdapterProduct) -> torch.Tensor:
         """Return where a product's rows of the base lie in the weights, as a vector."""
         weight = self._own.get(product.weight)
         if weight is None or weight.ndim != 2 or weight.shape[1] != product.shape[1]:

@@ -13,21 +13,21 @@ from typing import Any
 from tandem.common.errors import RefitError
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit.digests.comparison import Digests
-from tandem.refit.digests.slices import Sampling
-from tandem.refit.holder import Digesting
+from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import RunningDigest
 from tandem.refit.program import TransferProgram
-from tandem.rollout.engine import Completion, Request
+from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.adapters import SeveralVersions, version_of
 from tandem.rollout.engines.vllm import insides
 from tandem.rollout.engines.vllm.engine import FinishReason, NoNumber, RunningSequence, VllmEngine
-from tandem.rollout.engines.vllm.insides import Llm
-from tandem.rollout.engines.vllm.workers import Workers, WorkersDigest, WorkersInstalled
+from tandem.rollout.engines.vllm.insides import InProcessLlm
+from tandem.rollout.engines.vllm.workers import EngineWorkers, WorkersDigest, WorkersInstalled
 
 
-class AdapterWorkers(Workers):
+class AdapterWorkers(EngineWorkers):
     """The parts of an engine that hold the adapters of several versions."""
 
-    def __init__(self, llm: Llm) -> None:
+    def __init__(self, llm: InProcessLlm) -> None:
         super().__init__(llm)
         self.held: frozenset[int] = frozenset()
         """Versions that all workers hold."""
@@ -53,7 +53,7 @@ class AdapterWorkers(Workers):
         """Have zeros in the place of what is cached and is no number."""
         self._llm.ask("wipe")
 
-    def digest_task(self, sampling: Sampling | None) -> WorkersDigest:
+    def digest_task(self, sampling: ElementSampling | None) -> WorkersDigest:
         """Return a task that digests the newest version, and another one again."""
         return _AdaptersDigest(self._llm, sampling, self.look)
 
@@ -64,7 +64,7 @@ class AdapterWorkers(Workers):
 class _AdaptersDigest(WorkersDigest):
     """A digest after which a version may be gone."""
 
-    def __init__(self, llm: Llm, sampling: Sampling | None, look: Callable[[], None]) -> None:
+    def __init__(self, llm: InProcessLlm, sampling: ElementSampling | None, look: Callable[[], None]) -> None:
         super().__init__(llm, sampling)
         self._look = look
 
@@ -90,17 +90,17 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         """Versions whose weights have just given something that is no number."""
         super().__init__(*given, num_sets=num_sets, **named)
 
-    def digest_task(self, sampling: Sampling | None) -> Digesting:
+    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests the adapters in use, and those of another version."""
         return self._workers_of_sets.digest_task(sampling)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: SequenceRequest) -> None:
         """Queue a request. Raises `NotHeld` without its version, and `DataError` if it can make no token."""
         request = self._named(request)
         super().add_request(request)
         self._note(request)
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[EngineCompletion]:
         """Make one token for every running request; those of a version that gives no numbers end as aborted.
 
         All of them, since what they have cached is wiped: the memory of the cache goes to others, where attention would
@@ -128,7 +128,7 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         assert isinstance(self._workers, AdapterWorkers), "as it was made"
         return self._workers
 
-    def _make_workers(self) -> Workers:
+    def _make_workers(self) -> EngineWorkers:
         return AdapterWorkers(self._llm)
 
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +137,12 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         made["additional_config"] = {**made.get("additional_config", {}), insides.ADAPTERS: True}
         return made
 
-    def _params(self, request: Request) -> Any:
+    def _params(self, request: SequenceRequest) -> Any:
         params = super()._params(request)
         params.extra_args = {insides.VERSION: version_of(request)}
         return params
 
-    def _cached_with(self, request: Request) -> str:
+    def _cached_with(self, request: SequenceRequest) -> str:
         return f"adapters {self._numbers[version_of(request)]}"
 
     def _record(self, sequence: RunningSequence, made: Any, version: int) -> FinishReason | None:
@@ -169,5 +169,5 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         self._num_numbers += 1
         self._numbers[version] = self._num_numbers
 
-    def _requests(self) -> Iterable[Request]:
+    def _requests(self) -> Iterable[SequenceRequest]:
         return [sequence.request for sequence in self._sequences.values()]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 
-class Draws:
+class TokenDraws:
     """In the place of the sampler's method that filters logits and draws tokens; with the same arguments."""
 
     def __init__(self, runner: Any) -> None:
@@ -65,4 +65,4 @@ class Draws:
 
 def draw_at_once(runner: Any) -> None:
     """Have a model runner's sampler draw the tokens of all requests by one kernel."""
-    runner.sampler.topk_topp_sampler.forward = Draws(runner)
+    runner.sampler.topk_topp_sampler.forward = TokenDraws(runner)

@@ -13,7 +13,7 @@ from tandem.common.errors import DataError, ModelError, TandemError
 from tandem.config.installed.speculation import KEY
 from tandem.config.installed.vllm_arguments import forwarded
 from tandem.config.schema.generation import VllmCfg
-from tandem.rollout.engine import Alternatives, Completion, Request, Tokens
+from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, SequenceRequest
 from tandem.rollout.engines.no_refits import NoRefits
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
@@ -22,7 +22,7 @@ from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.masks import KEPT
 from tandem.rollout.engines.vllm.routing import ASKED
 from tandem.rollout.engines.vllm.speculation import engine_argument
-from tandem.rollout.engines.vllm.workers import Workers, WorkersMeter
+from tandem.rollout.engines.vllm.workers import EngineWorkers, WorkersMeter
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat, SamplingMasks
 
@@ -41,7 +41,7 @@ class NoNumber(ModelError):
 class RunningSequence(msgspec.Struct):
     """One request and what has been made for it so far."""
 
-    request: Request
+    request: SequenceRequest
     arrival: int
     stop_strings: StopStrings | None
     token_ids: list[int] = []
@@ -54,9 +54,9 @@ class RunningSequence(msgspec.Struct):
         """Tokens that the engine has computed: all but the newest; none before the first is made."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
-    def made(self, start: int) -> Tokens:
+    def made(self, start: int) -> NewTokens:
         """Return what it has made from a token on."""
-        return Tokens(
+        return NewTokens(
             token_ids_T=np.array(self.token_ids[start:], np.int32),
             logprobs_T=np.array(self.logprobs[start:], np.float32),
             versions_T=np.array(self.versions[start:], np.int32),
@@ -65,10 +65,10 @@ class RunningSequence(msgspec.Struct):
 
     def completion(
         self, finish_reason: FinishReason, routed_TX: Bytes | None = None, masks: SamplingMasks | None = None
-    ) -> Completion:
+    ) -> EngineCompletion:
         """Return it as finished."""
         tokens = self.made(0)
-        return Completion(
+        return EngineCompletion(
             request_id=self.request.request_id,
             token_ids_T=tokens.token_ids_T,
             logprobs_T=tokens.logprobs_T,
@@ -132,7 +132,7 @@ class VllmEngine(RefittedEngine):
             own[KEPT] = mask_format.vocabulary
         if own:
             arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
-        self._llm = insides.Llm(arguments)
+        self._llm = insides.InProcessLlm(arguments)
         try:
             self._workers = None if with_weights else self._make_workers()
         except TandemError:
@@ -153,7 +153,7 @@ class VllmEngine(RefittedEngine):
         """Requests added and neither finished nor aborted."""
         return len(self._sequences)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: SequenceRequest) -> None:
         """Queue a request; it joins at the next `step` with room. Raises `DataError` if it can make no token."""
         self._require_room(request)
         if isinstance(request.sampling, ServedSampling):
@@ -171,7 +171,7 @@ class VllmEngine(RefittedEngine):
             sequence.alternatives = []
         self._num_arrived += 1
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[EngineCompletion]:
         """Make one token for every running request; return those that finished, in request order.
 
         Raises `RefitError` if the engine holds no whole version, `ModelError` if its weights give a probability that is
@@ -202,14 +202,14 @@ class VllmEngine(RefittedEngine):
             for number, (sequence, reason) in zip(numbers, finished, strict=True)
         ]
 
-    def made(self, starts: Mapping[int, int]) -> dict[int, Tokens]:
+    def made(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Return what running requests have made from these tokens on, by id."""
         sequences = {number: sequence for number, sequence in self._sequences.items() if number in starts}
         made = {number: sequence.made(starts[number]) for number, sequence in sequences.items()}
         masks = {number: its.from_token(starts[number]) for number, its in self._masks_of(sequences.values()).items()}
         return {number: msgspec.structs.replace(its, masks=masks.get(number)) for number, its in made.items()}
 
-    def abort(self, request_id: int) -> Completion | None:
+    def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
@@ -243,8 +243,8 @@ class VllmEngine(RefittedEngine):
         self._sequences.clear()
         self._llm.close()
 
-    def _make_workers(self) -> Workers:
-        return Workers(self._llm)
+    def _make_workers(self) -> EngineWorkers:
+        return EngineWorkers(self._llm)
 
     def _record(self, sequence: RunningSequence, made: Any, version: int) -> FinishReason | None:
         return _record(sequence, made, version)
@@ -252,7 +252,7 @@ class VllmEngine(RefittedEngine):
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
         return engine_arguments(model_folder, settings, extra)
 
-    def _params(self, request: Request) -> Any:
+    def _params(self, request: SequenceRequest) -> Any:
         """Return a request as vLLM's parameters."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -281,11 +281,11 @@ class VllmEngine(RefittedEngine):
             params.repetition_penalty = sampling.repetition_penalty
         return params
 
-    def _cached_with(self, request: Request) -> str:
+    def _cached_with(self, request: SequenceRequest) -> str:
         """Return what names the weights by which a request's keys and values are computed."""
         return f"update {self._num_updates}"
 
-    def _prompt(self, request: Request, salt: str) -> dict[str, Any]:
+    def _prompt(self, request: SequenceRequest, salt: str) -> dict[str, Any]:
         return {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
 
     def _routed(self, sequences: Iterable[RunningSequence]) -> dict[int, Bytes]:
@@ -348,7 +348,7 @@ def _record(sequence: RunningSequence, made: Any, version: int) -> FinishReason 
             raise ModelError(f"vLLM ended request {sequence.request.request_id} with {other!r}")
 
 
-def _likeliest(logprobs: Mapping[int, Any], request: Request) -> Alternatives:
+def _likeliest(logprobs: Mapping[int, Any], request: SequenceRequest) -> Alternatives:
     """Return the alternatives at a position, the drawn token among them."""
     assert isinstance(request.sampling, ServedSampling), "no other asks for them"
     found = sorted((each.rank, token, each.logprob) for token, each in logprobs.items())

@@ -50,7 +50,7 @@ _ON_A_GPU = {
     # Its own layout of scales could not be written by a refit.
     "VLLM_USE_DEEP_GEMM": "0",
 }
-WORKER = "tandem.rollout.engines.vllm.worker.Worker"
+WORKER = "tandem.rollout.engines.vllm.worker.SliceWorker"
 """Class of every worker, by the name that vLLM imports."""
 ADAPTERS = "tandem_adapters"
 """Key of vLLM's ``additional_config`` that has workers hold the adapters of several versions."""
@@ -109,7 +109,7 @@ def _installed(distribution: str) -> str | None:
         return None
 
 
-class Llm:
+class InProcessLlm:
     """An `LLMEngine` in this process and thread, with dummy weights that can be written in place.
 
     A single worker lives in this process. Several workers have a process each; this process ends if one of them does,

@@ -20,18 +20,18 @@ from tandem.common.memory import MemoryMeter
 from tandem.refit import layout, program
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import to_bytes
-from tandem.refit.digests.slices import Sampling
+from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.digests.version import VersionDigest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.insides import SEES
 from tandem.rollout.engines.vllm.masks import KEPT, MaskRecord
-from tandem.rollout.engines.vllm.routing import ASKED, Routes
+from tandem.rollout.engines.vllm.routing import ASKED, ExpertRoutes
 from tandem.rollout.engines.vllm.weights import weights_of
 
 if TYPE_CHECKING:
     from tandem.refit.transfer import TransferGroup
-    from tandem.refit.transports.meeting import Meeting
+    from tandem.refit.transports.meeting import GroupStore
     from tandem.refit.weights import Weights
 
 
@@ -59,7 +59,7 @@ _KEEP_WEIGHTS = 1
 _EXPERTS = ("w13_weight", "w2_weight")
 
 
-class Part:
+class WorkerPart:
     """One worker's layers, or its slices of them."""
 
     def __init__(self, runner: Any, packed: Sequence[PackedExperts], rank: int, sleeper: Any = None) -> None:
@@ -81,7 +81,7 @@ class Part:
         self._rank = rank
         self._weights: Weights | None = None
         sizes = runner.vllm_config.additional_config.get(ASKED)
-        self.routes = None if sizes is None else Routes(runner, *sizes)
+        self.routes = None if sizes is None else ExpertRoutes(runner, *sizes)
         """Expert routing; None unless it was asked for."""
         vocabulary = runner.vllm_config.additional_config.get(KEPT)
         self._mask_record = None if vocabulary is None else MaskRecord(runner, vocabulary)
@@ -126,7 +126,7 @@ class Part:
         bound = self._described().install([program.decode(programs[self._rank])])
         return bound.num_copies, bound.num_bytes
 
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Join a transfer group if its program includes it. Raises `RefitError`."""
         self._described().connect(transfer_group, meeting, timeout_s)
 
@@ -141,7 +141,7 @@ class Part:
         for packed in self._packed:
             packed.pack()
 
-    def begin_digest(self, sampling: Sampling | None) -> float:
+    def begin_digest(self, sampling: ElementSampling | None) -> float:
         """Begin to digest its weights; return roughly how many seconds that takes."""
         self._digest = self._described().digest_task(sampling)
         return self._digest.expected_s
@@ -188,7 +188,7 @@ class Part:
         return use.peak, max(0, use.held - unmapped)
 
     def routed(self, num_tokens: Mapping[str, int]) -> list[bytes]:
-        """Return the routing of this many tokens of each request; see `Routes.of`."""
+        """Return the routing of this many tokens of each request; see `ExpertRoutes.of`."""
         assert self.routes is not None, "asked only where the engine was told to say so"
         return self.routes.of(num_tokens)
 

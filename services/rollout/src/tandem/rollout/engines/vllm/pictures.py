@@ -26,7 +26,7 @@ import torch
 from tandem.common.errors import DataError, ModelError
 from tandem.config.models.families import VLLM_SEEING
 from tandem.config.schema.generation import VllmCfg
-from tandem.rollout.engine import Request
+from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import SEES
@@ -52,7 +52,7 @@ _MAX_PIXEL_BYTES = 2**29
 _LONGEST_SIDE = 4096
 
 
-class Prepared(NamedTuple):
+class PreparedImage(NamedTuple):
     """An image as vLLM takes it."""
 
     item: Any
@@ -109,7 +109,7 @@ class SeeingVllmEngine(VllmEngine):
             "mm_encoder_tp_mode": "data",  # each worker has the tower whole
         }
 
-    def _prompt(self, request: Request, salt: str) -> dict[str, Any]:
+    def _prompt(self, request: SequenceRequest, salt: str) -> dict[str, Any]:
         """Return a prompt with its images. Raises `DataError` and `ModelError`."""
         prompt = super()._prompt(request, salt)
         places = places_of(request, self._images.image_token_id)
@@ -125,7 +125,7 @@ class SeeingVllmEngine(VllmEngine):
             "mm_placeholders": {_IMAGE: places},
         }
 
-    def _item(self, request: Request, place: int) -> Any:
+    def _item(self, request: SequenceRequest, place: int) -> Any:
         """Return an image of a request. Raises `ModelError` if the tower makes other features than there are tokens."""
         image = request.images[place]
         found = self._prepared.get(image.digest)
@@ -136,7 +136,7 @@ class SeeingVllmEngine(VllmEngine):
             )
         return found.item
 
-    def _prepare(self, digest: str) -> Prepared:
+    def _prepare(self, digest: str) -> PreparedImage:
         image = decode(self._read_image(digest), f"image {digest[:12]}", self._limits)
         return prepared(self._images, towers.pixels(self._images.family, self._processor, image))
 
@@ -145,7 +145,7 @@ class SeeingVllmEngine(VllmEngine):
         self._llm.engine.reset_encoder_cache()
 
 
-def prepared(settings: ImageSettings, pixels: towers.Pixels) -> Prepared:
+def prepared(settings: ImageSettings, pixels: towers.TowerPixels) -> PreparedImage:
     """Return an image as vLLM takes it."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
@@ -159,10 +159,10 @@ def prepared(settings: ImageSettings, pixels: towers.Pixels) -> Prepared:
         inputs = {**pixels.tensors, "num_patches": size_1}
         fields["num_patches"] = number
     (item,) = MultiModalKwargsItems.from_hf_inputs(inputs, fields)[_IMAGE]
-    return Prepared(item, num_tokens(settings, pixels.grid), pixels.num_bytes)
+    return PreparedImage(item, num_tokens(settings, pixels.grid), pixels.num_bytes)
 
 
-def places_of(request: Request, image_token_id: int) -> list[Any]:
+def places_of(request: SequenceRequest, image_token_id: int) -> list[Any]:
     """Return the place of each image's tokens in a prompt, as vLLM's ``PlaceholderRange``.
 
     Raises `DataError` if the prompt has other image tokens than its images need.

@@ -26,7 +26,7 @@ ASKED = "tandem_routed_experts"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-class Routes:
+class ExpertRoutes:
     """Expert routing of one worker. Create it before graphs are captured: the graph copies what routers choose."""
 
     def __init__(self, runner: Any, num_layers: int, top_k: int) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's worker with a `Part` of the weight plane, in the rollout process or in a process of vLLM's.
+"""vLLM's worker with a `WorkerPart` of the weight plane, in the rollout process or in a process of vLLM's.
 
 Only vLLM imports this, by the name in `insides.WORKER`.
 """
@@ -23,11 +23,11 @@ from tandem.common.process_lifetime import die_with
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
-from tandem.rollout.engines.vllm.part import Part, kept_parameters, map_experts
+from tandem.rollout.engines.vllm.part import WorkerPart, kept_parameters, map_experts
 from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
 
 
-class Answer(msgspec.Struct, frozen=True):
+class WorkerReply(msgspec.Struct, frozen=True):
     """The result of a part, or its error: vLLM would turn an exception into a string."""
 
     value: Any = None
@@ -43,7 +43,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 
-class Worker(VllmWorker):  # type: ignore[misc]
+class SliceWorker(VllmWorker):  # type: ignore[misc]
     """A worker that loads its slice of the model with real parameters, and answers for them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -99,19 +99,19 @@ class Worker(VllmWorker):  # type: ignore[misc]
             self.part.routes.keep(scheduler_output.total_num_scheduled_tokens)
         return output
 
-    def _part_kind(self) -> type[Part]:
+    def _part_kind(self) -> type[WorkerPart]:
         if ADAPTERS not in self.vllm_config.additional_config:
-            return Part
+            return WorkerPart
         from tandem.rollout.engines.vllm.adapter_part import AdapterPart
 
         return AdapterPart
 
-    def ask_part(self, method: str, *args: Any) -> Answer:
+    def ask_part(self, method: str, *args: Any) -> WorkerReply:
         """Call a method of the part."""
         try:
-            return Answer(value=getattr(self.part, method)(*args))
+            return WorkerReply(value=getattr(self.part, method)(*args))
         except TandemError as error:
-            return Answer(error=error)
+            return WorkerReply(error=error)
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from tandem.common.memory import MemoryMeter
 from tandem.common.messages import MemoryUse
 from tandem.refit import layout, program
 from tandem.refit.digests.comparison import Digests, from_bytes
-from tandem.refit.digests.slices import Sampling
+from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
-from tandem.refit.transports.meeting import Meeting
-from tandem.rollout.engines.vllm.insides import Llm
+from tandem.refit.transports.meeting import GroupStore
+from tandem.rollout.engines.vllm.insides import InProcessLlm
 
 _SAY_SO_S = 10.0
 """Seconds after a deadline that a worker has to report its failure."""
@@ -32,7 +32,7 @@ class WorkersInstalled(NamedTuple):
 class WorkersDigest:
     """A digest to which each worker contributes its own weights."""
 
-    def __init__(self, llm: Llm, sampling: Sampling | None) -> None:
+    def __init__(self, llm: InProcessLlm, sampling: ElementSampling | None) -> None:
         self._llm = llm
         self.expected_s = max(llm.ask("begin_digest", sampling))
         """Time of the slowest worker; they work at the same time."""
@@ -49,7 +49,7 @@ class WorkersDigest:
 class WorkersMeter(MemoryMeter):
     """The memory that one worker of an engine takes: of the one that takes most."""
 
-    def __init__(self, llm: Llm) -> None:
+    def __init__(self, llm: InProcessLlm) -> None:
         self._llm = llm
 
     def begin(self) -> None:
@@ -62,10 +62,10 @@ class WorkersMeter(MemoryMeter):
         return MemoryUse(peak=max(peaks), held=max(held))
 
 
-class Workers:
+class EngineWorkers:
     """The parts of an engine. Methods raise what the parts raise; of several errors, the first."""
 
-    def __init__(self, llm: Llm) -> None:
+    def __init__(self, llm: InProcessLlm) -> None:
         self._llm = llm
         self.layouts = tuple(map(layout.decode, llm.ask("describe")))
 
@@ -74,7 +74,7 @@ class Workers:
         done = self._llm.ask("install", [program.encode(each) for each in programs])
         return WorkersInstalled(sum(copies for copies, _ in done), sum(num_bytes for _, num_bytes in done))
 
-    def connect(self, transfer_group: TransferGroup, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Have each worker in the transfer group join it."""
         self._llm.ask("connect", transfer_group, meeting, timeout_s, timeout_s=timeout_s + _SAY_SO_S)
 
@@ -92,7 +92,7 @@ class Workers:
     def distrust(self, engines: Collection[str]) -> None:
         """Do nothing: only trainers send differences."""
 
-    def digest_task(self, sampling: Sampling | None) -> WorkersDigest:
+    def digest_task(self, sampling: ElementSampling | None) -> WorkersDigest:
         """Return a task that digests the weights held."""
         return WorkersDigest(self._llm, sampling)
 

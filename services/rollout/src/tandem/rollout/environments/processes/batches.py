@@ -14,8 +14,8 @@ from typing import NamedTuple
 from tandem.common.errors import DataError
 from tandem.common.returned import line
 from tandem.rollout.environments.environment import BatchEnvironment
-from tandem.rollout.environments.outcomes import Call, Failure, Outcome, failure_of, outcome_of
-from tandem.rollout.environments.processes.channel import Answer, Reader, call_decoder, packed
+from tandem.rollout.environments.outcomes import Failure, Outcome, ScoringCall, failure_of, outcome_of
+from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, call_decoder, packed
 
 _TOGETHER_S = 0.002
 """How long to wait for further calls while there is nothing else to do."""
@@ -24,14 +24,14 @@ _TOGETHER_S = 0.002
 class _Waiting(NamedTuple):
     """A call that waits to be scored."""
 
-    call: Call
+    call: ScoringCall
     token_ids: Sequence[int]
     shape: int
 
 
 def answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> None:
     """Answer calls as they come, until the other end is closed."""
-    reader, waiting = Reader(), list[_Waiting]()
+    reader, waiting = MessageReader(), list[_Waiting]()
     while _take(calls, reader, environment, waiting):
         shape = waiting[0].shape
         batch = [each for each in waiting if each.shape == shape][: environment.batch_size]
@@ -39,10 +39,10 @@ def answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> No
         waiting = [each for each in waiting if each.call.number not in taken]
         outcomes = _outcomes(environment, batch)
         for each, outcome in zip(batch, outcomes, strict=True):
-            calls.sendall(packed(Answer(each.call.number, outcome)))
+            calls.sendall(packed(CallOutcome(each.call.number, outcome)))
 
 
-def _take(calls: socket.socket, reader: Reader, environment: BatchEnvironment, waiting: list[_Waiting]) -> bool:
+def _take(calls: socket.socket, reader: MessageReader, environment: BatchEnvironment, waiting: list[_Waiting]) -> bool:
     """Add new calls to the waiting ones; wait if there are none. Return False if the other end is closed."""
     patience = 0.0 if waiting else None
     while not waiting or select.select([calls], [], [], patience)[0]:
@@ -54,9 +54,9 @@ def _take(calls: socket.socket, reader: Reader, environment: BatchEnvironment, w
                 token_ids = environment.encode(call.problem, call.conversation)
                 waiting.append(_Waiting(call, token_ids, environment.shape_of(len(token_ids))))
             except DataError as error:  # the response's fault
-                calls.sendall(packed(Answer(call.number, Failure(line(str(error))))))
+                calls.sendall(packed(CallOutcome(call.number, Failure(line(str(error))))))
             except Exception as error:
-                calls.sendall(packed(Answer(call.number, failure_of(error, ""))))
+                calls.sendall(packed(CallOutcome(call.number, failure_of(error, ""))))
         if patience is None:
             patience = _TOGETHER_S
     return True

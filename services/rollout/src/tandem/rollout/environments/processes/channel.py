@@ -10,16 +10,16 @@ import msgspec
 
 from tandem.common.errors import RewardError
 from tandem.common.values.json_values import decode_number, encode_number
-from tandem.rollout.environments.outcomes import Call, Outcome
+from tandem.rollout.environments.outcomes import Outcome, ScoringCall
 
 _LENGTH = 8
 _LONGEST = 1 << 32
 """Longest message in bytes. A longer one does not come from our code."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_number)
-call_decoder = msgspec.msgpack.Decoder(Call, ext_hook=decode_number)
+call_decoder = msgspec.msgpack.Decoder(ScoringCall, ext_hook=decode_number)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CallOutcome(msgspec.Struct, frozen=True):
     """The outcome of a call."""
 
     number: int
@@ -36,7 +36,7 @@ def framed(body: bytes) -> bytes:
     return len(body).to_bytes(_LENGTH, "little") + body
 
 
-class Reader:
+class MessageReader:
     """An assembler of messages that arrive in pieces."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Reader:
 
 def receive(sender: socket.socket) -> bytes | None:
     """Wait for one message, after which nothing comes unasked; return None if the other end is closed."""
-    reader = Reader()
+    reader = MessageReader()
     while data := sender.recv(1 << 16):
         for message in reader.messages(data):
             return message

@@ -7,9 +7,9 @@ import inspect
 import socket
 
 from tandem.rollout.environments.environment import is_multi_turn
-from tandem.rollout.environments.outcomes import Call, Outcome, failure_of, outcome_of, step_of, timed_out
+from tandem.rollout.environments.outcomes import Outcome, ScoringCall, failure_of, outcome_of, step_of, timed_out
 from tandem.rollout.environments.printing import bounded
-from tandem.rollout.environments.processes.channel import Answer, Reader, call_decoder, packed
+from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, call_decoder, packed
 
 
 def answer_at_once(calls: socket.socket, environment: object, module: str, timeout_s: float) -> None:
@@ -26,7 +26,7 @@ class _Async:
         self._module = module
         self._timeout_s = timeout_s
 
-    async def answer(self, call: Call) -> Outcome:
+    async def answer(self, call: ScoringCall) -> Outcome:
         """Return the outcome of a call, or a time-out; a call that takes too long is cancelled, and not waited for."""
         task = asyncio.create_task(self._call(call))
         done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
@@ -35,7 +35,7 @@ class _Async:
         task.cancel()
         return timed_out(self._timeout_s)
 
-    async def _call(self, call: Call) -> Outcome:
+    async def _call(self, call: ScoringCall) -> Outcome:
         result: object = None
         try:
             with bounded(call.step):
@@ -48,14 +48,14 @@ class _Async:
 
 
 async def _answer(calls: socket.socket, environment: _Async) -> None:
-    loop, reader, speaks = asyncio.get_running_loop(), Reader(), asyncio.Lock()
+    loop, reader, speaks = asyncio.get_running_loop(), MessageReader(), asyncio.Lock()
     tasks: set[asyncio.Task[None]] = set()
     calls.setblocking(False)
 
-    async def answer(call: Call) -> None:
+    async def answer(call: ScoringCall) -> None:
         outcome = await environment.answer(call)
         async with speaks:
-            await loop.sock_sendall(calls, packed(Answer(call.number, outcome)))
+            await loop.sock_sendall(calls, packed(CallOutcome(call.number, outcome)))
 
     while data := await loop.sock_recv(calls, 1 << 18):
         for message in reader.messages(data):

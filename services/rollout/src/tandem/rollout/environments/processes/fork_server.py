@@ -32,15 +32,15 @@ from tandem.common.returned import line
 from tandem.config import Config, config_from_json
 from tandem.rollout.environments.environment import is_async, is_multi_turn
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
-from tandem.rollout.environments.outcomes import Call, Outcome, outcome_of, step_of
+from tandem.rollout.environments.outcomes import Outcome, ScoringCall, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
 from tandem.rollout.environments.processes.batches import answer_in_batches
-from tandem.rollout.environments.processes.channel import Answer, Reader, call_decoder, packed, receive
-from tandem.rollout.environments.processes.starting import Begin, Imported, Ready, WorkerForked
+from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, call_decoder, packed, receive
+from tandem.rollout.environments.processes.starting import ClassImported, WorkerForked, WorkerReady, WorkerStart
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""
-_begin = msgspec.msgpack.Decoder(Begin)
+_begin = msgspec.msgpack.Decoder(WorkerStart)
 
 
 def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
@@ -56,10 +56,10 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
         return
     config = config_from_json(settings)
     try:
-        commands.sendall(packed(Imported(runs_in=runs_in(config))))
+        commands.sendall(packed(ClassImported(runs_in=runs_in(config))))
     except Exception as error:  # a built-in environment may lack a package
         what = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
-        commands.sendall(packed(Imported(error=line(what))))
+        commands.sendall(packed(ClassImported(error=line(what))))
     calls = _fork_workers(commands)
     if calls is not None:
         with contextlib.suppress(ConnectionError):  # the rollout process has ended
@@ -107,9 +107,9 @@ def _work(calls: socket.socket, config: Config) -> None:
         with bounded():
             environment = make_environment(config, _begin.decode(told).engine)
     except TandemError as error:
-        calls.sendall(packed(Ready(error=line(str(error)))))
+        calls.sendall(packed(WorkerReady(error=line(str(error)))))
         return
-    ready = Ready(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))
+    ready = WorkerReady(is_multi_turn=is_multi_turn(environment), is_async=is_async(environment))
     calls.sendall(packed(ready))
     module = (settings.class_path or "").rpartition(".")[0]
     if is_async(environment):
@@ -127,18 +127,18 @@ def _work_in_batches(calls: socket.socket, config: Config) -> None:
     try:
         reward_model = make_reward_model(config)
     except TandemError as error:
-        calls.sendall(packed(Ready(error=line(str(error)))))
+        calls.sendall(packed(WorkerReady(error=line(str(error)))))
         return
-    calls.sendall(packed(Ready(batch_size=reward_model.batch_size)))
+    calls.sendall(packed(WorkerReady(batch_size=reward_model.batch_size)))
     answer_in_batches(calls, reward_model)
 
 
-def _answer_in_turn(calls: socket.socket, answer: Callable[[Call], Outcome]) -> None:
-    worker, reader = os.getpid(), Reader()
+def _answer_in_turn(calls: socket.socket, answer: Callable[[ScoringCall], Outcome]) -> None:
+    worker, reader = os.getpid(), MessageReader()
     while data := calls.recv(1 << 18):
         for message in reader.messages(data):
             call = call_decoder.decode(message)
             outcome = answer(call)
             if os.getpid() != worker:  # the environment has forked without ending its child
                 os._exit(0)
-            calls.sendall(packed(Answer(call.number, outcome)))
+            calls.sendall(packed(CallOutcome(call.number, outcome)))

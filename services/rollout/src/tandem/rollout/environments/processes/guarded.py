@@ -23,8 +23,8 @@ from tandem.common.process_lifetime import (
 )
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
-from tandem.rollout.environments.processes.channel import Reader, framed
-from tandem.rollout.environments.processes.starting import Imported
+from tandem.rollout.environments.processes.channel import MessageReader, framed
+from tandem.rollout.environments.processes.starting import ClassImported
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0
@@ -33,7 +33,7 @@ _LOOK_S = 10.0
 """How often to look whether a process that imports is stopped."""
 _MOST_FORKING = 3
 """Processes started in a row to import an environment's class, or to fork, before it is given up."""
-_imported = msgspec.msgpack.Decoder(Imported)
+_imported = msgspec.msgpack.Decoder(ClassImported)
 
 
 class GuardedProcess:
@@ -82,7 +82,7 @@ class _StoppedError(Exception):
     """The process that imports the environment's class is stopped from outside."""
 
 
-class ForkServer:
+class WorkerForkServer:
     """The process that forks workers (`tandem.rollout.environments.processes.fork_server`), behind its guardian.
 
     It is restarted if it is killed from outside during the import, or has ended when it should fork.
@@ -103,7 +103,7 @@ class ForkServer:
             if self._watches:
                 self._lifeline.sendall(WATCH)
 
-    def imported(self, deadline_s: float) -> Imported:
+    def imported(self, deadline_s: float) -> ClassImported:
         """Wait until the class is imported. Raises `ConfigError` if the import fails.
 
         Raises `HelperLost` if each process that should import it was killed from outside.
@@ -128,12 +128,12 @@ class ForkServer:
                 raise ConfigError(f"env.{self._name}: importing its class ended the process: {ending}")
         raise self._lost(ending)
 
-    def _hear_of_import(self, deadline: float) -> Imported | None:
+    def _hear_of_import(self, deadline: float) -> ClassImported | None:
         """Wait for the process's report of the import; return None if it has ended.
 
         Raises `TimeoutError`, or `_StoppedError` if it has been stopped from one look to the next.
         """
-        reader, was_stopped = Reader(), False
+        reader, was_stopped = MessageReader(), False
         try:
             while True:
                 self._commands.settimeout(min(_LOOK_S, max(0.01, deadline - time.monotonic())))

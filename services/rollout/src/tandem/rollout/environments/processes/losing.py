@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tandem.common.errors import ConfigError, HelperLost, RewardError
 from tandem.common.process_lifetime import TRACE
 from tandem.common.returned import line
-from tandem.rollout.environments.outcomes import MOST_RETRIES, Failure, Job, Outcome
+from tandem.rollout.environments.outcomes import MOST_RETRIES, EnvironmentCall, Failure, Outcome
 
 if TYPE_CHECKING:
-    from tandem.rollout.environments.processes.workers import Worker
+    from tandem.rollout.environments.processes.workers import EnvironmentWorker
 
 _MOST_UNMADE, _PAUSE_S = 3, 0.5
 """Failed replacements of a worker in a row, each after a longer pause, before waiting jobs are lost."""
@@ -26,7 +26,7 @@ _MOST_IDLE_DEATHS = 10
 """Deaths of idle workers since the last answer of any, before the pool gives up."""
 
 
-class Vacancy(NamedTuple):
+class WorkerVacancy(NamedTuple):
     """The place of a worker that failed to make its environment."""
 
     at: float
@@ -37,25 +37,25 @@ class Vacancy(NamedTuple):
     """Workers in a row that failed to fill it."""
 
 
-class Jobs(NamedTuple):
+class WaitingJobs(NamedTuple):
     """The jobs of a pool that no worker has."""
 
-    waiting: deque[Job]
-    suspects: deque[Job]
+    waiting: deque[EnvironmentCall]
+    suspects: deque[EnvironmentCall]
     """Jobs of a worker that ended while several ran at once; each is retried by itself."""
-    done: queue.SimpleQueue[tuple[Job, Outcome]]
+    done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]]
 
 
-class Losses:
+class WorkerLosses:
     """The losses of one pool. Its thread calls these methods."""
 
     def __init__(
         self,
         name: str,
-        workers: Collection[Worker],
-        jobs: Jobs,
+        workers: Collection[EnvironmentWorker],
+        jobs: WaitingJobs,
         hire: Callable[..., None],
-        end: Callable[[Worker], None],
+        end: Callable[[EnvironmentWorker], None],
     ) -> None:
         """Take the environment's name, and the pool's workers and jobs, with what begins and ends a worker."""
         self._name = name
@@ -65,7 +65,7 @@ class Losses:
         self._end = end
         self.num_idle_deaths = 0
         """Workers that have ended, while they had nothing to do, since the last answer of any."""
-        self.vacancies: list[Vacancy] = []
+        self.vacancies: list[WorkerVacancy] = []
 
     def fill_vacancies(self) -> None:
         """Put workers in the places that are due."""
@@ -75,7 +75,7 @@ class Losses:
         for vacancy in due:
             self._hire(is_first=vacancy.is_first, num_unmade=vacancy.num_unmade)
 
-    def lose(self, worker: Worker, failure: Failure, *, was_killed: bool = False) -> None:
+    def lose(self, worker: EnvironmentWorker, failure: Failure, *, was_killed: bool = False) -> None:
         """End a worker, put another in its place, and find out which of its jobs is to blame.
 
         `was_killed`: by a signal that usually comes from outside. Then its jobs are retried elsewhere before any is
@@ -107,7 +107,7 @@ class Losses:
             self._blame(jobs, failure, are_beside=are_beside)
         self._hire()
 
-    def miss(self, worker: Worker, why: str, *, was_killed: bool = False) -> None:
+    def miss(self, worker: EnvironmentWorker, why: str, *, was_killed: bool = False) -> None:
         """End a worker that has not made its environment; retry if it was killed, or was a replacement.
 
         If that keeps failing and no other worker is left, waiting jobs fail and `on_error` decides. Raises `HelperLost`
@@ -121,7 +121,7 @@ class Losses:
         is_in_vain = num_unmade >= _MOST_UNMADE and not any(each.ready is not None for each in self._workers)
         at = time.monotonic() + _PAUSE_S * num_unmade
         # The replacement is retried as often.
-        self.vacancies.append(Vacancy(at, worker.is_first, 0 if is_in_vain else num_unmade))
+        self.vacancies.append(WorkerVacancy(at, worker.is_first, 0 if is_in_vain else num_unmade))
         if not is_in_vain:
             return
         if was_killed:
@@ -132,7 +132,7 @@ class Losses:
         self._jobs.suspects.clear()
         self._jobs.waiting.clear()
 
-    def _blame(self, jobs: list[Job], failure: Failure, *, are_beside: bool) -> None:
+    def _blame(self, jobs: list[EnvironmentCall], failure: Failure, *, are_beside: bool) -> None:
         """Blame the first job of a lost worker; of several jobs that ran together, none yet."""
         if len(jobs) == 1 or (jobs and not are_beside):
             self._jobs.done.put((jobs.pop(0), failure))

@@ -8,7 +8,7 @@ from tandem.common.messages import EngineServer
 from tandem.rollout.environments.environment import RunsIn
 
 
-class Imported(msgspec.Struct, frozen=True):
+class ClassImported(msgspec.Struct, frozen=True):
     """The report that the forking process has imported the environment's class."""
 
     runs_in: RunsIn = "processes"
@@ -16,7 +16,7 @@ class Imported(msgspec.Struct, frozen=True):
     """Why the import failed."""
 
 
-class Begin(msgspec.Struct, frozen=True):
+class WorkerStart(msgspec.Struct, frozen=True):
     """The first message to a worker."""
 
     engine: EngineServer | None = None
@@ -31,7 +31,7 @@ class WorkerForked(msgspec.Struct, frozen=True):
     """Process id of its guardian."""
 
 
-class Ready(msgspec.Struct, frozen=True):
+class WorkerReady(msgspec.Struct, frozen=True):
     """The report that a worker has its environment."""
 
     is_multi_turn: bool = False

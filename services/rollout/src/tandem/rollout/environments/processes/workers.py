@@ -26,15 +26,15 @@ from tandem.common.returned import line
 from tandem.config import Config
 from tandem.rollout.environments.outcomes import (
     KILLED_FROM_OUTSIDE,
+    EnvironmentCall,
     Failure,
-    Job,
     Outcome,
     timed_out,
 )
-from tandem.rollout.environments.processes.channel import Answer, Reader, packed
-from tandem.rollout.environments.processes.guarded import ForkServer, how_it_ended
-from tandem.rollout.environments.processes.losing import Jobs, Losses
-from tandem.rollout.environments.processes.starting import Begin, Ready, WorkerForked
+from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, packed
+from tandem.rollout.environments.processes.guarded import WorkerForkServer, how_it_ended
+from tandem.rollout.environments.processes.losing import WaitingJobs, WorkerLosses
+from tandem.rollout.environments.processes.starting import WorkerForked, WorkerReady, WorkerStart
 
 _COROUTINES = 256
 """Calls of an asynchronous environment that one worker has at once."""
@@ -52,11 +52,11 @@ _PATIENCE_S = 1.0
 """Longest time between two looks at workers."""
 _CLOSE_S = 0.5
 _forked = msgspec.msgpack.Decoder(WorkerForked)
-_ready = msgspec.msgpack.Decoder(Ready)
-_answers = msgspec.msgpack.Decoder(Answer)
+_ready = msgspec.msgpack.Decoder(WorkerReady)
+_answers = msgspec.msgpack.Decoder(CallOutcome)
 
 
-class Worker:
+class EnvironmentWorker:
     """One worker process, and its jobs."""
 
     def __init__(
@@ -71,15 +71,15 @@ class Worker:
         self._most_at_once = most_at_once
         self.lifeline = lifeline
         self.calls.setblocking(False)
-        self.reader = Reader()
+        self.reader = MessageReader()
         self.outgoing = bytearray()
         self.forked: WorkerForked | None = None
-        self.ready: Ready | None = None
+        self.ready: WorkerReady | None = None
         self.is_async = False
         """Whether it does several calls at once."""
         self.batch_size = 0
         """Calls in a batch, if it scores batches; else 0."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, EnvironmentCall] = {}
         """Jobs by the numbers of their calls, in the order in which they were sent."""
         self.since = time.monotonic()
         """When its current work began."""
@@ -103,7 +103,7 @@ class Worker:
         ahead = min(_MOST_AHEAD, max(1, int(_AHEAD_S / self.mean_s)))
         return min(ahead, share) - len(self.jobs) if len(self.jobs) <= ahead // 2 else 0
 
-    def give(self, job: Job, message: bytes) -> None:
+    def give(self, job: EnvironmentCall, message: bytes) -> None:
         """Append a job to those it has."""
         job.started = time.monotonic()
         if not self.jobs:
@@ -112,7 +112,7 @@ class Worker:
         self.is_alone = job.alone
         self.outgoing += message
 
-    def take(self, answer: Answer) -> Job | None:
+    def take(self, answer: CallOutcome) -> EnvironmentCall | None:
         """Return the job that an answer is for, and start the clock of the next."""
         now = time.monotonic()
         self.mean_s = max(1e-6, 0.8 * self.mean_s + 0.2 * (now - self.since))
@@ -164,10 +164,10 @@ class Worker:
 class WorkerPool:
     """`num_workers` processes, each with an environment of its own."""
 
-    def __init__(self, server: ForkServer, config: Config, engine: EngineServer | None) -> None:
+    def __init__(self, server: WorkerForkServer, config: Config, engine: EngineServer | None) -> None:
         """Fork the workers; `engine` is the rollout's own, for them to ask."""
         self._server = server
-        self._begin = packed(Begin(engine))
+        self._begin = packed(WorkerStart(engine))
         self._name = str(config.data.environment)
         self._settings = config.env[self._name]
         self._timeout_s = self._settings.longest_call_s
@@ -176,15 +176,15 @@ class WorkerPool:
             _COROUTINES if judge is None else math.ceil(judge.max_concurrency / self._settings.num_workers)
         )
         self._build_s = config.cluster.deadlines.build_s
-        self._waiting: deque[Job] = deque()
-        self._suspects: deque[Job] = deque()
+        self._waiting: deque[EnvironmentCall] = deque()
+        self._suspects: deque[EnvironmentCall] = deque()
         """Jobs of a worker that ended while several ran at once; each is retried by itself."""
-        self.done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
-        self._workers: set[Worker] = set()
+        self.done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
+        self._workers: set[EnvironmentWorker] = set()
         self._error: Exception | None = None
-        self._first: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
-        self._losses = Losses(
-            self._name, self._workers, Jobs(self._waiting, self._suspects, self.done), self._hire, self._end
+        self._first: queue.SimpleQueue[WorkerReady | None] = queue.SimpleQueue()
+        self._losses = WorkerLosses(
+            self._name, self._workers, WaitingJobs(self._waiting, self._suspects, self.done), self._hire, self._end
         )
         self._is_closing = False
         # A counter in the kernel: each submission adds to it, and the thread reads it before it looks for jobs. There
@@ -202,7 +202,7 @@ class WorkerPool:
         assert ready is not None
         return ready.is_multi_turn
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EnvironmentCall) -> None:
         """Queue a job."""
         self._waiting.append(job)
         os.eventfd_write(self._woken, 1)
@@ -246,12 +246,12 @@ class WorkerPool:
 
     def _hire(self, *, is_first: bool = False, num_unmade: int = 0) -> None:
         sockets = self._server.fork()
-        worker = Worker(*sockets, self._most_at_once, is_first=is_first, num_unmade=num_unmade)
+        worker = EnvironmentWorker(*sockets, self._most_at_once, is_first=is_first, num_unmade=num_unmade)
         worker.outgoing += self._begin
         self._workers.add(worker)
         self._selector.register(worker.calls, selectors.EVENT_READ, worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: EnvironmentWorker) -> None:
         self._workers.remove(worker)
         self._selector.unregister(worker.calls)
         worker.close()
@@ -270,7 +270,7 @@ class WorkerPool:
             if worker.outgoing and not worker.is_full:
                 self._speak(worker)
 
-    def _give(self, worker: Worker, job: Job) -> bool:
+    def _give(self, worker: EnvironmentWorker, job: EnvironmentCall) -> bool:
         """Send a job to a worker; return False if the worker is gone."""
         if not job.wanted:
             return False
@@ -283,7 +283,7 @@ class WorkerPool:
         worker.give(job, message)
         return True
 
-    def _speak(self, worker: Worker) -> None:
+    def _speak(self, worker: EnvironmentWorker) -> None:
         """Send what the socket takes now; a busy worker reads nothing."""
         with contextlib.suppress(BlockingIOError, ConnectionError):  # its end is noticed elsewhere
             while worker.outgoing:
@@ -293,7 +293,7 @@ class WorkerPool:
             waits = selectors.EVENT_WRITE if worker.is_full else 0
             self._selector.modify(worker.calls, selectors.EVENT_READ | waits, worker)
 
-    def _hear(self, worker: Worker) -> None:
+    def _hear(self, worker: EnvironmentWorker) -> None:
         try:
             data = worker.calls.recv(1 << 18)
         except BlockingIOError:
@@ -311,7 +311,7 @@ class WorkerPool:
             failure = Failure(f"its worker process ended: {how}")
             self._losses.lose(worker, failure, was_killed=how in KILLED_FROM_OUTSIDE)
 
-    def _understand(self, worker: Worker, message: bytes) -> None:
+    def _understand(self, worker: EnvironmentWorker, message: bytes) -> None:
         if worker.forked is None:
             worker.forked = _forked.decode(message)
             worker.since = time.monotonic()

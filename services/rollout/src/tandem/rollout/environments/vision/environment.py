@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from tandem.common.messages import Problem
-from tandem.config.schema.image_rewards import ARGUMENTS, Arguments, RewardFunction
+from tandem.config.schema.image_rewards import ARGUMENTS, RewardArguments, RewardFunctionConfig
 from tandem.rollout.environments.answers import reference
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.vision.rewards import FUNCTIONS, tagged
@@ -22,11 +22,11 @@ class ImageRewards:
 
     reads = "text"
 
-    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+    def __init__(self, functions: Sequence[RewardFunctionConfig]) -> None:
         total = sum(each.weight for each in functions)
         self._functions = [(each.name, each.weight / total, _bound(each)) for each in functions]
         given = next((each for each in functions if each.name != "format"), functions[0])
-        kwargs = given.kwargs or Arguments()
+        kwargs = given.kwargs or RewardArguments()
         self._tag = kwargs.tag if given.name == "math_expr" else kwargs.answer_tag
 
     def score(self, problem: Problem, response: str) -> Score:
@@ -47,7 +47,7 @@ class ImageRewards:
         )
 
 
-def _bound(settings: RewardFunction) -> partial[tuple[float, bool | None]]:
+def _bound(settings: RewardFunctionConfig) -> partial[tuple[float, bool | None]]:
     """Return a function with its arguments."""
     given = msgspec.structs.asdict(settings.kwargs) if settings.kwargs is not None else {}
     return partial(

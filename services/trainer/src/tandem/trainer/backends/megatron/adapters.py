@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import mappings
 
 from tandem.common.errors import CheckpointError, ModelError
 from tandem.config.models.lora import A, B, chosen
-from tandem.config.schema.adapters import Peft
+from tandem.config.schema.adapters import PeftConfig
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.geometry import LatentAttention
 from tandem.trainer.files.adapter_files import first_values
@@ -30,7 +30,7 @@ _BY_ROWS = ("linear_qkv", "linear_fc1")
 
 
 def layers_with_adapters(
-    linear: Mapping[str, tuple[str, ...]], model: ModelShape, adapters: Peft
+    linear: Mapping[str, tuple[str, ...]], model: ModelShape, adapters: PeftConfig
 ) -> dict[str, tuple[str, ...]]:
     """Return those of a model's `linear` layers with adapters, by Megatron-Core's names, each with its layers in a
     checkpoint.
@@ -50,7 +50,7 @@ def layers_with_adapters(
 
 
 def new_values(
-    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, Sequence[str]], adapters: Peft, seed: int
+    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, Sequence[str]], adapters: PeftConfig, seed: int
 ) -> dict[str, torch.Tensor]:
     """Return the first values of adapters by the names of a checkpoint. They depend only on the seed and the names."""
     values = {}
@@ -78,7 +78,7 @@ def as_fused(values: dict[str, torch.Tensor], layers: Mapping[str, Sequence[str]
     return values
 
 
-class Matrix(torch.nn.Module):
+class AdapterMatrix(torch.nn.Module):
     """One of the two matrices of an adapter, as this rank has it."""
 
     def __init__(self, like: torch.Tensor, shape: Sequence[int], *, is_cut: bool, sums: bool) -> None:
@@ -97,7 +97,7 @@ class Matrix(torch.nn.Module):
         marks.tensor_model_parallel, marks.sequence_parallel = is_cut, sums
 
 
-def adapt(chunk: Any, layers: Mapping[str, Sequence[str]], adapters: Peft) -> None:
+def adapt(chunk: Any, layers: Mapping[str, Sequence[str]], adapters: PeftConfig) -> None:
     """Freeze a chunk, and give adapters, without values yet, to its linear layers in `layers`."""
     chunk.requires_grad_(False)
     for layer in chunk.decoder.layers:
@@ -109,10 +109,10 @@ def adapt(chunk: Any, layers: Mapping[str, Sequence[str]], adapters: Peft) -> No
         chunk.embedding.register_forward_hook(_require_gradient)
 
 
-def _attach(module: Any, by_rows: bool, config: Any, adapters: Peft) -> None:
+def _attach(module: Any, by_rows: bool, config: Any, adapters: PeftConfig) -> None:
     num_out, num_in = module.weight.shape  # of this rank
     is_split = bool(config.sequence_parallel)
-    matrix = functools.partial(Matrix, module.weight)
+    matrix = functools.partial(AdapterMatrix, module.weight)
     module.lora_A = matrix((adapters.dim, num_in), is_cut=not by_rows, sums=by_rows and is_split)
     module.lora_B = matrix((num_out, adapters.dim), is_cut=by_rows, sums=not by_rows and is_split)
     module.adapts = True

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from tandem.common.errors import ModelError
 from tandem.config.models.families import MEGATRON
 from tandem.refit.adapters.geometry import (
-    Attention,
-    Experts,
-    Geometry,
+    AttentionGeometry,
+    DecoderGeometry,
+    ExpertGeometry,
     LatentAttention,
     biased_projections,
     geometry_of,
@@ -32,7 +32,7 @@ _WITH_WINDOWS = ("mistral", "phi3")
 """Models in which every layer slides if ``sliding_window`` is set."""
 
 
-def geometry_in(model: Mapping[str, Any]) -> Geometry:
+def geometry_in(model: Mapping[str, Any]) -> DecoderGeometry:
     """Return the sizes of a model from its configuration as a mapping. Raises `ModelError` for unsupported models."""
     if model.get("model_type") not in MEGATRON:
         raise ModelError(f"Megatron-Core trains {', '.join(MEGATRON)} here, not {model.get('model_type')}")
@@ -102,7 +102,7 @@ def rope_of(model: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _attention(sizes: Attention, model: Mapping[str, Any]) -> dict[str, Any]:
+def _attention(sizes: AttentionGeometry, model: Mapping[str, Any]) -> dict[str, Any]:
     window = model.get("sliding_window") if model["model_type"] in _WITH_WINDOWS else None
     return {
         "num_attention_heads": sizes.num_heads,
@@ -148,7 +148,7 @@ def _latent_attention(sizes: LatentAttention, model: Mapping[str, Any]) -> dict[
     return arguments
 
 
-def _experts(sizes: Experts, geometry: Geometry, model: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(sizes: ExpertGeometry, geometry: DecoderGeometry, model: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {
         "num_moe_experts": sizes.num_experts,
         "moe_ffn_hidden_size": sizes.intermediate_size,

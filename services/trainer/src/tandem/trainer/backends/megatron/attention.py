@@ -24,7 +24,7 @@ from tandem.trainer.backends.megatron.routing import RoutedSequences
 from tandem.trainer.context import gather_shares
 
 
-class Norm(torch.nn.RMSNorm):
+class AttentionNorm(torch.nn.RMSNorm):
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) with gradients that sequence parallelism sums."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -5,7 +5,7 @@ the policy's parameters stay in shared memory, at the same addresses, as long as
 straight out of them or read them in place.
 
 Here models are arranged on the ranks. The optimizer step of each is that of
-`tandem.trainer.backends.megatron.held.HeldModel.train_step`.
+`tandem.trainer.backends.megatron.held.MegatronHeldModel.train_step`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tandem.config import Config
 from tandem.config.model_groups import ModelGroup
 from tandem.config.schema.columns import Model
 from tandem.refit.weights import Weights
-from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, Replicas
+from tandem.trainer.backend import LossOfMicroBatch, ModelReplicas, OptimizerStep
 from tandem.trainer.backends.holding import HoldingBackend
-from tandem.trainer.backends.megatron.groups import Division, divided
-from tandem.trainer.backends.megatron.held import Described, HeldModel
+from tandem.trainer.backends.megatron.groups import RankDivision, divided
+from tandem.trainer.backends.megatron.held import MegatronHeldModel, ModelDescription
 from tandem.trainer.files import checkpoints
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import Scores
 
 
-class MegatronBackend(HoldingBackend[HeldModel]):
-    """One rank of the default process group, as a `tandem.trainer.backend.Backend`.
+class MegatronBackend(HoldingBackend[MegatronHeldModel]):
+    """One rank of the default process group, as a `tandem.trainer.backend.TrainerBackend`.
 
     Call `tandem.trainer.backends.megatron.preparing.prepare` first. Raises `ModelError` or `CheckpointError`.
     """
@@ -41,8 +41,8 @@ class MegatronBackend(HoldingBackend[HeldModel]):
     def __init__(self, config: Config, *, checkpoint: Path | None, model_group: ModelGroup | None = None) -> None:
         """Build the models of a model group; `model_group` None: of all."""
         super().__init__(config, model_group)
-        proof = checkpoints.Proof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
-        described = [Described(name, config, number) for name, number in self._to_hold()]
+        proof = checkpoints.FileProof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
+        described = [ModelDescription(name, config, number) for name, number in self._to_hold()]
         first = described[0]
         self.num_parameters = first.shape.num_parameters
         if dist.get_rank() == 0:
@@ -57,14 +57,14 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         for each in described:
             division = self._divisions[each.name]
             with division.entered():
-                held = HeldModel(each, config, division, self.device, checkpoint=checkpoint)
+                held = MegatronHeldModel(each, config, division, self.device, checkpoint=checkpoint)
             self._held[each.name, each.number] = held
         for model in self._trained():
             with self._divisions[model.name].entered():
                 model.start(checkpoint)
         proof.conclude()
 
-    def replicas(self, model: Model) -> Replicas:
+    def replicas(self, model: Model) -> ModelReplicas:
         """Return the division of the ranks by a model; the policy's for a reference that is the policy itself."""
         return self._division_of(model).replicas
 
@@ -90,7 +90,7 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         return self._divisions[self._model_group.name].sum_over_replicas(values)
 
     @property
-    def policy(self) -> HeldModel:
+    def policy(self) -> MegatronHeldModel:
         """The policy."""
         return self._held["policy", 0]
 
@@ -100,7 +100,7 @@ class MegatronBackend(HoldingBackend[HeldModel]):
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of `save`, bit for bit, on any number of ranks, in the parameters' own memory."""
-        proof = checkpoints.Proof(checkpoints.files_of(folder))
+        proof = checkpoints.FileProof(checkpoints.files_of(folder))
         for model in self._trained():
             with self._divisions[model.name].entered():
                 model.load(folder)
@@ -111,6 +111,6 @@ class MegatronBackend(HoldingBackend[HeldModel]):
         super().close()
         self._divisions.clear()
 
-    def _division_of(self, model: Model) -> Division:
+    def _division_of(self, model: Model) -> RankDivision:
         """Return a model's division; the reference of a policy with adapters is the policy itself."""
         return self._divisions.get(model) or self._divisions["policy"]

@@ -22,13 +22,13 @@ from tandem.common.errors import CheckpointError, ModelError
 from tandem.config.schema.columns import Model
 from tandem.trainer.backends.megatron import optimizer_state
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder
-from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
+from tandem.trainer.backends.megatron.weights import CheckpointTensors, RankWeights
 from tandem.trainer.files import checkpoints
 from tandem.trainer.files.box_files import BoxFiles
 
 
 def load_model(
-    folder: Path, weights: RankWeights, model: Model, opened: Callable[[Path], Tensors] = SafetensorsFolder
+    folder: Path, weights: RankWeights, model: Model, opened: Callable[[Path], CheckpointTensors] = SafetensorsFolder
 ) -> None:
     """Fill the parameters of a model from a checkpoint, in their own memory; `opened` opens its files.
 

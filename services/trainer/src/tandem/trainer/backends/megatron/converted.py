@@ -40,13 +40,13 @@ from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.refit.adapters.megatron import Megatron
-from tandem.refit.layout import ITEM_SIZES, Box, Layout, Piece
+from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutPiece
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory, require_shape
-from tandem.trainer.backends.megatron.weights import Tensors, view_of
+from tandem.trainer.backends.megatron.weights import CheckpointTensors, view_of
 from tandem.trainer.files.box_files import digests_of
-from tandem.trainer.files.checkpoints import Proof, sync, sync_folder
+from tandem.trainer.files.checkpoints import FileProof, sync, sync_folder
 from tandem.trainer.models import load_model
 
 FORMAT = 2
@@ -58,7 +58,7 @@ _POLL_S = 0.2
 _ABOUT = "converted.json"
 
 
-def open_tensors(source: str, config: Config, name: Model = "policy") -> Tensors:
+def open_tensors(source: str, config: Config, name: Model = "policy") -> CheckpointTensors:
     """Return the weights that a model starts from.
 
     They are converted first, if they have not been before or ``megatron_cfg.force_reconvert_from_hf`` is set. A folder
@@ -72,7 +72,7 @@ def open_tensors(source: str, config: Config, name: Model = "policy") -> Tensors
     return tensors if head == "vocabulary" else WithZeroHead(tensors)
 
 
-def _open(source: str, section: schema.Model, deadline_s: float) -> ConvertedFolder | TensorsInMemory:
+def _open(source: str, section: schema.ModelConfig, deadline_s: float) -> ConvertedFolder | TensorsInMemory:
     folder = Path(source)
     if section.new_model is not None and not any(folder.glob("*.safetensors")):
         model = load_model(str(folder), section, torch.float32)
@@ -81,7 +81,7 @@ def _open(source: str, section: schema.Model, deadline_s: float) -> ConvertedFol
     shape = from_checkpoint(folder)
     target = convert_once(source, folder, shape, deadline_s, order)
     try:
-        Proof([(target, _files_of(target))]).conclude()
+        FileProof([(target, _files_of(target))]).conclude()
     except DamagedCheckpoint as error:
         raise ModelError(f"{error}; delete {target}, and {source} is converted again") from error
     return ConvertedFolder(target, shape)
@@ -287,7 +287,7 @@ class ConvertedFolder:
     def __init__(self, folder: Path, model: ModelShape) -> None:
         self._folder, self._model = folder, model
         self._layout = _ONE_RANK.parameters(model, 0)
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[LayoutPiece]] = {}
         for row, index in enumerate(self._layout.pieces.tensor_P.tolist()):
             self._pieces.setdefault(self._layout.tensors[index].name, []).append(self._layout.piece(row))
         self._shapes = _shapes(self._layout)
@@ -320,7 +320,7 @@ class ConvertedFolder:
         assert found is not None, f"{name} lies in some parameter"
         return found
 
-    def _read(self, piece: Piece, box: Box) -> torch.Tensor:
+    def _read(self, piece: LayoutPiece, box: Box) -> torch.Tensor:
         """Return a box within a piece, from the parameter that it lies in."""
         file, shape = self._file_of[piece.parameter], self._shapes[piece.parameter]
         size = piece.strides[-1]  # of an element: rows are contiguous

@@ -20,11 +20,11 @@ from megatron.core import parallel_state, tensor_parallel
 
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
-from tandem.trainer.backend import Replicas
-from tandem.trainer.backends.megatron.settings import Settings
+from tandem.trainer.backend import ModelReplicas
+from tandem.trainer.backends.megatron.settings import MegatronSettings
 
 
-class Division:
+class RankDivision:
     """A division of the default process group's ranks, for models of equal parallel sizes."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Division:
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
         )
-        self.replicas = Replicas(
+        self.replicas = ModelReplicas(
             sizes=(sizes.dp, sizes.pp, sizes.cp, sizes.tp),
             rank=parallel_state.get_data_parallel_rank(),
             size=sizes.dp,
@@ -93,18 +93,18 @@ class Division:
 
 
 def divided(
-    models: Iterable[tuple[Model, Settings]], device: torch.device, timeout: datetime.timedelta
-) -> dict[Model, Division]:
+    models: Iterable[tuple[Model, MegatronSettings]], device: torch.device, timeout: datetime.timedelta
+) -> dict[Model, RankDivision]:
     """Return the division of each model, made once for models of equal parallel sizes. Collective."""
-    by_sizes: dict[tuple[int | None, ...], list[tuple[Model, Settings]]] = {}
+    by_sizes: dict[tuple[int | None, ...], list[tuple[Model, MegatronSettings]]] = {}
     for name, settings in models:
         sizes = settings.sizes
         key = (sizes.tp, sizes.pp, sizes.vpp, sizes.cp, sizes.ep, sizes.etp)
         by_sizes.setdefault(key, []).append((name, settings))
-    found: dict[Model, Division] = {}
+    found: dict[Model, RankDivision] = {}
     for same in by_sizes.values():
         splits_sequences = any(settings.transformer.sequence_parallel for _, settings in same)
-        division = Division(same[0][1].sizes, device, timeout, splits_sequences=splits_sequences)
+        division = RankDivision(same[0][1].sizes, device, timeout, splits_sequences=splits_sequences)
         found |= dict.fromkeys((name for name, _ in same), division)
     return found
 

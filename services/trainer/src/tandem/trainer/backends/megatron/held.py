@@ -22,7 +22,7 @@ from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.common.numeric.outliers import RecentSteps
 from tandem.config import Config
 from tandem.config.models.vision_families import family_of
-from tandem.config.schema.adapters import Peft
+from tandem.config.schema.adapters import PeftConfig
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.megatron import linear_layers
@@ -31,29 +31,29 @@ from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
 from tandem.trainer.backends.megatron import checkpoints, optimizer_state
 from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_with_adapters, new_values, switched_off
 from tandem.trainer.backends.megatron.converted import open_tensors
-from tandem.trainer.backends.megatron.groups import Division
-from tandem.trainer.backends.megatron.model import Chunk, build_chunks
+from tandem.trainer.backends.megatron.groups import RankDivision
+from tandem.trainer.backends.megatron.model import LayerChunk, build_chunks
 from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
-from tandem.trainer.backends.megatron.pipeline import Pipeline, Scored
-from tandem.trainer.backends.megatron.rows import Row
+from tandem.trainer.backends.megatron.pipeline import ModelPipeline, Scored
+from tandem.trainer.backends.megatron.rows import MegatronRow
 from tandem.trainer.backends.megatron.settings import settings_of
-from tandem.trainer.backends.megatron.sources import Joined, TensorsInMemory
-from tandem.trainer.backends.megatron.weights import RankWeights, Tensors
-from tandem.trainer.backends.offload import Offloaded
+from tandem.trainer.backends.megatron.sources import AdapterTensorSource, TensorsInMemory
+from tandem.trainer.backends.megatron.weights import CheckpointTensors, RankWeights
+from tandem.trainer.backends.offload import OffloadedStorages
 from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.backends.starting_adapters import exchanged
 from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.files import adapter_files
-from tandem.trainer.files.checkpoints import OptimizerCounts, State, agree
+from tandem.trainer.files.checkpoints import ModelState, OptimizerCounts, agree
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.models import without_weights
 from tandem.trainer.scores import Scores
 
 if TYPE_CHECKING:
-    from tandem.trainer.backends.megatron.vision import Pictures
+    from tandem.trainer.backends.megatron.vision import MegatronImageInputs
 
 
-class Described:
+class ModelDescription:
     """A model before it is built: its configuration, its tensors, and its settings for Megatron-Core.
 
     Raises `ModelError`.
@@ -96,18 +96,18 @@ class Described:
         return [layer for layers in self.layers.values() for layer in layers]
 
 
-class HeldModel:
+class MegatronHeldModel:
     """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
     It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Build it,
-    and have it train and score, in its `Division`. Raises `ModelError` or `CheckpointError`.
+    and have it train and score, in its `RankDivision`. Raises `ModelError` or `CheckpointError`.
     """
 
     def __init__(
         self,
-        described: Described,
+        described: ModelDescription,
         config: Config,
-        division: Division,
+        division: RankDivision,
         device: torch.device,
         *,
         checkpoint: Path | None,
@@ -126,7 +126,7 @@ class HeldModel:
             described.head,
             None if pictures is None else pictures.chunk_of(described.hugging_face.config),
         )
-        chunks: list[Chunk] = [chunk.to(device) for chunk in made]
+        chunks: list[LayerChunk] = [chunk.to(device) for chunk in made]
         for chunk in chunks:
             if described.adapters is not None:
                 adapt(chunk, described.layers, described.adapters)
@@ -147,7 +147,7 @@ class HeldModel:
             if self.is_trained
             else [chunk.requires_grad_(False).eval() for chunk in chunks]
         )
-        self.pipeline = Pipeline(
+        self.pipeline = ModelPipeline(
             self.chunks,
             settings.sizes,
             described.shape.as_text.known.vocabulary_size,
@@ -168,7 +168,7 @@ class HeldModel:
         self.num_schedule_steps = 0
         """Steps of the schedules of learning rate and weight decay."""
         self.recent = RecentSteps()
-        self._offloaded: Offloaded | None = None
+        self._offloaded: OffloadedStorages | None = None
 
     def start(self, checkpoint: Path | None) -> None:
         """Make the optimizer and its schedule, from a checkpoint if given. Collective. Raises `CheckpointError`."""
@@ -181,7 +181,7 @@ class HeldModel:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossOfMicroBatch, *, refuses_outliers: bool = False
     ) -> OptimizerStep:
-        """Take an optimizer step, as `tandem.trainer.backend.Backend.train_step` does.
+        """Take an optimizer step, as `tandem.trainer.backend.TrainerBackend.train_step` does.
 
         Raises `NotFiniteError` or `OutlierError`.
         """
@@ -303,12 +303,12 @@ class HeldModel:
             for scores_BT in blanks
         ]
 
-    def state(self) -> State:
+    def state(self) -> ModelState:
         """Return a checkpoint's contents: weights in the precision of the parameters, and the optimizer's state."""
         parts = partial(optimizer_state.parts_of, self.optimizer, self.weights)
         gathered, num_bytes = self.weights.gathered(), self.weights.num_bytes
         counts = OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
-        return State(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
+        return ModelState(self._described.hugging_face, gathered, num_bytes, parts, counts, self._written())
 
     def offload(self) -> None:
         """Move gradients and the optimizer's state from the GPU to host memory; on a CPU they are already there.
@@ -323,7 +323,7 @@ class HeldModel:
             for chunk in self.chunks:
                 chunk.offload_grad_buffers()
             state = list(state_of(self.optimizer, self.chunks))
-        self._offloaded = Offloaded([*state, *(each.detach() for each in parameters)])
+        self._offloaded = OffloadedStorages([*state, *(each.detach() for each in parameters)])
 
     def reload(self) -> None:
         """Move back what `offload` moved, to tensors that are the same as before."""
@@ -339,7 +339,7 @@ class HeldModel:
         files = {} if self._pictures is None else {"opened": self._pictures.opened}
         checkpoints.load_model(folder, self.weights, self.name, **files)
 
-    def _load_adapters(self, adapters: Peft, checkpoint: Path | None) -> None:
+    def _load_adapters(self, adapters: PeftConfig, checkpoint: Path | None) -> None:
         """Fill it with the model in ``model_name``, and with adapters from a checkpoint, from a folder, or new."""
         keeps_start = self._config.needs_reference and adapter_files.change_start(adapters)
         if checkpoint is not None and not keeps_start:
@@ -349,7 +349,7 @@ class HeldModel:
         else:
             shapes, parts = self.weights.adapter_shapes, self._described.layers
             values = new_values(shapes, parts, adapters, self._config.algorithm_section.seed)
-        self.weights.load(Joined(values, self._tensors()))
+        self.weights.load(AdapterTensorSource(values, self._tensors()))
         if keeps_start:
             parameters = (each for each in self.weights.parameters.values() if each.requires_grad)
             self._start = {parameter: parameter.detach().clone() for parameter in parameters}
@@ -360,37 +360,39 @@ class HeldModel:
         """Let the chunks compute as the policy that training starts from, as long as the context lasts."""
         return switched_off(self.chunks) if self._start is None else exchanged(self._start)
 
-    def _read_adapters(self, adapters: Peft, folder: Path) -> dict[str, torch.Tensor]:
+    def _read_adapters(self, adapters: PeftConfig, folder: Path) -> dict[str, torch.Tensor]:
         """Return whole adapters from their folder. Raises `CheckpointError`."""
         shapes, parts = self.weights.adapter_shapes, self._described.layers
         return agree(lambda: as_fused(adapter_files.read(folder, adapters, shapes), parts))
 
-    def _see(self) -> Pictures | None:
+    def _see(self) -> MegatronImageInputs | None:
         """Return what gives the chunks images; None for a model of text."""
         family = self._described.family
         if family is None:
             return None
-        from tandem.trainer.backends.megatron.vision import Pictures  # text runs need none of it
+        from tandem.trainer.backends.megatron.vision import MegatronImageInputs  # text runs need none of it
 
-        return Pictures(self._config, self._described.section, family, self.device)
+        return MegatronImageInputs(self._config, self._described.section, family, self.device)
 
-    def _tensors(self) -> Tensors:
+    def _tensors(self) -> CheckpointTensors:
         """Return the weights that the model starts from, without adapters. Collective. Raises `ModelError`."""
         source = self._described.section.model_name
         if self._pictures is not None:
             return self._pictures.tensors()
         return open_tensors(source, self._config, self.name)
 
-    def _written(self) -> adapter_files.Described | None:
+    def _written(self) -> adapter_files.AdapterDescription | None:
         """Describe the adapters that a checkpoint has in place of the model, if any."""
         described = self._described
         if described.adapters is None:
             return None
         linear = [layer for layers in described.linear.values() for layer in layers] + [*described.linear_in_tower]
         source, has_experts = described.section.model_name, described.shape.as_text.known.experts is not None
-        return adapter_files.Described(source, described.adapters, described.layers_in_checkpoint, linear, has_experts)
+        return adapter_files.AdapterDescription(
+            source, described.adapters, described.layers_in_checkpoint, linear, has_experts
+        )
 
-    def num_tokens(self, rows: Sequence[Row]) -> int:
+    def num_tokens(self, rows: Sequence[MegatronRow]) -> int:
         """Return the tokens of all rows of all replicas. Each context-parallel rank has its share."""
         here = sum(row.token_ids_1M.numel() for row in rows)
         total = torch.tensor(here, dtype=torch.int64, device=self.device)

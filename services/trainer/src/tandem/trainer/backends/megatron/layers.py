@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from tandem.trainer.backends.megatron.attention import CoreAttention, Norm
+from tandem.trainer.backends.megatron.attention import AttentionNorm, CoreAttention
 from tandem.trainer.backends.megatron.preparing import HAS_TRANSFORMER_ENGINE, has_kernels
 
 
@@ -51,17 +51,17 @@ def layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | Non
     return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=norm)
 
 
-def _modules() -> tuple[type[Norm], type | None]:
+def _modules() -> tuple[type[AttentionNorm], type | None]:
     """Return the norm of plain layers, and their activation if it is a module of its own."""
     if not has_kernels():
-        return Norm, None
+        return AttentionNorm, None
     from tandem.trainer.backends.megatron.on_cpu import kernels, norm
 
-    return norm.Norm, kernels.SwiGlu
+    return norm.CpuNorm, kernels.SwiGlu
 
 
 def _plain(
-    transformer: TransformerConfig, num_experts: int | None, norm: type[Norm], activation: type | None
+    transformer: TransformerConfig, num_experts: int | None, norm: type[AttentionNorm], activation: type | None
 ) -> ModuleSpec:
     """Return a layer of Megatron-Core's own modules, with this project's norm and attention."""
     is_latent = transformer.multi_latent_attention

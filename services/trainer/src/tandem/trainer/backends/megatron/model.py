@@ -11,16 +11,16 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
 
-from tandem.config.schema import Model
+from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Head
 from tandem.refit.adapters.geometry import SCALAR_HEAD, biased_projections
 from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
 from tandem.trainer.backends.megatron.layers import layers_of
 from tandem.trainer.backends.megatron.routing import replay_routes
-from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, Settings
+from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, MegatronSettings
 
 
-class Chunk(GPTModel):  # type: ignore[misc]
+class LayerChunk(GPTModel):  # type: ignore[misc]
     """Some consecutive layers of a model, with the embedding before the first ones.
 
     The last ones are followed only by the final norm. ``forward`` returns hidden states ``[N, 1, E]``, and the output
@@ -41,7 +41,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return weight
 
 
-class ScalarChunk(Chunk):
+class ScalarChunk(LayerChunk):
     """A chunk with a layer that makes one number from a hidden state, in place of the output layer.
 
     Every tensor-parallel rank of the last stage has all of it.
@@ -63,14 +63,14 @@ class ScalarChunk(Chunk):
 
 
 def build_chunks(
-    section: Model,
+    section: ModelConfig,
     model: Mapping[str, Any],
-    settings: Settings,
+    settings: MegatronSettings,
     head: Head = "vocabulary",
-    make: Callable[..., Chunk] | None = None,
-) -> list[Chunk]:
+    make: Callable[..., LayerChunk] | None = None,
+) -> list[LayerChunk]:
     """Return this rank's chunks, without values in their parameters. Call it in the model's
-    `tandem.trainer.backends.megatron.groups.Division`.
+    `tandem.trainer.backends.megatron.groups.RankDivision`.
 
     Args:
         section: the model's section of the configuration.
@@ -86,7 +86,7 @@ def build_chunks(
     multiple = VOCABULARY_DIVISOR * sizes.tp
     num_rows = -(-geometry_in(model).vocabulary_size // multiple) * multiple
     if make is None:
-        make = Chunk if head == "vocabulary" else functools.partial(ScalarChunk, has_bias=head == "value")
+        make = LayerChunk if head == "vocabulary" else functools.partial(ScalarChunk, has_bias=head == "value")
     chunks = []
     for number in range(sizes.vpp):
         stage = number if sizes.vpp > 1 else None
@@ -121,7 +121,7 @@ def _leave_padding(padding: int, module: Any, inputs: tuple[torch.Tensor], outpu
     return torch.where(is_padding_BT[..., None], output.detach(), output)
 
 
-def _mark(chunk: Chunk, *, freezes_routers: bool) -> None:
+def _mark(chunk: LayerChunk, *, freezes_routers: bool) -> None:
     """Mark the parameters that are not trained, and those with gradients to sum over tensor-parallel ranks."""
     for module in chunk.modules():
         if isinstance(module, Linear):

@@ -11,10 +11,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from tandem.config import Config, schema
-from tandem.trainer.backends.megatron.settings import Settings
+from tandem.trainer.backends.megatron.settings import MegatronSettings
 
 
-def with_gradients(chunks: Sequence[torch.nn.Module], settings: Settings) -> list[DistributedDataParallel]:
+def with_gradients(chunks: Sequence[torch.nn.Module], settings: MegatronSettings) -> list[DistributedDataParallel]:
     """Return the chunks with gradient buffers, which are reduced over the data-parallel ranks of each parameter."""
     transformer, data_parallel = settings.transformer, settings.data_parallel
     wrapped = [
@@ -31,7 +31,7 @@ def with_gradients(chunks: Sequence[torch.nn.Module], settings: Settings) -> lis
     return wrapped
 
 
-def make_optimizer(chunks: Sequence[DistributedDataParallel], settings: Settings) -> ChainedOptimizer:
+def make_optimizer(chunks: Sequence[DistributedDataParallel], settings: MegatronSettings) -> ChainedOptimizer:
     """Return the optimizer of all chunks, which must have their weights already."""
     optimizer = get_megatron_optimizer(settings.optimizer, list(chunks), use_gloo_process_groups=False)
     _fuse(optimizer)
@@ -73,7 +73,7 @@ def state_of(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]) -> 
 
 
 def make_schedule(
-    config: Config, section: schema.Model, optimizer: ChainedOptimizer, num_steps: int
+    config: Config, section: schema.ModelConfig, optimizer: ChainedOptimizer, num_steps: int
 ) -> OptimizerParamScheduler:
     """Return ``megatron_cfg.scheduler`` of a model's section after `num_steps` of its steps, passes over a batch.
 

@@ -18,9 +18,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from tandem.common.errors import CheckpointError
-from tandem.refit.layout import Box, Piece
+from tandem.refit.layout import Box, LayoutPiece
 from tandem.trainer.backends.megatron.weights import RankWeights
-from tandem.trainer.files.box_files import BoxFiles, Part, boxes_of_range
+from tandem.trainer.files.box_files import BoxFiles, BoxPart, boxes_of_range
 
 _MAIN = "param"
 """The key of a more precise copy of the parameter, which the optimizer steps."""
@@ -46,7 +46,7 @@ class _Shard(NamedTuple):
     """The dtype of a precision-aware optimizer's copy of the parameter; int16 if it holds only the missing bits."""
 
 
-def parts_of(optimizer: Any, weights: RankWeights) -> Iterator[Part]:
+def parts_of(optimizer: Any, weights: RankWeights) -> Iterator[BoxPart]:
     """Yield this rank's part of an optimizer's state. A part that several ranks hold is written by one.
 
     Raises `CheckpointError` for an optimizer with unknown state.
@@ -58,7 +58,7 @@ def parts_of(optimizer: Any, weights: RankWeights) -> Iterator[Part]:
                 if not _is_written_here(weights, described.name, piece, shard.is_split):
                     continue
                 for box, view in _boxes(piece, shard, flat):
-                    yield Part(f"{key}/{described.name}", described.shape, box, view)
+                    yield BoxPart(f"{key}/{described.name}", described.shape, box, view)
 
 
 @torch.no_grad()
@@ -191,7 +191,7 @@ def _keep(shard: _Shard, tensors: Mapping[str, torch.Tensor]) -> None:
         shard.optimizer.set_scaled_state(shard.stepped, _MAIN_OF_AWARE if key == _MAIN else key, tensor)
 
 
-def _is_written_here(weights: RankWeights, tensor: str, piece: Piece, is_split: bool) -> bool:
+def _is_written_here(weights: RankWeights, tensor: str, piece: LayoutPiece, is_split: bool) -> bool:
     """Tell whether this rank, or the replicas that split its state, are the first to hold a piece."""
     first = weights.first_holder(tensor, piece.box)
     if not is_split:
@@ -202,7 +202,7 @@ def _is_written_here(weights: RankWeights, tensor: str, piece: Piece, is_split: 
     return (here.tp, here.pp) == (there.tp, there.pp)
 
 
-def _boxes(piece: Piece, shard: _Shard, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def _boxes(piece: LayoutPiece, shard: _Shard, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield a shard's part of a piece: boxes of the piece's tensor, with their elements in `flat`."""
     strides = tuple(stride // shard.item_size for stride in piece.strides)
     offset = piece.offset // shard.item_size - shard.first

@@ -12,8 +12,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from tandem.refit.adapters.megatron import Megatron
-from tandem.trainer.backends.megatron.model import Chunk, ScalarChunk
-from tandem.trainer.backends.megatron.rows import Row, rows_of
+from tandem.trainer.backends.megatron.model import LayerChunk, ScalarChunk
+from tandem.trainer.backends.megatron.rows import MegatronRow, rows_of
 from tandem.trainer.batching.masks import masked_scores
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scorers.likeliest import first_of, judged, top_tokens
@@ -24,7 +24,7 @@ Scored = Callable[[MicroBatch, Any], torch.Tensor]
 """A function from a micro-batch and the model's scores to a scalar, called once for each on the last stage."""
 
 
-class Pipeline:
+class ModelPipeline:
     """One model's chunks on this rank. Every method is collective over the ranks of a replica."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Pipeline:
         judged_by: str = "",
         learns_entropy: bool = False,
         needs_whole: bool = False,
-        pictures: Callable[[Row, torch.nn.Module], dict[str, Any]] | None = None,
+        pictures: Callable[[MegatronRow, torch.nn.Module], dict[str, Any]] | None = None,
         undrawable: Sequence[int] = (),
         score: Callable[..., TokenScores | StudentScores] = score_tokens,
         row_divisor: int = 1,
@@ -46,7 +46,7 @@ class Pipeline:
         """Take the chunks and their sizes.
 
         Args:
-            chunks: `Chunk` objects, bare or in Megatron-Core's wrappers.
+            chunks: `LayerChunk` objects, bare or in Megatron-Core's wrappers.
             sizes: parallel sizes of the program.
             num_tokens: size of the vocabulary, without padding.
             temperature: sampling temperature.
@@ -65,13 +65,13 @@ class Pipeline:
         self._num_likeliest, self._learns_entropy, self._needs_whole = num_likeliest, learns_entropy, needs_whole
         self._judged_by = judged_by
         self._chunks = list(chunks)
-        self._last: Chunk = unwrap_model(self._chunks[-1])
+        self._last: LayerChunk = unwrap_model(self._chunks[-1])
         self._sizes = sizes
         self._num_tokens = num_tokens
         self._temperature = temperature
         self._is_sequence_parallel = self._last.config.sequence_parallel
 
-    def rows(self, batches: Sequence[MicroBatch]) -> list[Row]:
+    def rows(self, batches: Sequence[MicroBatch]) -> list[MegatronRow]:
         """Return this rank's share of the micro-batches, as `run` takes them."""
         sizes = self._sizes
         rank = parallel_state.get_context_parallel_rank()
@@ -79,7 +79,9 @@ class Pipeline:
         round_to = sizes.pp if has_virtual else 1
         return rows_of(batches, rank, sizes.cp, round_to=round_to, equal=has_virtual, divisor=self.row_divisor)
 
-    def run(self, rows: Sequence[Row], scored: Scored, *, scale: float = 1.0, forward_only: bool = False) -> None:
+    def run(
+        self, rows: Sequence[MegatronRow], scored: Scored, *, scale: float = 1.0, forward_only: bool = False
+    ) -> None:
         """Go forward, and unless `forward_only` backward, over the rows; call `scored` for each on the last stage.
 
         The gradient is that of `scale` times the sum of the results of `scored`, summed over ranks and divided by the
@@ -87,7 +89,7 @@ class Pipeline:
         """
         score = functools.partial(self._score, scored=scored, scale=scale)
 
-        def step(iterator: Iterator[Row], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        def step(iterator: Iterator[MegatronRow], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             row = next(iterator)
             inputs: dict[str, Any] = {"position_ids": row.position_ids_1M}
             if self._pictures is not None:
@@ -108,7 +110,7 @@ class Pipeline:
         )
 
     def _score(
-        self, row: Row, hidden: torch.Tensor, *, scored: Scored, scale: float
+        self, row: MegatronRow, hidden: torch.Tensor, *, scored: Scored, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return the loss, the row's tokens on this rank, and an empty report, as the schedules require."""
         num_tokens = torch.tensor(row.token_ids_1M.numel(), dtype=torch.int, device=hidden.device)
@@ -133,7 +135,7 @@ class Pipeline:
         says = TokenValues if isinstance(self._last, ScalarChunk) else TokenScores
         return says(*(like(shape, dtype=torch.float32) for _ in says._fields))
 
-    def _said(self, row: Row, batch: MicroBatch, hidden_LE: torch.Tensor) -> Scores:
+    def _said(self, row: MegatronRow, batch: MicroBatch, hidden_LE: torch.Tensor) -> Scores:
         """Return the head's output for hidden states, each of which predicts a valid token, on this rank."""
         if isinstance(self._last, ScalarChunk):
             return TokenValues(self._last.head(hidden_LE)[:, 0].float())
@@ -179,7 +181,7 @@ class Pipeline:
         group = parallel_state.get_tensor_model_parallel_group()
         return weight_VE, VocabularyShard(group=group, first_row=first_row, num_rows=self._num_tokens)
 
-    def _of_all_ranks(self, values_L: torch.Tensor, row: Row, num_valid: int) -> torch.Tensor:
+    def _of_all_ranks(self, values_L: torch.Tensor, row: MegatronRow, num_valid: int) -> torch.Tensor:
         """Return ``[K]`` values, each from the rank of context parallelism that has its predictor.
 
         Every rank computes the same loss from them, and keeps the gradients of its own values.

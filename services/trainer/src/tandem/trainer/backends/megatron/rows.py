@@ -20,7 +20,7 @@ from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.routing import of_row
 
 
-class Row(msgspec.Struct, frozen=True, eq=False):
+class MegatronRow(msgspec.Struct, frozen=True, eq=False):
     """One forward pass of this rank."""
 
     batch: MicroBatch | None
@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True, eq=False):
 
 def rows_of(
     batches: Sequence[MicroBatch], rank: int, size: int, *, round_to: int, equal: bool, divisor: int = 1
-) -> list[Row]:
+) -> list[MegatronRow]:
     """Return the share of each micro-batch for one context-parallel rank.
 
     Args:
@@ -58,12 +58,12 @@ def rows_of(
     return rows + [idle] * (-len(rows) % round_to)
 
 
-def _extended(row: micro_batches.Row, num_tokens: int) -> micro_batches.Row:
+def _extended(row: micro_batches.TokenRow, num_tokens: int) -> micro_batches.TokenRow:
     """Return a row with a segment of padding behind it."""
     missing = num_tokens - sum(row.lengths)
     if not missing:
         return row
-    return micro_batches.Row(
+    return micro_batches.TokenRow(
         token_ids_1N=F.pad(row.token_ids_1N, (0, missing)),
         position_ids_1N=F.pad(row.position_ids_1N, (0, missing)),
         lengths=(*row.lengths, missing),
@@ -72,7 +72,7 @@ def _extended(row: micro_batches.Row, num_tokens: int) -> micro_batches.Row:
     )
 
 
-def _share(batch: MicroBatch, row: micro_batches.Row, rank: int, size: int) -> Row:
+def _share(batch: MicroBatch, row: micro_batches.TokenRow, rank: int, size: int) -> MegatronRow:
     device = row.token_ids_1N.device
     bounds = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=device)
     longest = max(row.lengths)
@@ -90,10 +90,10 @@ def _share(batch: MicroBatch, row: micro_batches.Row, rank: int, size: int) -> R
     )
     if mine_M is None:
         valid_L = torch.arange(len(row.predictor_K), device=device)
-        return Row(batch, row.token_ids_1N, row.position_ids_1N, sequences, row.predictor_K, valid_L)
+        return MegatronRow(batch, row.token_ids_1N, row.position_ids_1N, sequences, row.predictor_K, valid_L)
     number_N = torch.full((sum(row.lengths),), -1, device=device)
     number_N[mine_M] = torch.arange(len(mine_M), device=device)
     predictor_K = number_N[row.predictor_K]
     valid_L = (predictor_K >= 0).nonzero()[:, 0]
     mine = row.token_ids_1N[:, mine_M], row.position_ids_1N[:, mine_M]
-    return Row(batch, *mine, sequences, predictor_K[valid_L], valid_L)
+    return MegatronRow(batch, *mine, sequences, predictor_K[valid_L], valid_L)

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from tandem.common.errors import ModelError
 from tandem.config import Config, schema
-from tandem.config.low_precision import Products, products_of
+from tandem.config.low_precision import LowPrecisionProducts, products_of
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
@@ -44,7 +44,7 @@ _OF_EXPERTS = ("moe_router_dtype", "moe_router_load_balancing_type", "moe_router
 """Keys with the same names in Megatron-Core, for models with experts."""
 
 
-class Settings(msgspec.Struct, frozen=True):
+class MegatronSettings(msgspec.Struct, frozen=True):
     """Megatron-Core's configurations of a run."""
 
     transformer: TransformerConfig
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True):
     """The settings that differ from the configuration, one a line."""
 
 
-def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: Model = "policy") -> Settings:
+def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: Model = "policy") -> MegatronSettings:
     """Return Megatron-Core's configurations.
 
     Args:
@@ -101,11 +101,11 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: 
     )
     row_divisor = row_divisor_of(products, transformer)
     said = tuple(f"{place}{notice}" for notice in notices)
-    return Settings(transformer, data_parallel, optimizer, sizes, row_divisor, said)
+    return MegatronSettings(transformer, data_parallel, optimizer, sizes, row_divisor, said)
 
 
 def require_kernels(
-    place: str, products: Products, has_transformer_engine: bool, capability: tuple[int, int] | None
+    place: str, products: LowPrecisionProducts, has_transformer_engine: bool, capability: tuple[int, int] | None
 ) -> None:
     """Check that this machine has the kernels of products of fewer bits.
 
@@ -128,7 +128,7 @@ def require_kernels(
         raise ModelError(f"{what} a GPU of compute capability {least} for {products.recipe}; this one has {own}")
 
 
-def row_divisor_of(products: Sequence[Products], transformer: TransformerConfig) -> int:
+def row_divisor_of(products: Sequence[LowPrecisionProducts], transformer: TransformerConfig) -> int:
     """Return the divisor of a row's tokens with which every rank has as many as its kernels take.
 
     1 if products are in the precision of the model.
@@ -140,7 +140,7 @@ def row_divisor_of(products: Sequence[Products], transformer: TransformerConfig)
     return shares * max(each.token_divisor for each in products)
 
 
-def transformer_of(section: schema.Model, model: Mapping[str, Any], notices: list[str]) -> TransformerConfig:
+def transformer_of(section: schema.ModelConfig, model: Mapping[str, Any], notices: list[str]) -> TransformerConfig:
     """Return Megatron-Core's configuration of a model, and add to `notices` what differs from its section.
 
     Raises `ModelError`.
@@ -226,7 +226,7 @@ def _set_right(
                 set_(key, False, "it is a kernel of Transformer Engine, which is not installed")
 
 
-def _optimizer(section: schema.Model, transformer: TransformerConfig, notices: list[str]) -> OptimizerConfig:
+def _optimizer(section: schema.ModelConfig, transformer: TransformerConfig, notices: list[str]) -> OptimizerConfig:
     arguments = _with_types(section.megatron_cfg.optimizer)
     arguments |= {"bf16": transformer.bf16, "params_dtype": transformer.params_dtype}
     arguments["clip_grad"] = arguments.get("clip_grad", section.max_grad_norm) or 0.0
@@ -239,7 +239,7 @@ def _optimizer(section: schema.Model, transformer: TransformerConfig, notices: l
 
 
 def _data_parallel(
-    section: schema.Model, optimizer: OptimizerConfig, notices: list[str]
+    section: schema.ModelConfig, optimizer: OptimizerConfig, notices: list[str]
 ) -> DistributedDataParallelConfig:
     arguments = _with_types(section.megatron_cfg.distributed_data_parallel_config)
     for key, why in (

@@ -70,7 +70,7 @@ class TensorsInMemory:
         return self._tensors[name].detach()[box.region]
 
 
-class Joined:
+class AdapterTensorSource:
     """The whole tensors of adapters, in memory, and those of their base model."""
 
     def __init__(self, adapters: Mapping[str, torch.Tensor], base: Any) -> None:

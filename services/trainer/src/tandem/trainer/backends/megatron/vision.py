@@ -28,14 +28,14 @@ from tandem.config import Config
 from tandem.config.models.families import MEGATRON_VISION
 from tandem.config.models.hf_config import model_class
 from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
-from tandem.config.schema import Model
+from tandem.config.schema import ModelConfig
 from tandem.refit.adapters.megatron import TOWER
 from tandem.refit.adapters.vision import is_of_tower, language_config, names_in_checkpoint
 from tandem.refit.layout import Box
 from tandem.samples.images import towers
-from tandem.trainer.backends.megatron.model import Chunk
+from tandem.trainer.backends.megatron.model import LayerChunk
 from tandem.trainer.backends.megatron.routing import RoutedSequences
-from tandem.trainer.backends.megatron.rows import Row
+from tandem.trainer.backends.megatron.rows import MegatronRow
 from tandem.trainer.backends.megatron.sources import SafetensorsFolder, TensorsInMemory
 from tandem.trainer.backends.pictures import PixelSource
 from tandem.trainer.batching.images import RowImages
@@ -58,7 +58,7 @@ class SeeingSequences(RoutedSequences):
     """For each of these layers, ``[M, 1, E]``."""
 
 
-class SeeingChunk(Chunk):
+class SeeingChunk(LayerChunk):
     """A chunk whose first stage has a tower, and takes images beside tokens."""
 
     def __init__(self, *args: Any, hugging_face: Any, image_token: int, **kwargs: Any) -> None:
@@ -218,10 +218,10 @@ def make_tower(hugging_face: Any, dtype: torch.dtype) -> torch.nn.Module:
     return tower.eval()
 
 
-class Pictures:
+class MegatronImageInputs:
     """Gives chunks the inputs that come from the images of rows."""
 
-    def __init__(self, config: Config, section: Model, family: VisionFamily, device: torch.device) -> None:
+    def __init__(self, config: Config, section: ModelConfig, family: VisionFamily, device: torch.device) -> None:
         """Read the settings for images of a section's model. Raises `ModelError`."""
         self._source, self._family = PixelSource(config, section, family, device), family
         self.undrawable = self._source.undrawable
@@ -255,7 +255,7 @@ class Pictures:
         """Return the tensors of a checkpoint's files. Raises `ModelError`."""
         return SeeingFolder(folder, self._family)
 
-    def __call__(self, row: Row, chunk: torch.nn.Module) -> dict[str, Any]:
+    def __call__(self, row: MegatronRow, chunk: torch.nn.Module) -> dict[str, Any]:
         """Return inputs of a chunk beside the row's tokens. Raises `DataError` for an image that cannot be read."""
         inputs: dict[str, Any] = {}
         images = None if row.batch is None else row.batch.images
@@ -271,7 +271,7 @@ class Pictures:
         return inputs
 
 
-def _positions(row: Row, images: RowImages | None) -> torch.Tensor:
+def _positions(row: MegatronRow, images: RowImages | None) -> torch.Tensor:
     """Return the positions of a row's tokens, ``[3, 1, N]``; those of padding are arbitrary."""
     counted_31N = row.position_ids_1M.expand(3, 1, -1)
     if images is None or images.position_ids is None:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from tandem.common.errors import ModelError
 from tandem.config.models import lora
-from tandem.config.schema.adapters import Adapters
+from tandem.config.schema.adapters import AdaptersConfig
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
-from tandem.refit.layout import ITEM_SIZES, Box, Piece, Storage, Tensor
+from tandem.refit.layout import ITEM_SIZES, Box, LayoutPiece, Storage, Tensor
 from tandem.refit.places import device_name, host_name
 from tandem.refit.weights import Weights
 from tandem.trainer import exposed_weights
@@ -32,7 +32,7 @@ _ROUTER_BIAS = "router.expert_bias"
 """The bias that balances experts. It is a buffer that training changes and engines need."""
 
 
-class Tensors(Protocol):
+class CheckpointTensors(Protocol):
     """A source of weights: tensors by the names of a Hugging Face checkpoint."""
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
@@ -74,7 +74,7 @@ class RankWeights:
         chunks: Sequence[torch.nn.Module],
         sizes: Megatron,
         model: ModelShape,
-        adapters: Adapters | None = None,
+        adapters: AdaptersConfig | None = None,
     ) -> None:
         """Take a model. It has `adapters`, the last of its tensors, or is trained whole."""
         self._chunks = chunks
@@ -111,9 +111,9 @@ class RankWeights:
         return {each.name: each.shape for each in self._model.tensors[self._first :]} if self._adapters else {}
 
     @functools.cached_property
-    def pieces(self) -> dict[str, list[tuple[Tensor, Piece]]]:
+    def pieces(self) -> dict[str, list[tuple[Tensor, LayoutPiece]]]:
         """The pieces in each parameter, with their tensors."""
-        found: dict[str, list[tuple[Tensor, Piece]]] = {storage.name: [] for storage in self._layout.storages}
+        found: dict[str, list[tuple[Tensor, LayoutPiece]]] = {storage.name: [] for storage in self._layout.storages}
         for row, index in enumerate(self._layout.pieces.tensor_P.tolist()):
             piece = self._layout.piece(row)
             found[piece.parameter].append((self._layout.tensors[index], piece))
@@ -124,7 +124,7 @@ class RankWeights:
         return self._holders[self._model.index[tensor]][box][0]
 
     @torch.no_grad()
-    def load(self, source: Tensors) -> None:
+    def load(self, source: CheckpointTensors) -> None:
         """Fill the parameters. The vocabulary's padding, which no tensor covers, becomes zero. Raises `ModelError`."""
         for name, parameter in self.parameters.items():
             if sum(piece.box.num_elements for _, piece in self.pieces[name]) < parameter.numel():
@@ -133,7 +133,7 @@ class RankWeights:
                 view_of(parameter, piece).copy_(source.read(tensor.name, tensor.shape, piece.box))
 
     @torch.no_grad()
-    def load_adapters(self, source: Tensors) -> None:
+    def load_adapters(self, source: CheckpointTensors) -> None:
         """Fill the parameters of adapters, and no others. Raises `ModelError`."""
         for name, parameter in self.parameters.items():
             for tensor, piece in self.pieces[name]:
@@ -200,20 +200,20 @@ class RankWeights:
     def _transfers(self, batch_bytes: int) -> Iterator[tuple[range, list[_Transfer]]]:
         """Yield the tensors of each batch, by index, and their transfers; the same on every rank."""
         for batch in _batches(self._model, self._first, batch_bytes):
-            by_sender: dict[int, list[tuple[str, Piece]]] = {}
+            by_sender: dict[int, list[tuple[str, LayoutPiece]]] = {}
             for index in batch:
                 for sender, piece in self._holders[index].values():
                     by_sender.setdefault(sender, []).append((self._model.tensors[index].name, piece))
             yield batch, [_Transfer(sender, pieces, self._num_bytes(pieces)) for sender, pieces in by_sender.items()]
 
-    def _num_bytes(self, pieces: Sequence[tuple[str, Piece]]) -> int:
+    def _num_bytes(self, pieces: Sequence[tuple[str, LayoutPiece]]) -> int:
         tensors, index = self._model.tensors, self._model.index
         return sum(piece.box.num_elements * ITEM_SIZES[tensors[index[name]].dtype] for name, piece in pieces)
 
     @functools.cached_property
-    def _holders(self) -> list[dict[Box, tuple[int, Piece]]]:
+    def _holders(self) -> list[dict[Box, tuple[int, LayoutPiece]]]:
         """Disjoint boxes that cover each tensor, each with the first rank that has it."""
-        found: list[dict[Box, tuple[int, Piece]]] = [{} for _ in self._model.tensors]
+        found: list[dict[Box, tuple[int, LayoutPiece]]] = [{} for _ in self._model.tensors]
         places = set()
         for rank in range(self.sizes.num_ranks):
             if self.sizes.place(rank) in places:
@@ -233,7 +233,7 @@ class _Transfer(NamedTuple):
     """One rank's transfer for one batch: boxes end to end, row-major, each with the name of its tensor."""
 
     sender: int
-    pieces: Sequence[tuple[str, Piece]]
+    pieces: Sequence[tuple[str, LayoutPiece]]
     num_bytes: int
 
 
@@ -249,7 +249,7 @@ def _batches(model: ModelShape, first: int, batch_bytes: int) -> Iterator[range]
     yield range(first, len(model.tensors))
 
 
-def view_of(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+def view_of(parameter: torch.Tensor, piece: LayoutPiece) -> torch.Tensor:
     """Return a piece of a contiguous parameter: its memory, in the shape of its box."""
     size = parameter.element_size()
     strides = [stride // size for stride in piece.strides]

@@ -8,7 +8,7 @@ from tandem.trainer.backends.megatron import attention
 from tandem.trainer.backends.megatron.on_cpu.kernels import rms_norm
 
 
-class Norm(attention.Norm):
+class CpuNorm(attention.AttentionNorm):
     """RMSNorm with few passes over memory."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
