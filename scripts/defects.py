@@ -132,8 +132,8 @@ DEFECTS = (
     ),
     Defect(
         "a rule is not asked again when a table that it reads has changed",
-        "reads=(Table.READY, Table.ENGINES, Table.WEIGHTS, Table.JOINING),",
-        "reads=(Table.READY, Table.WEIGHTS, Table.JOINING),",
+        "reads=(RuleTables.READY, RuleTables.ENGINES, RuleTables.WEIGHTS, RuleTables.JOINING),",
+        "reads=(RuleTables.READY, RuleTables.WEIGHTS, RuleTables.JOINING),",
         "tests/unit/test_scheduler_agenda.py::test_checking_the_agenda_changes_nothing",
     ),
     Defect(

@@ -57,12 +57,12 @@ def pinned_bytes() -> int:
 def test_copies_are_waited_for_before_the_memory_goes() -> None:
     program = """
         import torch
-        from tandem.trainer.backends.offload import Offloaded
+        from tandem.trainer.backends.offload import OffloadedStorages
         tensor = torch.arange(1000.0, device="cuda")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # not the default stream, which much else waits for
-            offloaded = Offloaded([tensor])
+            offloaded = OffloadedStorages([tensor])
             offloaded.reload()
         print(float(tensor.sum()))
     """

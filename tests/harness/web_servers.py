@@ -23,13 +23,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from tandem.rollout.openai_api.bodies import read_body
-from tandem.rollout.openai_api.refusals import Refused, as_response
+from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
 from tandem.rollout.openai_api.server import HttpServer, listen
 
 async def answer(request: Request) -> Response:
     try:
         return Response(await read_body(request))
-    except Refused as error:
+    except OpenAIRefused as error:
         return as_response(error)
 
 app = Starlette(routes=[Route("/", answer, methods=["GET", "POST"])])
@@ -38,10 +38,10 @@ with HttpServer(app, listen("127.0.0.1", 0)) as server:
     sys.stdin.read()
 """
 PROMETHEUS = """
-from tandem.config.schema import Prometheus
-from tandem.observe.exporters.prometheus import Exporter
+from tandem.config.schema import PrometheusConfig
+from tandem.observe.exporters.prometheus import MetricsExporter
 
-exporter = Exporter(Prometheus(port=0), not_up=())
+exporter = MetricsExporter(PrometheusConfig(port=0), not_up=())
 print(exporter.url, flush=True)
 sys.stdin.read()
 exporter.close()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.runs.running import Command
 from tests.page.browser_harness import NEEDS_CHROMIUM, browser, column, make_run, until, visit
-from tests.page.test_charts import OF_PIXELS, drawn, height_of, is_blue
+from tests.page.pixels import OF_PIXELS, drawn, height_of, is_blue
 
 pytestmark = NEEDS_CHROMIUM
 

@@ -12,13 +12,12 @@ import pytest
 
 from tests.harness.runs.running import Command
 from tests.page.browser_harness import NEEDS_CHROMIUM, browser, column, make_run, until, visit
+from tests.page.pixels import OF_PIXELS, drawn, height_of, is_blue
 
 pytestmark = NEEDS_CHROMIUM
 
 NUM_STEPS = 2000
 """More than a chart has points, so that four are one point."""
-OF_PIXELS = "willReadFrequently"
-"""The browser's advice to who reads pixels often, which only these tests do."""
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +42,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def chromium() -> Iterator[Any]:
     with browser() as started:
         yield started
-
-
-def is_blue(pixel: tuple[int, int, int, int]) -> bool:
-    """Tell whether a pixel is of the first colour, faint or not: the grid is grey."""
-    red, _, blue, opacity = pixel
-    return opacity > 15 and blue - red > 60
-
-
-def height_of(page: Any, metric: str, share: float) -> float:
-    """Return how high a line is at a place, from 0 at the bottom to 1 at the top."""
-    pixels = column(page, metric, share)
-    strongest = max(pixel[3] for pixel in pixels if is_blue(pixel))
-    rows = [row for row, pixel in enumerate(pixels) if is_blue(pixel) and pixel[3] > 0.8 * strongest]
-    return 1 - sum(rows) / len(rows) / len(pixels)
-
-
-def drawn(page: Any) -> None:
-    """Wait until the newest of the four is drawn."""
-    until(page, "document.querySelectorAll('.card .readout b[data-value]').length === 4")
-    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def test_several_steps_in_one_point_are_a_band_from_the_least_to_the_most(url: str, chromium: Any) -> None:

@@ -26,10 +26,10 @@ def main(arguments):
 OWNER = """
 import sys
 import torch
-from tandem.launch.fork_server import ForkServer
+from tandem.launch.fork_server import ServiceForkServer
 
 {touches}
-with open("log", "wb") as log, ForkServer(lambda: None, 60.0) as server:
+with open("log", "wb") as log, ServiceForkServer(lambda: None, 60.0) as server:
     sys.exit(server.start("own.service", [], log).wait(60.0))
 """
 

@@ -28,7 +28,15 @@ WRITERS = (
     "coordinator/tinker/driving.py",
 )
 """What writes configurations for users: these have an algorithm's name in them. What runs one asks for none."""
-SECTIONS = {"Grpo", "Ppo", "Sft", "Dpo", "Rm", "Distillation", "OffPolicyDistillation"}
+SECTIONS = {
+    "GrpoConfig",
+    "PpoConfig",
+    "SftConfig",
+    "DpoConfig",
+    "RewardModelConfig",
+    "DistillationConfig",
+    "OffPolicyDistillation",
+}
 
 MINIMAL = {"policy": {"model_name": "model"}, "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"}}
 DATA = {"dpo": {"rejected_template": "0"}, "rm": {"rejected_template": "0"}}
@@ -75,8 +83,8 @@ def test_nobody_asks_for_an_algorithm_by_name() -> None:
         'config.algorithm != "grpo"',
         'config.algorithm in ("sft", "dpo")',
         '{"grpo": 1}[config.algorithm]',
-        "isinstance(section, Grpo)",
-        "isinstance(section, (Sft, Dpo))",
+        "isinstance(section, GrpoConfig)",
+        "isinstance(section, (SftConfig, DpoConfig))",
         'match config.algorithm:\n    case "dpo":\n        pass',
     ],
 )

@@ -49,7 +49,7 @@ OTHERWISE = {
     "loss_fn.vocab_topk": (f"{_CONFIG}/shapes.py", 'own["topk_logits_k"] = loss["vocab_topk"]'),
     "policy.revision": (
         "libs/launch/src/tandem/launch/preparing/hub_models.py",
-        "section.revision if isinstance(section, Model)",
+        "section.revision if isinstance(section, ModelConfig)",
     ),
     "policy.megatron_cfg.moe_router_dtype": (
         f"{_TRAINER}/backends/megatron/settings.py",
@@ -79,7 +79,7 @@ OTHERWISE = {
     **{
         f"data.train.{name}": (f"{_CONFIG}/data_sets.py", "for name in OF_EACH_SET:")
         for name in OF_EACH_SET
-        if name not in ("dataset_name", "revision", "commit", "split")
+        if name not in ("dataset_name", "revision", "commit", "split", "prompt_file", "system_prompt_file")
     },
     **{
         f"cluster.processes_of.{model}": (f"{_CONFIG}/schema/root.py", "getattr(self.cluster.processes_of, model)")
@@ -183,7 +183,16 @@ def _declaring(section: type[ConfigSection], field: str) -> type[ConfigSection]:
     return bases[-1]
 
 
-_APART = ("Grpo", "Ppo", "Distillation", "OffPolicyDistillation", "LossFn", "AsyncGrpo", "AsyncPpo", "Peft")
+_APART = (
+    "GrpoConfig",
+    "PpoConfig",
+    "DistillationConfig",
+    "OffPolicyDistillation",
+    "LossFn",
+    "AsyncGrpo",
+    "AsyncPpo",
+    "PeftConfig",
+)
 """Sections that inherit keys, each of which needs a reader of its own."""
 
 

@@ -58,9 +58,9 @@ OWNER = """
 import os, time
 from tandem.common.curve import new_key_pair
 from tandem.common.keys import ProcessKeys, encode
-from tandem.launch.fork_server import ForkServer
+from tandem.launch.fork_server import ServiceForkServer
 
-fork_server = ForkServer(lambda: None, 20.0)
+fork_server = ServiceForkServer(lambda: None, 20.0)
 keys = encode(ProcessKeys(coordinator=new_key_pair().public, own=new_key_pair(), is_joining=False))
 arguments = ["--coordinator", "tcp://127.0.0.1:1", "--launched-by", str(os.getpid())]
 fork_server.start("tandem.refit.cli", arguments, open(os.devnull, "wb"), keys=keys)

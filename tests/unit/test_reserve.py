@@ -61,7 +61,7 @@ PUBLISHING = textwrap.dedent(
     """
     import contextlib, os, sys
     from pathlib import Path
-    from tandem.observe.run_folder.journal_writer import Reserve
+    from tandem.observe.run_folder.journal_writer import DescriptorReserve
     from tandem.common.errors import CheckpointError
     from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 
@@ -76,7 +76,7 @@ PUBLISHING = textwrap.dedent(
         folder.publish(CheckpointRecord(step=step, version=step, metric_name="", metric=None, config_json="{}"))
 
     publish(1)
-    reserve = Reserve()
+    reserve = DescriptorReserve()
     with contextlib.suppress(OSError):
         while True:
             os.dup(0)

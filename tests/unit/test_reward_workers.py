@@ -246,9 +246,9 @@ import sys, time
 from tandem.config import config_from_json
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
 from tandem.common.messages import Problem
-from tandem.rollout.environments.scorer import Scorer
+from tandem.rollout.environments.scorer import EnvironmentScorer
 adopt_orphans()
-scorer = Scorer(config_from_json(open(sys.argv[1], "rb").read()))
+scorer = EnvironmentScorer(config_from_json(open(sys.argv[1], "rb").read()))
 scorer.await_ready()
 problem = Problem(problem_id="p", question="", answer="", metadata={})
 for key, response in enumerate(sys.argv[2:]):

@@ -242,7 +242,7 @@ sys.exit(7)
 
 TWICE_AT_ONCE = """
 from tandem.common import signals
-from tandem.coordinator.loop.interrupts import Interrupts
+from tandem.coordinator.loop.interrupts import PendingInterrupts
 
 ask, rounds = os.pipe(), 10_000
 if (asking := os.fork()) == 0:
@@ -258,7 +258,7 @@ if (asking := os.fork()) == 0:
 print("ready", flush=True)
 numbers = []
 for _ in range(rounds):
-    interrupts = Interrupts()
+    interrupts = PendingInterrupts()
     def hear(number):
         interrupts.hear(number)
         numbers.append(number)

@@ -31,11 +31,11 @@ BEGINS = f"""
 import os, signal, sys, time
 from pathlib import Path
 import msgspec
-from tandem.config.schema import Cluster
-from tandem.launch.supervision import Supervision
+from tandem.config.schema import ClusterConfig
+from tandem.launch.supervision import SupervisorConnection
 
-cluster = msgspec.json.decode({msgspec.json.encode(CLUSTER)!r}, type=Cluster)
-supervision = Supervision(int(sys.argv[-1]), int(sys.argv[-3]), cluster)
+cluster = msgspec.json.decode({msgspec.json.encode(CLUSTER)!r}, type=ClusterConfig)
+supervision = SupervisorConnection(int(sys.argv[-1]), int(sys.argv[-3]), cluster)
 with Path("lives.txt").open("a") as lives:
     print(supervision.begun.why, len(supervision.begun.replaced_at), file=lives)
 life = len(Path("lives.txt").read_text().splitlines())

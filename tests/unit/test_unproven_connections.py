@@ -28,10 +28,10 @@ WAIT_S = 30
 LISTENING = textwrap.dedent(
     """
     import os, sys
-    from tandem.common.curve import Admitted
+    from tandem.common.curve import AdmittedKeys
     from tandem.common.keys import KeyPair
     from tandem.common.wire import Hub
-    hub = Hub("tcp://127.0.0.1:0", KeyPair(sys.argv[1], sys.argv[2]), Admitted([sys.argv[3]]))
+    hub = Hub("tcp://127.0.0.1:0", KeyPair(sys.argv[1], sys.argv[2]), AdmittedKeys([sys.argv[3]]))
     print(hub.address, flush=True)
     while True:
         for peer, frames in hub.receive(1.0):

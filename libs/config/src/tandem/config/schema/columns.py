@@ -119,6 +119,8 @@ BUILT_IN = {
         TEACHER_LOGPROBS,
         TEACHER_TOPK_LOGITS,
         TEACHER_TOPK_INDICES,
+        TEACHER_CONFIDENCE,
+        TEACHER_WEIGHTS,
     )
 }
 """Columns by name. ``loss_fn.columns`` may ask for these, and for others of environments and models."""

@@ -353,7 +353,7 @@ class Config(ConfigSection, frozen=True, kw_only=True):
     @cached_property
     def joint_teachers(self) -> tuple[TeacherConfig, ...]:
         """Teachers that all score every sequence; empty if each sequence has one."""
-        return (self.teachers or ()) if self.algorithm == "off_policy_distillation" else ()
+        return () if self.declaration.rolls_out else self.teachers or ()
 
     @cached_property
     def weighs_teachers_by(self) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's worker with a `WorkerPart` of the weight plane, in the rollout process or in a process of vLLM's.
+"""vLLM's worker with a `WorkerPart` of the weight plane, in the rollout process or in one of vLLM's.
 
 Only vLLM imports this, by the name in `insides.WORKER`.
 """
