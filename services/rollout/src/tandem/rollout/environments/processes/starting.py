@@ -1,4 +1,4 @@
-"""Messages about the start of a reward worker: the class is imported, the worker forked, the environment made."""
+"""Messages about a reward worker's start: class imported, worker forked, environment made."""
 
 from __future__ import annotations
 
