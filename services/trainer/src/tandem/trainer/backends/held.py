@@ -11,35 +11,32 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tandem.common.errors import CheckpointError, ModelError, NotFiniteError, OutlierError
+from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.common.numeric.outliers import RecentSteps
 from tandem.config import Config
 from tandem.config.models.lora import tensor_name
 from tandem.config.schema import columns
 from tandem.trainer import exposed_weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
-from tandem.trainer.backends import optimizer_state
 from tandem.trainer.backends.building import ModelBuilder
+from tandem.trainer.backends.held_files import CheckpointedModel
 from tandem.trainer.backends.offload import OffloadedStorages, state_of
 from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.backends.starting_adapters import as_at_the_start, shards_of
-from tandem.trainer.files import adapter_files, checkpoints, policy_files
+from tandem.trainer.files import checkpoints, policy_files
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.optimizers import make_optimizer, make_scheduler
 from tandem.trainer.scores import Scores
 
 
-class DTensorHeldModel:
+class DTensorHeldModel(CheckpointedModel):
     """A rank's part of one model, with its scorer, and its optimizer if it is trained.
 
     It starts from the ``model_name`` of its section or, if it is trained and there is one, from a checkpoint. Raises
@@ -75,8 +72,8 @@ class DTensorHeldModel:
         # Gradients are reduced once an optimizer step, if host memory can hold them whole until then. On several GPUs
         # every backward pass is a last one to FSDP2. After others it keeps whole gradients of the embedding and the
         # output layer in float32 through the next forward pass: 4.2 GB of an 8B model.
-        communicates = isinstance(self.model, FSDPModule) and (self.device.type == "cpu" or ranks.num_shards == 1)
-        self._reduces_once: FSDPModule | None = self.model if communicates else None
+        once = self.device.type == "cpu" or ranks.num_shards == 1
+        self._reduces_once = self.model if once and isinstance(self.model, FSDPModule) else None
         """The model if FSDP2 is told which backward pass of an optimizer step reduces gradients."""
         self.num_steps = 0
         """Optimizer steps taken."""
@@ -206,54 +203,9 @@ class DTensorHeldModel:
         self.optimizer.zero_grad(set_to_none=True)
         self._start_optimizer(checkpoints.OptimizerCounts())
 
-    def state(self) -> checkpoints.ModelState:
-        """Return the contents of a checkpoint. The schedule needs only the number of its steps."""
-        counts = checkpoints.OptimizerCounts.of(self.num_steps, self.num_schedule_steps, self.recent)
-        parts = partial(optimizer_state.parts_of, self._optimizer_tensors())
-        if self._adapters is not None:
-            trained = self._trained()
-            gathered, num_bytes = adapter_files.gathered(trained), sum(each.nbytes for each in trained.values())
-            return checkpoints.ModelState(self.model, gathered, num_bytes, parts, counts, self._adapters)
-        gathered = policy_files.gathered(self.model, self.parameters)
-        num_bytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        return checkpoints.ModelState(self.model, gathered, num_bytes, parts, counts)
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Restore the model from a checkpoint, bit for bit, in the parameters' own memory."""
-        held: dict[str, torch.Tensor] = {**self._trained()}
-        if self._adapters is not None:
-            shapes = {name: parameter.shape for name, parameter in held.items()}
-            tensors = adapter_files.read(folder / self.name, self._adapters.adapters, shapes)
-        else:
-            held |= self.buffers
-            tensors = self._whole_tensors(folder)
-        for name, parameter in held.items():
-            exposed_weights.local_of(parameter).copy_(tensors[name][exposed_weights.box_of(parameter).region])
-        self._load_optimizer(folder)
-
-    def _whole_tensors(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint of a model that is trained whole. Raises `CheckpointError`."""
-        try:
-            loaded = self._builder.load(str(folder / self.name), torch.float32)
-        except ModelError as error:
-            raise CheckpointError(str(error)) from error
-        tensors: dict[str, torch.Tensor] = loaded.state_dict()
-        for name, parameter in (self.parameters | self.buffers).items():
-            if name not in tensors or tensors[name].shape != parameter.shape:
-                raise CheckpointError(f"{folder} is a checkpoint of another model: {name} differs")
-        return tensors
-
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that an optimizer changes."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-
-    def _optimizer_tensors(self) -> dict[str, Any]:
-        """Return the optimizer's state, by reference."""
-        if not self.num_steps:  # no step, no state
-            return {}
-        state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
-        return {"state": {tensor_name(name): each for name, each in state.items()}}
 
     def _start_optimizer(self, counts: checkpoints.OptimizerCounts) -> None:
         """Make a new optimizer, without state, as after these steps, and its schedule."""
@@ -265,13 +217,6 @@ class DTensorHeldModel:
         self.recent = counts.recent_steps
         advance(self.scheduler, self.num_schedule_steps)
         self._offloaded = None
-
-    def _load_optimizer(self, folder: Path) -> None:
-        self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_counts(folder, self.name)))
-        if self.num_steps:
-            tensors = self._optimizer_tensors()  # of the right names, shapes and sharding, with arbitrary values
-            read = partial(optimizer_state.read, tensors)
-            checkpoints.agree(lambda: checkpoints.read_optimizer(folder, read, self.name))
 
 
 def _reduce_gradients(model: FSDPModule, is_last: bool) -> None:
