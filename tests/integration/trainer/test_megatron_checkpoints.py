@@ -169,7 +169,7 @@ def save_and_load_without_pickle(rank: int, config: Config, folder: Path) -> Non
         policy = backend._held["policy", 0]
         checkpoints.load_model(folder, policy.weights, "policy")
         counts = checkpoints.load_optimizer(folder, policy.weights, policy.optimizer, "policy")
-        assert (counts.steps, counts.schedule_steps) == (1, 1)
+        assert counts.steps == 1
 
 
 def fail_to_load(rank: int, config: Config, folder: Path) -> str:
