@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tandem.observe.run_folder.journal_writer import Journal
+from tests.harness.runs.running import Command
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: Debian's package is called chromium")
@@ -61,6 +63,15 @@ def visit(chromium: Any, url: str, *, may_say: str = "\0", loses: str = "", **op
         assert not (unexpected := [text for text in wrong if may_say not in text]), unexpected
     finally:
         context.close()
+
+
+@contextlib.contextmanager
+def viewing(folder: Path, *runs: str) -> Iterator[str]:
+    """Serve the page of runs in a folder; give its address."""
+    with contextlib.chdir(folder), Command("coordinator", "view", *runs) as view:
+        yield view.wait_for(r"http://\S+")[0]
+        view.signal(signal.SIGINT)
+        view.wait()
 
 
 def column(page: Any, metric: str, share: float) -> list[tuple[int, int, int, int]]:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.harness import leaks
 from tests.harness.runs.console_server import console_server as console_server
+from tests.page.browser_harness import browser
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
 
 
 @pytest.fixture(scope="module", autouse=True)

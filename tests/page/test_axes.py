@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.runs.running import Command
-from tests.page.browser_harness import NEEDS_CHROMIUM, browser, column, make_run, until, visit
+from tests.page.browser_harness import NEEDS_CHROMIUM, column, make_run, until, viewing, visit
 from tests.page.pixels import OF_PIXELS, drawn, height_of, is_blue
 
 pytestmark = NEEDS_CHROMIUM
@@ -37,16 +33,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # As a model begins to learn: a few losses are much higher than all others, and none is an outlier.
     losses = [3 * 0.8**step + 0.5 - step / 2000 for step in range(660)]
     make_run(folder / "sft", {"loss": losses, "val_accuracy": losses}, "sft")
-    with contextlib.chdir(folder), Command("coordinator", "view", Path("sft"), Path("grpo")) as view:
-        yield view.wait_for(r"http://\S+")[0]
-        view.signal(signal.SIGINT)
-        view.wait()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
+    with viewing(folder, "sft", "grpo") as url:
+        yield url
 
 
 def lines_of(page: Any, metric: str) -> list[str]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.runs.running import Command
-from tests.page.browser_harness import NEEDS_CHROMIUM, browser, column, make_run, until, visit
+from tests.page.browser_harness import NEEDS_CHROMIUM, column, make_run, until, viewing, visit
 from tests.page.pixels import OF_PIXELS, drawn, height_of, is_blue
 
 pytestmark = NEEDS_CHROMIUM
@@ -32,16 +28,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "token_mult_prob_error": [1 + 1e-8 * (step // 4 % 7) for step in steps],
     }
     make_run(folder / "run", curves)
-    with contextlib.chdir(folder), Command("coordinator", "view", Path("run")) as view:
-        yield view.wait_for(r"http://\S+")[0]
-        view.signal(signal.SIGINT)
-        view.wait()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
+    with viewing(folder, "run") as url:
+        yield url
 
 
 def test_several_steps_in_one_point_are_a_band_from_the_least_to_the_most(url: str, chromium: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import signal
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tests.harness.runs.running import Command
-from tests.page.browser_harness import NEEDS_CHROMIUM, browser, make_run, until, visit
+from tests.page.browser_harness import NEEDS_CHROMIUM, make_run, until, viewing, visit
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -34,16 +32,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             changed = json.loads(settings) | {"policy": {"optimizer": {"kwargs": {"lr": LEARNING_RATES[name]}}}}
             journal.execute("UPDATE configs SET json = ?", (json.dumps(changed).encode(),))
             journal.commit()
-    with contextlib.chdir(folder), Command("coordinator", "view", Path("one"), Path("two")) as view:
-        yield view.wait_for(r"http://\S+")[0]
-        view.signal(signal.SIGINT)
-        view.wait()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
+    with viewing(folder, "one", "two") as url:
+        yield url
 
 
 def test_settings_that_differ_between_runs_are_told(url: str, chromium: Any, tmp_path: Path) -> None:

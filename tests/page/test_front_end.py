@@ -21,7 +21,7 @@ from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.sample_writing import write_shard
 from tests.harness.runs.running import Command, coordinator, steps_of, write_config
-from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
+from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, until, visit
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -86,12 +86,6 @@ def make_hostile(run: Path, copy: Path) -> None:
         call = {"kind": "sample", "key": "me", "num_sequences": 2, "num_tokens": 30, "seconds": 0.5, "ended_at": 1e9}
         outcomes = (("model-1", "done"), (HOSTILE, HOSTILE), ("model-1", "done"))
         record_calls(journal, [CallRecord(**call, model=model, outcome=outcome) for model, outcome in outcomes])
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 def of_metric(page: Any, metric: str) -> Any:

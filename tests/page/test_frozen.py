@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tandem.observe.report.report import write_report
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.observe.timeline import TIMELINE_NAME, StepSpans, TimelineSpan
-from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, browser, until, visit
+from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, PHONE, until, visit
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -50,12 +49,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
     write_report([make_run(folder / name, rewards) for name, rewards in REWARDS.items()], folder, is_brief=True)
     return (folder / "report.html").as_uri()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 def test_every_panel_of_the_report_opens_without_a_server(url: str, chromium: Any) -> None:

@@ -24,7 +24,7 @@ from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_writing import table_of, write_shard
 from tests.harness.runs.running import Command
 from tests.harness.vision_models import encoded, picture
-from tests.page.browser_harness import NEEDS_CHROMIUM, browser, until, visit
+from tests.page.browser_harness import NEEDS_CHROMIUM, until, visit
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -97,12 +97,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         images.put(digest, data)
     images.path(DIGESTS[1]).write_bytes(DAMAGED)
     return folder
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

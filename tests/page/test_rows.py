@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.runs.running import Command, coordinator, pairs_of_sums, write_config, write_rows
-from tests.page.browser_harness import NEEDS_CHROMIUM, browser, make_run, until, visit
+from tests.harness.runs.running import coordinator, pairs_of_sums, write_config, write_rows
+from tests.page.browser_harness import NEEDS_CHROMIUM, make_run, until, viewing, visit
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -42,16 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     """Their page."""
-    with contextlib.chdir(folder), Command("coordinator", "view", "run", "rollouts") as view:
-        yield view.wait_for(r"http://\S+")[0]
-        view.signal(signal.SIGINT)
-        view.wait()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
+    with viewing(folder, "run", "rollouts") as url:
+        yield url
 
 
 def rows_on(page: Any) -> list[str]:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.runs.running import Command
-from tests.page.browser_harness import NEEDS_CHROMIUM, browser, make_run, until, visit
+from tests.page.browser_harness import NEEDS_CHROMIUM, make_run, until, visit
 
 pytestmark = NEEDS_CHROMIUM
 NUM_STEPS = 5_000
 """More than the points of a chart."""
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 def test_a_chart_of_a_long_run_is_saved_whole_and_zoomed_its_steps_in_view(
