@@ -36,6 +36,11 @@ class PlannedRun(msgspec.Struct, frozen=True):
         """Folder of the run."""
         return Path(self.config.logger.log_dir)
 
+    @property
+    def log(self) -> Path:
+        """File of what the run prints, next to its folder."""
+        return self.folder.with_name(f"{self.combination.name}.log")
+
 
 def plan_runs(path: str, runs: Sequence[SweepCombination], *, restarts: bool) -> list[PlannedRun]:
     """Load the configuration of each combination. Raises `ConfigError` with the problems of all of them.
@@ -80,7 +85,7 @@ def check_runs(path: str, runs: Sequence[PlannedRun], all_runs: int) -> None:
 
 
 def _load(path: str, run: SweepCombination) -> tuple[Config, tuple[str, ...]]:
-    """Return a run's configuration, and its settings with those that keep its checkpoints apart from num_more'."""
+    """Return a run's configuration, and its settings with those that keep its checkpoints apart from other runs'."""
     config = load_config(path, run.settings)
     log_dir = Path(config.logger.log_dir)
     if Path(config.checkpointing.checkpoint_dir).is_relative_to(log_dir):

@@ -112,13 +112,12 @@ class SideBySide:
 
     def _start(self, run: PlannedRun, options: Sequence[str]) -> None:
         self._num_started += 1
-        name, folder = run.combination.name, run.folder
+        name = run.combination.name
         begin = ["--resume"] if run.progress == "begun" else [*options]
-        log = folder.with_name(f"{name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        run.log.parent.mkdir(parents=True, exist_ok=True)
         owner = f"--supervised-by={os.getpid()}"  # the kernel ends it with this process
         words = [*_UP, self._path, *run.settings, "--supervise", owner, *begin]
-        with log.open("ab") as output:
+        with run.log.open("ab") as output:
             # In a group of its own: a signal from the terminal then reaches it once, through this process.
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
@@ -126,7 +125,7 @@ class SideBySide:
         self._running.append(_Started(run, process, time.time()))
         number = self._num_before + self._num_started
         verb = "goes on" if run.progress == "begun" else "begins"
-        self._say(f"{number}/{self._num_all} {name} {verb}; what it prints is in {log}")
+        self._say(f"{number}/{self._num_all} {name} {verb}; what it prints is in {run.log}")
 
     def _collect(self) -> None:
         """Take note of the runs that have ended."""
@@ -137,8 +136,7 @@ class SideBySide:
             self._codes.append(code)
             run, row = started.run, read_run(started.run.folder).row
             self._has_pioneer |= row.state is not None
-            log = run.folder.with_name(f"{run.combination.name}.log")
-            reason = "" if code in (OK, INTERRUPTED) else f"; exit code {code}: {_last_line(log)}"
+            reason = "" if code in (OK, INTERRUPTED) else f"; exit code {code}: {_last_line(run.log)}"
             self._say(f"{run.combination.name}: {row.state or 'not begun'}, {describe_progress(row)}{reason}")
 
     def _pass_on(self, number: int) -> None:
