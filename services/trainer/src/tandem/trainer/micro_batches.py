@@ -31,7 +31,6 @@ from tandem.config.schema.columns import (
     REWARDS,
     TEACHER_TOPK_INDICES,
     TEACHER_TOPK_LOGITS,
-    TEACHER_WEIGHTS,
     VALUES,
     ColumnDeclaration,
 )
@@ -150,11 +149,6 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def teacher_topk_logits_BTN(self) -> torch.Tensor:
         """Logits of the teacher's likeliest tokens at each position."""
         return self._read(TEACHER_TOPK_LOGITS)
-
-    @property
-    def teacher_weights_BTM(self) -> torch.Tensor | None:
-        """Weights of the divergences from joint teachers; None if each sequence has one teacher."""
-        return self.columns.get(TEACHER_WEIGHTS.name)
 
     @property
     def others_BTN(self) -> torch.Tensor | None:

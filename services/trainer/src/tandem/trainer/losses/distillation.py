@@ -13,6 +13,7 @@ import math
 import torch
 
 from tandem.config.schema import LossFn
+from tandem.config.schema.columns import TEACHER_WEIGHTS
 from tandem.trainer.losses import Counts, Report, aggregate
 from tandem.trainer.micro_batches import MicroBatch
 from tandem.trainer.scores import StudentScores
@@ -89,7 +90,7 @@ class DistillationLoss:
 
     def __call__(self, batch: MicroBatch, scores_BT: StudentScores) -> torch.Tensor:
         """Return the micro-batch's part of the loss."""
-        weights_BTM = batch.teacher_weights_BTM
+        weights_BTM = batch.columns.get(TEACHER_WEIGHTS.name)  # None if each sequence has one teacher
         num_teachers = 1 if weights_BTM is None else weights_BTM.shape[-1]
         logits, logprobs = (
             each_BTN.chunk(num_teachers, dim=-1) for each_BTN in (batch.teacher_topk_logits_BTN, scores_BT.others)
