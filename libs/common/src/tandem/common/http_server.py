@@ -18,8 +18,8 @@ from tandem.common.signals import uninterrupted
 def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
     """Return uvicorn's settings for `app`; unfinished answers have `end_s` seconds at the end.
 
-    All servers bound idle connections and headers (`web.Protocol`), answer wrong keys late, say nothing of themselves,
-    and log only what goes wrong.
+    All servers bound idle connections and headers (`web.TimedHttpProtocol`), answer wrong keys late, say nothing of
+    themselves, and log only what goes wrong.
     """
     shared = {
         "log_config": None,

@@ -82,7 +82,7 @@ class ServiceContext:
         self._link.send(encode(Leaving()))
 
     def wake(self) -> None:
-        """Make `Service.work` run soon, from any thread."""
+        """Make `RunnableService.work` run soon, from any thread."""
         self._link.wake()
 
     def fail(self, command_id: int, error: BaseException, *, aside: str = "") -> None:

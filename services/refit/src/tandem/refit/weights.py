@@ -22,7 +22,7 @@ from tandem.refit.transports.meeting import GroupStore
 
 
 class Weights:
-    """A `Holder` of plain memory with one worker: a layout, and the live tensors of its storages.
+    """A `WeightHolder` of plain memory with one worker: a layout, and the live tensors of its storages.
 
     Or of a copy, in memory that other processes read while the live tensors change. Digests are of the live tensors, so
     a copy that differs is noticed.

@@ -1,4 +1,4 @@
-"""A thread that answers requests at a socket of its own: what `Callers` call."""
+"""A thread that answers requests at a socket of its own: what `CallerConnections` call."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SchedulerTables:
         first_command_id: int,
         changes: Callable[[RuleTables], Changed],
     ) -> None:
-        """Take the run's spec, and `Agenda.changes`."""
+        """Take the run's spec, and `RuleAgenda.changes`."""
         self.spec = spec
         self.is_synchronous = spec.is_synchronous
         self.is_informative = is_informative

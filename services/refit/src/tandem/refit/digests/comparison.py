@@ -88,7 +88,7 @@ def unchanged(previous: Mapping[str, Digests], current: Mapping[str, Digests]) -
     """Return whether all tensors of all sources have the same digests as before.
 
     After an optimizer step with a non-zero update, that is an error: the digested weights are not the trained ones.
-    Both must be digests of the same elements: of all, or of one `Sampling` of one version.
+    Both must be digests of the same elements: of all, or of one `ElementSampling` of one version.
     """
     return previous.keys() == current.keys() and all(np.array_equal(previous[name], current[name]) for name in current)
 

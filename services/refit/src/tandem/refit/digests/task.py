@@ -164,7 +164,7 @@ class DigestTask:
         offset: int,
         strides: list[int],
     ) -> Iterator[None]:
-        """Add the digest of one slice to its tensor's; the arguments are a row of `Slices`."""
+        """Add the digest of one slice to its tensor's; the arguments are a row of `DigestColumns`."""
         import torch
 
         from tandem.refit.digests.kernels import add_slab_sum

@@ -22,7 +22,7 @@ from tandem.common.values.texts import question_text
 from tandem.rollout.environments.answers import comparable, reference
 from tandem.rollout.environments.environment import Score
 
-# The library warns that disabling its time limits requires others; `Scorer` has them.
+# The library warns that disabling its time limits requires others; `EnvironmentScorer` has them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _OF_REFERENCES = (LatexExtractionConfig(),)

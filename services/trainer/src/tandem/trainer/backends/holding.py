@@ -1,6 +1,6 @@
 """The common part of all backends: the models that a rank holds, its device, sums over ranks.
 
-Each model takes its own optimizer steps: `held.HeldModel` with DTensor, `megatron.held.HeldModel` with Megatron-Core.
+Each model takes its own optimizer steps: `DTensorHeldModel` with DTensor, `MegatronHeldModel` with Megatron-Core.
 """
 
 from __future__ import annotations

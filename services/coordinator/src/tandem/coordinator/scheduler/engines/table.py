@@ -70,7 +70,7 @@ class EngineTable(dict[str, EngineState]):
     """The engines of the run by name, in the order of their index: which there are, and how far each is."""
 
     def __init__(self, departed: Iterable[str], changes: Callable[[RuleTables], Changed]) -> None:
-        """Begin without any. Take the engines that left earlier, and `Agenda.changes`."""
+        """Begin without any. Take the engines that left earlier, and `RuleAgenda.changes`."""
         super().__init__()
         self._changed = changes(RuleTables.ENGINES)
         """To be called when an engine is another."""

@@ -1,6 +1,6 @@
 """Processes that join, are lost, fail, or are late, and how the run goes on.
 
-`Processes` (`engines.processes`) knows the processes that are there. This module decides what follows from a loss.
+`JoinedProcesses` (`engines.processes`) knows which processes are there. This module decides what follows from a loss.
 
 | lost | then |
 |---|---|

@@ -95,7 +95,7 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         return self._workers_of_sets.digest_task(sampling)
 
     def add_request(self, request: SequenceRequest) -> None:
-        """Queue a request. Raises `NotHeld` without its version, and `DataError` if it can make no token."""
+        """Queue a request. Raises `VersionNotHeld` without its version, and `DataError` if it can make no token."""
         request = self._named(request)
         super().add_request(request)
         self._note(request)

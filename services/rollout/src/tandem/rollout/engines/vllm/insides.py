@@ -149,7 +149,7 @@ class InProcessLlm:
             raise
 
     def ask(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> list[Any]:
-        """Call a method of every worker's `Part`; return the results, in rank order.
+        """Call a method of every worker's `WorkerPart`; return the results, in rank order.
 
         Raises what a part raised, once all have answered. A worker that does not answer in time ends this process: its
         late answer would be mistaken for the answer to the next call.
