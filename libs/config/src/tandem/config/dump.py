@@ -154,7 +154,7 @@ def differences(old: Config, new: Config, *, besides: Iterable[str]) -> list[str
 
 def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the paths of differing keys of plain configurations, in the schema's order."""
-    before, after = _leaves(old), _leaves(new)
+    before, after = flatten(old), flatten(new)
     return [key for key in dict.fromkeys([*before, *after]) if before.get(key, ...) != after.get(key, ...)]
 
 
@@ -174,10 +174,11 @@ def _without(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     return plain
 
 
-def _leaves(node: Any, key: str = "") -> dict[str, Any]:
+def flatten(node: Any, key: str = "") -> dict[str, Any]:
+    """Return the values of a plain configuration by dotted key; an empty section is a value."""
     if not isinstance(node, dict) or not node:
         return {key: node}
     leaves: dict[str, Any] = {}
     for name, value in node.items():
-        leaves |= _leaves(value, f"{key}.{name}" if key else name)
+        leaves |= flatten(value, f"{key}.{name}" if key else name)
     return leaves

@@ -12,6 +12,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RunFolderError, TandemError, nearest
 from tandem.config import differing
+from tandem.config.dump import flatten
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe.listing.notes import read_notes
 from tandem.observe.run_folder.ending import State, state_of
@@ -202,9 +203,9 @@ def differences(entries: Sequence[RunEntry]) -> dict[str, dict[str, list[str]]]:
     return tables
 
 
-def _settings(node: Any, key: str = "") -> dict[str, str]:
+def _settings(config: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a configuration as texts, by key."""
-    if isinstance(node, dict) and node:
-        inner = (_settings(value, f"{key}.{name}" if key else str(name)) for name, value in node.items())
-        return {key: text for settings in inner for key, text in settings.items()}
-    return {key: node if isinstance(node, str) else msgspec.json.encode(node).decode()}
+    return {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for key, value in flatten(config).items()
+    }
