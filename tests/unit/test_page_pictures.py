@@ -27,6 +27,7 @@ from tandem.observe.report.side_by_side import load_runs
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.markers import marker
 from tandem.samples.images.store import ImageFolder
+from tests.harness import leaks
 from tests.harness.vision_models import encoded, picture
 
 RUN = Path("run")
@@ -99,21 +100,17 @@ def test_a_picture_is_asked_of_another_process_where_one_is_stopped(monkeypatch:
     made.close()
 
 
-def test_a_picture_that_hangs_is_given_up_and_its_process_ended() -> None:
-    thumbnails = ImageThumbnails(deadline_s=60.0)
-    thumbnails.of(RUN, keep(encoded(picture())))
-    worker = thumbnails._worker._process
-    assert worker is not None
-    os.kill(worker.pid, signal.SIGSTOP)
+def test_a_picture_that_hangs_is_given_up_and_its_process_ended(thumbnails: ImageThumbnails) -> None:
+    decoder = thumbnails._worker._arguments
+    thumbnails._worker._arguments = ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"]  # it never answers
     thumbnails._deadline_s = 0.2
-    began = time.monotonic()
+    before, began = leaks.pids(), time.monotonic()
     with pytest.raises(DataError, match="takes too long"):
         thumbnails.of(RUN, keep(encoded(picture(50, 50))))
     assert time.monotonic() - began < 30.0
-    assert worker.poll() == -signal.SIGKILL
-    thumbnails._deadline_s = 60.0
+    assert not leaks.new_processes(before), "its process has ended"
+    thumbnails._worker._arguments, thumbnails._deadline_s = decoder, 60.0
     assert thumbnails.of(RUN, keep(encoded(picture(51, 50)))), "by another process"
-    thumbnails.close()
 
 
 def test_a_process_that_has_ended_is_replaced(thumbnails: ImageThumbnails) -> None:
