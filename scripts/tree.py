@@ -1,6 +1,6 @@
-"""Print the captioned tree of the packages; with ``--write``, bring the one of docs/architecture.md up to date.
+"""Print the captioned files of every package; with ``--write``, bring docs/files.md up to date.
 
-The caption of a file is the first line of its docstring.
+The caption of a file is the first line of its docstring, and that of a folder the first line of its ``__init__.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "files.md"
 PARTS = (
     *(f"libs/{name}" for name in ("common", "config", "samples", "observe", "launch", "serving")),
     *(f"services/{name}" for name in ("coordinator", "trainer", "rollout", "refit")),
@@ -38,13 +38,15 @@ def folder(part: str) -> Path:
 
 
 def tree() -> str:
-    """Return the tree of every package as a fenced block."""
-    lines = ["```"]
+    """Return a section for each package: its caption, then its files and folders with theirs, in a fenced block."""
+    sections = []
     for part in PARTS:
         of_files = captions(part)
-        lines.append(f"{folder(part).relative_to(ROOT)}/   {of_files.pop('__init__.py')}")
-        lines += [f"    {name:<34} {text}" for name, text in of_files.items()]
-    return "\n".join([*lines, "```"])
+        caption_of_part = of_files.pop("__init__.py")
+        lines = [f"{name.removesuffix('__init__.py'):<36} {text}" for name, text in of_files.items()]
+        title = f"## {part}\n\n`{folder(part).relative_to(ROOT)}/`: {caption_of_part}."
+        sections.append("\n".join([f"{title}\n\n```", *lines, "```"]))
+    return "\n\n".join(sections)
 
 
 def with_tree(page: str) -> str:

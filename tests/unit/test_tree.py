@@ -1,4 +1,4 @@
-"""The architecture's tree is true: it lists every file, each with a caption that fits on its line."""
+"""docs/files.md is true: it lists every file, each with a caption that fits on its line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,21 @@ def script() -> ModuleType:
     return load_script("tree")
 
 
-def test_the_tree_is_up_to_date(script: ModuleType) -> None:
+def test_the_page_is_up_to_date(script: ModuleType) -> None:
     page = script.PAGE.read_text()
     assert script.tree() in page, "run: python scripts/tree.py --write"
     assert script.with_tree(page) == page
+
+
+def test_every_part_has_a_section_with_its_folder_and_files(script: ModuleType) -> None:
+    sections = script.tree().split("\n## ")
+    assert len(sections) == len(script.PARTS)
+    for section, part in zip(sections, script.PARTS, strict=True):
+        assert part in section.splitlines()[0]
+        listed = section.partition("```\n")[2].partition("\n```")[0].splitlines()
+        assert len(listed) == len(list(script.folder(part).rglob("*.py"))) - 1
+        for line in listed:
+            assert (script.folder(part) / line.split()[0]).exists(), line
 
 
 def test_every_file_has_a_caption_of_one_line(script: ModuleType) -> None:
