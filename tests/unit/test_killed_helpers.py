@@ -301,7 +301,7 @@ def test_no_wake_up_is_lost_however_often_jobs_come(start: Start) -> None:
     for number in range(10, 3000):  # each comes when the thread may just have looked
         job = EnvironmentCall(0, ScoringCall(number, problem(), said("x")))
         pool.submit(job)
-        assert pool.done.get(timeout=WAIT_S) == (job, Score(1.0, False))
+        assert pool.outcomes.get(timeout=WAIT_S) == (job, Score(1.0, False))
 
 
 def test_a_wake_up_that_comes_while_another_is_heeded_is_kept(start: Start) -> None:
@@ -320,4 +320,4 @@ def test_a_wake_up_that_comes_while_another_is_heeded_is_kept(start: Start) -> N
     job = EnvironmentCall(0, ScoringCall(10, problem(), said("abc")))
     pool.submit(job)  # the thread has looked for jobs, and does not wait yet
     goes_on.set()
-    assert pool.done.get(timeout=WAIT_S) == (job, Score(3.0, True))
+    assert pool.outcomes.get(timeout=WAIT_S) == (job, Score(3.0, True))

@@ -152,7 +152,7 @@ class RunningGenerations:
         self._environments.forget(numbers)
         self._awaited.difference_update(numbers)
         self._answered = [number for number in self._answered if number not in numbers]
-        self._unreadable = {number: why for number, why in self._unreadable.items() if number not in numbers}
+        self._unreadable = {number: reason for number, reason in self._unreadable.items() if number not in numbers}
 
     def give_up_all(self) -> None:
         """Stop all generations."""
@@ -242,9 +242,9 @@ class RunningGenerations:
     def _end_unreadable(self) -> None:
         """Report the samples whose prompts the engine refuses; raise `RewardError` where that ends the run."""
         finished: Finished = {}
-        for number, why in self._unreadable.items():
+        for number, reason in self._unreadable.items():
             conversation = self._generation_of[number].conversations[number]
-            unscored = self._refuse(conversation, why)
+            unscored = self._refuse(conversation, reason)
             if conversation.num_turns:
                 conversation.take_back_answer()
             else:  # trainers could not read the prompt either
@@ -259,10 +259,10 @@ class RunningGenerations:
         assert self._parts.environments is not None, "asked only where no agents play"
         return self._parts.environments
 
-    def _refuse(self, conversation: SampleConversation, what: str) -> UnscoredResponse:
+    def _refuse(self, conversation: SampleConversation, reason: str) -> UnscoredResponse:
         """Judge an answer or a prompt that cannot be used. Raises `RewardError` if that ends the run."""
         group = conversation.group
-        return self._environments.of[group.environment].refuse(group.problem, conversation.messages, what)
+        return self._environments.of[group.environment].refuse(group.problem, conversation.messages, reason)
 
     def _end(self, finished: Finished, number: int, scored: SampleScored, arrays: SampleBatch) -> None:
         """Note a sample as finished, to be reported with the others of its command."""
@@ -344,6 +344,10 @@ def _wrong_images(group: PromptGroup, image_token_id: int | None) -> str | None:
     """Return what is wrong with the images of a prompt; None if its image tokens are those of its images."""
     if image_token_id is None:
         return "the model does not see" if group.images else None
-    found = group.prompt_ids.count(image_token_id)
-    needed = sum(image.num_tokens for image in group.images or ())
-    return f"the prompt has {found} image tokens, its images need {needed}" if found != needed else None
+    num_present = group.prompt_ids.count(image_token_id)
+    num_needed = sum(image.num_tokens for image in group.images or ())
+    return (
+        f"the prompt has {num_present} image tokens, its images need {num_needed}"
+        if num_present != num_needed
+        else None
+    )

@@ -52,18 +52,18 @@ def restored(
         for name, groups in command.files.items()
         for sample in _read(folder / name, groups, run_id, vocabulary)
     ]
-    wanted = command.num_samples * sum(map(len, command.files.values()))
-    if len({(sample.scored.group, sample.scored.sample) for sample in samples}) != wanted:
-        raise SamplesError(f"{', '.join(command.files)} in {folder} no longer have the {wanted} samples")
+    num_expected = command.num_samples * sum(map(len, command.files.values()))
+    if len({(sample.scored.group, sample.scored.sample) for sample in samples}) != num_expected:
+        raise SamplesError(f"{', '.join(command.files)} in {folder} no longer have the {num_expected} samples")
     return samples
 
 
 def _read(path: Path, groups: Sequence[tuple[int, int]], run_id: str, vocabulary: int) -> list[RecordedSample]:
     """Return the samples of some groups in a file of the rollout log. Raises `SamplesError`."""
-    wanted = {*groups}
+    group_keys = {*groups}
     read = read_shard if path.suffix == SHARD else read_unfinished
     table = read(path, run_id)
-    rows = [row for row, (command_id, group, _) in enumerate(keys_of(table)) if (command_id, group) in wanted]
+    rows = [row for row, (command_id, group, _) in enumerate(keys_of(table)) if (command_id, group) in group_keys]
     samples = samples_of(table.take(rows))
     for sample in samples:
         try:

@@ -71,7 +71,7 @@ class _Finished(NamedTuple):
 class _Anew(NamedTuple):
     """The message that the same steps begin again: earlier samples are of no use here any more."""
 
-    done: Callable[[], None]
+    on_closed: Callable[[], None]
     """Callback once nothing earlier is written any more."""
 
 
@@ -134,9 +134,9 @@ class SampleRecorder:
         """Have a command carried out after everything added before; the answer comes from another thread."""
         self._queue.put(command)
 
-    def begin_anew(self, done: Callable[[], None]) -> None:
-        """Close all files after everything before this call; then call `done` from another thread."""
-        self._queue.put(_Anew(done))
+    def begin_anew(self, on_closed: Callable[[], None]) -> None:
+        """Close all files after everything before this call; then call `on_closed` from another thread."""
+        self._queue.put(_Anew(on_closed))
 
     def flush(self) -> None:
         """Wait until all that was added is on disk, with a time limit; from any thread."""
@@ -163,11 +163,11 @@ class SampleRecorder:
                         self._has_written.notify_all()
                 case RecordSamples() | RestoreSamples():
                     self._carry_out(item)
-                case _Anew(done=done):
+                case _Anew(on_closed=on_closed):
                     self._let_go()
-                    done()
-                case other:
-                    assert_never(other)
+                    on_closed()
+                case unknown:
+                    assert_never(unknown)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -184,8 +184,8 @@ class SampleRecorder:
             else:
                 self._restore(command)
         except OSError as error:
-            why = SamplesError(f"cannot write to {self._folder}: {error.strerror}")
-            self._context.fail(command.command_id, why, aside=f"{doing} samples")
+            write_error = SamplesError(f"cannot write to {self._folder}: {error.strerror}")
+            self._context.fail(command.command_id, write_error, aside=f"{doing} samples")
         except Exception as error:
             self._context.fail(command.command_id, error, aside=f"{doing} samples")
 
@@ -283,11 +283,11 @@ class SampleRecorder:
             finished_at=finished.finished_at,
         )
 
-    def _complain(self, why: str) -> None:
+    def _complain(self, reason: str) -> None:
         """Report once that samples are missing."""
         if not self._has_complained:
             self._has_complained = True
-            line = f"{self._context.name}: samples are missing in the record {self._folder}: {why}"
+            line = f"{self._context.name}: samples are missing in the record {self._folder}: {reason}"
             print(line, file=sys.stderr, flush=True)
 
 
@@ -301,6 +301,6 @@ def _chosen(tables: Sequence[pa.Table], advantages: dict[tuple[int, int, int], f
     if table is None or not rows:
         raise SamplesError(f"none of the {len(advantages)} samples was written when it finished")
     keys = [key for key in advantages if key in rows]
-    chosen = table.take([rows[key] for key in keys])
-    at = chosen.schema.get_field_index("advantage")
-    return chosen.set_column(at, "advantage", pa.array([advantages[key] for key in keys], pa.float32()))
+    selected = table.take([rows[key] for key in keys])
+    at = selected.schema.get_field_index("advantage")
+    return selected.set_column(at, "advantage", pa.array([advantages[key] for key in keys], pa.float32()))

@@ -96,8 +96,8 @@ class RolloutService:
                 self._record(command)
             case RestoreSamples():
                 self._restoring.append(command)
-            case other:
-                assert_never(other)
+            case unknown:
+                assert_never(unknown)
 
     def work(self) -> bool:
         """Advance generation by one token, and the digest in progress by a fraction of that time."""
@@ -145,8 +145,8 @@ class RolloutService:
         """
         with self._context.phase(f"fetching the images of step {command.step}"):
             digests = (image.digest for group in command.groups for image in group.images or ())
-            for why in images.fetch(digests, _FETCH_SHARE * command.deadline_s):
-                print(f"step {command.step}: {why}", flush=True)
+            for reason in images.fetch(digests, _FETCH_SHARE * command.deadline_s):
+                print(f"step {command.step}: {reason}", flush=True)
 
     def _refit(self, command: Refit) -> None:
         """Take a version, or pass one on; running requests continue only with a newer one, and only if allowed.

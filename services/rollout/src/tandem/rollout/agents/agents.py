@@ -137,8 +137,8 @@ class RolloutAgents:
                 self._wanted.discard(episode.number)
                 session = episode.session
                 if isinstance(outcome, Failure):
-                    said = [message for exchange in session.exchanges[-1:] for message in exchange.messages]
-                    judged: Score | UnscoredResponse = self._faults.judged(session.group.problem, said, outcome)
+                    messages = [message for exchange in session.exchanges[-1:] for message in exchange.messages]
+                    judged: Score | UnscoredResponse = self._faults.judged(session.group.problem, messages, outcome)
                 else:
                     judged = outcome
                     self._faults.succeeded()
@@ -153,9 +153,9 @@ class RolloutAgents:
         if not self._wanted:
             self.rest("the episode was given up because the policy's weights change")
 
-    def rest(self, why: str = "this episode is over") -> None:
+    def rest(self, reason: str = "this episode is over") -> None:
         """Take all requests out of the engine, which is needed for something else now."""
-        self._driver.drop(why)
+        self._driver.drop(reason)
 
     def close(self) -> None:
         """End all episodes and their programs."""

@@ -133,78 +133,78 @@ class Episode(ServedModel):
         if self.is_over:
             raise over()
         if self._num_asked == self._max_completions:
-            what = f"an episode may ask for {self._max_completions} responses (max_completions of its environment)"
-            raise OpenAIRefused(what, status=403, kind="permission_error", code="too_many_completions")
+            reason = f"an episode may ask for {self._max_completions} responses (max_completions of its environment)"
+            raise OpenAIRefused(reason, status=403, kind="permission_error", code="too_many_completions")
         seed = turn_seed(self.session.group.seeds[self.session.sample], self._num_asked)
         self._num_asked += 1
-        asked = self._asked.get((tuple(prompt_ids), images))
-        made: list[ResponseChunk] = []
+        asked_chat = self._asked.get((tuple(prompt_ids), images))
+        response_chunks: list[ResponseChunk] = []
         try:
             async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
                 async for chunk in chunks:
                     if self.is_over:
                         raise over()
-                    made.append(chunk)
+                    response_chunks.append(chunk)
                     if chunk.finish_reason is not None:
-                        self._note(prompt_ids, asked, asked_seed, made, images)
+                        self._note(prompt_ids, asked_chat, asked_seed, response_chunks, images)
                     yield chunk
         except (asyncio.CancelledError, GeneratorExit):
             # Of a stream that the agent left, it has what it was sent.
-            is_part = bool(made) and made[-1].finish_reason is None
-            if asked is not None and asked.request.stream and is_part and not self.is_over:
-                self._note(prompt_ids, asked, asked_seed, made, images)
+            is_part = bool(response_chunks) and response_chunks[-1].finish_reason is None
+            if asked_chat is not None and asked_chat.request.stream and is_part and not self.is_over:
+                self._note(prompt_ids, asked_chat, asked_seed, response_chunks, images)
             raise
 
-    def _as_trained(self, asked: SamplingParameters) -> SamplingParameters:
+    def _as_trained(self, sampling: SamplingParameters) -> SamplingParameters:
         """Return sampling parameters as training assumes them. Raises `OpenAIRefused` for any others."""
-        own = self.command.sampling
+        training_sampling = self.command.sampling
         for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            said, wanted = getattr(asked, name), getattr(own, name)
-            if said not in (neutral, wanted):
-                what = f"{name}: {said:g}, but training samples are drawn with policy.generation.{name}, {wanted:g}"
-                raise OpenAIRefused(f"{what}: leave it out", param=name, code="unsupported")
-        if isinstance(asked, ServedSampling):
+            requested, configured = getattr(sampling, name), getattr(training_sampling, name)
+            if requested not in (neutral, configured):
+                drawn = f"training samples are drawn with policy.generation.{name}, {configured:g}"
+                raise OpenAIRefused(f"{name}: {requested:g}, but {drawn}: leave it out", param=name, code="unsupported")
+        if isinstance(sampling, ServedSampling):
             fields = "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs"
-            what = f"{fields}: training samples are drawn without, and keep the drawn token's probability only"
-            raise OpenAIRefused(f"{what}: leave them out", code="unsupported")
+            reason = f"{fields}: training samples are drawn without, and keep the drawn token's probability only"
+            raise OpenAIRefused(f"{reason}: leave them out", code="unsupported")
         return msgspec.structs.replace(
-            own,
-            max_new_tokens=min(own.max_new_tokens, asked.max_new_tokens),
-            stop_token_ids=asked.stop_token_ids,  # the configuration's, unless the agent asked to ignore them
-            stop_strings=tuple(dict.fromkeys([*own.stop_strings, *asked.stop_strings])),
+            training_sampling,
+            max_new_tokens=min(training_sampling.max_new_tokens, sampling.max_new_tokens),
+            stop_token_ids=sampling.stop_token_ids,  # the configuration's, unless the agent asked to ignore them
+            stop_strings=tuple(dict.fromkeys([*training_sampling.stop_strings, *sampling.stop_strings])),
         )
 
     def _note(
         self,
         prompt_ids: Sequence[int],
-        asked: _Asked | None,
+        asked_chat: _Asked | None,
         seed: int,
-        made: Sequence[ResponseChunk],
+        chunks: Sequence[ResponseChunk],
         images: tuple[ImageRef, ...],
     ) -> None:
         """Note a response as the agent received it, since that is what it will repeat."""
         completion = EngineCompletion(
             request_id=self.number,
-            token_ids_T=np.array([token for chunk in made for token in chunk.token_ids], dtype=np.int32),
-            logprobs_T=np.array([logprob for chunk in made for logprob in chunk.logprobs], dtype=np.float32),
-            versions_T=np.array([version for chunk in made for version in chunk.versions], dtype=np.int32),
-            finish_reason=made[-1].finish_reason or "abort",
-            masks=_masks_of(made),
-            routed_experts_TX=made[-1].routed_experts_TX,  # unknown for a response that was cut short by the agent
+            token_ids_T=np.array([token for chunk in chunks for token in chunk.token_ids], dtype=np.int32),
+            logprobs_T=np.array([logprob for chunk in chunks for logprob in chunk.logprobs], dtype=np.float32),
+            versions_T=np.array([version for chunk in chunks for version in chunk.versions], dtype=np.int32),
+            finish_reason=chunks[-1].finish_reason or "abort",
+            masks=_masks_of(chunks),
+            routed_experts_TX=chunks[-1].routed_experts_TX,  # unknown for a response that was cut short by the agent
         )
-        if asked is None:
+        if asked_chat is None:
             self.session.add(prompt_ids, completion, images=images)
             return
-        growing = ResponseBuilder(self, asked.request, prompt_ids, seed)
-        piece = joined([growing.add(chunk) for chunk in made])
+        growing = ResponseBuilder(self, asked_chat.request, prompt_ids, seed)
+        piece = joined([growing.add(chunk) for chunk in chunks])
         response = ChatMessage(
             role="assistant",
             content=piece.text,
             reasoning_content=piece.reasoning or None,
             tool_calls=piece.tool_calls or None,
         )
-        messages = [*asked.messages, response.for_template(self._mark)]
-        self.session.add(prompt_ids, completion, messages, asked.variables, images)
+        messages = [*asked_chat.messages, response.for_template(self._mark)]
+        self.session.add(prompt_ids, completion, messages, asked_chat.variables, images)
 
     # --- what the agent says of it -----------------------------------------------------------------------------------
 
@@ -225,10 +225,10 @@ class Episode(ServedModel):
         if not self.told.done():
             self.told.set_result(Failure(line(body.decode(errors="replace")) or "it says that it has failed"))
 
-    def unrewarded(self, how: str, errors: str = "") -> Failure:
+    def unrewarded(self, ending: str, errors: str = "") -> Failure:
         """Describe the end of an agent that posted no reward."""
-        why = f"; it posted an invalid one: {self._why_refused}" if self._why_refused else ""
-        return Failure(line(f"{how} without a reward{why}"), errors)
+        refusal = f"; it posted an invalid one: {self._why_refused}" if self._why_refused else ""
+        return Failure(line(f"{ending} without a reward{refusal}"), errors)
 
 
 def read_reward(body: bytes) -> Score:
@@ -237,17 +237,17 @@ def read_reward(body: bytes) -> Score:
     Raises `RewardError`.
     """
     try:
-        said = msgspec.json.decode(body, type=dict[str, Any])
+        fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RewardError(f'the reward is not a JSON object such as {{"reward": 1.0}}: {error}') from error
-    unknown = said.keys() - {"reward", "correct", "components"}
-    if "reward" not in said or unknown:
-        what = f"has {', '.join(map(repr, sorted(unknown)))}" if unknown else "has no 'reward'"
-        raise RewardError(f"the reward posted {what}; it may have 'reward', 'correct' and 'components'")
-    reward = checked(Score(said["reward"], correct=False), is_multi_turn=False)
+    unknown = fields.keys() - {"reward", "correct", "components"}
+    if "reward" not in fields or unknown:
+        fault = f"has {', '.join(map(repr, sorted(unknown)))}" if unknown else "has no 'reward'"
+        raise RewardError(f"the reward posted {fault}; it may have 'reward', 'correct' and 'components'")
+    reward = checked(Score(fields["reward"], correct=False), is_multi_turn=False)
     assert isinstance(reward, Score), "nothing else was made"
-    correct = reward.reward > 0 if said.get("correct") is None else said["correct"]
-    score = checked(Score(reward.reward, correct, said.get("components") or {}), is_multi_turn=False)
+    correct = reward.reward > 0 if fields.get("correct") is None else fields["correct"]
+    score = checked(Score(reward.reward, correct, fields.get("components") or {}), is_multi_turn=False)
     assert isinstance(score, Score), "nothing else was made"
     return score
 
@@ -257,9 +257,9 @@ def over() -> OpenAIRefused:
     return OpenAIRefused("this episode is over", status=410, code="session_over")
 
 
-def _masks_of(made: Sequence[ResponseChunk]) -> SamplingMasks | None:
+def _masks_of(chunks: Sequence[ResponseChunk]) -> SamplingMasks | None:
     """Return the sampling masks of the tokens of these chunks; None if nothing was cut off."""
-    if all(chunk.masks is None for chunk in made):
+    if all(chunk.masks is None for chunk in chunks):
         return None
-    masks = [chunk.masks or SamplingMasks.none_of(len(chunk.token_ids)) for chunk in made]
+    masks = [chunk.masks or SamplingMasks.none_of(len(chunk.token_ids)) for chunk in chunks]
     return SamplingMasks(*map(np.concatenate, zip(*masks, strict=True)))

@@ -57,10 +57,10 @@ class ProgramLauncher:
                     socket.send_fds(self._process.commands, [b"."], descriptors)
                     return lifeline
                 except ConnectionError:
-                    how = self._process.ask_for_ending()
-                    self._start_again(f"has ended ({how})")
+                    ending = self._process.ask_for_ending()
+                    self._start_again(f"has ended ({ending})")
         lifeline.close()
-        raise HelperLost(f"the process that starts agents has ended {_MOST_STARTS} times in a row: {how}")
+        raise HelperLost(f"the process that starts agents has ended {_MOST_STARTS} times in a row: {ending}")
 
     def is_any_stopped(self) -> bool:
         """Tell whether the launcher, or a process below it, is stopped by a signal."""
@@ -133,12 +133,12 @@ async def run(
         reading = [asyncio.create_task(_last_of(out)), asyncio.create_task(_last_of(errors, logs=logs))]
         try:
             code = await _code(lifeline)
-            output, said = await asyncio.gather(*reading)
+            output, error_output = await asyncio.gather(*reading)
         finally:
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
-    return ProgramExit(code, output, said)
+    return ProgramExit(code, output, error_output)
 
 
 async def _code(lifeline: socket.socket) -> int | None:
@@ -155,13 +155,13 @@ async def _last_of(pipe: int, *, logs: bool = False) -> str:
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     file = os.fdopen(pipe, "rb", buffering=0)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
-    kept = b""
+    tail = b""
     try:
         while data := await reader.read(1 << 16):
-            kept = (kept + data)[-_KEPT:]
+            tail = (tail + data)[-_KEPT:]
             if logs:
                 with contextlib.suppress(OSError), bounded():  # the disk may be full
                     print(data.decode(errors="replace"), end="", file=sys.stderr, flush=True)
     finally:
         transport.close()
-    return kept.decode(errors="replace")
+    return tail.decode(errors="replace")

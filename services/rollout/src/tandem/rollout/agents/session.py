@@ -73,12 +73,12 @@ class EpisodeSession:
 
     def prompt_of(self, messages: ChatMessages, variables: Mapping[str, Any]) -> list[int]:
         """Return the tokens from which a conversation continues. Raises what `Tokenizer.encode_chat` raises."""
-        known = self._continued(messages, variables)
-        if known is None:
+        exchange = self._continued(messages, variables)
+        if exchange is None:
             return self._tokenizer.encode_chat(messages, add_generation_prompt=True, variables=variables)
-        rest = messages[len(known.messages) :]
-        last_id, turn = known.token_ids[-1], known.messages[-1]
-        return [*known.token_ids, *self._tokenizer.encode_continuation(rest, last_id, variables, turn)]
+        new_messages = messages[len(exchange.messages) :]
+        last_id, turn = exchange.token_ids[-1], exchange.messages[-1]
+        return [*exchange.token_ids, *self._tokenizer.encode_continuation(new_messages, last_id, variables, turn)]
 
     def add(
         self,
@@ -141,7 +141,7 @@ class EpisodeSession:
 
     def _continued(self, messages: ChatMessages, variables: Mapping[str, Any]) -> AgentExchange | None:
         """Return the longest exchange that a conversation repeats and continues."""
-        known = [
+        candidates = [
             exchange
             for exchange in self.exchanges
             if exchange.messages
@@ -149,17 +149,17 @@ class EpisodeSession:
             and len(exchange.messages) < len(messages)
             and _repeats(messages[: len(exchange.messages)], exchange.messages)
         ]
-        return max(known, key=lambda exchange: len(exchange.messages), default=None)
+        return max(candidates, key=lambda exchange: len(exchange.messages), default=None)
 
     def _parent(self, prompt_ids: Sequence[int], images: tuple[ImageRef, ...]) -> int | None:
-        known = [
+        candidates = [
             (len(exchange.token_ids), number)
             for number, exchange in enumerate(self.exchanges)
             if len(exchange.token_ids) < len(prompt_ids)
             and exchange.token_ids == tuple(prompt_ids[: len(exchange.token_ids)])
             and exchange.images == images[: len(exchange.images)]
         ]
-        return max(known, key=lambda item: item[0], default=(0, None))[1]  # of several equal ones, the first
+        return max(candidates, key=lambda item: item[0], default=(0, None))[1]  # of several equal ones, the first
 
     def _branches(self) -> list[tuple[SampleBatch, Branch]]:
         """Return a sequence for each response that nothing follows, in the order of these responses."""
@@ -170,37 +170,37 @@ class EpisodeSession:
             if leaf in followed:
                 continue
             path = self._path(leaf)
-            own = [number for number in path if number not in counted]
-            counted.update(own)
-            made = [(self.exchanges[number].num_given, self.exchanges[number].completion) for number in own]
+            uncounted = [number for number in path if number not in counted]
+            counted.update(uncounted)
+            responses = [(self.exchanges[number].num_given, self.exchanges[number].completion) for number in uncounted]
             token_ids = self.exchanges[leaf].token_ids
             branch = Branch(
-                prompt_length=made[0][0],
-                num_made=sum(len(completion.token_ids_T) for _, completion in made),
+                prompt_length=responses[0][0],
+                num_made=sum(len(completion.token_ids_T) for _, completion in responses),
                 num_tokens=len(token_ids),
             )
-            branches.append((self._sequence(token_ids, self.exchanges[leaf].images, made, path), branch))
+            branches.append((self._sequence(token_ids, self.exchanges[leaf].images, responses, path), branch))
         return branches
 
     def _sequence(
         self,
         token_ids: Sequence[int],
         images: tuple[ImageRef, ...],
-        made: Sequence[tuple[int, EngineCompletion]] = (),
+        responses: Sequence[tuple[int, EngineCompletion]] = (),
         path: Sequence[int] = (),
     ) -> SampleBatch:
         """Lay out a sequence in which these responses count, each from its place on; `path` are all of its
         responses."""
-        arrays = _laid_out(token_ids, made)
+        arrays = _laid_out(token_ids, responses)
         if self._tokenizer.sees:
             arrays = arrays.replace(**image_columns([images]))
         if self._keeps_masks:
-            masks = [(first, completion.masks) for first, completion in made]
+            masks = [(first, completion.masks) for first, completion in responses]
             arrays = arrays.replace(**mask_columns(len(token_ids), masks))
         if self._experts is None:
             return arrays
-        said = [self.exchanges[number].completion.routed_experts_TX for number in path]
-        routed_TX = self._experts.of_sequence([each for each in said if each is not None], len(token_ids))
+        routed_parts = [self.exchanges[number].completion.routed_experts_TX for number in path]
+        routed_TX = self._experts.of_sequence([each for each in routed_parts if each is not None], len(token_ids))
         return arrays.replace(**{COLUMN: routed_TX})
 
     def _path(self, leaf: int) -> list[int]:
@@ -223,11 +223,15 @@ class EpisodeSession:
         return "\n---\n".join(texts)
 
 
-def _repeats(messages: ChatMessages, known: ChatMessages) -> bool:
+def _repeats(messages: ChatMessages, exchanged: ChatMessages) -> bool:
     """Return whether messages are the known ones; clients that do not know of reasoning send none back."""
     return all(
-        message == other or (reasoning_of(message) in (None, reasoning_of(other)) and _plain(message) == _plain(other))
-        for message, other in zip(messages, known, strict=True)
+        message == exchanged_message
+        or (
+            reasoning_of(message) in (None, reasoning_of(exchanged_message))
+            and _plain(message) == _plain(exchanged_message)
+        )
+        for message, exchanged_message in zip(messages, exchanged, strict=True)
     )
 
 
@@ -235,13 +239,13 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in REASONING_FIELDS}
 
 
-def _laid_out(token_ids: Sequence[int], made: Sequence[tuple[int, EngineCompletion]]) -> SampleBatch:
+def _laid_out(token_ids: Sequence[int], responses: Sequence[tuple[int, EngineCompletion]]) -> SampleBatch:
     """Lay out a sequence in which these responses count, each from its place on."""
     num_tokens = len(token_ids)
     mask_T = np.zeros(num_tokens, dtype=np.bool_)
     logprobs_T = np.zeros(num_tokens, dtype=np.float32)
     versions_T = np.full(num_tokens, -1, dtype=np.int32)
-    for first, completion in made:
+    for first, completion in responses:
         place = slice(first, first + len(completion.token_ids_T))
         mask_T[place], logprobs_T[place], versions_T[place] = True, completion.logprobs_T, completion.versions_T
     return SampleBatch(

@@ -67,13 +67,13 @@ def products_of(program: TransferProgram) -> list[AdapterProduct]:
     merging = program.merging
     if merging is None:
         return []
-    at, names, found = merging.products, merging.storages, []
+    at, names, products = merging.products, merging.storages, []
     for row, tensor in enumerate(at.tensor_M.tolist()):
         outputs, inputs = at.shape_MD[row].tolist()
         row_bytes = inputs * int(ITEM_SIZE_OF_CODE[at.dtype_M[row]])
         if at.live_strides_MD[row].tolist() != [row_bytes, row_bytes // inputs] or at.live_offset_M[row] % row_bytes:
             raise _refused(merging.tensors[tensor])
-        found.append(
+        products.append(
             AdapterProduct(
                 weight=names[int(at.live_M[row])],
                 base=names[int(at.base_M[row])],
@@ -88,15 +88,15 @@ def products_of(program: TransferProgram) -> list[AdapterProduct]:
                 b_at=int(at.b_offset_M[row]) // _ITEM,
             )
         )
-    return found
+    return products
 
 
 class VersionUses:
     """The order in which the versions of an engine were last needed."""
 
-    def __init__(self, most: int) -> None:
-        """Have room for `most` versions, or more while requests need them."""
-        self._most = most
+    def __init__(self, max_versions: int) -> None:
+        """Have room for `max_versions` versions, or more while requests need them."""
+        self._max_versions = max_versions
         self._used: dict[int, tuple[int, bool]] = {}
         """Time at which a request named the version last, or its own, in requests, and whether one has named it."""
         self._num_requests = 0
@@ -112,11 +112,11 @@ class VersionUses:
             if version in self._used:
                 self._used[version] = self._num_requests, True
 
-    def surplus(self, held: Collection[int], needed: Collection[int]) -> list[int]:
+    def surplus(self, versions_held: Collection[int], needed: Collection[int]) -> list[int]:
         """Return the versions to drop of those that are held: named longest ago, and none that are needed."""
-        self._used = {version: self._used[version] for version in held}
+        self._used = {version: self._used[version] for version in versions_held}
         spare = sorted((used, version) for version, used in self._used.items() if version not in needed)
-        return [version for _, version in spare[: max(0, len(held) - self._most)]]
+        return [version for _, version in spare[: max(0, len(versions_held) - self._max_versions)]]
 
 
 class _Set:
@@ -131,10 +131,10 @@ class _Set:
         self.digests: tuple[bytes, ...] = ()
         """Digests that were compared with the trainers'; empty until they are known."""
         self.sampling: ElementSampling | None = None
-        for each in products:
-            outputs, inputs = each.shape
-            a = storages[each.a].as_strided((each.rank, inputs), (each.a_stride, 1), each.a_at)
-            b = storages[each.b].as_strided((outputs, each.rank), (each.rank, 1), each.b_at)
+        for product in products:
+            outputs, inputs = product.shape
+            a = storages[product.a].as_strided((product.rank, inputs), (product.a_stride, 1), product.a_at)
+            b = storages[product.b].as_strided((outputs, product.rank), (product.rank, 1), product.b_at)
             self.matrices.append((a, b) if bool(b.any()) else None)
 
 
@@ -171,9 +171,9 @@ class AdapterSets:
         for number, product in enumerate(products):
             numbers.setdefault(product.weight, []).append(number)
         self._products = [*products]
-        for weight, own in numbers.items():
+        for weight, product_numbers in numbers.items():
             layer = modules.get(weight.removesuffix(".weight"))
-            undo = None if layer is None else self._attach(layer, functools.partial(self._added, own))
+            undo = None if layer is None else self._attach(layer, functools.partial(self._added, product_numbers))
             if undo is None:
                 raise _refused(weight)
             self._detach.append(undo)
@@ -189,8 +189,8 @@ class AdapterSets:
 
     def keep(self, version: int, staging: Mapping[str, torch.Tensor], dropped: Iterable[int] = ()) -> None:
         """Copy the adapters of a version, and drop others."""
-        for each in dropped:
-            self._held.pop(each, None)
+        for dropped_version in dropped:
+            self._held.pop(dropped_version, None)
         names = {name for product in self._products for name in (product.a, product.b)}
         self._held[version] = _Set({name: staging[name].clone() for name in sorted(names)}, self._products)
 
@@ -202,20 +202,20 @@ class AdapterSets:
         self._num_tokens = len(version_N)
         rows = [None] if len(versions) == 1 else [np.flatnonzero(version_N == version) for version in versions]
         self._step = [
-            (self._held[version], None if its is None else torch.from_numpy(its).to(device))
-            for version, its in zip(versions, rows, strict=True)
+            (self._held[version], None if row_M is None else torch.from_numpy(row_M).to(device))
+            for version, row_M in zip(versions, rows, strict=True)
         ]
 
-    def _added(self, numbers: Sequence[int], given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def _added(self, numbers: Sequence[int], layer_input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return a layer's output with what the adapters of each token's version add. Tokens of no version come
         last."""
-        inputs_NI, output_NO = given.reshape(-1, given.shape[-1]), output.reshape(-1, output.shape[-1])
+        inputs_NI, output_NO = layer_input.reshape(-1, layer_input.shape[-1]), output.reshape(-1, output.shape[-1])
         if len(inputs_NI) < self._num_tokens:
             raise ModelError("a layer with the adapters of several models is not given all tokens of a step")
-        for held, row_M in self._step:
+        for adapter_set, row_M in self._step:
             its_MI: torch.Tensor | None = None
             for number in numbers:
-                matrices, product = held.matrices[number], self._products[number]
+                matrices, product = adapter_set.matrices[number], self._products[number]
                 if matrices is None:
                     continue
                 a, b = matrices
@@ -238,33 +238,37 @@ class AdapterSets:
 
     def digest_task(self, version: int, weights: Weights, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests a version's copy, and one of the others again."""
-        own = self._held[version]
+        adapter_set = self._held[version]
         self._num_digests += 1
-        own.checked, own.sampling = self._num_digests, sampling
-        known = [(each.checked, number) for number, each in self._held.items() if each.digests and number != version]
-        task = weights.digest_task(sampling, own.storages)
-        if not known:
-            return _SetsDigest(task, own, None, lambda _: None)
-        _, other = min(known)
-        again = self._held[other]
+        adapter_set.checked, adapter_set.sampling = self._num_digests, sampling
+        digested = [(each.checked, number) for number, each in self._held.items() if each.digests and number != version]
+        task = weights.digest_task(sampling, adapter_set.storages)
+        if not digested:
+            return _SetsDigest(task, adapter_set, None, lambda _: None)
+        _, version_again = min(digested)
+        again = self._held[version_again]
         again.checked = self._num_digests
 
         def compare(digests: tuple[bytes, ...]) -> None:
-            if digests != again.digests and self._held.get(other) is again:
-                del self._held[other]
-                print(f"the adapters of version {other} have changed in memory: they are dropped", flush=True)
+            if digests != again.digests and self._held.get(version_again) is again:
+                del self._held[version_again]
+                print(f"the adapters of version {version_again} have changed in memory: they are dropped", flush=True)
 
-        return _SetsDigest(task, own, weights.digest_task(again.sampling, again.storages), compare)
+        return _SetsDigest(task, adapter_set, weights.digest_task(again.sampling, again.storages), compare)
 
 
 class _SetsDigest:
     """The digests of a version, and then those of another to compare with what they were."""
 
     def __init__(
-        self, task: RunningDigest, own: _Set, again: RunningDigest | None, compare: Callable[[tuple[bytes, ...]], None]
+        self,
+        task: RunningDigest,
+        adapter_set: _Set,
+        again: RunningDigest | None,
+        compare: Callable[[tuple[bytes, ...]], None],
     ) -> None:
         self._task = task
-        self._own = own
+        self._own = adapter_set
         self._again = again
         self._compare = compare
         self.expected_s = task.expected_s + (0.0 if again is None else again.expected_s)
@@ -291,8 +295,8 @@ def on_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | None:
     if not isinstance(layer, torch.nn.Linear):
         return None
 
-    def hook(_: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        return add(given[0], output)
+    def hook(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return add(inputs[0], output)
 
     return layer.register_forward_hook(hook).remove
 

@@ -47,10 +47,10 @@ def version_of(request: SequenceRequest) -> int:
 class SeveralVersions(RefittedEngine, ABC):
     """The part of an engine that concerns the versions that it holds; one without a version is made by the newest."""
 
-    def __init__(self, *given: Any, num_sets: int, **named: Any) -> None:
+    def __init__(self, *args: Any, num_sets: int, **kwargs: Any) -> None:
         """Take what the engine takes. `num_sets` versions are held, or more while requests need them."""
         self._uses = VersionUses(num_sets)
-        super().__init__(*given, **named)
+        super().__init__(*args, **kwargs)
 
     def apply(
         self,
@@ -102,9 +102,9 @@ class SeveralVersions(RefittedEngine, ABC):
 class AdapterSlots(EngineSlots):
     """Slots of sequences that different versions make."""
 
-    def __init__(self, num_slots: int, *given: Any) -> None:
+    def __init__(self, num_slots: int, *args: Any) -> None:
         """Take what `EngineSlots` takes."""
-        super().__init__(num_slots, *given)
+        super().__init__(num_slots, *args)
         self.wanted_S = np.zeros(num_slots, np.int64)
         """Version that makes the slot's sequence."""
 
@@ -125,13 +125,13 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
 
     _slots_kind = AdapterSlots
 
-    def __init__(self, *given: Any, num_sets: int, **named: Any) -> None:
+    def __init__(self, *args: Any, num_sets: int, **kwargs: Any) -> None:
         """Take what `TransformersEngine` takes. `num_sets` versions are held."""
         self._sets = AdapterSets(on_linear)
         self._staging: Mapping[str, torch.Tensor] = {}
         self._broken: list[int] = []
         """Requests whose weights have just given something that is no number."""
-        super().__init__(*given, num_sets=num_sets, **named)
+        super().__init__(*args, num_sets=num_sets, **kwargs)
 
     def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
         """Bind the program without its merge, and point the adapted layers at the received base. Raises
@@ -170,12 +170,16 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         completions = super().step()
         broken, self._broken = {*self._broken}, []
         if broken:
-            ended = {each.request_id for each in completions}
+            ended = {completion.request_id for completion in completions}
             completions = [
-                msgspec.structs.replace(each, finish_reason="abort") if each.request_id in broken else each
-                for each in completions
+                msgspec.structs.replace(completion, finish_reason="abort")
+                if completion.request_id in broken
+                else completion
+                for completion in completions
             ]
-            completions += [each for number in sorted(broken - ended) if (each := self.abort(number)) is not None]
+            completions += [
+                completion for number in sorted(broken - ended) if (completion := self.abort(number)) is not None
+            ]
         return completions
 
     def close(self) -> None:

@@ -56,10 +56,10 @@ class KeyValueCache:
 
     def layer(self, index: int, key_1HND: torch.Tensor, value_1HND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values ``[S, H, L, D]`` of a layer, made like `key_1HND` and `value_1HND` if it is new."""
-        found = self._layers.get(index)
-        if found is None:
-            found = self._layers[index] = (self._allocate(key_1HND), self._allocate(value_1HND))
-        return found
+        cached = self._layers.get(index)
+        if cached is None:
+            cached = self._layers[index] = (self._allocate(key_1HND), self._allocate(value_1HND))
+        return cached
 
     def move(self, source_M: NDArray[np.int64], destination_M: NDArray[np.int64], length: int) -> None:
         """Copy the first `length` positions of each source slot to its destination slot, in every layer."""
@@ -188,9 +188,9 @@ def slot_attention(
     return output_NHD[None], None
 
 
-def _refuse_unknown(module: torch.nn.Module, given: Mapping[str, Any], *, passes_on: bool) -> None:
+def _refuse_unknown(module: torch.nn.Module, arguments: Mapping[str, Any], *, passes_on: bool) -> None:
     """Raise `ModelError` for an architecture whose attention is another."""
-    unknown = [name for name in ("softcap", "position_bias") if given.get(name) is not None]
+    unknown = [name for name in ("softcap", "position_bias") if arguments.get(name) is not None]
     if unknown or not passes_on:
         reason = f"its attention needs {unknown[0]}" if unknown else "it does not pass arguments on to its attention"
         raise ModelError(f"{type(module).__name__}: the embedded engine cannot run this architecture: {reason}")

@@ -16,8 +16,8 @@ from tandem.rollout.engines.slots import EngineSlots
 
 def forbidden_next(sequences: Sequence[Sequence[int]], made_ids: Sequence[int]) -> list[int]:
     """Return the tokens that would complete one of the sequences after these tokens of the response."""
-    made = tuple(made_ids)
-    return [last for *before, last in sequences if made[len(made) - len(before) :] == tuple(before)]
+    response_ids = tuple(made_ids)
+    return [last for *before, last in sequences if response_ids[len(response_ids) - len(before) :] == tuple(before)]
 
 
 class ForbiddingForward:
@@ -36,6 +36,6 @@ class ForbiddingForward:
             sequences = sequence.request.sampling.bad_token_ids
             if sequences:
                 length = max(map(len, sequences)) - 1
-                found = forbidden_next(sequences, self._slots.newest(row, length))
-                logits_RV[row, found] = -torch.inf
+                forbidden_ids = forbidden_next(sequences, self._slots.newest(row, length))
+                logits_RV[row, forbidden_ids] = -torch.inf
         return logits_RV

@@ -18,15 +18,15 @@ def engine_kind(
     `backend` is ``vllm``, or ``transformers`` for the embedded engine. `read_image` returns the encoded bytes of an
     image by its digest, within `limits`; a text model asks for none.
     """
-    made = _vllm_engine(sees=tokenizer.sees) if backend == "vllm" else _embedded_engine(sees=tokenizer.sees)
+    make_engine = _vllm_engine(sees=tokenizer.sees) if backend == "vllm" else _embedded_engine(sees=tokenizer.sees)
     if not tokenizer.sees:
-        return made
+        return make_engine
     from tandem.samples.images.chat import VisionTokenizer
     from tandem.samples.images.families import undrawable_ids
 
     assert isinstance(tokenizer, VisionTokenizer), "no other one sees"
     undrawable = undrawable_ids(tokenizer, tokenizer.settings.family)
-    return functools.partial(made, read_image=read_image, undrawable=undrawable, limits=limits)
+    return functools.partial(make_engine, read_image=read_image, undrawable=undrawable, limits=limits)
 
 
 def adapters_kind(backend: str) -> Callable[..., Engine]:

@@ -142,9 +142,9 @@ class RefittedEngine:
     def _require_held(self, request: SequenceRequest) -> None:
         """Raise `VersionNotHeld` if the request names a version that the engine does not hold."""
         if isinstance(request.sampling, ServedSampling):
-            wanted = request.sampling.weight_version
-            if wanted is not None and not self._holds(wanted):
-                raise VersionNotHeld(f"the engine does not hold weight version {wanted}")
+            version = request.sampling.weight_version
+            if version is not None and not self._holds(version):
+                raise VersionNotHeld(f"the engine does not hold weight version {version}")
 
     def _holds(self, version: int) -> bool:
         return version == self.version

@@ -80,12 +80,12 @@ def penalised(
     logits_V = logits_V.clone()
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*prompt_ids, *made_ids}), device=logits_V.device)
-        found = logits_V[seen]
+        seen_logits = logits_V[seen]
         factor = sampling.repetition_penalty
-        logits_V[seen] = torch.where(found > 0, found / factor, found * factor)
+        logits_V[seen] = torch.where(seen_logits > 0, seen_logits / factor, seen_logits * factor)
     if made_ids:
-        made = torch.tensor(made_ids, device=logits_V.device)
-        count_V = torch.bincount(made, minlength=len(logits_V)).to(logits_V.dtype)
+        made_T = torch.tensor(made_ids, device=logits_V.device)
+        count_V = torch.bincount(made_T, minlength=len(logits_V)).to(logits_V.dtype)
         logits_V -= sampling.frequency_penalty * count_V
         logits_V -= sampling.presence_penalty * (count_V > 0).to(logits_V.dtype)
     return logits_V
@@ -100,8 +100,8 @@ def alternatives_in(logits_V: torch.Tensor, sampling: ServedSampling) -> Alterna
         limits = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p]), torch.tensor([sampling.min_p])
         scaled_V = restrict(scaled_V[None], *(limit_1.to(scaled_V.device) for limit_1 in limits))[0]
     logprob_N, token_N = scaled_V.log_softmax(dim=-1).topk(min(sampling.num_alternatives, len(scaled_V)))
-    found = zip(token_N.tolist(), logprob_N.tolist(), strict=True)
-    return [(token, logprob) for token, logprob in found if logprob > -np.inf]
+    likeliest = zip(token_N.tolist(), logprob_N.tolist(), strict=True)
+    return [(token, logprob) for token, logprob in likeliest if logprob > -np.inf]
 
 
 class ServedForward:
@@ -126,14 +126,14 @@ class ServedForward:
                 logits_RV[row] = self._served(logits_RV[row], row, request, request.sampling)
         return logits_RV
 
-    def with_alternatives(self, made: Mapping[int, NewTokens], starts: Mapping[int, int]) -> dict[int, NewTokens]:
+    def with_alternatives(self, new_tokens: Mapping[int, NewTokens], starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Add the alternatives to what requests have made from these tokens on."""
-        kept = self._alternatives
+        alternatives = self._alternatives
         return {
-            number: msgspec.structs.replace(tokens, alternatives=kept[number][starts[number] :])
-            if number in kept
+            number: msgspec.structs.replace(tokens, alternatives=alternatives[number][starts[number] :])
+            if number in alternatives
             else tokens
-            for number, tokens in made.items()
+            for number, tokens in new_tokens.items()
         }
 
     def finish(self, completion: EngineCompletion) -> EngineCompletion:
@@ -156,8 +156,8 @@ class ServedForward:
             allowed_V = torch.from_numpy(self._allowed(request.request_id, sampling.grammar, made_ids, len(logits_V)))
             logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), -torch.inf)
         if sampling.num_alternatives:
-            found = alternatives_in(logits_V, sampling)
-            self._alternatives.setdefault(request.request_id, []).append(found)
+            alternatives = alternatives_in(logits_V, sampling)
+            self._alternatives.setdefault(request.request_id, []).append(alternatives)
         return logits_V
 
     def _allowed(

@@ -56,7 +56,7 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # its warnings are checked for below
     try:
-        model, found = model_class(config).from_pretrained(
+        model, loading_info = model_class(config).from_pretrained(
             model_folder,
             config=config,
             dtype=dtype,
@@ -71,10 +71,10 @@ def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
         raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
-    for what in ("missing_keys", "mismatched_keys"):
-        names = sorted(key if isinstance(key, str) else str(key[0]) for key in found[what])
+    for list_name in ("missing_keys", "mismatched_keys"):
+        names = sorted(key if isinstance(key, str) else str(key[0]) for key in loading_info[list_name])
         if names:
-            state = what.removesuffix("_keys")
+            state = list_name.removesuffix("_keys")
             raise ModelError(f"{model_folder}: {names[0]} is {state}, the first of {len(names)} such tensors")
     return model
 

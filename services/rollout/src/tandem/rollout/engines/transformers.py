@@ -153,8 +153,8 @@ class TransformersEngine(RefittedEngine):
     def made(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Return what running requests have made from these tokens on, by id."""
         numbers = [(slot, sequence.request.request_id) for slot, sequence in enumerate(self._slots.sequences)]
-        made = {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
-        return made if self._served is None else self._served.with_alternatives(made, starts)
+        new_tokens = {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
+        return new_tokens if self._served is None else self._served.with_alternatives(new_tokens, starts)
 
     def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""
@@ -225,7 +225,8 @@ class TransformersEngine(RefittedEngine):
         token_parts = [slots.last_token_S[:num_decoding]]
         position_parts = [length_R]
         prompts: list[SlotPrompt] = []
-        kept, num_slots = [*range(num_decoding)], [1] * num_decoding  # tokens, and the slots that go on from each
+        token_indices = [*range(num_decoding)]
+        num_slots = [1] * num_decoding  # that go on from each of these tokens
         start = num_decoding
         for group in self._admit():
             prompt_ids = group[0].request.prompt_ids
@@ -235,13 +236,13 @@ class TransformersEngine(RefittedEngine):
             token_parts.append(np.array(prompt_ids, np.int64))
             position_parts.append(np.arange(len(prompt_ids)))
             start += len(prompt_ids)
-            kept.append(start - 1)  # what a prompt's other tokens predict is known
+            token_indices.append(start - 1)  # what a prompt's other tokens predict is known
             num_slots.append(len(group))
-        kept_K = torch.from_numpy(np.array(kept, np.int64)) if prompts else None
+        kept_K = torch.from_numpy(np.array(token_indices, np.int64)) if prompts else None
         logits_KV = self._run(token_parts, position_parts, self._plan(length_R, tuple(prompts)), kept_K)
         if not prompts:
             return logits_KV
-        row_R = torch.from_numpy(np.repeat(np.arange(len(kept)), num_slots)).to(self._model.device)
+        row_R = torch.from_numpy(np.repeat(np.arange(len(token_indices)), num_slots)).to(self._model.device)
         with torch.inference_mode():
             return logits_KV.index_select(0, row_R)
 

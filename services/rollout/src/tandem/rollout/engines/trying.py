@@ -19,9 +19,9 @@ def try_out(model: Any, model_folder: Path, max_length: int) -> None:
     no_rows = torch.zeros(0, dtype=torch.int64)
     step = AttentionStep(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (SlotPrompt(0, 2, 0, 1),))
     inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64), "position_ids": torch.arange(2)[None]}
-    told: dict[int, int | None] = {}
+    told_windows: dict[int, int | None] = {}
     with torch.inference_mode():
-        model(**inputs, use_cache=False, slot_step=step, told_windows=told)
+        model(**inputs, use_cache=False, slot_step=step, told_windows=told_windows)
     cannot = f"{model_folder}: the embedded engine cannot run {model.config.model_type}"
     if cache.num_layers != len(windows):
         raise ModelError(
@@ -29,5 +29,5 @@ def try_out(model: Any, model_folder: Path, max_length: int) -> None:
             "transformers"
         )
     for layer, window in enumerate(windows):
-        if window is not None and window < max_length and told.get(layer) != window:
+        if window is not None and window < max_length and told_windows.get(layer) != window:
             raise ModelError(f"{cannot}: layer {layer} does not tell attention of its window of {window} tokens")

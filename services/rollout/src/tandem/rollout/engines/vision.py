@@ -229,8 +229,8 @@ class VisionEngine(TransformersEngine):
             delta_R = torch.from_numpy(self._slots.delta_S[:num]).to(step.position_R.device)
             parts = [(step.position_R + delta_R).expand(3, -1)]
             if views:
-                given = zip(views, step.prompts, strict=True)
-                prompts_XN = np.concatenate([view.positions(prompt.length) for view, prompt in given], axis=1)
+                prompt_views = zip(views, step.prompts, strict=True)
+                prompts_XN = np.concatenate([view.positions(prompt.length) for view, prompt in prompt_views], axis=1)
                 parts.append(torch.from_numpy(prompts_XN).to(delta_R.device))
             kwargs["position_ids"] = torch.cat(parts, dim=1)[:, None]
         if self._has_blocks:

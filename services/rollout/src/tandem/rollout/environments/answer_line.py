@@ -76,10 +76,10 @@ class AnswerLine:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the texts; a response without such a line is wrong."""
-        found = _ANSWER.findall(response[-_TAIL:])
-        given = normalised(comparable(found[-1])) if found else None
-        correct = given == normalised(comparable(reference(problem)))
-        return Score(reward=float(correct), correct=correct, answer=given)
+        matches = _ANSWER.findall(response[-_TAIL:])
+        answer = normalised(comparable(matches[-1])) if matches else None
+        correct = answer == normalised(comparable(reference(problem)))
+        return Score(reward=float(correct), correct=correct, answer=answer)
 
 
 class ChoiceLine:
@@ -87,10 +87,10 @@ class ChoiceLine:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the letters; a response without such a line is wrong."""
-        found = _CHOICE.findall(_MARKUP.sub("", comparable(response)))
-        given = found[-1].upper() if found else None
-        correct = given == _choice(reference(problem))
-        return Score(reward=float(correct), correct=correct, answer=given)
+        matches = _CHOICE.findall(_MARKUP.sub("", comparable(response)))
+        answer = matches[-1].upper() if matches else None
+        correct = answer == _choice(reference(problem))
+        return Score(reward=float(correct), correct=correct, answer=answer)
 
 
 class ChoiceLineOfAnyLanguage:
@@ -98,10 +98,10 @@ class ChoiceLineOfAnyLanguage:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the letters; a response without such a line is wrong."""
-        found = _CHOICE_ANYWHERE.findall(_MARKUP.sub("", comparable(response)))
-        given = _LETTERS[found[-1].upper()] if found else None
-        correct = given == _choice(reference(problem))
-        return Score(reward=float(correct), correct=correct, answer=given)
+        matches = _CHOICE_ANYWHERE.findall(_MARKUP.sub("", comparable(response)))
+        answer = _LETTERS[matches[-1].upper()] if matches else None
+        correct = answer == _choice(reference(problem))
+        return Score(reward=float(correct), correct=correct, answer=answer)
 
 
 def _choice(answer: str) -> str:

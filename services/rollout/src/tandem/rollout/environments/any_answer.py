@@ -26,7 +26,7 @@ class AnyAnswer:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Score the response against each right answer until one makes it correct."""
-        best = _best(problem, self._reads_boxes, lambda each: self._environment.score(each, response))
+        best = _best(problem, self._reads_boxes, lambda variant: self._environment.score(variant, response))
         assert isinstance(best, Score), "an environment that scores has no turns"
         return best
 
@@ -39,7 +39,7 @@ class AnyAnswerInTurns:
 
     def step(self, problem: Problem, conversation: Messages) -> Score | Turn:
         """Answer the last response, or score it against each right answer until one makes it correct."""
-        return _best(problem, False, lambda each: self._environment.step(each, conversation))
+        return _best(problem, False, lambda variant: self._environment.step(variant, conversation))
 
 
 def _best(problem: Problem, reads_boxes: bool, call: Callable[[Problem], Score | Turn]) -> Score | Turn:

@@ -41,10 +41,10 @@ class Calculator:
         call = _CALL.search(response)
         if call is not None:
             return Turn([{"role": self._role, "content": calculate(call[1])}])
-        given, wanted = answer_in(response, self._answer_after), reference(problem)
-        value = _number(given)
-        correct = given == wanted or (value is not None and value == _number(wanted))
-        return Score(float(correct), correct=correct, answer=(given if value is None else str(value)) or None)
+        answer, expected = answer_in(response, self._answer_after), reference(problem)
+        value = _number(answer)
+        correct = answer == expected or (value is not None and value == _number(expected))
+        return Score(float(correct), correct=correct, answer=(answer if value is None else str(value)) or None)
 
 
 def calculate(expression: str) -> str:
@@ -66,8 +66,8 @@ def _value(node: ast.expr) -> Fraction:
             return -_value(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left), _value(right))
+        case ast.BinOp(left=lhs, op=op, right=rhs) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(lhs), _value(rhs))
         case _:
             raise ValueError("not arithmetic")
 

@@ -22,7 +22,7 @@ class ExactMatch:
 
     def score(self, problem: Problem, response: str) -> Score:
         """Compare the answer with the reference."""
-        given, wanted = map(comparable, (answer_in(response, self._answer_after), reference(problem)))
+        answer, expected = map(comparable, (answer_in(response, self._answer_after), reference(problem)))
         if self._ignore_case:
-            given, wanted = given.casefold(), wanted.casefold()
-        return Score(reward=float(given == wanted), correct=given == wanted, answer=given or None)
+            answer, expected = answer.casefold(), expected.casefold()
+        return Score(reward=float(answer == expected), correct=answer == expected, answer=answer or None)

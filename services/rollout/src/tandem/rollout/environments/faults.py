@@ -55,19 +55,21 @@ class FaultPolicy:
     def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> UnscoredResponse:
         """Return what becomes of a sample, and log the details. Raises `RewardError` if the failure ends the run."""
         self._num_failures += 1
-        said = self._said(problem, failure)
-        _log(said, problem, conversation, failure)
-        most = self._settings.max_failures
+        message = self._said(problem, failure)
+        _log(message, problem, conversation, failure)
+        max_failures = self._settings.max_failures
         if self._on_error == "fail" or (failure.on_purpose and self._settings.on_error is None):
-            raise RewardError(said)
-        if most is not None and self._num_failures > most:
-            raise RewardError(f"{said}; this is failure {self._num_failures} (env.{self._name}.max_failures: {most})")
+            raise RewardError(message)
+        if max_failures is not None and self._num_failures > max_failures:
+            raise RewardError(
+                f"{message}; this is failure {self._num_failures} (env.{self._name}.max_failures: {max_failures})"
+            )
         if self._settings.is_agent and not self._has_succeeded and self._num_failures >= _IN_VAIN:
             raise RewardError(
-                f"{said}{_to_install(failure)}; all of the first {self._num_failures} episodes have failed, so that "
+                f"{message}{_to_install(failure)}; all of the first {self._num_failures} episodes have failed, so that "
                 "there is nothing to learn from"
             )
-        return UnscoredResponse(said, failure.timed_out, dropped=self._on_error == "drop")
+        return UnscoredResponse(message, failure.timed_out, dropped=self._on_error == "drop")
 
     def _said(self, problem: Problem, failure: Failure) -> str:
         if failure.timed_out:
@@ -83,13 +85,13 @@ class FaultPolicy:
 
 def _to_install(failure: Failure) -> str:
     """Return what to install, if a failure says what is missing."""
-    found = _MISSING.search(failure.what) or _MISSING.search(failure.trace)
-    return "" if found is None else f" (pip install {found[1]}, where the agent's program runs)"
+    match = _MISSING.search(failure.what) or _MISSING.search(failure.trace)
+    return "" if match is None else f" (pip install {match[1]}, where the agent's program runs)"
 
 
-def _log(said: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
+def _log(message: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
     """Write all details of a failure to the process's log."""
-    lines = [time.strftime("%H:%M:%S ") + said, f"  problem: {problem.problem_id!r}"]
+    lines = [time.strftime("%H:%M:%S ") + message, f"  problem: {problem.problem_id!r}"]
     lines += [f"  {message['role']}: {whole_text(message)!r}" for message in conversation]
     text = visible(sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip()))
     with contextlib.suppress(OSError):  # the disk may be full

@@ -71,8 +71,8 @@ class JudgeEnvironment:
     async def score(self, problem: Problem, response: str) -> Score:
         """Ask for a score between the lowest and the highest; it becomes a reward from 0 to 1."""
         settings = self._settings
-        asked = fill_template(f"{self._key}.prompt", settings.prompt, problem, response=response)
-        messages = [{"role": "user", "content": asked}]
+        prompt = fill_template(f"{self._key}.prompt", settings.prompt, problem, response=response)
+        messages = [{"role": "user", "content": prompt}]
         if settings.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": settings.system_prompt})
         request: dict[str, Any] = {
@@ -89,11 +89,11 @@ class JudgeEnvironment:
         """Return the judgement, and whether this call asked the judge for it."""
         if self._cache is None:
             return await self._ask(request), True
-        asked = json.dumps([self._settings.base_url, request, self._settings.extra_body], sort_keys=True)
-        digest = hashlib.sha256(asked.encode()).hexdigest()
-        known = self._cache.get(digest)
-        if known is not None:
-            return known, False
+        request_text = json.dumps([self._settings.base_url, request, self._settings.extra_body], sort_keys=True)
+        digest = hashlib.sha256(request_text.encode()).hexdigest()
+        cached = self._cache.get(digest)
+        if cached is not None:
+            return cached, False
         is_new = digest not in self._asking
         if is_new:
             task = self._asking[digest] = asyncio.create_task(self._ask_and_keep(self._cache, digest, request))
@@ -109,22 +109,22 @@ class JudgeEnvironment:
 
     async def _ask(self, request: dict[str, Any]) -> JudgeReply:
         answer = await self._client.chat.completions.create(**request, extra_body=self._settings.extra_body or None)
-        said = answer.choices[0].message.content if answer.choices else None
+        text = answer.choices[0].message.content if answer.choices else None
         usage = answer.usage
         return JudgeReply(
-            said or "",
+            text or "",
             prompt_tokens=0 if usage is None else usage.prompt_tokens,
             completion_tokens=0 if usage is None else usage.completion_tokens,
         )
 
-    def _reward(self, said: str) -> float:
+    def _reward(self, text: str) -> float:
         """Return the last score in the text, as a reward. Raises `JudgementError`."""
-        found = [*self._pattern.finditer(said)]
+        matches = [*self._pattern.finditer(text)]
         try:
-            score = float(found[-1][1])
+            score = float(matches[-1][1])
         except (IndexError, TypeError, ValueError):
-            what = f"{said[:_LONGEST_QUOTE]!r}{'...' if len(said) > _LONGEST_QUOTE else ''}"
-            raise JudgementError(f"the judge says {what}, where {self._key}.score_pattern finds no number") from None
+            quote = f"{text[:_LONGEST_QUOTE]!r}{'...' if len(text) > _LONGEST_QUOTE else ''}"
+            raise JudgementError(f"the judge says {quote}, where {self._key}.score_pattern finds no number") from None
         lowest, highest = self._settings.lowest_score, self._settings.highest_score
         return min(1.0, max(0.0, (score - lowest) / (highest - lowest)))
 

@@ -33,14 +33,14 @@ from tandem.rollout.environments.environment import (
 def runs_in(config: Config) -> RunsIn:
     """Import what ``data.environment`` names; return where it runs. Raises `ConfigError` if the import fails."""
     name = str(config.data.environment)
-    where: object = getattr(_factory(name, config.env[name], config), "runs_in", "processes")
+    declared: object = getattr(_factory(name, config.env[name], config), "runs_in", "processes")
     try:
-        known: RunsIn = msgspec.convert(where, RunsIn)
+        place: RunsIn = msgspec.convert(declared, RunsIn)
     except msgspec.ValidationError:
         choices = " or ".join(map(repr, get_args(RunsIn)))
         path = config.env[name].class_path
-        raise ConfigError(f"env.{name}.class: {path}.runs_in is {where!r}, not {choices}") from None
-    return known
+        raise ConfigError(f"env.{name}.class: {path}.runs_in is {declared!r}, not {choices}") from None
+    return place
 
 
 def make_environment(config: Config, engine: EngineServer | None = None) -> Environment | ConversingEnvironment:
@@ -107,8 +107,10 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
 
         return RewardModel  # type: ignore[return-value]  # it has a worker process to itself
     if settings.class_path is not None:
-        made: Callable[..., Environment | ConversingEnvironment] = named(settings.class_path, f"env.{name}.class")
-        return made
+        environment_class: Callable[..., Environment | ConversingEnvironment] = named(
+            settings.class_path, f"env.{name}.class"
+        )
+        return environment_class
     match name:
         case "reasoning_gym":
             from tandem.rollout.environments.reasoning_gym import ReasoningGym

@@ -63,10 +63,10 @@ class MathVerify:
         answer = reference(problem)
         if "\n" not in answer and comparable(response) == comparable(answer):
             return Score(reward=1.0, correct=True, answer=answer)
-        expected, given = parse_reference(answer), parse_response(response)
-        if is_equal(expected, given, asks_percent=_PERCENT.search(question_text(problem.question)) is not None):
+        expected, parsed = parse_reference(answer), parse_response(response)
+        if is_equal(expected, parsed, asks_percent=_PERCENT.search(question_text(problem.question)) is not None):
             return Score(reward=1.0, correct=True, answer=answer)  # one name for all equal answers
-        return Score(reward=0.0, correct=False, answer=str(given[0]) if given else None)
+        return Score(reward=0.0, correct=False, answer=str(parsed[0]) if parsed else None)
 
 
 def parse_reference(answer: str) -> Parsed:
@@ -81,28 +81,28 @@ def parse_response(response: str) -> Parsed:
     return parsed
 
 
-def is_equal(expected: Parsed, given: Parsed, *, asks_percent: bool = False) -> bool:
+def is_equal(expected: Parsed, actual: Parsed, *, asks_percent: bool = False) -> bool:
     """Return whether two answers are equal: by math-verify, and by four rules where that is too generous.
 
     Decimals agree in four significant digits, not only in six decimals. A point is not a set. Letters that are a word
     or a choice keep their order. ``9%`` is 0.09, and 9 only if the question asks for a percentage (`asks_percent`).
     """
-    if not _verify(expected, given, _DECIMALS):
+    if not _verify(expected, actual, _DECIMALS):
         return False
-    if _percentages(expected) != _percentages(given) and not asks_percent:
-        expected, given = _by_value(expected), _by_value(given)
-        if not _verify(expected, given, _DECIMALS):
+    if _percentages(expected) != _percentages(actual) and not asks_percent:
+        expected, actual = _by_value(expected), _by_value(actual)
+        if not _verify(expected, actual, _DECIMALS):
             return False
-    decimals = _decimals([*expected, *given])
-    if decimals > _DECIMALS and not _verify(expected, given, decimals):
+    decimals = _decimals([*expected, *actual])
+    if decimals > _DECIMALS and not _verify(expected, actual, decimals):
         return False
-    texts = _text(expected), _text(given)
+    texts = _text(expected), _text(actual)
     return {_bracket(text) for text in texts} != {"(", "{"} and not _is_other_word(*texts)
 
 
-def _verify(expected: Parsed, given: Parsed, decimals: int) -> bool:
+def _verify(expected: Parsed, actual: Parsed, decimals: int) -> bool:
     precision = _PRECISION + decimals - _DECIMALS
-    return bool(math_verify.verify(expected, given, decimals, precision, timeout_seconds=None))
+    return bool(math_verify.verify(expected, actual, decimals, precision, timeout_seconds=None))
 
 
 def _plain(text: str) -> str:
@@ -112,8 +112,8 @@ def _plain(text: str) -> str:
 
 
 def _improper(mixed: re.Match[str]) -> str:
-    whole, numerator, denominator = map(int, mixed.groups())
-    return f"{whole * denominator + numerator}/{denominator}" if numerator < denominator else mixed[0]
+    integer, numerator, denominator = map(int, mixed.groups())
+    return f"{integer * denominator + numerator}/{denominator}" if numerator < denominator else mixed[0]
 
 
 def _text(parsed: Parsed) -> str:
@@ -161,13 +161,13 @@ def _bracket(text: str) -> str:
     return "{" if value.startswith("\\{") and value.endswith("\\}") else ""
 
 
-def _is_other_word(expected: str, given: str) -> bool:
+def _is_other_word(expected: str, actual: str) -> bool:
     """Return whether the reference is a word, or a sequence of capital letters, and the answer is another."""
-    letters, others = (_WRAPPER.sub(r"\1", text).strip() for text in (expected, given))
-    if len(letters) < 2 or not letters.isalpha() or not others.isalpha():
+    letters, actual_letters = (_WRAPPER.sub(r"\1", text).strip() for text in (expected, actual))
+    if len(letters) < 2 or not letters.isalpha() or not actual_letters.isalpha():
         return False
     is_word = letters != expected.strip() or letters.isupper() or len(letters) > _LONGEST_PRODUCT
-    return is_word and letters.casefold() != others.casefold()
+    return is_word and letters.casefold() != actual_letters.casefold()
 
 
 # The first parse takes half a second. Done here, workers forked from this process need not repeat it.

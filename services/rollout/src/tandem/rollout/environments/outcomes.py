@@ -67,7 +67,7 @@ class EnvironmentCall(msgspec.Struct, eq=False):
 
     key: int
     call: ScoringCall
-    wanted: bool = True
+    is_wanted: bool = True
     """Whether the outcome is still awaited."""
     alone: bool = False
     """Whether it must run by itself, because a job of its batch ended its worker."""
@@ -140,13 +140,13 @@ def failure_of(error: BaseException, module: str) -> Failure:
     if isinstance(error, TandemError):
         return Failure(line(str(error)), on_purpose=True)
     folder = os.path.dirname(getattr(sys.modules.get(module), "__file__", None) or "")
-    where = raised_at(error.__traceback__, folder)
+    location = raised_at(error.__traceback__, folder)
     try:
-        what = f"{type(error).__name__}: {error}"
+        description = f"{type(error).__name__}: {error}"
     except Exception:  # the exception's class may be anyone's, too
-        what = type(error).__name__
+        description = type(error).__name__
     trace = "".join(traceback.format_exception(error))
-    return Failure(line(f"{what}{where}"), visible(sayable(trace[-_LONGEST_TRACE:])))
+    return Failure(line(f"{description}{location}"), visible(sayable(trace[-_LONGEST_TRACE:])))
 
 
 def timed_out(timeout_s: float) -> Failure:
@@ -154,46 +154,46 @@ def timed_out(timeout_s: float) -> Failure:
     return Failure(f"took longer than {timeout_s:g} s", timed_out=True)
 
 
-def _by_name(given: object, kind: Literal["component", "cost"]) -> dict[str, float]:
+def _by_name(numbers: object, kind: Literal["component", "cost"]) -> dict[str, float]:
     """Return numbers by name, if they are few and no name is too long to send."""
-    if not isinstance(given, Mapping):
-        raise RewardError(f"the {kind}s are {shown(given)}, not numbers by name")
-    if len(given) > MAX_COMPONENTS:
-        raise RewardError(f"{len(given)} {kind}s of a reward, more than {MAX_COMPONENTS}")
+    if not isinstance(numbers, Mapping):
+        raise RewardError(f"the {kind}s are {shown(numbers)}, not numbers by name")
+    if len(numbers) > MAX_COMPONENTS:
+        raise RewardError(f"{len(numbers)} {kind}s of a reward, more than {MAX_COMPONENTS}")
     named: dict[str, float] = {}
-    for name, value in given.items():
+    for name, value in numbers.items():
         if not isinstance(name, str):
-            raise RewardError(f"the {kind}s are {shown(given)}, not numbers by name")
+            raise RewardError(f"the {kind}s are {shown(numbers)}, not numbers by name")
         sent = line(name)
         named[sent] = finite_number(value, f"the {kind} {sent!r}")
-        for each in (name, sent):
-            if not 1 <= len(each) <= MAX_NAME:
-                raise RewardError(f"the name of a {kind} has {len(each)} characters, not 1 to {MAX_NAME}")
+        for spelling in (name, sent):
+            if not 1 <= len(spelling) <= MAX_NAME:
+                raise RewardError(f"the name of a {kind} has {len(spelling)} characters, not 1 to {MAX_NAME}")
     return named
 
 
-def _truth(given: object) -> bool:
+def _truth(correct: object) -> bool:
     """Return a truth of numpy as Python's."""
-    kind = type(given)
+    kind = type(correct)
     if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
-        return bool(given)
-    raise RewardError(f"correct is {shown(given)}, not True or False")
+        return bool(correct)
+    raise RewardError(f"correct is {shown(correct)}, not True or False")
 
 
-def _answer(given: object) -> str:
-    if isinstance(given, str):
-        return line(given)
-    raise RewardError(f"answer is {shown(given)}, not a text or None")
+def _answer(answer: object) -> str:
+    if isinstance(answer, str):
+        return line(answer)
+    raise RewardError(f"answer is {shown(answer)}, not a text or None")
 
 
-def _messages(given: object) -> Messages:
+def _messages(turn_messages: object) -> Messages:
     """Return messages if each has a role and a content, both text, and none is the policy's own."""
     try:
-        messages = msgspec.convert(given, list[dict[str, str]])
+        messages = msgspec.convert(turn_messages, list[dict[str, str]])
     except msgspec.ValidationError:
         messages = []
     if not messages or not all({"role", "content"} <= message.keys() for message in messages):
-        raise RewardError(f"the messages of a Turn are {shown(given)}, not a list of {{role, content}}")
+        raise RewardError(f"the messages of a Turn are {shown(turn_messages)}, not a list of {{role, content}}")
     if any(message["role"] == "assistant" for message in messages):
         raise RewardError("a Turn holds an assistant message, which only the policy can give")
     for text in (text for message in messages for text in message.values()):

@@ -39,10 +39,10 @@ class _Allowance:
 
     def taken(self, text: str) -> str:
         """Return the part of a text that may be printed."""
-        kept = text[: self._left]
-        self._left -= len(kept)
-        self._num_left_out += len(text) - len(kept)
-        return visible(kept)
+        printed = text[: self._left]
+        self._left -= len(printed)
+        self._num_left_out += len(text) - len(printed)
+        return visible(printed)
 
     def end(self) -> None:
         """Say how much was left out, if anything was."""

@@ -43,7 +43,7 @@ class RewardProgram(NamedTuple):
     """The program's address and keys."""
 
     at: Listener
-    own: KeyPair
+    key_pair: KeyPair
     """Key pair by which the program recognises rollouts."""
 
 
@@ -57,7 +57,7 @@ class ProgramPool:
         self._program = program
         self._silence_s = config.cluster.heartbeat_timeout_s
         self._waiting: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
         self._asked: dict[int, EnvironmentCall] = {}
         """Pending jobs by the numbers of their calls."""
         self._heard_at = 0.0
@@ -86,7 +86,7 @@ class ProgramPool:
 
     def _run(self) -> None:
         try:
-            callers = CallerConnections({_NAME: self._program.at}, self._program.own, max_bytes=_MAX_REPLY_BYTES)
+            callers = CallerConnections({_NAME: self._program.at}, self._program.key_pair, max_bytes=_MAX_REPLY_BYTES)
             with contextlib.closing(callers):
                 codec: MessageCodec[ResponsesScored | StillScoring] = MessageCodec(FromRewardServer)
                 while not self._is_closing:
@@ -114,7 +114,7 @@ class ProgramPool:
                 self._heard_at = time.monotonic()
             while True:
                 new.append(self._waiting.get_nowait())
-        jobs = [job for job in new if job is not None and job.wanted]
+        jobs = [job for job in new if job is not None and job.is_wanted]
         self._asked |= {job.call.number: job for job in jobs}
         return jobs
 
@@ -127,15 +127,15 @@ class ProgramPool:
                 text=job.call.conversation[-1].get("text"),
             )
             for job in jobs
-            if job.wanted
+            if job.is_wanted
         )
         if not responses:
             return
         try:
             frames = encode(ScoreResponses(responses=responses))
         except Exception as error:  # a problem may hold anything
-            what = f"problems cannot be sent to {_NAME}: {type(error).__name__}: {error}"
-            raise RewardError(line(what)) from error
+            reason = f"problems cannot be sent to {_NAME}: {type(error).__name__}: {error}"
+            raise RewardError(line(reason)) from error
         callers.send(_NAME, frames)
 
     def _hear(self, message: ResponsesScored | StillScoring) -> None:
@@ -148,9 +148,9 @@ class ProgramPool:
                 continue  # scored twice, because it was asked for over two connections
             if scored.failure:
                 failure = Failure(line(scored.failure), scored.traceback, timed_out=scored.timed_out)
-                self.done.put((job, failure))
+                self.outcomes.put((job, failure))
             else:
-                self.done.put((job, Score(scored.reward, scored.correct, scored.components)))
+                self.outcomes.put((job, Score(scored.reward, scored.correct, scored.components)))
 
     def _refuse_silence(self, callers: CallerConnections) -> None:
         """Raise `RewardError` if the program neither answers nor says why."""

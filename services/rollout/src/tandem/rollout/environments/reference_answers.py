@@ -36,8 +36,8 @@ def scorer_of(config: Config, name: str) -> _Scored:
     try:
         environment = make_environment(config.of_environment(name))
     except ConfigError as error:
-        why = str(error)
-        return lambda problem: ReferenceScore(failure=why)
+        reason = str(error)
+        return lambda problem: ReferenceScore(failure=reason)
     if is_multi_turn(environment):
         return lambda problem: ReferenceScore(failure="it plays several turns, so no single response has a score")
     step = step_of(environment)
@@ -52,7 +52,7 @@ def scorer_of(config: Config, name: str) -> _Scored:
         for line in _last_lines(config, name, texts):
             alone = _best_of(call, problem, _spellings(config, name, line), module)
             scores.append(msgspec.structs.replace(alone, part="the last line alone: the reference answer has several"))
-        return min(scores, key=lambda each: (not each.failure, each.correct, each.reward))
+        return min(scores, key=lambda scored: (not scored.failure, scored.correct, scored.reward))
 
     return score
 
@@ -124,10 +124,10 @@ def main(order_file: Path, answer_file: Path) -> None:
     order = decode_order(order_file.read_bytes())
     config, scorers = config_from_json(order.config), dict[str, _Scored]()
     with answer_file.open("wb") as answers:
-        for each in order.answers:
-            if each.environment not in scorers:
-                scorers[each.environment] = scorer_of(config, each.environment)
-            answers.write(msgspec.json.encode(scorers[each.environment](each.problem)) + b"\n")
+        for answer in order.answers:
+            if answer.environment not in scorers:
+                scorers[answer.environment] = scorer_of(config, answer.environment)
+            answers.write(msgspec.json.encode(scorers[answer.environment](answer.problem)) + b"\n")
             answers.flush()
 
 

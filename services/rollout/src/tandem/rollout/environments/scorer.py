@@ -49,11 +49,11 @@ class EnvironmentScorer:
             self._pool = ProgramPool(self._program, self._config)
             return
         if self._server is None:
-            where = runs_in(self._config)
-            assert where == "threads", "built-in environments that are not HEAVY"
+            place = runs_in(self._config)
+            assert place == "threads", "built-in environments that are not HEAVY"
         else:
-            where = self._server.imported(self._config.cluster.deadlines.build_s).runs_in
-        if where == "threads":
+            place = self._server.imported(self._config.cluster.deadlines.build_s).runs_in
+        if place == "threads":
             if self._server is not None:
                 self._server.watch()
             self._pool = ThreadPool(self._config)
@@ -79,8 +79,8 @@ class EnvironmentScorer:
         assert pool is not None, "await_ready comes first"
         pool.check()
         results: list[tuple[int, Score | Turn | UnscoredResponse]] = []
-        while not pool.done.empty():
-            job, outcome = pool.done.get()
+        while not pool.outcomes.empty():
+            job, outcome = pool.outcomes.get()
             is_wanted = self._wanted.get(job.key) is job
             if is_wanted:
                 del self._wanted[job.key]
@@ -99,11 +99,11 @@ class EnvironmentScorer:
         """Abandon what was submitted with these keys."""
         for key in keys:
             if (job := self._wanted.pop(key, None)) is not None:
-                job.wanted = False
+                job.is_wanted = False
 
-    def refuse(self, problem: Problem, conversation: Messages, what: str) -> UnscoredResponse:
+    def refuse(self, problem: Problem, conversation: Messages, reason: str) -> UnscoredResponse:
         """Judge the environment's answer that cannot be used. Raises `RewardError` if that ends the run."""
-        return self._faults.judged(problem, conversation, Failure(what))
+        return self._faults.judged(problem, conversation, Failure(reason))
 
     def close(self) -> None:
         """End what runs the environment; a thread that hangs is left to the end of the process."""

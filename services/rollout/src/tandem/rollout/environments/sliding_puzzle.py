@@ -50,5 +50,5 @@ class SlidingPuzzle:
 
 def _move(response: str) -> str | None:
     actions = _ACTION.findall(response)
-    said = (actions[-1] if actions else response).strip().lower()
-    return next((move for move in MOVES if said in (move, move[0])), None)
+    action = (actions[-1] if actions else response).strip().lower()
+    return next((move for move in MOVES if action in (move, move[0])), None)

@@ -43,8 +43,8 @@ def _gsm_symbolic(scorer: Scorer, answer: str, entry: Entry) -> float:
     number = _NUMBER.search(answer)
     if number is None:
         return 0.0
-    given, expected = (float(text.replace(",", "")) for text in (number[0], str(entry["answer"])))
-    return 1.0 if given == expected else _WRONG
+    actual, expected = (float(text.replace(",", "")) for text in (number[0], str(entry["answer"])))
+    return 1.0 if actual == expected else _WRONG
 
 
 def _puzzle24(scorer: Scorer, answer: str, entry: Entry) -> float:
@@ -56,8 +56,8 @@ def _coin_flip(scorer: Scorer, answer: str, entry: Entry) -> float:
     score = float(scorer(answer, entry))
     if score < 1:
         return score
-    given, expected = (float(Fraction(text.replace(",", ""))) for text in (answer, str(entry["answer"])))
-    return score if math.isclose(given, expected, rel_tol=_RELATIVE) else 0.0
+    actual, expected = (float(Fraction(text.replace(",", ""))) for text in (answer, str(entry["answer"])))
+    return score if math.isclose(actual, expected, rel_tol=_RELATIVE) else 0.0
 
 
 def _board(scorer: Scorer, answer: str, entry: Entry) -> float:

@@ -33,7 +33,7 @@ class ThreadPool:
         self._module = (settings.class_path or "").rpartition(".")[0]
         self._step = step_of(environment)
         self._waiting: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
         self._at_work: dict[threading.Thread, EnvironmentCall | None] = {}
         """Current job of each thread."""
         for _ in range(settings.num_workers):
@@ -50,7 +50,7 @@ class ThreadPool:
             if job is not None and job.started is not None and now - job.started > self._timeout_s:
                 del self._at_work[thread]
                 self._start()
-                self.done.put((job, timed_out(self._timeout_s)))
+                self.outcomes.put((job, timed_out(self._timeout_s)))
 
     def close(self) -> None:
         """Tell the threads to end; one that hangs is left to the end of the process."""
@@ -68,7 +68,7 @@ class ThreadPool:
     def _work(self) -> None:
         me = threading.current_thread()
         while (job := self._waiting.get()) is not None:
-            if not job.wanted:
+            if not job.is_wanted:
                 continue
             job.started = time.monotonic()
             self._at_work[me] = job
@@ -76,7 +76,7 @@ class ThreadPool:
             if self._at_work.get(me) is not job:
                 return  # its call was given up
             self._at_work[me] = None
-            self.done.put((job, outcome))
+            self.outcomes.put((job, outcome))
 
     def _call(self, problem: Problem, conversation: Messages) -> object:
         result = self._step(problem, conversation)

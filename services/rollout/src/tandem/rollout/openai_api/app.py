@@ -73,8 +73,8 @@ def only_with(token: str | None, model: ServedModel) -> Find:
 
     def find(request: Request) -> ServedModel:
         if token is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), token.encode()):
+            sent_token = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+            if not hmac.compare_digest(sent_token.encode(), token.encode()):
                 raise unauthorised()
         return model
 
@@ -92,10 +92,10 @@ class OpenaiPaths:
         """Answer a conversation."""
 
         def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, GenerationJob, View]:
-            asked = read_request(body, ChatRequest)
-            _check_name(model, asked.model)
-            job = chat_job(model, asked)
-            return asked, job, ChatView(model, asked, job)
+            chat_request = read_request(body, ChatRequest)
+            _check_name(model, chat_request.model)
+            job = chat_job(model, chat_request)
+            return chat_request, job, ChatView(model, chat_request, job)
 
         return await self._carry_out(request, begin)
 
@@ -103,10 +103,10 @@ class OpenaiPaths:
         """Continue texts."""
 
         def begin(model: ServedModel, body: bytes) -> tuple[CompletionRequest, GenerationJob, View]:
-            asked = read_request(body, CompletionRequest)
-            _check_name(model, asked.model)
-            job = completion_job(model, asked)
-            return asked, job, CompletionView(model, asked, job)
+            completion_request = read_request(body, CompletionRequest)
+            _check_name(model, completion_request.model)
+            job = completion_job(model, completion_request)
+            return completion_request, job, CompletionView(model, completion_request, job)
 
         return await self._carry_out(request, begin)
 
@@ -133,10 +133,10 @@ class OpenaiPaths:
         try:
             async with asyncio.timeout(self._deadline_s):
                 model = self._find(request)
-                asked, job, view = begin(model, await read_body(request))
-                if asked.stream:
-                    return EventStream(_events(model, asked, job, view), self._deadline_s)
-                pieces = await _while_there(request.receive, collect(model, asked, job))
+                generation_request, job, view = begin(model, await read_body(request))
+                if generation_request.stream:
+                    return EventStream(_events(model, generation_request, job, view), self._deadline_s)
+                pieces = await _while_there(request.receive, collect(model, generation_request, job))
         except TimeoutError:
             return as_response(too_late(self._deadline_s))
         except (ConfigError, DataError) as error:  # from a chat template, or a text without tokens
@@ -176,15 +176,15 @@ class EventStream(Response):
 
 
 async def _events(
-    model: ServedModel, asked: ChatRequest | CompletionRequest, job: GenerationJob, view: View
+    model: ServedModel, request: ChatRequest | CompletionRequest, job: GenerationJob, view: View
 ) -> AsyncGenerator[bytes, None]:
     """Yield a stream; an error after its beginning becomes one of its events."""
-    shows_tokens = asked.return_token_ids or asked.wants_logprobs
+    shows_tokens = request.return_token_ids or request.wants_logprobs
     num_tokens = 0
     try:
         for first in view.begin():
             yield _event(msgspec.json.encode(first))
-        async with contextlib.aclosing(grow(model, asked, job)) as growing:
+        async with contextlib.aclosing(grow(model, request, job)) as growing:
             async for number, piece in growing:
                 num_tokens += len(piece.token_ids)
                 if piece.text or piece.reasoning or piece.tool_calls or piece.finish_reason or shows_tokens:
@@ -214,12 +214,12 @@ async def _until_disconnected(receive: Receive) -> None:
         pass
 
 
-def _check_name(model: ServedModel, asked: str | None) -> None:
+def _check_name(model: ServedModel, name: str | None) -> None:
     names = (model.name, *model.aliases)
-    if asked is None:
+    if name is None:
         return
-    if asked not in names:
-        raise no_such_model(asked, names)
+    if name not in names:
+        raise no_such_model(name, names)
 
 
 def _card(model: ServedModel, name: str) -> ModelCard:
@@ -237,11 +237,11 @@ def _event(data: bytes) -> bytes:
 async def _as_openai(request: Request, error: Exception) -> Response:
     """Refuse an unknown path or method."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}: {error.detail}"
-    return as_response(OpenAIRefused(what, status=error.status_code, kind="not_found_error"))
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return as_response(OpenAIRefused(message, status=error.status_code, kind="not_found_error"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """Report an error of ours; details and traceback are in the log."""
-    what = f"{type(error).__name__} while answering; the server's log has more"
-    return as_response(OpenAIRefused(what, status=500, kind="server_error"))
+    message = f"{type(error).__name__} while answering; the server's log has more"
+    return as_response(OpenAIRefused(message, status=500, kind="server_error"))

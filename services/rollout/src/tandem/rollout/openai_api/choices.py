@@ -63,7 +63,7 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request: what to generate."""
 
     prompts: list[list[int]]
-    wanted: list[WantedResponse]
+    responses: list[WantedResponse]
     """Wanted responses, in the order of their choices."""
     images: tuple[ImageRef, ...] = ()
     """Images of a chat's prompt."""
@@ -114,14 +114,16 @@ def _job(
             raise too_long(len(prompt), model.max_length)
     num_samples = request.n or 1
     if len(prompts) * num_samples > MAX_CHOICES:
-        what = f"n: {num_samples} responses to {len(prompts)} prompts, but at most {MAX_CHOICES} responses are allowed"
-        raise OpenAIRefused(what, param="n")
+        message = (
+            f"n: {num_samples} responses to {len(prompts)} prompts, but at most {MAX_CHOICES} responses are allowed"
+        )
+        raise OpenAIRefused(message, param="n")
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids
     as_tokens = model.tokenizer.undivided_ids(request.stop_strings)
     schema = request.wanted_schema
     grammar = None if schema is None else model.grammar_of(schema)
-    wanted: list[WantedResponse] = []
+    responses: list[WantedResponse] = []
     for number, prompt in enumerate(prompts):
         room = model.max_length - len(prompt)
         sampling = SamplingParameters(
@@ -135,8 +137,8 @@ def _job(
         )
         sampling = request.served(sampling, grammar)
         for _ in range(num_samples):
-            wanted.append(WantedResponse(prompt=number, sampling=sampling, seed=_seed(seed, len(wanted))))
-    return GenerationJob(prompts=prompts, wanted=wanted)
+            responses.append(WantedResponse(prompt=number, sampling=sampling, seed=_seed(seed, len(responses))))
+    return GenerationJob(prompts=prompts, responses=responses)
 
 
 def _seed(seed: int, choice: int) -> int:
@@ -154,17 +156,17 @@ class ResponseBuilder:
 
     def __init__(self, model: ServedModel, request: GenerationFields, prompt_ids: Sequence[int], seed: int) -> None:
         self._reader: ChatReader | None = None
-        kept = frozenset[int]()
+        marker_ids = frozenset[int]()
         if isinstance(request, ChatRequest):
             markers = chat_markers(model.response_markers, model.tool_call_parser, may_call=request.may_call)
             if markers.texts:
-                kept = model.tokenizer.marker_ids(markers.texts)
+                marker_ids = model.tokenizer.marker_ids(markers.texts)
                 prompt = model.tokenizer.decode(prompt_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
                 # A conversation grows, and its turns may be asked for with the same seed.
                 key = f"{seed}/{len(prompt_ids)}"
                 self._reader = ChatReader(markers, key, prompt=prompt, tools=request.offered_tools)
         shows_special = request.skip_special_tokens is False
-        self._stream = TextStream(model.tokenizer, skip_special_tokens=not shows_special, kept=kept)
+        self._stream = TextStream(model.tokenizer, skip_special_tokens=not shows_special, shown_ids=marker_ids)
         self._stopped = StoppedText(request.stop_strings)
 
     def add(self, chunk: ResponseChunk) -> ResponsePiece:
@@ -177,9 +179,11 @@ class ResponseBuilder:
             return _piece(chunk, ChatPart(text, "", []), chunk.finish_reason)
         part = self._reader.push(text)
         if is_last:
-            rest = self._reader.finish()
+            last_part = self._reader.finish()
             part = ChatPart(
-                part.text + rest.text, part.reasoning + rest.reasoning, [*part.tool_calls, *rest.tool_calls]
+                part.text + last_part.text,
+                part.reasoning + last_part.reasoning,
+                [*part.tool_calls, *last_part.tool_calls],
             )
         reason: FinishReason | None = chunk.finish_reason
         if reason == "stop" and self._reader.has_calls:
@@ -221,13 +225,13 @@ async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob
     pieces: asyncio.Queue[Chosen | Exception] = asyncio.Queue()
     is_streamed = bool(request.stream)
 
-    async def follow(number: int, wanted: WantedResponse) -> None:
+    async def follow(number: int, response: WantedResponse) -> None:
         try:
-            prompt_ids = job.prompts[wanted.prompt]
+            prompt_ids = job.prompts[response.prompt]
             has_text = _has_text(request)
-            growing = ResponseBuilder(model, request, prompt_ids, wanted.seed) if has_text else WithoutText()
+            growing = ResponseBuilder(model, request, prompt_ids, response.seed) if has_text else WithoutText()
             chunks = model.generator.generate(
-                prompt_ids, wanted.sampling, wanted.seed, job.images, is_streamed=is_streamed
+                prompt_ids, response.sampling, response.seed, job.images, is_streamed=is_streamed
             )
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
@@ -235,7 +239,7 @@ async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob
         except Exception as error:  # the consumer of the pieces must know of any error
             pieces.put_nowait(error)
 
-    tasks = [asyncio.create_task(follow(number, wanted)) for number, wanted in enumerate(job.wanted)]
+    tasks = [asyncio.create_task(follow(number, response)) for number, response in enumerate(job.responses)]
     try:
         num_left = len(tasks)
         while num_left:
@@ -252,7 +256,7 @@ async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob
 
 async def collect(model: ServedModel, request: GenerationFields, job: GenerationJob) -> list[ResponsePiece]:
     """Return all responses, each complete."""
-    parts: list[list[ResponsePiece]] = [[] for _ in job.wanted]
+    parts: list[list[ResponsePiece]] = [[] for _ in job.responses]
     async with contextlib.aclosing(grow(model, request, job)) as growing:
         async for number, piece in growing:
             parts[number].append(piece)
@@ -293,7 +297,7 @@ class ChatView:
         self._job = job
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._num_calls = [0] * len(job.wanted)
+        self._num_calls = [0] * len(job.responses)
         """Calls sent so far, by choice."""
 
     def answer(self, pieces: Sequence[ResponsePiece]) -> ChatAnswer:
@@ -321,7 +325,7 @@ class ChatView:
     def begin(self) -> Iterator[ChatChunk]:
         """Yield the start of a stream: the role of the messages that follow."""
         ids = _shown_ids(self._request, self._job.prompts[0])
-        for number in range(len(self._job.wanted)):
+        for number in range(len(self._job.responses)):
             choice = ChatChunkChoice(index=number, delta=MessageDelta(role="assistant", content=""))
             yield self._chunk([choice], prompt_token_ids=UNSET if number else ids)
 
@@ -374,9 +378,11 @@ class ChatView:
             content=[
                 TokenLogprob(
                     **self._described(token_id, logprob),
-                    top_logprobs=[TopLogprob(**self._described(*other)) for other in others],
+                    top_logprobs=[TopLogprob(**self._described(*alternative)) for alternative in token_alternatives],
                 )
-                for token_id, logprob, others in zip(piece.token_ids, piece.logprobs, alternatives, strict=True)
+                for token_id, logprob, token_alternatives in zip(
+                    piece.token_ids, piece.logprobs, alternatives, strict=True
+                )
             ]
         )
 
@@ -395,7 +401,7 @@ class CompletionView:
         self._job = job
         self._id = f"cmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._num_characters = [0] * len(job.wanted)
+        self._num_characters = [0] * len(job.responses)
         """Characters of each choice's tokens so far."""
 
     def answer(self, pieces: Sequence[ResponsePiece]) -> CompletionAnswer:
@@ -408,7 +414,7 @@ class CompletionView:
         """Yield the start of a stream: nothing, unless token ids are asked for."""
         if self._request.return_token_ids:
             empty = ResponsePiece(text="", token_ids=[], logprobs=[], finish_reason=None)
-            for number in range(len(self._job.wanted)):
+            for number in range(len(self._job.responses)):
                 yield self._part([self._choice(number, empty, is_first=True)])
 
     def chunks(self, number: int, piece: ResponsePiece) -> Iterator[CompletionAnswer]:
@@ -441,7 +447,7 @@ class CompletionView:
         )
 
     def _choice(self, number: int, piece: ResponsePiece, *, is_first: bool) -> CompletionChoice:
-        prompt_ids = self._job.prompts[self._job.wanted[number].prompt]
+        prompt_ids = self._job.prompts[self._job.responses[number].prompt]
         return CompletionChoice(
             index=number,
             text=piece.text,
@@ -466,8 +472,14 @@ class CompletionView:
             tokens=tokens,
             token_logprobs=piece.logprobs,
             top_logprobs=[
-                {**{self._text_of(other): its_logprob for other, its_logprob in reversed(others)}, token: logprob}
-                for token, logprob, others in zip(tokens, piece.logprobs, alternatives, strict=True)
+                {
+                    **{
+                        self._text_of(alternative_id): alternative_logprob
+                        for alternative_id, alternative_logprob in reversed(token_alternatives)
+                    },
+                    token: logprob,
+                }
+                for token, logprob, token_alternatives in zip(tokens, piece.logprobs, alternatives, strict=True)
             ],
             text_offset=offsets,
         )

@@ -126,8 +126,8 @@ class EngineDriver:
             if self._closed is not None:
                 raise self._closed
             if self._num_unfinished >= _MAX_UNFINISHED:
-                what = f"{self._num_unfinished} responses are being made or wait: ask again later"
-                raise OpenAIRefused(what, status=429, kind="rate_limit_error", code="overloaded")
+                message = f"{self._num_unfinished} responses are being made or wait: ask again later"
+                raise OpenAIRefused(message, status=429, kind="rate_limit_error", code="overloaded")
             self._num_unfinished += 1
             self._arrived.append(stream)
         self._tell(stream.loop)
@@ -194,13 +194,13 @@ class EngineDriver:
     def admit(self) -> None:
         """Give the engine the new requests, and take out those that were abandoned."""
         with self._changed:
-            left, self._left = self._left, set()
-            self._unread -= left
-            waiting = [stream for stream in self._arrived if stream not in left]
-            gone = [number for number, stream in self._streams.items() if stream in left]
+            abandoned, self._left = self._left, set()
+            self._unread -= abandoned
+            waiting = [stream for stream in self._arrived if stream not in abandoned]
+            gone = [number for number, stream in self._streams.items() if stream in abandoned]
             num_joining = max(0, self._most_at_once - len(self._streams) + len(gone))
             if 0 < num_joining < len(waiting):
-                running = Counter(_version_of(each) for each in self._streams.values() if each not in left)
+                running = Counter(_version_of(each) for each in self._streams.values() if each not in abandoned)
                 waiting = _in_turns(waiting, running)
             self._arrived = deque(waiting[num_joining:])
         for number in gone:
@@ -220,11 +220,11 @@ class EngineDriver:
     def hand_out(self, completions: Sequence[EngineCompletion]) -> list[EngineCompletion]:
         """Send the engine's results to their streams; return the finished requests of others."""
         sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]] = []
-        others = []
+        other_completions = []
         for completion in completions:
             stream = self._streams.pop(completion.request_id, None)
             if stream is None:
-                others.append(completion)
+                other_completions.append(completion)
             elif completion.finish_reason == "abort":
                 sent.append((stream, OpenAIRefused("its weights give probabilities that are not numbers")))
             else:
@@ -235,7 +235,7 @@ class EngineDriver:
                 self._streams[number].num_sent += len(tokens.token_ids_T)
                 sent.append((self._streams[number], _chunk(tokens)))
         _send(sent)
-        return others
+        return other_completions
 
     def suspend(self) -> None:
         """Take all requests out of the engine, which does something else now; `admit` has them go on."""
@@ -251,11 +251,11 @@ class EngineDriver:
 
     def _take_out(self, number: int, stream: _Stream) -> list[tuple[_Stream, ResponseChunk | OpenAIRefused]]:
         """Take a request out of the engine, so that its stream can go on with the rest; return what is to be sent."""
-        made = self._engine.abort(number)
-        if made is None or not len(made.token_ids_T):
+        completion = self._engine.abort(number)
+        if completion is None or not len(completion.token_ids_T):
             return []
-        chunks = [_chunk(made, stream.num_sent)] if len(made.token_ids_T) > stream.num_sent else []
-        stream.request = self._rest_of(stream.request, made)
+        chunks = [_chunk(completion, stream.num_sent)] if len(completion.token_ids_T) > stream.num_sent else []
+        stream.request = self._rest_of(stream.request, completion)
         stream.num_sent = 0
         return [(stream, chunk) for chunk in chunks]
 
@@ -273,15 +273,15 @@ class EngineDriver:
                         self._unread.add(stream)
         _send(sent)
 
-    def drop(self, why: str) -> None:
+    def drop(self, reason: str) -> None:
         """Take all requests out of the engine and fail their streams; new ones may follow."""
         for number in self._streams:
             self._engine.abort(number)
-        self._refuse_all(unavailable(why))
+        self._refuse_all(unavailable(reason))
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         """Fail all current and future requests: nothing more is generated."""
-        refused = unavailable(why)
+        refused = unavailable(reason)
         with self._changed:
             self._closed = refused
         self._refuse_all(refused)
@@ -294,16 +294,16 @@ class EngineDriver:
             self._unread.clear()
         _send([(stream, refused) for stream in streams])
 
-    def _rest_of(self, request: SequenceRequest, made: EngineCompletion) -> SequenceRequest:
+    def _rest_of(self, request: SequenceRequest, completion: EngineCompletion) -> SequenceRequest:
         """Return what is left of a request."""
-        num_tokens = len(made.token_ids_T)
+        num_tokens = len(completion.token_ids_T)
         sampling = msgspec.structs.replace(
             request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens
         )
         return msgspec.structs.replace(
             request,
             request_id=next(self._numbers),
-            prompt_ids=(*request.prompt_ids, *made.token_ids_T.tolist()),
+            prompt_ids=(*request.prompt_ids, *completion.token_ids_T.tolist()),
             sampling=sampling,
             num_made=request.num_made + num_tokens,
         )
@@ -323,13 +323,13 @@ def _in_turns(waiting: Sequence[_Stream], running: Counter[int | None]) -> list[
         return [*waiting]
     fewest = [(running[version], turn, version) for turn, version in enumerate(queues)]
     heapq.heapify(fewest)
-    found: list[_Stream] = []
+    ordered: list[_Stream] = []
     while fewest:
         count, turn, version = heapq.heappop(fewest)
-        found.append(queues[version].popleft())
+        ordered.append(queues[version].popleft())
         if queues[version]:
             heapq.heappush(fewest, (count + 1, turn, version))
-    return found
+    return ordered
 
 
 def _chunk(tokens: NewTokens | EngineCompletion, start: int = 0) -> ResponseChunk:
@@ -358,9 +358,9 @@ def _last_chunk(completion: EngineCompletion, start: int) -> ResponseChunk:
 def _send(sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]]) -> None:
     """Hand chunks to the event loops that wait for them, each of which is woken once."""
     for loop in {stream.loop for stream, _ in sent}:
-        its = [(stream, chunk) for stream, chunk in sent if stream.loop is loop]
+        chunks_of_loop = [(stream, chunk) for stream, chunk in sent if stream.loop is loop]
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits there any more
-            loop.call_soon_threadsafe(_put, its)
+            loop.call_soon_threadsafe(_put, chunks_of_loop)
 
 
 def _put(sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]]) -> None:

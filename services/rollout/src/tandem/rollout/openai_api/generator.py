@@ -119,8 +119,8 @@ class ServedModel:
 
     def _mark(self, url: str) -> str:
         if self.images is None:
-            why = "its engine reads none" if self.tokenizer.sees else "it is a text model"
-            raise OpenAIRefused(f"messages: {self.name} answers texts here, not images: {why}", param="messages")
+            reason = "its engine reads none" if self.tokenizer.sees else "it is a text model"
+            raise OpenAIRefused(f"messages: {self.name} answers texts here, not images: {reason}", param="messages")
         return self.images.mark(url)
 
     def chat_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -144,12 +144,14 @@ class ServedModel:
         tools = request.offered_tools
         if tools and not self.tokenizer.reads_tools:
             raise OpenAIRefused(f"tools: the chat template of {self.name} does not support tools", param="tools")
-        known = self.tokenizer.template_variables
-        given = request.chat_template_kwargs or {}
-        if request.unknown_fields or given.keys() - known:
-            self._refuse_variables(request.unknown_fields, {name: given[name] for name in given.keys() - known})
+        template_variables = self.tokenizer.template_variables
+        arguments = request.chat_template_kwargs or {}
+        if request.unknown_fields or arguments.keys() - template_variables:
+            self._refuse_variables(
+                request.unknown_fields, {name: arguments[name] for name in arguments.keys() - template_variables}
+            )
         effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort is not None else {}
-        variables = {name: value for name, value in {**effort, **given}.items() if name in known}
+        variables = {name: value for name, value in {**effort, **arguments}.items() if name in template_variables}
         return {**variables, "tools": tools} if tools else variables
 
     def _refuse_variables(self, fields: Sequence[str], arguments: Mapping[str, Any]) -> None:
@@ -157,12 +159,12 @@ class ServedModel:
         variables = _variables(self.tokenizer)
         field = next((name for name in fields if name in variables), None)
         if field is not None:
-            what = f"{field}: this is a variable of {self.name}'s chat template: give it in chat_template_kwargs"
-            raise OpenAIRefused(what, param=field, code="unsupported")
+            message = f"{field}: this is a variable of {self.name}'s chat template: give it in chat_template_kwargs"
+            raise OpenAIRefused(message, param=field, code="unsupported")
         names = [name for name in arguments if name in variables and (name, arguments[name]) != _GENERATION_PROMPT]
         if names:
-            what = f"chat_template_kwargs: {names[0]!r} cannot be set here: leave it out"
-            raise OpenAIRefused(what, param="chat_template_kwargs", code="unsupported")
+            message = f"chat_template_kwargs: {names[0]!r} cannot be set here: leave it out"
+            raise OpenAIRefused(message, param="chat_template_kwargs", code="unsupported")
 
 
 _GENERATION_PROMPT = ("add_generation_prompt", True)

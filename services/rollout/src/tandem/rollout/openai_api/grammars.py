@@ -105,7 +105,7 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocabulary: int) -> llguidance.LLTok
     try:
         return llguidance.hf.from_tokenizer(tokenizer.hugging_face, n_vocab=vocabulary)
     except ValueError as error:
-        what = (
+        message = (
             f"{FIELD}: this model's tokenizer does not say which bytes its tokens are (llguidance: {str(error)[:200]})"
         )
-        raise OpenAIRefused(what, param=FIELD, code="unsupported") from error
+        raise OpenAIRefused(message, param=FIELD, code="unsupported") from error

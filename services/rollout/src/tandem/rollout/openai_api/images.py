@@ -32,40 +32,40 @@ class RequestImages:
     def mark(self, url: str) -> str:
         """Keep an image, given as a data URI, and return its marker. Raises `OpenAIRefused`."""
         try:
-            found, data = described(url, "messages", self._limits)
+            image, data = described(url, "messages", self._limits)
         except DataError as error:
             raise OpenAIRefused(str(error), param="messages") from error
         assert isinstance(data, bytes), "no file is read"
         try:
-            self._keep(found.digest, data)
+            self._keep(image.digest, data)
         except TandemError as error:  # a full disk, for example
             raise OpenAIRefused(str(error), status=503, kind="server_error") from error
-        self._sizes.put(found.digest, found)
-        return marker(*found)
+        self._sizes.put(image.digest, image)
+        return marker(*image)
 
     def check(self, text: str) -> None:
         """Raise `OpenAIRefused` for a marker of an image that is not there, or of another size."""
         for marked in marked_in(text):
             if self._described(marked.digest) != marked:
                 shown = marker(*marked).replace(marked.digest, f"{marked.digest[:12]}...")
-                what = f"messages: {shown} in a text stands for no image that is held here: send it as image_url"
-                raise OpenAIRefused(what, param="messages")
+                message = f"messages: {shown} in a text stands for no image that is held here: send it as image_url"
+                raise OpenAIRefused(message, param="messages")
 
     def _described(self, digest: str) -> MarkedImage | None:
-        found = self._sizes.find(digest)
-        if found is None:
+        image = self._sizes.find(digest)
+        if image is None:
             try:
-                found = described(self.get(digest), "messages", self._limits)[0]
+                image = described(self.get(digest), "messages", self._limits)[0]
             except DataError:
                 return None
-            self._sizes.put(digest, found)
-        return found
+            self._sizes.put(digest, image)
+        return image
 
 
 def received_images(read: Callable[[str], bytes] | None = None, limits: ImageLimits = LIMITS) -> RequestImages:
     """Return a keeper of images in memory; those longest unused are forgotten first. `read` knows others."""
-    held = BoundedImages(_gone if read is None else read, _MAX_BYTES)
-    return RequestImages(held.put, held.get, limits)
+    images = BoundedImages(_gone if read is None else read, _MAX_BYTES)
+    return RequestImages(images.put, images.get, limits)
 
 
 def stored_images(folder: ImageFolder, limits: ImageLimits = LIMITS) -> RequestImages:

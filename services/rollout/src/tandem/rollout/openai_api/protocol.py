@@ -295,8 +295,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Tools for the chat template, which shows them even if none may be called."""
-        found: list[dict[str, Any]] = msgspec.to_builtins(self.tools or [])
-        return found
+        tools: list[dict[str, Any]] = msgspec.to_builtins(self.tools or [])
+        return tools
 
     @property
     def may_call(self) -> bool:
@@ -338,14 +338,14 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
             prompt = [prompt]
         shape: Any = list[str] if prompt and isinstance(prompt[0], str) else list[list[TokenId]]
         try:
-            found: list[str] | list[list[int]] = msgspec.convert(prompt, shape)
+            prompts: list[str] | list[list[int]] = msgspec.convert(prompt, shape)
         except msgspec.ValidationError as error:
             raise OpenAIRefused(
                 f"prompt: {error}; it is a text, token ids, or a list of either", param="prompt"
             ) from error
-        if not found:
+        if not prompts:
             raise OpenAIRefused("prompt: the list is empty", param="prompt")
-        return found
+        return prompts
 
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
@@ -366,8 +366,8 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
                 f"{name}: this server does not support it: leave it out", param=name, code="unsupported"
             )
     if fields.get("tool_choice") not in (None, "none", "auto"):
-        what = "tool_choice: the model cannot be forced to call a tool: it may be 'auto' or 'none'"
-        raise OpenAIRefused(what, param="tool_choice", code="unsupported")
+        message = "tool_choice: the model cannot be forced to call a tool: it may be 'auto' or 'none'"
+        raise OpenAIRefused(message, param="tool_choice", code="unsupported")
     if kind is ChatRequest:
         _check_messages(fields.get("messages"))
         unknown = fields.keys() - ChatRequest.__struct_fields__ - _CHANGES_NOTHING.keys()
@@ -380,8 +380,8 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
         raise OpenAIRefused("the body is nested too deeply") from error
     if request.num_alternatives and not request.wants_logprobs:
         raise OpenAIRefused("top_logprobs: give logprobs: true as well", param="top_logprobs")
-    asked = request.response_format
-    if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
+    response_format = request.response_format
+    if response_format is not None and response_format.type == "json_schema" and response_format.json_schema is None:
         raise OpenAIRefused("response_format.json_schema: it is missing", param="response_format")
     return request
 
@@ -400,10 +400,10 @@ def _check_messages(messages: Any) -> None:
             )
 
 
-def no_such_model(asked: str, names: tuple[str, ...]) -> OpenAIRefused:
+def no_such_model(name: str, names: tuple[str, ...]) -> OpenAIRefused:
     """Return the refusal of a model that is not served."""
-    what = f"the model {asked!r} does not exist; there is {', '.join(map(repr, names))}{nearest(asked, names)}"
-    return OpenAIRefused(what, status=404, kind="not_found_error", param="model", code="model_not_found")
+    message = f"the model {name!r} does not exist; there is {', '.join(map(repr, names))}{nearest(name, names)}"
+    return OpenAIRefused(message, status=404, kind="not_found_error", param="model", code="model_not_found")
 
 
 def too_long(num_tokens: int, max_length: int) -> OpenAIRefused:
@@ -417,19 +417,19 @@ def too_long(num_tokens: int, max_length: int) -> OpenAIRefused:
 
 
 def _ill_typed(error: msgspec.ValidationError) -> OpenAIRefused:
-    what, _, path = str(error).partition(" - at `")
+    reason, _, path = str(error).partition(" - at `")
     path = re.sub(r"^\$\.?", "", path.removesuffix("`"))
-    missing = re.search(r"required field `(\w+)`", what)
+    missing = re.search(r"required field `(\w+)`", reason)
     param = path or (missing[1] if missing else None)
-    return OpenAIRefused(f"{path}: {what}" if path else what, param=param)
+    return OpenAIRefused(f"{path}: {reason}" if path else reason, param=param)
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        what = f"messages: the arguments of the call of {call.function.name!r} are not a JSON object: {error}"
-        raise OpenAIRefused(what, param="messages") from error
+        message = f"messages: the arguments of the call of {call.function.name!r} are not a JSON object: {error}"
+        raise OpenAIRefused(message, param="messages") from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 

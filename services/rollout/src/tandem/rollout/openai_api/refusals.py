@@ -62,9 +62,9 @@ def unauthorised() -> OpenAIRefused:
     )
 
 
-def unavailable(why: str) -> OpenAIRefused:
+def unavailable(reason: str) -> OpenAIRefused:
     """Return the refusal of something that is not possible now."""
-    return OpenAIRefused(why, status=503, kind="server_error", code="unavailable")
+    return OpenAIRefused(reason, status=503, kind="server_error", code="unavailable")
 
 
 def gone() -> OpenAIRefused:

@@ -93,8 +93,8 @@ class HttpServer:
         await self._server.serve(sockets=[self._socket])
 
 
-def _refusal(status: int, why: str) -> ASGIApp:
-    return as_response(OpenAIRefused(why, status=status, kind="permission_error"))
+def _refusal(status: int, reason: str) -> ASGIApp:
+    return as_response(OpenAIRefused(reason, status=status, kind="permission_error"))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -23,12 +23,12 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()
     ) -> None:
-        """Begin an empty response. `kept` are special tokens that are shown even where others are not."""
+        """Begin an empty response. `shown_ids` are special tokens that are shown even where others are not."""
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
-        self._kept = kept
+        self._shown_ids = shown_ids
         self._window: list[int] = []
         self._num_before = 0
         """Tokens of the window that have their text returned already."""
@@ -57,7 +57,7 @@ class TextStream:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special, kept=self._kept)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special, kept=self._shown_ids)
 
 
 class StoppedText:
@@ -73,10 +73,10 @@ class StoppedText:
         if self.has_stopped:
             return ""
         self._held += text
-        found = [at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0]
-        if found:
+        stop_places = [at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0]
+        if stop_places:
             self.has_stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._held = self._held[: min(stop_places)], ""
             return shown
         num_held = max((beginning(self._held, stop) for stop in self._stop_strings), default=0)
         shown = self._held[: len(self._held) - num_held]

@@ -59,9 +59,9 @@ class ChatReader:
             calls.append(ToolCall(id=self._next_id(call.id), function=function))
         return ChatPart(delta.content, delta.reasoning, calls)
 
-    def _next_id(self, own: str) -> str:
+    def _next_id(self, template_id: str) -> str:
         """Return the id of the next call: its own if its family's template writes ids, as Kimi's does."""
         self._num_calls += 1
-        if own:
-            return own
+        if template_id:
+            return template_id
         return f"call_{hashlib.blake2b(f'{self._key}/call {self._num_calls}'.encode(), digest_size=12).hexdigest()}"

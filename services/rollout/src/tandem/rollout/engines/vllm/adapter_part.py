@@ -30,9 +30,9 @@ from tandem.rollout.engines.vllm.part import WorkerPart
 class AdapterPart(WorkerPart):
     """A worker's layers, or its slices of them, with the adapters of several versions."""
 
-    def __init__(self, runner: Any, *given: Any, **named: Any) -> None:
+    def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Take what `WorkerPart` takes."""
-        super().__init__(runner, *given, **named)
+        super().__init__(runner, *args, **kwargs)
         self._sets = AdapterSets(_on_linear)
         self._homes: dict[str, torch.Tensor] = {}
         """Where the base lies in the weights, by its name in the program."""
@@ -47,13 +47,13 @@ class AdapterPart(WorkerPart):
         """Bind its program without the merge, and have layers add adapters. Raises `RefitError`."""
         self._digest = self._task = self._newest = None
         self._sets.clear()
-        weights, whole = self._described(), program.decode(programs[self._rank])
+        weights, merging_program = self._described(), program.decode(programs[self._rank])
         self._own = self._own or dict(weights.storages)
-        products = products_of(whole)
+        products = products_of(merging_program)
         self._homes = {each.base: self._home(each) for each in products}
         weights.storages = {**self._own, **{name: home.detach() for name, home in self._homes.items()}}
-        staging = tuple(each for each in whole.staging if each.name not in self._homes)
-        bound = weights.install([msgspec.structs.replace(whole, merging=None, staging=staging)])
+        staging = tuple(each for each in merging_program.staging if each.name not in self._homes)
+        bound = weights.install([msgspec.structs.replace(merging_program, merging=None, staging=staging)])
         self._staging = bound.staging
         self._sets.install(self._runner.get_model(), products)
         return bound.num_copies, bound.num_bytes
@@ -121,9 +121,9 @@ def _on_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | None:
     method: Any = layer.quant_method
     apply = method.apply
 
-    def applied(of: torch.nn.Module, given: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        output: torch.Tensor = apply(of, given, bias)
-        return add(given, output) if of is layer else output
+    def applied(of: torch.nn.Module, inputs: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = apply(of, inputs, bias)
+        return add(inputs, output) if of is layer else output
 
     def undo() -> None:
         method.apply = apply
@@ -136,10 +136,10 @@ def _follow(runner: Any, sets: AdapterSets) -> None:
     """Have a model runner tell the version of each token of a step, once it knows the order of requests."""
     prepare = runner._prepare_inputs
 
-    def prepare_inputs(scheduled: Any, num_tokens: Any, *others: Any, **named: Any) -> Any:
-        known = (runner.requests[name].sampling_params.extra_args for name in runner.input_batch.req_ids)
-        versions = np.array([asked[VERSION] for asked in known], np.int64)
+    def prepare_inputs(scheduled: Any, num_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        request_arguments = (runner.requests[name].sampling_params.extra_args for name in runner.input_batch.req_ids)
+        versions = np.array([arguments[VERSION] for arguments in request_arguments], np.int64)
         sets.take(versions.repeat(num_tokens), runner.device)
-        return prepare(scheduled, num_tokens, *others, **named)
+        return prepare(scheduled, num_tokens, *args, **kwargs)
 
     runner._prepare_inputs = prepare_inputs

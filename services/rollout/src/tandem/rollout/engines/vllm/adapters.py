@@ -57,8 +57,8 @@ class AdapterWorkers(EngineWorkers):
         """Return a task that digests the newest version, and another one again."""
         return _AdaptersDigest(self._llm, sampling, self.look)
 
-    def _find(self, held: Sequence[Sequence[int]]) -> None:
-        self.held = frozenset.intersection(*map(frozenset, held))
+    def _find(self, versions_of_workers: Sequence[Sequence[int]]) -> None:
+        self.held = frozenset.intersection(*map(frozenset, versions_of_workers))
 
 
 class _AdaptersDigest(WorkersDigest):
@@ -70,15 +70,15 @@ class _AdaptersDigest(WorkersDigest):
 
     def results(self) -> tuple[Digests, ...]:
         """Return the digests of each worker."""
-        found = super().results()
+        digests = super().results()
         self._look()
-        return found
+        return digests
 
 
 class AdaptersVllmEngine(SeveralVersions, VllmEngine):
     """`VllmEngine` with the adapters of several versions."""
 
-    def __init__(self, *given: Any, num_sets: int, **named: Any) -> None:
+    def __init__(self, *args: Any, num_sets: int, **kwargs: Any) -> None:
         """Take what `VllmEngine` takes, without weights of its own. `num_sets` versions are held.
 
         Raises `ModelError` and `ConfigError`.
@@ -88,7 +88,7 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         self._num_numbers = 0
         self._broken: set[int] = set()
         """Versions whose weights have just given something that is no number."""
-        super().__init__(*given, num_sets=num_sets, **named)
+        super().__init__(*args, num_sets=num_sets, **kwargs)
 
     def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
         """Return a task that digests the adapters in use, and those of another version."""
@@ -116,7 +116,7 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         completions = super().step()
         broken, self._broken = self._broken, set()
         if broken:
-            ended = [one for one, each in self._sequences.items() if version_of(each.request) in broken]
+            ended = [number for number, each in self._sequences.items() if version_of(each.request) in broken]
             completions += [each for each in map(self.abort, ended) if each is not None]
             workers.wipe()
             for version in broken:
@@ -132,10 +132,10 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         return AdapterWorkers(self._llm)
 
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
-        made = super()._arguments(model_folder, settings, extra)
-        made["enforce_eager"] = True  # a graph would repeat the adapters of the step in which it was captured
-        made["additional_config"] = {**made.get("additional_config", {}), insides.ADAPTERS: True}
-        return made
+        arguments = super()._arguments(model_folder, settings, extra)
+        arguments["enforce_eager"] = True  # a graph would repeat the adapters of the step in which it was captured
+        arguments["additional_config"] = {**arguments.get("additional_config", {}), insides.ADAPTERS: True}
+        return arguments
 
     def _params(self, request: SequenceRequest) -> Any:
         params = super()._params(request)
@@ -145,9 +145,9 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
     def _cached_with(self, request: SequenceRequest) -> str:
         return f"adapters {self._numbers[version_of(request)]}"
 
-    def _record(self, sequence: RunningSequence, made: Any, version: int) -> FinishReason | None:
+    def _record(self, sequence: RunningSequence, output: Any, version: int) -> FinishReason | None:
         try:
-            return super()._record(sequence, made, version_of(sequence.request))
+            return super()._record(sequence, output, version_of(sequence.request))
         except NoNumber:
             self._broken.add(version_of(sequence.request))
             return "abort"
@@ -161,8 +161,8 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
 
     def _keep(self, version: int, dropped: Iterable[int]) -> None:
         self._workers_of_sets.keep(version, dropped)
-        held = self._workers_of_sets.held
-        self._numbers = {each: number for each, number in self._numbers.items() if each in held}
+        versions = self._workers_of_sets.held
+        self._numbers = {each: number for each, number in self._numbers.items() if each in versions}
         self._number(version)
 
     def _number(self, version: int) -> None:

@@ -55,11 +55,11 @@ class TokenDraws:
 
     def _seeds(self, num: int, generators: Mapping[int, torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the seed and the number of tokens of each request. One without a generator is greedy, or a warm-up."""
-        both = np.zeros((2, num), np.int64)
+        seeds_positions_2B = np.zeros((2, num), np.int64)
         for row, generator in generators.items():
-            both[0, row] = np.uint64(generator.initial_seed() % 2**64).astype(np.int64)
-        both[1] = self._runner.input_batch.num_tokens_no_spec[:num]
-        seeds_B, positions_B = torch.from_numpy(both).to(self._device)
+            seeds_positions_2B[0, row] = np.uint64(generator.initial_seed() % 2**64).astype(np.int64)
+        seeds_positions_2B[1] = self._runner.input_batch.num_tokens_no_spec[:num]
+        seeds_B, positions_B = torch.from_numpy(seeds_positions_2B).to(self._device)
         return seeds_B, positions_B
 
 

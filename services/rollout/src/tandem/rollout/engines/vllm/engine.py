@@ -125,13 +125,13 @@ class VllmEngine(RefittedEngine):
                 raise ModelError("weights in float8 are made by refits: vLLM cannot load them from a folder")
             arguments["load_format"] = "safetensors"
         self._experts, self._mask_format = experts, mask_format
-        own: dict[str, Any] = {}
+        worker_config: dict[str, Any] = {}
         if experts is not None:
-            own[ASKED] = [experts.num_layers, experts.top_k]
+            worker_config[ASKED] = [experts.num_layers, experts.top_k]
         if mask_format is not None:
-            own[KEPT] = mask_format.vocabulary
-        if own:
-            arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
+            worker_config[KEPT] = mask_format.vocabulary
+        if worker_config:
+            arguments["additional_config"] = {**arguments.get("additional_config", {}), **worker_config}
         self._llm = insides.InProcessLlm(arguments)
         try:
             self._workers = None if with_weights else self._make_workers()
@@ -185,13 +185,13 @@ class VllmEngine(RefittedEngine):
             sequence = self._sequences.get(int(output.request_id))
             if sequence is None:
                 continue
-            (made,) = output.outputs
-            reason = self._record(sequence, made, version)
+            (sequence_output,) = output.outputs
+            reason = self._record(sequence, sequence_output, version)
             if reason is not None:
                 finished.append((sequence, reason))
             if reason is not None and not output.finished:  # a stop string: vLLM has no text in which to find it
                 self._llm.engine.abort_request([output.request_id])
-        finished.sort(key=lambda one: one[0].arrival)
+        finished.sort(key=lambda pair: pair[0].arrival)
         for sequence, _ in finished:
             del self._sequences[sequence.request.request_id]
         ended = [sequence for sequence, _ in finished]
@@ -205,9 +205,14 @@ class VllmEngine(RefittedEngine):
     def made(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Return what running requests have made from these tokens on, by id."""
         sequences = {number: sequence for number, sequence in self._sequences.items() if number in starts}
-        made = {number: sequence.made(starts[number]) for number, sequence in sequences.items()}
-        masks = {number: its.from_token(starts[number]) for number, its in self._masks_of(sequences.values()).items()}
-        return {number: msgspec.structs.replace(its, masks=masks.get(number)) for number, its in made.items()}
+        new_tokens = {number: sequence.made(starts[number]) for number, sequence in sequences.items()}
+        masks = {
+            number: sampling_masks.from_token(starts[number])
+            for number, sampling_masks in self._masks_of(sequences.values()).items()
+        }
+        return {
+            number: msgspec.structs.replace(tokens, masks=masks.get(number)) for number, tokens in new_tokens.items()
+        }
 
     def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""
@@ -246,8 +251,8 @@ class VllmEngine(RefittedEngine):
     def _make_workers(self) -> EngineWorkers:
         return EngineWorkers(self._llm)
 
-    def _record(self, sequence: RunningSequence, made: Any, version: int) -> FinishReason | None:
-        return _record(sequence, made, version)
+    def _record(self, sequence: RunningSequence, output: Any, version: int) -> FinishReason | None:
+        return _record(sequence, output, version)
 
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
         return engine_arguments(model_folder, settings, extra)
@@ -290,32 +295,40 @@ class VllmEngine(RefittedEngine):
 
     def _routed(self, sequences: Iterable[RunningSequence]) -> dict[int, Bytes]:
         """Return the routing of requests' tokens, which workers know until the next step; not of external requests."""
-        asked = [each for each in sequences if each.num_computed and not each.request.is_external]
-        if self._experts is None or not asked:
+        internal_sequences = [
+            sequence for sequence in sequences if sequence.num_computed and not sequence.request.is_external
+        ]
+        if self._experts is None or not internal_sequences:
             return {}
         layers, top_k = self._experts.num_layers, self._experts.top_k
-        found = {}
-        said = self._llm.ask("routed", {str(each.request.request_id): each.num_computed for each in asked})
-        for each, of_workers in zip(asked, zip(*said, strict=True), strict=True):
+        routed_by_id = {}
+        answers = self._llm.ask(
+            "routed", {str(sequence.request.request_id): sequence.num_computed for sequence in internal_sequences}
+        )
+        for sequence, of_workers in zip(internal_sequences, zip(*answers, strict=True), strict=True):
             experts = [np.frombuffer(worker, np.int16).reshape(-1, layers, top_k) for worker in of_workers]
             # A pipeline stage knows its own layers; it reports -1 for all others.
-            found[each.request.request_id] = self._experts.encode(np.maximum.reduce(experts))
-        return found
+            routed_by_id[sequence.request.request_id] = self._experts.encode(np.maximum.reduce(experts))
+        return routed_by_id
 
     def _masks_of(self, sequences: Iterable[RunningSequence]) -> dict[int, SamplingMasks]:
         """Return the sampling masks of requests' tokens, which workers know until the next step; not of external
         requests."""
-        asked = [each for each in sequences if each.token_ids and not each.request.is_external]
-        if self._mask_format is None or not asked:
+        internal_sequences = [
+            sequence for sequence in sequences if sequence.token_ids and not sequence.request.is_external
+        ]
+        if self._mask_format is None or not internal_sequences:
             return {}
-        answers = self._llm.ask("masks", {str(each.request.request_id): len(each.token_ids) for each in asked})
-        found = {}
-        for each, of_workers in zip(asked, zip(*answers, strict=True), strict=True):
+        answers = self._llm.ask(
+            "masks", {str(sequence.request.request_id): len(sequence.token_ids) for sequence in internal_sequences}
+        )
+        masks_by_id = {}
+        for sequence, of_workers in zip(internal_sequences, zip(*answers, strict=True), strict=True):
             arrays = (np.frombuffer(part, np.int32) for part in max(of_workers, key=lambda parts: len(parts[0])))
             masks = SamplingMasks(*arrays)
             if len(masks.lengths_T):
-                found[each.request.request_id] = masks
-        return found
+                masks_by_id[sequence.request.request_id] = masks
+        return masks_by_id
 
     def _take_weights(self) -> None:
         """Repack the weights that CPUs multiply by, and forget cached keys and values."""
@@ -326,10 +339,10 @@ class VllmEngine(RefittedEngine):
             self._llm.reset_caches()
 
 
-def _record(sequence: RunningSequence, made: Any, version: int) -> FinishReason | None:
+def _record(sequence: RunningSequence, output: Any, version: int) -> FinishReason | None:
     """Take the tokens of one step; return why the sequence ends, if it does."""
     is_greedy = sequence.request.sampling.temperature == 0
-    for token, logprobs in zip(made.token_ids, made.logprobs, strict=True):
+    for token, logprobs in zip(output.token_ids, output.logprobs, strict=True):
         logprob = logprobs[token].logprob
         if not np.isfinite(logprob):
             raise NoNumber(f"weight version {version} gives probabilities that are not numbers")
@@ -341,19 +354,19 @@ def _record(sequence: RunningSequence, made: Any, version: int) -> FinishReason 
             sequence.alternatives.append([(token, 0.0)] if is_greedy else _likeliest(logprobs, sequence.request))
         if sequence.stop_strings is not None and sequence.stop_strings.push(token):
             return "stop"
-    match made.finish_reason:
+    match output.finish_reason:
         case None | "stop" | "length" as reason:
             return reason
-        case other:
-            raise ModelError(f"vLLM ended request {sequence.request.request_id} with {other!r}")
+        case ending:
+            raise ModelError(f"vLLM ended request {sequence.request.request_id} with {ending!r}")
 
 
 def _likeliest(logprobs: Mapping[int, Any], request: SequenceRequest) -> Alternatives:
     """Return the alternatives at a position, the drawn token among them."""
     assert isinstance(request.sampling, ServedSampling), "no other asks for them"
-    found = sorted((each.rank, token, each.logprob) for token, each in logprobs.items())
-    most = request.sampling.num_alternatives
-    return [(token, logprob) for rank, token, logprob in found if rank <= most and logprob > -np.inf]
+    ranked = sorted((each.rank, token, each.logprob) for token, each in logprobs.items())
+    num_alternatives = request.sampling.num_alternatives
+    return [(token, logprob) for rank, token, logprob in ranked if rank <= num_alternatives and logprob > -np.inf]
 
 
 def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,14 +76,14 @@ def prepare_environment(num_threads: int) -> None:
 
 def check_release() -> None:
     """Raise `ModelError` if vLLM is not installed, or is a release that this module was not checked against."""
-    found = {name: version for name in (_CPU, _CUDA) if (version := _installed(name))}
-    if not found:
+    releases = {name: version for name in (_CPU, _CUDA) if (version := _installed(name))}
+    if not releases:
         raise ModelError(
             f"policy.generation.backend is vllm, but vLLM is not installed: install {_CPU} or {_CUDA} {CHECKED}"
         )
-    if not any(version == CHECKED or version.startswith(f"{CHECKED}.") for version in found.values()):
-        there = ", ".join(f"{name} {version}" for name, version in found.items())
-        raise ModelError(f"{there} is installed, but Tandem uses vLLM's internals and was checked with {CHECKED} only")
+    if not any(version == CHECKED or version.startswith(f"{CHECKED}.") for version in releases.values()):
+        listed = ", ".join(f"{name} {version}" for name, version in releases.items())
+        raise ModelError(f"{listed} is installed, but Tandem uses vLLM's internals and was checked with {CHECKED} only")
 
 
 def is_on_cpu() -> bool:
@@ -205,9 +205,9 @@ class InProcessLlm:
         """Raise `ModelError` if attention has no kernel for the heads; vLLM itself notices at the first step only."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        size, known = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-        if size not in known:
-            listed = ", ".join(map(str, known))
+        size, supported = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        if size not in supported:
+            listed = ", ".join(map(str, supported))
             raise ModelError(f"vLLM's attention on a CPU takes heads of {listed} elements, this model's have {size}")
 
 
@@ -266,9 +266,9 @@ def read_config(model_folder: Path) -> dict[str, Any]:
         raise ModelError(f"{model_folder / 'config.json'} cannot be read: {error}") from error
 
 
-def _end(why: str) -> NoReturn:
+def _end(reason: str) -> NoReturn:
     """End this process at once: it cannot go on, and is replaced."""
-    print(why, file=sys.stderr, flush=True)
+    print(reason, file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -42,11 +42,11 @@ class MaskRecord:
 
     def of(self, num_tokens: Mapping[str, int]) -> list[tuple[bytes, bytes]]:
         """Return the masks of this many tokens of each request: their lengths and words; nothing if none are known."""
-        found = []
+        encoded_masks = []
         for request, number in num_tokens.items():
             # vLLM may have added something to the request's name.
             names = (name for name in self._masks if name == request or name.startswith(f"{request}-"))
             masks = self._masks.get(next(names, ""), [])
             joined = SamplingMasks.join(masks[:number] if len(masks) >= number else [])
-            found.append((joined.lengths_T.tobytes(), joined.words_W.tobytes()))
-        return found
+            encoded_masks.append((joined.lengths_T.tobytes(), joined.words_W.tobytes()))
+        return encoded_masks

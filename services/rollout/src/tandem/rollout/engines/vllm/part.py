@@ -39,16 +39,16 @@ class PackedExperts(msgspec.Struct, frozen=True, eq=False):
     """The experts of one layer, which the CPU's kernels read from a packed copy."""
 
     layer: Any
-    held: Any
+    plain: Any
     """A module like `layer`, with ``w13_weight`` and ``w2_weight`` as a checkpoint's loader fills them."""
     process: Callable[[Any], None]
     """Function that packs the weights of a module."""
 
     def pack(self) -> None:
-        """Fill the packed copy from what is held."""
+        """Fill the packed copy from the plain module."""
         module = torch.nn.Module()
         for name in _EXPERTS:
-            module.register_parameter(name, torch.nn.Parameter(getattr(self.held, name), requires_grad=False))
+            module.register_parameter(name, torch.nn.Parameter(getattr(self.plain, name), requires_grad=False))
         self.process(module)
         for name in _EXPERTS:
             getattr(self.layer, name).data.copy_(getattr(module, name).data)
@@ -76,8 +76,8 @@ class WorkerPart:
         self._is_asleep = False
         self._meter = MemoryMeter()
         self._runner = runner
-        own = {id(module) for module in runner.get_model().modules()}
-        self._packed = [each for each in packed if id(each.layer) in own]  # others are of a model that drafts
+        module_ids = {id(module) for module in runner.get_model().modules()}
+        self._packed = [each for each in packed if id(each.layer) in module_ids]  # others are of a model that drafts
         self._rank = rank
         self._weights: Weights | None = None
         sizes = runner.vllm_config.additional_config.get(ASKED)
@@ -98,12 +98,12 @@ class WorkerPart:
         Where a kernel reads a packed copy, the parameter is the plain one, and `pack` fills the copy.
         """
         model = self._runner.get_model()
-        found: dict[str, torch.Tensor] = dict(model.named_parameters())
+        parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         names = {id(module): name for name, module in model.named_modules()}
         for packed in self._packed:
             for name in _EXPERTS:
-                found[f"{names[id(packed.layer)]}.{name}"] = getattr(packed.held, name)
-        return found
+                parameters[f"{names[id(packed.layer)]}.{name}"] = getattr(packed.plain, name)
+        return parameters
 
     def describe(self) -> bytes:
         """Return the encoded layout; the weights are zero from here on. Raises `ModelError` or `RefitError`."""
@@ -240,11 +240,13 @@ def kept_parameters() -> Iterator[list[PackedExperts]]:
     process = CPUUnquantizedExperts.process_weights_after_loading
 
     def keep_and_process(experts: Any, layer: Any) -> None:
-        held = torch.nn.Module()
+        plain_module = torch.nn.Module()
         for name in _EXPERTS:
-            held.register_parameter(name, torch.nn.Parameter(getattr(layer, name).data.clone(), requires_grad=False))
+            plain_module.register_parameter(
+                name, torch.nn.Parameter(getattr(layer, name).data.clone(), requires_grad=False)
+            )
         process(experts, layer)
-        packed.append(PackedExperts(layer=layer, held=held, process=lambda module: process(experts, module)))
+        packed.append(PackedExperts(layer=layer, plain=plain_module, process=lambda module: process(experts, module)))
 
     # Both would pack the weights of linear layers and leave parameters without elements.
     ops._supports_onednn = False
@@ -273,12 +275,12 @@ def map_experts() -> None:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         if expert_map is not None:
-            own = expert_map[topk_ids.long()]  # -1: an expert of another worker
-            topk_weights = topk_weights.masked_fill(own < 0, 0.0)
-            topk_ids = own.clamp(min=0).to(topk_ids.dtype)
-        apply(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **others)
+            local_ids = expert_map[topk_ids.long()]  # -1: an expert of another worker
+            topk_weights = topk_weights.masked_fill(local_ids < 0, 0.0)
+            topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)
+        apply(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **kwargs)
 
     CPUUnquantizedExperts.apply = apply_own

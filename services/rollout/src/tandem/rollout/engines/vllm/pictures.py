@@ -73,7 +73,7 @@ class SeeingVllmEngine(VllmEngine):
         read_image: Callable[[str], bytes],
         undrawable: Sequence[int],
         limits: ImageLimits = DEFAULT_LIMITS,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         """Start vLLM; see `VllmEngine` for what is not said here.
 
@@ -89,8 +89,8 @@ class SeeingVllmEngine(VllmEngine):
         self._undrawable = list(undrawable)
         self._read_image, self._limits = read_image, limits
         self._processor = towers.load_processor(model_folder)
-        self._prepared = ReadThrough(self._prepare, lambda found: found.num_bytes, _MAX_PIXEL_BYTES)
-        super().__init__(model_folder, settings, **others)
+        self._prepared = ReadThrough(self._prepare, lambda prepared: prepared.num_bytes, _MAX_PIXEL_BYTES)
+        super().__init__(model_folder, settings, **kwargs)
 
     def sleep(self) -> None:
         """Release the caches; on a GPU the weights wait in host memory. Refuses while requests run."""
@@ -98,12 +98,12 @@ class SeeingVllmEngine(VllmEngine):
         self._llm.engine.reset_encoder_cache()
 
     def _arguments(self, model_folder: Path, settings: VllmCfg, extra: Mapping[str, Any]) -> dict[str, Any]:
-        made, name = super()._arguments(model_folder, settings, extra), self._images.family.model_type
+        arguments, name = super()._arguments(model_folder, settings, extra), self._images.family.model_type
         serve(name)
         return {
-            **made,
-            "hf_overrides": {**made["hf_overrides"], "architectures": [_MODELS[name][1]]},
-            "additional_config": {**made.get("additional_config", {}), SEES: self._undrawable},
+            **arguments,
+            "hf_overrides": {**arguments["hf_overrides"], "architectures": [_MODELS[name][1]]},
+            "additional_config": {**arguments.get("additional_config", {}), SEES: self._undrawable},
             "mm_processor_cache_gb": 0,
             "mm_device_do_normalize": False,
             "mm_encoder_tp_mode": "data",  # each worker has the tower whole
@@ -128,13 +128,13 @@ class SeeingVllmEngine(VllmEngine):
     def _item(self, request: SequenceRequest, place: int) -> Any:
         """Return an image of a request. Raises `ModelError` if the tower makes other features than there are tokens."""
         image = request.images[place]
-        found = self._prepared.get(image.digest)
-        if found.num_tokens != image.num_tokens:
+        prepared = self._prepared.get(image.digest)
+        if prepared.num_tokens != image.num_tokens:
             raise ModelError(
-                f"vLLM's tower makes {found.num_tokens} tokens of image {place + 1} ({image.digest[:12]}), the prompt "
-                f"has {image.num_tokens}: the processor is not the one that made the prompt"
+                f"vLLM's tower makes {prepared.num_tokens} tokens of image {place + 1} ({image.digest[:12]}), the "
+                f"prompt has {image.num_tokens}: the processor is not the one that made the prompt"
             )
-        return found.item
+        return prepared.item
 
     def _prepare(self, digest: str) -> PreparedImage:
         image = decode(self._read_image(digest), f"image {digest[:12]}", self._limits)
@@ -174,9 +174,9 @@ def places_of(request: SequenceRequest, image_token_id: int) -> list[Any]:
     if len(tokens) != sum(sizes):
         raise DataError(f"the prompt has {len(tokens)} image tokens, its {len(sizes)} images need {sum(sizes)}")
     places = []
-    for own in np.split(tokens, np.cumsum(sizes)[:-1]) if sizes else ():
-        start, stop = int(own[0]), int(own[-1]) + 1
-        is_whole = stop - start == len(own)  # else there are the tags of crops between them
+    for image_tokens in np.split(tokens, np.cumsum(sizes)[:-1]) if sizes else ():
+        start, stop = int(image_tokens[0]), int(image_tokens[-1]) + 1
+        is_whole = stop - start == len(image_tokens)  # else there are the tags of crops between them
         mask_T = None if is_whole else torch.from_numpy(is_image_T[start:stop])
         places.append(PlaceholderRange(offset=start, length=stop - start, is_embed=mask_T))
     return places
@@ -202,8 +202,8 @@ def serve(name: str) -> None:
     module, kind = _MODELS[name]
     has_processors = importlib.util.find_spec("torchvision") is not None
     with contextlib.nullcontext() if has_processors else _absent(_OF_PROCESSORS):
-        found = importlib.import_module(f"vllm.model_executor.models.{module}")
-    getattr(found, kind)._processor_factory = _Factory
+        model_module = importlib.import_module(f"vllm.model_executor.models.{module}")
+    getattr(model_module, kind)._processor_factory = _Factory
 
 
 @contextlib.contextmanager

@@ -70,8 +70,8 @@ class ExpertRoutes:
 
     def _state(self, request: str) -> Any:
         """Return the runner's state of a request; vLLM may have added something to its name."""
-        known = self._runner.requests
-        return next(known[name] for name in known if name == request or name.startswith(f"{request}-"))
+        requests = self._runner.requests
+        return next(requests[name] for name in requests if name == request or name.startswith(f"{request}-"))
 
     def _block_size(self) -> int:
         groups = self._runner.kv_cache_config.kv_cache_groups
@@ -88,13 +88,13 @@ class ExpertRoutes:
 
 def _routers_of(model: torch.nn.Module) -> dict[int, Any]:
     """Return the routers of a worker's layers."""
-    found = {}
+    routers = {}
     for name, module in model.named_modules():
         layer, router = _LAYER.search(f"{name}."), getattr(module, "router", None)
         if layer is not None and hasattr(router, "set_capture_fn"):
-            found[int(layer[1])] = router
-    if not found:
+            routers[int(layer[1])] = router
+    if not routers:
         raise ModelError(
             f"policy.router_replay: vLLM's {type(model).__name__} has no routers that say what they choose"
         )
-    return found
+    return routers

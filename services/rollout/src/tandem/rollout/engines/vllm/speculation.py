@@ -32,26 +32,26 @@ _UNSEARCHABLE = "llvmlite.binding.ffi"
 
 def engine_argument(settings: Mapping[str, Any], vllm: VllmCfg) -> dict[str, Any]:
     """Return the value of vLLM's argument. Raises `ModelError` if what the method needs is missing."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    assert given["method"] in METHODS, "others are refused by the configuration"
-    if given["method"] in BY_MODEL:
-        if not Path(given["model"]).is_dir():
-            raise ModelError(f"policy.generation.vllm_kwargs.{KEY}.model: {given['model']} is not a folder")
+    arguments = {name: value for name, value in settings.items() if value is not None}
+    assert arguments["method"] in METHODS, "others are refused by the configuration"
+    if arguments["method"] in BY_MODEL:
+        if not Path(arguments["model"]).is_dir():
+            raise ModelError(f"policy.generation.vllm_kwargs.{KEY}.model: {arguments['model']} is not a folder")
         return {
-            **given,
+            **arguments,
             "draft_tensor_parallel_size": vllm.tensor_parallel_size,
             "draft_load_config": {"load_format": "safetensors", "use_tqdm_on_load": False},
         }
     if importlib.util.find_spec("numba") is None:
         raise ModelError(f"policy.generation.vllm_kwargs.{KEY}: vLLM finds n-grams by numba, which is not installed")
-    return given
+    return arguments
 
 
 @contextlib.contextmanager
 def draft_with_weights(config: Any) -> Iterator[None]:
     """Have a draft model that is loaded in this block read its own weights, by a configuration of vLLM's."""
-    asked = config.speculative_config
-    if asked is None or asked.draft_load_config is None:
+    speculative = config.speculative_config
+    if speculative is None or speculative.draft_load_config is None:
         yield
         return
     from vllm.v1.spec_decode import draft_model
@@ -59,7 +59,7 @@ def draft_with_weights(config: Any) -> Iterator[None]:
     get_model = draft_model.get_model
 
     def get_whole(**arguments: Any) -> torch.nn.Module:
-        model: torch.nn.Module = get_model(**arguments, load_config=asked.draft_load_config)
+        model: torch.nn.Module = get_model(**arguments, load_config=speculative.draft_load_config)
         return model
 
     draft_model.get_model = get_whole

@@ -40,26 +40,28 @@ def weights_of(
         RefitError: the model lacks a parameter, or has it in another size.
 
     """
-    known = (*VLLM, *VLLM_SEEING)
-    if config.get("model_type") not in known:
-        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(known)}")
+    known_types = (*VLLM, *VLLM_SEEING)
+    if config.get("model_type") not in known_types:
+        raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(known_types)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
     model = from_config(config, name_of_dtype)
     layout = sizes.layout(model if block is None else model.quantised(block), rank, host_name(), device)
-    found = {name: Storage(name, held.nbytes, PrivateMemory()) for name, held in parameters.items()}
-    located = locate(layout, found)
+    storages = {name: Storage(name, parameter.nbytes, PrivateMemory()) for name, parameter in parameters.items()}
+    located = locate(layout, storages)
     names = [storage.name for storage in located.storages]
-    left = sorted(parameters.keys() - set(names))
-    if left:
-        raise ModelError(f"vLLM's {config['model_type']} has parameters that hold no tensor: {', '.join(left)}")
-    wanted = dtypes_of(located)
+    unwritten = sorted(parameters.keys() - set(names))
+    if unwritten:
+        raise ModelError(f"vLLM's {config['model_type']} has parameters that hold no tensor: {', '.join(unwritten)}")
+    expected_dtypes = dtypes_of(located)
     for name in names:
-        held = parameters[name]
-        expected = wanted.get(name, dtype)  # padding alone has no tensor in it
-        if held.dtype != expected or not held.is_contiguous():
-            raise ModelError(f"vLLM has {name} as {held.dtype} with strides {held.stride()}, not plain {expected}")
-        held.data.zero_()
+        parameter = parameters[name]
+        expected = expected_dtypes.get(name, dtype)  # padding alone has no tensor in it
+        if parameter.dtype != expected or not parameter.is_contiguous():
+            raise ModelError(
+                f"vLLM has {name} as {parameter.dtype} with strides {parameter.stride()}, not plain {expected}"
+            )
+        parameter.data.zero_()
     return Weights(located, {name: parameters[name] for name in names})
 
 

@@ -58,8 +58,8 @@ class WorkersMeter(MemoryMeter):
 
     def use(self) -> MemoryUse:
         """Return the largest peak since `begin`, and the most that a worker holds now."""
-        peaks, held = zip(*self._llm.ask("memory"), strict=True)
-        return MemoryUse(peak=max(peaks), held=max(held))
+        peaks, bytes_held = zip(*self._llm.ask("memory"), strict=True)
+        return MemoryUse(peak=max(peaks), held=max(bytes_held))
 
 
 class EngineWorkers:
@@ -71,8 +71,8 @@ class EngineWorkers:
 
     def install(self, programs: Sequence[TransferProgram]) -> WorkersInstalled:
         """Bind the program of each worker."""
-        done = self._llm.ask("install", [program.encode(each) for each in programs])
-        return WorkersInstalled(sum(copies for copies, _ in done), sum(num_bytes for _, num_bytes in done))
+        counts = self._llm.ask("install", [program.encode(each) for each in programs])
+        return WorkersInstalled(sum(copies for copies, _ in counts), sum(num_bytes for _, num_bytes in counts))
 
     def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
         """Have each worker in the transfer group join it."""

@@ -34,12 +34,12 @@ def answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> No
     reader, waiting = MessageReader(), list[_Waiting]()
     while _take(calls, reader, environment, waiting):
         shape = waiting[0].shape
-        batch = [each for each in waiting if each.shape == shape][: environment.batch_size]
-        taken = {each.call.number for each in batch}
-        waiting = [each for each in waiting if each.call.number not in taken]
+        batch = [pending for pending in waiting if pending.shape == shape][: environment.batch_size]
+        batch_numbers = {pending.call.number for pending in batch}
+        waiting = [pending for pending in waiting if pending.call.number not in batch_numbers]
         outcomes = _outcomes(environment, batch)
-        for each, outcome in zip(batch, outcomes, strict=True):
-            calls.sendall(packed(CallOutcome(each.call.number, outcome)))
+        for pending, outcome in zip(batch, outcomes, strict=True):
+            calls.sendall(packed(CallOutcome(pending.call.number, outcome)))
 
 
 def _take(calls: socket.socket, reader: MessageReader, environment: BatchEnvironment, waiting: list[_Waiting]) -> bool:

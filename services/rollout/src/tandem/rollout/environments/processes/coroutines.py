@@ -29,8 +29,8 @@ class _Async:
     async def answer(self, call: ScoringCall) -> Outcome:
         """Return the outcome of a call, or a time-out; a call that takes too long is cancelled, and not waited for."""
         task = asyncio.create_task(self._call(call))
-        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-        if done:
+        finished, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        if finished:
             return task.result()
         task.cancel()
         return timed_out(self._timeout_s)

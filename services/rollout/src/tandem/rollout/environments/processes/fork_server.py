@@ -58,8 +58,8 @@ def main(orders_fd: int, lifeline_fd: int, owner: int) -> None:
     try:
         commands.sendall(packed(ClassImported(runs_in=runs_in(config))))
     except Exception as error:  # a built-in environment may lack a package
-        what = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
-        commands.sendall(packed(ClassImported(error=line(what))))
+        description = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        commands.sendall(packed(ClassImported(error=line(description))))
     calls = _fork_workers(commands)
     if calls is not None:
         with contextlib.suppress(ConnectionError):  # the rollout process has ended
@@ -97,7 +97,7 @@ def _work(calls: socket.socket, config: Config) -> None:
     with contextlib.suppress(OSError):  # if memory runs out, do without this
         Path("/proc/self/oom_score_adj").write_text("1000")
     calls.sendall(packed(WorkerForked(os.getpid(), os.getppid())))
-    if (told := receive(calls)) is None:
+    if (order := receive(calls)) is None:
         return
     settings = config.env[str(config.data.environment)]
     if settings.is_reward_model:
@@ -105,7 +105,7 @@ def _work(calls: socket.socket, config: Config) -> None:
         return
     try:
         with bounded():
-            environment = make_environment(config, _begin.decode(told).engine)
+            environment = make_environment(config, _begin.decode(order).engine)
     except TandemError as error:
         calls.sendall(packed(WorkerReady(error=line(str(error)))))
         return

@@ -174,17 +174,17 @@ class WorkerForkServer:
         return calls, lifeline
 
     def _order_fork(self, descriptors: list[int]) -> None:
-        how = ""
+        ending = ""
         for attempt in range(_MOST_FORKING):
             if attempt:
-                self._start_again(how)
+                self._start_again(ending)
                 self.imported(self._config.cluster.deadlines.build_s)
             try:
                 socket.send_fds(self._commands, [b"."], descriptors)
                 return
             except ConnectionError:
-                how = self._process.ask_for_ending()
-        raise self._lost(how)
+                ending = self._process.ask_for_ending()
+        raise self._lost(ending)
 
     def replace_hanging(self, patience_s: float) -> None:
         """Start another fork server in place of one that has forked nothing for `patience_s`; its workers end.
@@ -194,15 +194,15 @@ class WorkerForkServer:
         self._start_again(STOPPED if self._process.is_stopped() else f"it forked nothing for {patience_s:g} s")
         self.imported(self._config.cluster.deadlines.build_s)
 
-    def _start_again(self, how: str) -> None:
+    def _start_again(self, ending: str) -> None:
         """Start another fork server in its place."""
-        print(f"environment {self._name!r}: the process that forks workers has ended ({how}); starting another")
+        print(f"environment {self._name!r}: the process that forks workers has ended ({ending}); starting another")
         self._process.close()
         self._start()
 
-    def _lost(self, how: str) -> HelperLost:
-        what = f"the process that forks workers has ended {_MOST_FORKING} times in a row: {how}"
-        return HelperLost(f"environment {self._name!r}: {what}")
+    def _lost(self, ending: str) -> HelperLost:
+        description = f"the process that forks workers has ended {_MOST_FORKING} times in a row: {ending}"
+        return HelperLost(f"environment {self._name!r}: {description}")
 
     def watch(self) -> None:
         """Have the guardian also end what this process starts, should this process be killed."""

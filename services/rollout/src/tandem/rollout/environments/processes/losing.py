@@ -43,7 +43,7 @@ class WaitingJobs(NamedTuple):
     waiting: deque[EnvironmentCall]
     suspects: deque[EnvironmentCall]
     """Jobs of a worker that ended while several ran at once; each is retried by itself."""
-    done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]]
+    outcomes: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]]
 
 
 class WorkerLosses:
@@ -82,8 +82,8 @@ class WorkerLosses:
         blamed.
         """
         if worker.ready is None:
-            why = f"env.{self._name}: making the environment failed: {failure.what}"
-            self.miss(worker, why, was_killed=was_killed)
+            reason = f"env.{self._name}: making the environment failed: {failure.what}"
+            self.miss(worker, reason, was_killed=was_killed)
             return
         if failure.timed_out:
             with contextlib.suppress(OSError):
@@ -92,8 +92,8 @@ class WorkerLosses:
         jobs = [*worker.jobs.values()]
         self.num_idle_deaths += not jobs
         if self.num_idle_deaths > _MOST_IDLE_DEATHS:
-            what = f"environment {self._name!r}: its worker processes end while they have nothing to do"
-            raise HelperLost(f"{what}: {failure.what}") if was_killed else RewardError(what)
+            description = f"environment {self._name!r}: its worker processes end while they have nothing to do"
+            raise HelperLost(f"{description}: {failure.what}") if was_killed else RewardError(description)
         are_beside = worker.is_async or bool(worker.batch_size)
         running = jobs if are_beside else jobs[:1]
         for job in running:
@@ -107,7 +107,7 @@ class WorkerLosses:
             self._blame(jobs, failure, are_beside=are_beside)
         self._hire()
 
-    def miss(self, worker: EnvironmentWorker, why: str, *, was_killed: bool = False) -> None:
+    def miss(self, worker: EnvironmentWorker, reason: str, *, was_killed: bool = False) -> None:
         """End a worker that has not made its environment; retry if it was killed, or was a replacement.
 
         If that keeps failing and no other worker is left, waiting jobs fail and `on_error` decides. Raises `HelperLost`
@@ -116,7 +116,7 @@ class WorkerLosses:
         """
         self._end(worker)
         if worker.is_first and not was_killed:
-            raise ConfigError(why)
+            raise ConfigError(reason)
         num_unmade = worker.num_unmade + 1  # of this place: when the fork server dies, it takes all workers along
         is_in_vain = num_unmade >= _MOST_UNMADE and not any(each.ready is not None for each in self._workers)
         at = time.monotonic() + _PAUSE_S * num_unmade
@@ -125,17 +125,17 @@ class WorkerLosses:
         if not is_in_vain:
             return
         if was_killed:
-            raise HelperLost(f"{why}; that was attempt {num_unmade}")
-        failure = Failure(line(f"no worker process could take another's place in {num_unmade} attempts: {why}"))
+            raise HelperLost(f"{reason}; that was attempt {num_unmade}")
+        failure = Failure(line(f"no worker process could take another's place in {num_unmade} attempts: {reason}"))
         for job in (*self._jobs.suspects, *self._jobs.waiting):
-            self._jobs.done.put((job, failure))
+            self._jobs.outcomes.put((job, failure))
         self._jobs.suspects.clear()
         self._jobs.waiting.clear()
 
     def _blame(self, jobs: list[EnvironmentCall], failure: Failure, *, are_beside: bool) -> None:
         """Blame the first job of a lost worker; of several jobs that ran together, none yet."""
         if len(jobs) == 1 or (jobs and not are_beside):
-            self._jobs.done.put((jobs.pop(0), failure))
+            self._jobs.outcomes.put((jobs.pop(0), failure))
         if are_beside:
             for job in jobs:
                 job.alone = True

@@ -179,12 +179,12 @@ class WorkerPool:
         self._waiting: deque[EnvironmentCall] = deque()
         self._suspects: deque[EnvironmentCall] = deque()
         """Jobs of a worker that ended while several ran at once; each is retried by itself."""
-        self.done: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[EnvironmentCall, Outcome]] = queue.SimpleQueue()
         self._workers: set[EnvironmentWorker] = set()
         self._error: Exception | None = None
         self._first: queue.SimpleQueue[WorkerReady | None] = queue.SimpleQueue()
         self._losses = WorkerLosses(
-            self._name, self._workers, WaitingJobs(self._waiting, self._suspects, self.done), self._hire, self._end
+            self._name, self._workers, WaitingJobs(self._waiting, self._suspects, self.outcomes), self._hire, self._end
         )
         self._is_closing = False
         # A counter in the kernel: each submission adds to it, and the thread reads it before it looks for jobs. There
@@ -272,13 +272,13 @@ class WorkerPool:
 
     def _give(self, worker: EnvironmentWorker, job: EnvironmentCall) -> bool:
         """Send a job to a worker; return False if the worker is gone."""
-        if not job.wanted:
+        if not job.is_wanted:
             return False
         try:
             message = packed(job.call)
         except Exception as error:  # a problem may hold anything
-            what = f"the problem cannot be sent to a worker process: {type(error).__name__}: {error}"
-            self.done.put((job, Failure(line(what), on_purpose=True)))
+            reason = f"the problem cannot be sent to a worker process: {type(error).__name__}: {error}"
+            self.outcomes.put((job, Failure(line(reason), on_purpose=True)))
             return False
         worker.give(job, message)
         return True
@@ -307,9 +307,9 @@ class WorkerPool:
             self._losses.lose(worker, Failure("something else was written to the socket of its worker process"))
             return
         if not data:
-            how = worker.ask_for_ending()
-            failure = Failure(f"its worker process ended: {how}")
-            self._losses.lose(worker, failure, was_killed=how in KILLED_FROM_OUTSIDE)
+            ending = worker.ask_for_ending()
+            failure = Failure(f"its worker process ended: {ending}")
+            self._losses.lose(worker, failure, was_killed=ending in KILLED_FROM_OUTSIDE)
 
     def _understand(self, worker: EnvironmentWorker, message: bytes) -> None:
         if worker.forked is None:
@@ -327,7 +327,7 @@ class WorkerPool:
         answer = _answers.decode(message)
         self._losses.num_idle_deaths = 0
         if (job := worker.take(answer)) is not None:
-            self.done.put((job, answer.outcome))
+            self.outcomes.put((job, answer.outcome))
 
     def _patience(self) -> float:
         """Return the seconds until a worker is too slow, or a vacancy is due."""
@@ -350,11 +350,11 @@ class WorkerPool:
                     failure = Failure("its worker process was stopped from outside")
                     self._losses.lose(worker, failure, was_killed=True)
                 elif worker.ready is None:
-                    why = f"env.{self._name}: the environment was not made within {self._build_s:g} s"
-                    self._losses.miss(worker, why)
+                    reason = f"env.{self._name}: the environment was not made within {self._build_s:g} s"
+                    self._losses.miss(worker, reason)
                 elif worker.stopped_at >= worker.begun_at:
-                    why = f"its worker process was stopped from outside, and took longer than {self._timeout_s:g} s"
-                    self._losses.lose(worker, Failure(why), was_killed=True)
+                    reason = f"its worker process was stopped from outside, and took longer than {self._timeout_s:g} s"
+                    self._losses.lose(worker, Failure(reason), was_killed=True)
                 else:
                     self._losses.lose(worker, timed_out(self._timeout_s))
 

@@ -25,9 +25,9 @@ class ImageRewards:
     def __init__(self, functions: Sequence[RewardFunctionConfig]) -> None:
         total = sum(each.weight for each in functions)
         self._functions = [(each.name, each.weight / total, _bound(each)) for each in functions]
-        given = next((each for each in functions if each.name != "format"), functions[0])
-        kwargs = given.kwargs or RewardArguments()
-        self._tag = kwargs.tag if given.name == "math_expr" else kwargs.answer_tag
+        answer_function = next((each for each in functions if each.name != "format"), functions[0])
+        kwargs = answer_function.kwargs or RewardArguments()
+        self._tag = kwargs.tag if answer_function.name == "math_expr" else kwargs.answer_tag
 
     def score(self, problem: Problem, response: str) -> Score:
         """Call each function; the components are their values before weighting."""
@@ -38,18 +38,18 @@ class ImageRewards:
             values[name], verdict = function(answer, response)
             reward += weight * values[name]
             verdicts += [verdict] if verdict is not None else []
-        said = tagged(response, self._tag)
+        tagged_text = tagged(response, self._tag)
         return Score(
             reward=reward,
             correct=bool(verdicts) and all(verdicts),
             components=values,
-            answer=None if said is None else said.strip() or None,
+            answer=None if tagged_text is None else tagged_text.strip() or None,
         )
 
 
 def _bound(settings: RewardFunctionConfig) -> partial[tuple[float, bool | None]]:
     """Return a function with its arguments."""
-    given = msgspec.structs.asdict(settings.kwargs) if settings.kwargs is not None else {}
+    arguments = msgspec.structs.asdict(settings.kwargs) if settings.kwargs is not None else {}
     return partial(
-        FUNCTIONS[settings.name], **{name: given[name] for name in ARGUMENTS[settings.name] if name in given}
+        FUNCTIONS[settings.name], **{name: arguments[name] for name in ARGUMENTS[settings.name] if name in arguments}
     )

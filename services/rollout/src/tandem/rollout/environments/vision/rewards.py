@@ -23,8 +23,8 @@ _BOX = "\\boxed{"
 
 def tagged(response: str, tag: str) -> str | None:
     """Return what is between a tag's first opening and last closing; None without both."""
-    found = re.search(rf"<{tag}>(.*)</{tag}>", response, re.DOTALL)
-    return None if found is None else found[1]
+    match = re.search(rf"<{tag}>(.*)</{tag}>", response, re.DOTALL)
+    return None if match is None else match[1]
 
 
 def has_format(reference: str, response: str, *, think_tag: str = "think", answer_tag: str = "answer") -> Judged:
@@ -62,27 +62,27 @@ def bbox_giou(reference: str, response: str, *, giou_penalty_thres: float = 10.0
     arXiv:1902.09630), which also tells how far apart the boxes are: from -1 to 1.
     """
     answer = tagged(response, answer_tag)
-    wanted, given = _box(reference), None if answer is None else _box(answer)
-    if wanted is None or given is None:
+    expected, actual = _box(reference), None if answer is None else _box(answer)
+    if expected is None or actual is None:
         return 0.0, False
-    common = _area(_between(max, min, wanted, given))
-    union = max(_LEAST_AREA, _area(wanted) + _area(given) - common)
+    common = _area(_between(max, min, expected, actual))
+    union = max(_LEAST_AREA, _area(expected) + _area(actual) - common)
     overlap = common / union
     if overlap < giou_penalty_thres:
-        hull = max(_LEAST_AREA, _area(_between(min, max, wanted, given)))
+        hull = max(_LEAST_AREA, _area(_between(min, max, expected, actual)))
         overlap -= (hull - union) / hull
     return overlap, overlap > _CORRECT_FROM
 
 
-def _between(first: _Choose, last: _Choose, one: _Box, other: _Box) -> _Box:
+def _between(first: _Choose, last: _Choose, box_a: _Box, box_b: _Box) -> _Box:
     """Return the box with the chosen ones of two boxes' first corners, and of their last ones."""
-    left, top, right, bottom = zip(one, other, strict=True)
-    return first(left), first(top), last(right), last(bottom)
+    x1, y1, x2, y2 = zip(box_a, box_b, strict=True)
+    return first(x1), first(y1), last(x2), last(y2)
 
 
 def _area(box: _Box) -> float:
-    left, top, right, bottom = box
-    return max(0.0, right - left) * max(0.0, bottom - top)
+    x1, y1, x2, y2 = box
+    return max(0.0, x2 - x1) * max(0.0, y2 - y1)
 
 
 def _box(text: str) -> _Box | None:
@@ -97,8 +97,8 @@ def _box(text: str) -> _Box | None:
         return None
     if len(numbers) != 4 or not all(map(math.isfinite, numbers)):
         return None
-    left, top, right, bottom = numbers
-    return (left, top, right, bottom) if left <= right and top <= bottom else None
+    x1, y1, x2, y2 = numbers
+    return (x1, y1, x2, y2) if x1 <= x2 and y1 <= y2 else None
 
 
 def _alphanumeric(text: str) -> str:

@@ -60,9 +60,9 @@ class Showing:
             written = io.BytesIO()
             image.save(written, "PNG")  # type: ignore[attr-defined]
             image = written.getvalue()
-        found, source = described(image, _WHERE, self._limits)
-        self._images.put(found.digest, source)
-        return marker(*found)
+        marked, source = described(image, _WHERE, self._limits)
+        self._images.put(marked.digest, source)
+        return marker(*marked)
 
 
 def _has_parts(messages: object) -> bool:
