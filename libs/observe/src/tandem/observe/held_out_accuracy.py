@@ -24,8 +24,8 @@ MANY_STEPS = 20
 
 def no_progress(accuracy: Sequence[tuple[int, float]]) -> str | None:
     """Describe what is wrong with the course of held-out accuracy; None if nothing is, or too little is known."""
-    if (said := low_start(accuracy, STILL_LOW)) is not None or not _tells(accuracy):
-        return said
+    if (low_course := low_start(accuracy, STILL_LOW)) is not None or not _tells(accuracy):
+        return low_course
     start, end, best = accuracy[0][1], accuracy[-1][1], max(value for _, value in accuracy)
     if start - end >= LEAST_FALL:
         return f"{_course(accuracy)}, {best:.1%} at best{FELL}"
@@ -38,8 +38,8 @@ def low_start(accuracy: Sequence[tuple[int, float]], still_low: float = AS_LOW) 
     """Describe held-out accuracy that began near zero and is below `still_low`; None if it is not, or unknown."""
     if not _tells(accuracy) or accuracy[0][1] >= NEAR_ZERO or accuracy[-1][1] >= still_low:
         return None
-    why = "the model could hardly do the task to begin with, so that nearly no sample was rewarded"
-    return f"{_course(accuracy)}: {why}; more SFT first"
+    cause = "the model could hardly do the task to begin with, so that nearly no sample was rewarded"
+    return f"{_course(accuracy)}: {cause}; more SFT first"
 
 
 class LowStart:
@@ -56,10 +56,10 @@ class LowStart:
         if "val_accuracy" not in metrics:
             return None
         self._accuracy.append((step, metrics["val_accuracy"]))
-        if self._is_said or (said := low_start(self._accuracy)) is None:
+        if self._is_said or (low_course := low_start(self._accuracy)) is None:
             return None
         self._is_said = True
-        return f"warning: {said}"
+        return f"warning: {low_course}"
 
 
 def _tells(accuracy: Sequence[tuple[int, float]]) -> bool:

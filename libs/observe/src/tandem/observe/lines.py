@@ -56,8 +56,8 @@ def seconds_left(
     up, counts only while it is the only one. `since_s` is the time since the last step was done. If all steps are being
     repeated, the estimate uses `again`, their earlier records.
     """
-    done = [record for record in (records or again)[-NUM_RECENT:] if record.step]
-    recent = [record for record in done if record.step > 1] or done
+    finished = [record for record in (records or again)[-NUM_RECENT:] if record.step]
+    recent = [record for record in finished if record.step > 1] or finished
     total_s = sum(record.seconds.get("total", 0.0) for record in recent)
     if not total_s:
         return None
@@ -67,8 +67,8 @@ def seconds_left(
 
 def clock(seconds: float) -> str:
     """Write a duration as hours, minutes and seconds: ``1:02:03``."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    minutes, rest_s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest_s:02}"
 
 
 def curves_of(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:

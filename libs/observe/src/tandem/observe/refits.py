@@ -40,8 +40,8 @@ def print_refits(folder: Path, console: Console) -> None:
     for line in _links(records):
         console.print(line)
     for record in records:
-        for engine, why in record.quarantined.items():
-            console.print(f"version {record.version}: {engine} was quarantined and refitted: {why}", style="red")
+        for engine, reason in record.quarantined.items():
+            console.print(f"version {record.version}: {engine} was quarantined and refitted: {reason}", style="red")
 
 
 def refit_table(records: Sequence[RefitRecord]) -> Table:

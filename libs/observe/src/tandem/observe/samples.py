@@ -102,9 +102,9 @@ def search(run: Path, query: SampleQuery, run_id: str | None = None) -> SampleSe
     """
     folder = run / FOLDER
     for attempt in range(_ATTEMPTS):
-        found = files(folder, SHARD, query.purpose)
-        step = _step(folder, query, found)
-        shards = [file.path for file in found if file.step == step]
+        shard_files = files(folder, SHARD, query.purpose)
+        step = _step(folder, query, shard_files)
+        shards = [file.path for file in shard_files if file.step == step]
         try:
             return _search(shards, step, query, run_id)
         except SamplesError:
@@ -113,15 +113,15 @@ def search(run: Path, query: SampleQuery, run_id: str | None = None) -> SampleSe
     raise AssertionError("the last attempt returns or raises")
 
 
-def _step(folder: Path, query: SampleQuery, found: Sequence[RecordFile]) -> int:
-    there = sorted({file.step for file in found})
-    what = "samples" if query.purpose == "train" else "validation samples"
-    if not there:
-        raise SamplesError(f"{folder} has no {what}: logger.samples says how much is kept")
+def _step(folder: Path, query: SampleQuery, shard_files: Sequence[RecordFile]) -> int:
+    steps = sorted({file.step for file in shard_files})
+    kind = "samples" if query.purpose == "train" else "validation samples"
+    if not steps:
+        raise SamplesError(f"{folder} has no {kind}: logger.samples says how much is kept")
     if query.step is None:
-        return there[-1]
-    if query.step not in there:
-        raise SamplesError(f"{folder} has no {what} of step {query.step}, only those of {steps_in_words(there)}")
+        return steps[-1]
+    if query.step not in steps:
+        raise SamplesError(f"{folder} has no {kind} of step {query.step}, only those of {steps_in_words(steps)}")
     return query.step
 
 
@@ -135,18 +135,18 @@ def _search(shards: Sequence[Path], step: int, query: SampleQuery, run_id: str |
     chosen_S = np.flatnonzero(_is_chosen(table, query))
     end = None if query.limit is None else query.offset + query.limit
     page_S = chosen_S[_order(table.take(chosen_S), query)][query.offset : end]
-    found: dict[int, RecordedSample] = {}
+    sample_at: dict[int, RecordedSample] = {}
     for number, path in enumerate(shards):
         places = page_S[shard_S[page_S] == number]
         if len(places):
             rows = read_rows(path, row_S[places].tolist(), run_id, None if query.with_tokens else WITHOUT_ARRAYS)
-            found |= zip(places.tolist(), samples_of(rows), strict=True)
+            sample_at |= zip(places.tolist(), samples_of(rows), strict=True)
     return SampleSelection(
         step=step,
         num_samples=len(table),
         num_chosen=len(chosen_S),
         groups=tuple(np.unique(table["group"].to_numpy()).tolist()),
-        samples=[found[place] for place in page_S.tolist()],
+        samples=[sample_at[place] for place in page_S.tolist()],
     )
 
 

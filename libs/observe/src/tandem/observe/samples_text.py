@@ -124,8 +124,8 @@ def _count(selection: SampleSelection, purpose: Purpose) -> str:
     """Describe how many samples are shown, and of how many."""
     kind = "validation samples" if purpose == "validate" else "samples"
     which = "" if selection.num_chosen == selection.num_samples else f"{selection.num_chosen} chosen of the "
-    left = selection.num_chosen - len(selection.samples)
-    more = f", {left} of them not shown: see --limit" if left else ""
+    num_left = selection.num_chosen - len(selection.samples)
+    more = f", {num_left} of them not shown: see --limit" if num_left else ""
     return f"{which}{selection.num_samples} {kind} of step {selection.step}{more}"
 
 
@@ -170,9 +170,9 @@ def _known(sample: RecordedSample, purpose: Purpose) -> Iterator[Text]:
     took = f"{sample.rollout} in {sample.finished_at - sample.started_at:.1f} s"
     yield _field("ended", f"{scored.finish_reason}: {ends[scored.finish_reason]}; {lengths}{turns}; by {took}")
     if scored.failure:
-        what = "timed out" if scored.timed_out else "failed"
+        verb = "timed out" if scored.timed_out else "failed"
         dropped = "; the sample is dropped" if scored.dropped else ""
-        yield _field("failure", f"the environment {what}: {scored.failure}{dropped}", "red")
+        yield _field("failure", f"the environment {verb}: {scored.failure}{dropped}", "red")
 
 
 def versions_in_words(sample: RecordedSample) -> str:
@@ -192,20 +192,22 @@ def _tokens(
 ) -> Iterator[Text]:
     """Yield the policy's tokens: coloured as one text, or else one per line."""
     arrays = sample.arrays
-    made = np.flatnonzero(arrays.loss_mask_T)
-    engine_K = arrays.generation_logprobs_T[made]
-    trainer_K = np.full(len(made), np.nan, np.float32) if trainer_T is None else trainer_T[made]
+    policy_tokens = np.flatnonzero(arrays.loss_mask_T)
+    engine_K = arrays.generation_logprobs_T[policy_tokens]
+    trainer_K = np.full(len(policy_tokens), np.nan, np.float32) if trainer_T is None else trainer_T[policy_tokens]
     gap_K = engine_K - trainer_K
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in arrays.token_ids_T[made].tolist()]
+    texts = [
+        tokenizer.decode([token], skip_special_tokens=False) for token in arrays.token_ids_T[policy_tokens].tolist()
+    ]
     yield Text("tokens", _HEADING_STYLE)
     if is_coloured:
         shown = Text()
         for text, gap in zip(texts, gap_K.tolist(), strict=True):
-            shown.append(visible(text), next((style for most, style in _GAPS if abs(gap) <= most), ""))
+            shown.append(visible(text), next((style for largest_gap, style in _GAPS if abs(gap) <= largest_gap), ""))
         yield _indented(shown)
     else:
         yield Text(f"  {'position':>8} {'token':>8} {'version':>8} {'engine':>9} {'trainer':>9} {'gap':>9}  text")
-        rows = zip(made.tolist(), engine_K.tolist(), trainer_K.tolist(), gap_K.tolist(), texts, strict=True)
+        rows = zip(policy_tokens.tolist(), engine_K.tolist(), trainer_K.tolist(), gap_K.tolist(), texts, strict=True)
         for place, engine, trainer, gap, text in rows:
             numbers = "".join(f" {'-' if np.isnan(value) else f'{value:.4f}':>9}" for value in (engine, trainer, gap))
             token, version = arrays.token_ids_T[place], arrays.versions_T[place]
@@ -214,12 +216,12 @@ def _tokens(
 
 
 def _gap_in_words(gap_K: np.ndarray, texts: list[str]) -> str:
-    known = np.flatnonzero(np.isfinite(gap_K))
-    if not len(known):
+    places = np.flatnonzero(np.isfinite(gap_K))
+    if not len(places):
         return "unknown: the trainer's log-probabilities of this sample are not recorded"
-    largest = known[np.abs(gap_K[known]).argmax()]
+    largest = places[np.abs(gap_K[places]).argmax()]
     return (
-        f"engine minus trainer, log-probabilities: mean absolute gap {np.abs(gap_K[known]).mean():.4f}, "
+        f"engine minus trainer, log-probabilities: mean absolute gap {np.abs(gap_K[places]).mean():.4f}, "
         f"largest {gap_K[largest]:+.4f} at {texts[largest]!r}"
     )
 

@@ -113,15 +113,15 @@ def flame(
     return frames
 
 
-def _flame_of_seconds(step: int, found: Recorded | None) -> list[FlameBar]:
-    if found is None:
+def _flame_of_seconds(step: int, recorded: Recorded | None) -> list[FlameBar]:
+    if recorded is None:
         return []
-    committed_at, seconds = found
+    committed_at, seconds = recorded
     at = start = committed_at - seconds.get("total", 0.0)
     frames = [FlameBar(name=f"step {step}", start=start, end=committed_at, process=COORDINATOR, depth=0)]
-    for name, what in _PHASES.items():
+    for name, activity in _PHASES.items():
         if seconds.get(name, 0.0) > 0:
-            frames.append(FlameBar(name=what, start=at, end=at + seconds[name], process=COORDINATOR, depth=1))
+            frames.append(FlameBar(name=activity, start=at, end=at + seconds[name], process=COORDINATOR, depth=1))
             at += seconds[name]
     return frames
 

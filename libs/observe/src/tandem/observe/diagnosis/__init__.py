@@ -21,7 +21,7 @@ from tandem.observe.diagnosis.finding import CERTAINTIES, DiagnosisFinding
 class CauseCheck(NamedTuple):
     """A cause to look for, in words, and the function that finds it."""
 
-    what: str
+    cause: str
     find: Callable[[RunEvidence], DiagnosisFinding | None]
 
 
@@ -89,24 +89,26 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(folder: Path) -> RunDiagnosis:
     """Diagnose the run in a folder. Raises `RunFolderError` if its record cannot be read."""
     evidence = gather(folder)
-    found = [finding for check in CHECKS if (finding := check.find(evidence)) is not None]
+    findings = [finding for check in CHECKS if (finding := check.find(evidence)) is not None]
     return RunDiagnosis(
         run=str(folder),
         run_id=evidence.run.run_id,
         course=_course(evidence),
-        findings=tuple(_in_order(environment.without_restated(evidence, found))),
-        looked_for=tuple(check.what for check in CHECKS),
+        findings=tuple(_in_order(environment.without_restated(evidence, findings))),
+        looked_for=tuple(check.cause for check in CHECKS),
         not_looked_at=(evidence.unread,) if evidence.unread and evidence.config.generates else (),
     )
 
 
-def _in_order(found: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
+def _in_order(findings: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
     """Sort causes by certainty, before their consequences."""
-    told = []
-    for finding in found:
-        causes = [c for c in found if finding.name in c.explains and c.since <= finding.since]
-        told.append(msgspec.structs.replace(finding, explained_by=causes[0].name if causes else ""))
-    return sorted(told, key=lambda finding: (bool(finding.explained_by), CERTAINTIES.index(finding.certainty)))
+    explained_findings = []
+    for finding in findings:
+        causes = [c for c in findings if finding.name in c.explains and c.since <= finding.since]
+        explained_findings.append(msgspec.structs.replace(finding, explained_by=causes[0].name if causes else ""))
+    return sorted(
+        explained_findings, key=lambda finding: (bool(finding.explained_by), CERTAINTIES.index(finding.certainty))
+    )
 
 
 def _course(evidence: RunEvidence) -> str:
@@ -115,10 +117,10 @@ def _course(evidence: RunEvidence) -> str:
     planned = weights.planned_steps(evidence)
     steps = f"{last} of {planned} steps" if planned else f"{last} steps"
     if evidence.ending is not None:
-        how = evidence.ending.outcome
+        outcome = evidence.ending.outcome
     else:
-        how = "is going on" if evidence.is_running else "no end is recorded"
-    parts = [f"{evidence.config.declaration.title}, {steps}, {how}"]
+        outcome = "is going on" if evidence.is_running else "no end is recorded"
+    parts = [f"{evidence.config.declaration.title}, {steps}, {outcome}"]
     for name, of in (("reward", max), ("loss", min)):
         points = evidence.points(name)
         if points and (name == "reward" or not evidence.config.declaration.rolls_out):
@@ -140,5 +142,5 @@ def format_diagnosis(diagnosis: RunDiagnosis) -> str:
     if not diagnosis.findings:
         lines += ["", "nothing found"]
     lines += ["", f"looked for: {', '.join(diagnosis.looked_for)}"]
-    lines += [f"not looked at: {what}" for what in diagnosis.not_looked_at]
+    lines += [f"not looked at: {part}" for part in diagnosis.not_looked_at]
     return "\n".join(lines)

@@ -39,13 +39,13 @@ def disagreement(evidence: RunEvidence) -> DiagnosisFinding | None:
     if verify != "full":
         lines.append(f"refit.verify is {verify}: it is not verified that engines hold the trained weights")
     condition = evidence.condition(_GAP)
-    own = condition.look_at if condition else ""
+    condition_keys = condition.look_at if condition else ""
     return DiagnosisFinding(
         name="engine and trainer disagree",
         what="With the same weights, engines and trainers give tokens different probabilities, so samples come from "
         "another policy than the trained one.",
         evidence=tuple(lines),
-        look_at=own if verify == "full" else f"refit.verify, {own}",
+        look_at=condition_keys if verify == "full" else f"refit.verify, {condition_keys}",
         certainty="likely",
         since=high[0].step,
         explains=("stale samples",),
@@ -104,8 +104,8 @@ def wrong_reference(evidence: RunEvidence) -> DiagnosisFinding | None:
             f"kl is {first.metrics['kl']:.4g} nats a token in step 1 ({FAR_AT_ONCE:g} is the threshold), where the "
             f"policy has hardly moved (approx_kl is {moved:.4g}, clip_fraction {clipped:.4g})",
         ]
-    elif reloads and (found := _far_at_once(steps)) is not None:
-        (before, at), certainty = found, "likely"
+    elif reloads and (record_pair := _far_at_once(steps)) is not None:
+        (before, at), certainty = record_pair, "likely"
         lines = [
             f"kl went from {before.metrics['kl']:.4g} nats a token in step {before.step} to {at.metrics['kl']:.4g} in "
             f"step {at.step}, and has stayed there; entropy went from {before.metrics['entropy']:.4g} to "
@@ -147,15 +147,16 @@ def groups_thrown_away(evidence: RunEvidence) -> DiagnosisFinding | None:
     if not config.declaration.rolls_out:
         return None
     thrown = sum(value for _, value in evidence.points("groups_too_old"))
-    made = len(evidence.steps) * config.rollout_section.num_prompts_per_step + thrown
-    if not thrown or thrown / made < TOO_OLD_SHARE:
+    num_groups = len(evidence.steps) * config.rollout_section.num_prompts_per_step + thrown
+    if not thrown or thrown / num_groups < TOO_OLD_SHARE:
         return None
     idle = change(evidence, "trainer_idle_s")
     return DiagnosisFinding(
         name="groups thrown away",
         what="Many generated groups were thrown away, because their weights were too old for their step.",
         evidence=(
-            f"{thrown:.0f} of {made:.0f} groups ({thrown / made:.0%}; {TOO_OLD_SHARE:.0%} is the threshold)",
+            f"{thrown:.0f} of {num_groups:.0f} groups ({thrown / num_groups:.0%}; {TOO_OLD_SHARE:.0%} is the "
+            "threshold)",
             *([str(idle)] if idle is not None else []),
         ),
         look_at=f"{config.asynchronous_key}.max_trajectory_age_steps, cluster.rollouts, and "

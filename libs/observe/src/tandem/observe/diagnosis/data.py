@@ -56,20 +56,20 @@ def another_tokenizer(evidence: RunEvidence) -> DiagnosisFinding | None:
 def leaked_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find prompts that tell the model the answer."""
     template = evidence.config.data.prompt_template
-    told = _fills_answer(template)
-    if told:
+    in_template = _fills_answer(template)
+    if in_template:
         lines, look_at = [f"data.prompt_template is {shortened(template)!r}"], "data.prompt_template"
     else:
-        found = _told_in(evidence)
-        if found is None:
+        leak_lines = _told_in(evidence)
+        if leak_lines is None:
             return None
-        lines, look_at = found, "the source of the data, data.prompt_template and data.input_key"
+        lines, look_at = leak_lines, "the source of the data, data.prompt_template and data.input_key"
     return DiagnosisFinding(
         name="leaked answer",
         what="Prompts contain the answer: the model learns to copy it, not to find it.",
         evidence=tuple(lines),
         look_at=look_at,
-        certainty="certain" if told else "likely",
+        certainty="certain" if in_template else "likely",
         since=evidence.first_step,
         explains=(
             *("equal rewards", "groups without spread", "no gradient", "low entropy", "repeated problems"),
@@ -92,25 +92,28 @@ def _told_in(evidence: RunEvidence) -> list[str] | None:
     A task may well have its answer somewhere in the question: in a passage, or among choices. A leak is at the same
     place in every prompt: followed by the same text up to the end, or called the answer.
     """
-    asked = {row.problem_id: row for row in evidence.samples if row.prompt and row.reference_answer}
-    if len(asked) < LEAST_PROMPTS or len({row.reference_answer for row in asked.values()}) < LEAST_ANSWERS:
+    row_of_problem = {row.problem_id: row for row in evidence.samples if row.prompt and row.reference_answer}
+    if (
+        len(row_of_problem) < LEAST_PROMPTS
+        or len({row.reference_answer for row in row_of_problem.values()}) < LEAST_ANSWERS
+    ):
         return None
     places: Counter[str] = Counter()
-    for row in asked.values():
+    for row in row_of_problem.values():
         answer = rf"(?<![\w.-]){re.escape(row.reference_answer)}(?!\w|\.\d)"
-        found = [*re.finditer(answer, row.prompt)]
-        if not found:
+        matches = [*re.finditer(answer, row.prompt)]
+        if not matches:
             continue
-        if any(_CALLED.search(row.prompt[: each.start()][-_LEAD:]) for each in found):
+        if any(_CALLED.search(row.prompt[: each.start()][-_LEAD:]) for each in matches):
             places["called the answer"] += 1
-        places[f"before {row.prompt[found[-1].end() :]!r}" if row.prompt[found[-1].end() :] else "at the end"] += 1
+        places[f"before {row.prompt[matches[-1].end() :]!r}" if row.prompt[matches[-1].end() :] else "at the end"] += 1
     ((place, count),) = places.most_common(1) or [("", 0)]
-    if count < TOLD_SHARE * len(asked):
+    if count < TOLD_SHARE * len(row_of_problem):
         return None
-    row = next(iter(asked.values()))
+    row = next(iter(row_of_problem.values()))
     return [
-        f"step {row.step}: {count} of {len(asked)} prompts have their problem's reference answer at one place, "
-        f"{shortened(place, 80)} ({TOLD_SHARE:.0%} is the threshold)",
+        f"step {row.step}: {count} of {len(row_of_problem)} prompts have their problem's reference answer at one "
+        f"place, {shortened(place, 80)} ({TOLD_SHARE:.0%} is the threshold)",
         f"for example {shortened(row.prompt[-_SHOWN:], _SHOWN)!r}, where the answer is "
         f"{shortened(row.reference_answer, 40)!r}",
     ]
@@ -122,14 +125,16 @@ def repeated_problems(evidence: RunEvidence) -> DiagnosisFinding | None:
     distinct = len({*places.values()})
     if not distinct or len(places) < REPEATS * distinct:
         return None
-    train, held = evidence.points("accuracy"), held_out(evidence, "val_accuracy")
+    train, val_points = evidence.points("accuracy"), held_out(evidence, "val_accuracy")
     lines = [
         f"the {len(places)} groups of the examined steps have only {distinct} different problems "
         f"({REPEATS} groups per problem is the threshold)"
     ]
-    by_heart = bool(train and held) and train[-1][1] - held[-1][1] >= GAP_OF_ACCURACIES
-    if train and held:
-        lines.append(f"the last accuracy is {train[-1][1]:.4g} in training, {held[-1][1]:.4g} on held-out problems")
+    by_heart = bool(train and val_points) and train[-1][1] - val_points[-1][1] >= GAP_OF_ACCURACIES
+    if train and val_points:
+        lines.append(
+            f"the last accuracy is {train[-1][1]:.4g} in training, {val_points[-1][1]:.4g} on held-out problems"
+        )
     return DiagnosisFinding(
         name="repeated problems",
         what="The same few problems come again and again"
@@ -143,16 +148,16 @@ def repeated_problems(evidence: RunEvidence) -> DiagnosisFinding | None:
 
 def overfitting(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a held-out loss that rises while the training loss falls."""
-    loss, held = change(evidence, "loss"), held_out(evidence, "val_loss")
-    if loss is None or len(held) < 2 or evidence.config.declaration.rolls_out:
+    loss, val_points = change(evidence, "loss"), held_out(evidence, "val_loss")
+    if loss is None or len(val_points) < 2 or evidence.config.declaration.rolls_out:
         return None
-    best_step, best = min(held, key=lambda point: point[1])
-    if held[-1][1] < (1 + RISE_OF_LOSS) * best or loss.late >= loss.early:
+    best_step, best = min(val_points, key=lambda point: point[1])
+    if val_points[-1][1] < (1 + RISE_OF_LOSS) * best or loss.late >= loss.early:
         return None
     return DiagnosisFinding(
         name="overfitting",
         what="The held-out loss rises while the training loss falls: the model memorises the data.",
-        evidence=(str(loss), f"val_loss was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
+        evidence=(str(loss), f"val_loss was {best:.4g} in step {best_step}, and is {val_points[-1][1]:.4g} at last"),
         look_at=f"{evidence.config.algorithm}.max_num_epochs, {evidence.config.algorithm}.max_num_steps, and data",
         certainty="likely",
         since=best_step + 1,
@@ -176,14 +181,14 @@ def _largest_loss(evidence: RunEvidence) -> tuple[str, ...]:
 def no_progress(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find held-out accuracy that stays near zero, or does not rise, after many steps."""
     accuracy = held_out(evidence, "val_accuracy")
-    said = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
-    if said is None:
+    course = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
+    if course is None:
         return None
-    if said.endswith(held_out_accuracy.FELL):
+    if course.endswith(held_out_accuracy.FELL):
         return DiagnosisFinding(
             name="no progress",
             what="The run got worse: held-out accuracy fell.",
-            evidence=(said, *_largest_loss(evidence)),
+            evidence=(course, *_largest_loss(evidence)),
             look_at=f"{learning_rate_keys(evidence.config)}, loss_fn, policy.max_grad_norm, and the steps before it",
             certainty="likely",
             since=accuracy[-1][0],
@@ -191,7 +196,7 @@ def no_progress(evidence: RunEvidence) -> DiagnosisFinding | None:
     return DiagnosisFinding(
         name="no progress",
         what="The run learned next to nothing.",
-        evidence=(said,),
+        evidence=(course,),
         look_at="SFT before the run (prerequisite, docs/how_much_sft.md), hard data, data.prompt_template, "
         f"{evidence.config.environment_keys}, and {learning_rate_keys(evidence.config)}",
         certainty="likely",

@@ -33,11 +33,11 @@ def failing_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     is_agent = config.agent is not None
     who, part = ("agent", "command") if is_agent else ("environment", "class")
     keys = f"{config.environment_keys}: its {part}, timeout_s and on_error"
-    if ending is not None and ending.outcome == "failed" and _ENVIRONMENT.search(ending.why):
+    if ending is not None and ending.outcome == "failed" and _ENVIRONMENT.search(ending.reason):
         return DiagnosisFinding(
             name=f"failing {who}",
             what=f"The {who} failed on {'an episode' if is_agent else 'a response'}, which ended the run.",
-            evidence=(shortened(ending.why, 600), *lines),
+            evidence=(shortened(ending.reason, 600), *lines),
             look_at=f"{keys} (zero and drop let the run go on)",
             certainty="certain",
             explains=("run failed",),
@@ -118,12 +118,12 @@ def _num_places(config: Config) -> int:
     return int(generation.vllm_kwargs.get("max_num_seqs") or USUAL_PLACES)
 
 
-def without_restated(evidence: RunEvidence, found: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
+def without_restated(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
     """Leave out findings that only repeat that an agent fails: it gives no reward, and nothing else is wrong."""
-    agent = next((each for each in found if each.name == "failing agent" and each.certainty == "certain"), None)
-    return [each for each in found if agent is None or each.name not in agent.explains or each.since < agent.since]
+    agent = next((each for each in findings if each.name == "failing agent" and each.certainty == "certain"), None)
+    return [each for each in findings if agent is None or each.name not in agent.explains or each.since < agent.since]
 
 
 def _cause(failure: str) -> str:
     """Return a failure without the parts that differ between samples."""
-    return shortened(_QUOTED.sub(lambda found: found[1] or "…", failure), 300)
+    return shortened(_QUOTED.sub(lambda match: match[1] or "…", failure), 300)

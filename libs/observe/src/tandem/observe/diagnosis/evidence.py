@@ -72,7 +72,7 @@ class RunEnding(msgspec.Struct, frozen=True, kw_only=True):
     """``finished``, ``was interrupted`` or ``failed``."""
     kind: str
     """Class of the error that ended it."""
-    why: str
+    reason: str
 
 
 class ConditionStreak(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +93,8 @@ class ConditionStreak(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Name the steps, and the condition's values in the last."""
-        held = self.condition.evidence.format_map(self.steps[-1].metrics)
-        return f"{in_steps(self.first, self.last)}: {held}"
+        evidence = self.condition.evidence.format_map(self.steps[-1].metrics)
+        return f"{in_steps(self.first, self.last)}: {evidence}"
 
 
 class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
             return None
         steps = [record for record in self.steps if condition.needed <= record.metrics.keys()]
         grouped = itertools.groupby(steps, lambda record: condition.holds(record.metrics))
-        runs = [tuple(records) for held, records in grouped if held]
+        runs = [tuple(records) for holds, records in grouped if holds]
         longest = max(runs, key=len, default=())
         enough = NUM_STEPS if len(steps) > NUM_STEPS else max(SHORT_RUN, len(steps))
         return ConditionStreak(condition=condition, steps=longest) if len(longest) >= enough else None
@@ -197,9 +197,9 @@ def _ending(lines: Iterable[str]) -> RunEnding | None:
     """Return how the run last ended; None if no end is recorded, as after a kill or a resume."""
     last = None
     for line in lines:
-        found = ENDED.fullmatch(line)
-        if found is not None:
-            last = RunEnding(outcome=found["outcome"], kind=found["kind"] or "", why=found["why"] or "")
+        match = ENDED.fullmatch(line)
+        if match is not None:
+            last = RunEnding(outcome=match["outcome"], kind=match["kind"] or "", reason=match["why"] or "")
         elif last is not None:
             last = None  # it was resumed
     return last
@@ -214,16 +214,16 @@ def _samples(folder: Path, run_id: str) -> tuple[tuple[SampleRow, ...], str]:
     steps = sorted({file.step for file in shards})
     if not steps:
         return (), "no samples are recorded"
-    chosen = {
+    steps_to_read = {
         steps[round(place * (len(steps) - 1) / (MAX_STEPS_OF_SAMPLES - 1))] for place in range(MAX_STEPS_OF_SAMPLES)
     }
     rows: list[SampleRow] = []
     try:
         for file in shards:
-            if file.step in chosen:
+            if file.step in steps_to_read:
                 columns = (*_COLUMNS, "prompt") if file.step == steps[0] else _COLUMNS  # prompts may be long
-                found = recorded_shards.read_shard(file.path, run_id, columns).to_pylist()
-                rows += [msgspec.convert(row, SampleRow) for row in found]
+                shard_rows = recorded_shards.read_shard(file.path, run_id, columns).to_pylist()
+                rows += [msgspec.convert(row, SampleRow) for row in shard_rows]
     except SamplesError as error:
         return tuple(rows), str(error)
     return tuple(rows), ""

@@ -226,14 +226,14 @@ def zero_gradient(evidence: RunEvidence) -> DiagnosisFinding | None:
 
 
 def _of_health(
-    streak: ConditionStreak | None, name: str, what: str, explains: tuple[str, ...]
+    streak: ConditionStreak | None, name: str, description: str, explains: tuple[str, ...]
 ) -> DiagnosisFinding | None:
     if streak is None:
         return None
     look_at = streak.condition.look_at
     return DiagnosisFinding(
         name=name,
-        what=what,
+        what=description,
         evidence=(str(streak),),
         look_at=look_at,
         certainty="certain",
@@ -250,7 +250,10 @@ def large_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     is_high = _is_adam(evidence) and rate >= high
     ending = evidence.ending
     broke = (
-        ending is not None and ending.outcome == "failed" and "optimizer step" in ending.why and "loss" in ending.why
+        ending is not None
+        and ending.outcome == "failed"
+        and "optimizer step" in ending.reason
+        and "loss" in ending.reason
     )
     if not broke and len(signs) + is_high < 2 and not (signs and not evidence.config.declaration.rolls_out):
         return None
@@ -258,7 +261,7 @@ def large_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     if is_high:
         lines[0] += f"; with Adam, {high:.2g} makes another model of it within a few steps"
     if broke and ending is not None:
-        lines.append(shortened(ending.why))
+        lines.append(shortened(ending.reason))
     return DiagnosisFinding(
         name="learning rate too large",
         what="Optimizer steps are too large: they destroy what the model knew.",

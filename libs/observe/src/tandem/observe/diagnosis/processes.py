@@ -37,19 +37,19 @@ Points: TypeAlias = list[tuple[int, float]]
 
 def lost_processes(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find processes that died, or were silent for too long."""
-    lost = [found for line in evidence.events if (found := _LOST.fullmatch(line)) is not None]
+    lost = [match for line in evidence.events if (match := _LOST.fullmatch(line)) is not None]
     ending = evidence.ending
     ended = ending is not None and ending.kind in _OF_PROCESSES
     if not lost and not ended:
         return None
-    counts = Counter(found["name"] for found in lost)
-    told = ", ".join(f"{name} {count} times" if count > 1 else name for name, count in counts.most_common())
-    lines = [f"{found['name']}: {shortened(found['why'], 400)}" for found in lost[-_SHOWN:]]
+    counts = Counter(match["name"] for match in lost)
+    names = ", ".join(f"{name} {count} times" if count > 1 else name for name, count in counts.most_common())
+    lines = [f"{match['name']}: {shortened(match['why'], 400)}" for match in lost[-_SHOWN:]]
     if ended and ending is not None:
-        lines.append(shortened(ending.why, 600))
+        lines.append(shortened(ending.reason, 600))
     return DiagnosisFinding(
         name="lost processes",
-        what=f"Processes were lost{f' and replaced: {told}' if told else ''}."
+        what=f"Processes were lost{f' and replaced: {names}' if names else ''}."
         + (" The run ended with it." if ended else ""),
         evidence=tuple(lines),
         look_at="the logs of these processes and the memory of their machine; cluster.heartbeat_timeout_s, "
@@ -70,16 +70,16 @@ def slow_engine(evidence: RunEvidence) -> DiagnosisFinding | None:
     if len(medians) < 2:
         return None
     slowest = max(medians, key=lambda name: medians[name])
-    others = statistics.median(value for name, value in medians.items() if name != slowest)
-    if medians[slowest] < SLOW * others:
+    others_s = statistics.median(value for name, value in medians.items() if name != slowest)
+    if medians[slowest] < SLOW * others_s:
         return None
     return DiagnosisFinding(
         name="slow engine",
-        what=f"{slowest} takes {_times(medians[slowest], others)} as long for a token as the other engines do, and "
+        what=f"{slowest} takes {_times(medians[slowest], others_s)} as long for a token as the other engines do, and "
         "every synchronous step waits for it.",
         evidence=(
             f"{slowest}: {medians[slowest] * 1e3:.3g} ms a token and sample, in the median of {len(seconds[slowest])} "
-            f"recorded steps; others: {others * 1e3:.3g} ms ({SLOW:g} times as long is the threshold)",
+            f"recorded steps; others: {others_s * 1e3:.3g} ms ({SLOW:g} times as long is the threshold)",
         ),
         look_at=f"the machine of {slowest}: what else runs there, its clock and its temperature; "
         "cluster.threads_per_process",
@@ -88,8 +88,8 @@ def slow_engine(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def _times(slow: float, others: float) -> str:
-    return f"{slow / others:.1f} times" if others else "many times"
+def _times(slow: float, reference: float) -> str:
+    return f"{slow / reference:.1f} times" if reference else "many times"
 
 
 def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
@@ -109,23 +109,23 @@ def slow_trainer(evidence: RunEvidence) -> DiagnosisFinding | None:
         return None
     (rank, _), *_ = Counter(int(record.metrics["slowest_trainer"]) for record in steps).most_common(1)
     slow = [record for record in steps if record.metrics["slowest_trainer"] == rank]
-    own, others, waited = (
+    rank_s, others_s, waited = (
         statistics.median(record.metrics[name] for record in slow)
         for name in ("trainer_compute_max_s", "trainer_compute_median_s", "trainer_waited_max_s")
     )
     total = sum(record.seconds.get("total", 0.0) for record in steps)
     lost = sum(r.metrics["trainer_compute_max_s"] - r.metrics["trainer_compute_median_s"] for r in slow)
-    if len(slow) < MOST_STEPS * len(steps) or own < SLOW * others or lost < LOST_SHARE * total:
+    if len(slow) < MOST_STEPS * len(steps) or rank_s < SLOW * others_s or lost < LOST_SHARE * total:
         return None
     name, settings = f"trainer-{rank}", evidence.config.policy.megatron_cfg
     stages = settings.pipeline_model_parallel_size if settings.enabled else 1
     return DiagnosisFinding(
         name="slow trainer rank",
-        what=f"{name} takes {_times(own, others)} as long for its own work as the other ranks do, and all of them wait "
-        "for it in every step.",
+        what=f"{name} takes {_times(rank_s, others_s)} as long for its own work as the other ranks do, and all of them "
+        "wait for it in every step.",
         evidence=(
-            f"{name}: {own:.3g} s a step, in the median of the {len(slow)} of {len(steps)} steps in which it was the "
-            f"slowest; others: {others:.3g} s ({SLOW:g} times as long is the threshold)",
+            f"{name}: {rank_s:.3g} s a step, in the median of the {len(slow)} of {len(steps)} steps in which it was "
+            f"the slowest; others: {others_s:.3g} s ({SLOW:g} times as long is the threshold)",
             f"others waited up to {waited:.3g} s a step in collective operations; if it were as fast, "
             f"{lost / total:.0%} of all the time would be saved",
         ),
@@ -152,14 +152,16 @@ def became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
     slowed, beside = {}, {}
     for name, points in courses.items():
         of_trainer = name.startswith("trainer-")
-        found = _slowed(name, _without_queue(evidence, points) if of_trainer else points)
-        if found is None:
+        slowing = _slowed(name, _without_queue(evidence, points) if of_trainer else points)
+        if slowing is None:
             continue
-        others = _slowing_of_others(evidence, courses, name, found.step)
-        if found.after < SLOW * found.before * (others or 1.0):
+        others_ratio = _slowing_of_others(evidence, courses, name, slowing.step)
+        if slowing.after < SLOW * slowing.before * (others_ratio or 1.0):
             continue
-        slowed[name] = found
-        beside[name] = "" if others is None else f"; other processes took {others:.2g} times as long from then on"
+        slowed[name] = slowing
+        beside[name] = (
+            "" if others_ratio is None else f"; other processes took {others_ratio:.2g} times as long from then on"
+        )
     if not slowed:
         return None
     name, at = min(slowed.items(), key=lambda item: item[1].step)
@@ -169,9 +171,9 @@ def became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
         what=f"{name} became slow in step {at.step}, and stayed so.",
         evidence=(
             *(
-                f"{each}: {found.before * 1e3:.3g} ms a token before step {found.step}, {found.after * 1e3:.3g} ms "
-                f"from it on ({SLOW:g} times as long is the threshold){beside[each]}"
-                for each, found in slowed.items()
+                f"{each}: {slowing.before * 1e3:.3g} ms a token before step {slowing.step}, {slowing.after * 1e3:.3g} "
+                f"ms from it on ({SLOW:g} times as long is the threshold){beside[each]}"
+                for each, slowing in slowed.items()
             ),
             *(["nothing in the record tells it from a machine that became busy"] if is_alone else []),
         ),
@@ -190,9 +192,9 @@ def _without_queue(evidence: RunEvidence, points: Points) -> Points:
 
 def _slowing_of_others(evidence: RunEvidence, courses: Mapping[str, Points], name: str, step: int) -> float | None:
     """Return how many times as long the other processes took from a step on, in the median; None without others."""
-    others = [points for each, points in courses.items() if each != name]
+    other_courses = [points for each, points in courses.items() if each != name]
     if name.startswith("trainer-"):
-        others.append(
+        other_courses.append(
             [
                 (record.step, record.metrics["trainer_compute_median_s"] / record.metrics["num_valid_tokens"])
                 for record in evidence.steps[1:]
@@ -200,7 +202,7 @@ def _slowing_of_others(evidence: RunEvidence, courses: Mapping[str, Points], nam
             ]
         )
     ratios = []
-    for points in others:
+    for points in other_courses:
         before = [value for at, value in points if at < step]
         after = [value for at, value in points if at >= step]
         if before and after and statistics.median(before) > 0:
@@ -236,16 +238,18 @@ def _courses(evidence: RunEvidence) -> dict[str, Points]:
 
 def _slowed(name: str, points: Points) -> MetricJump | None:
     """Return the step from which nearly every step takes `SLOW` times as long; None if there is none."""
-    found = change_point(name, points, _LEAST_OF_A_SIDE)
-    if found is None:
+    level_shift = change_point(name, points, _LEAST_OF_A_SIDE)
+    if level_shift is None:
         return None
-    before = [value for step, value in points if step < found.step]
-    after = [value for step, value in points if step >= found.step]
+    before = [value for step, value in points if step < level_shift.step]
+    after = [value for step, value in points if step >= level_shift.step]
     stays = sum(value >= SLOW * statistics.median(before) for value in after) >= STAYS_SLOW * len(after)
     calm = sum(value >= SLOW * statistics.median(before) for value in before) <= (1 - STAYS_SLOW) * len(before)
     if not (stays and calm and statistics.median(before) > 0):
         return None
-    return MetricJump(name=name, step=found.step, before=statistics.median(before), after=statistics.median(after))
+    return MetricJump(
+        name=name, step=level_shift.step, before=statistics.median(before), after=statistics.median(after)
+    )
 
 
 def waiting(evidence: RunEvidence) -> DiagnosisFinding | None:

@@ -68,7 +68,7 @@ def growing_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     gets_better = reward is not None and reward.late > reward.early
     if cut.late < max(MOST_TRUNCATED, cut.early) and gets_better:
         return None
-    onsets = [found.step for name in (_LENGTH, _TRUNCATED) if (found := jump(evidence, name)) is not None]
+    onsets = [onset.step for name in (_LENGTH, _TRUNCATED) if (onset := jump(evidence, name)) is not None]
     return DiagnosisFinding(
         name="growing responses",
         what="Responses keep growing, and their answers get no better.",

@@ -46,15 +46,17 @@ def equal_rewards(evidence: RunEvidence) -> DiagnosisFinding | None:
     values = {record.metrics["reward_max"] for record in streak.steps}
     correct = streak.steps[-1].metrics.get("accuracy", 0.0)
     if correct == 1:
-        said = "Every response is right: there is nothing left to learn from these problems."
+        description = "Every response is right: there is nothing left to learn from these problems."
     elif values == {0.0}:
-        said = "No response was ever rewarded: the environment never finds what it looks for, or problems are too hard."
+        description = (
+            "No response was ever rewarded: the environment never finds what it looks for, or problems are too hard."
+        )
     else:
-        said = "All responses have the same reward: no sample is better than another, and nothing is learned."
+        description = "All responses have the same reward: no sample is better than another, and nothing is learned."
     lines = [str(streak), *_examples(evidence)]
     return DiagnosisFinding(
         name="equal rewards",
-        what=said,
+        what=description,
         evidence=tuple(lines),
         look_at="data, which may be harder" if correct == 1 else streak.condition.look_at,
         certainty="certain",
@@ -97,12 +99,12 @@ def one_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
         return None
     last = [row for row in evidence.samples if row.step == evidence.samples[-1].step]
     ((response, count),) = Counter(row.response for row in last).most_common(1)
-    given = [row for row in last if row.response == response]
-    problems = {row.problem_id for row in given}
+    same_rows = [row for row in last if row.response == response]
+    problems = {row.problem_id for row in same_rows}
     threshold = _habitual_share(last)
     if count < threshold * len(last) or len(problems) < SAME_PROBLEMS:
         return None
-    worth = sum(row.reward for row in given) / count
+    worth = sum(row.reward for row in same_rows) / count
     before = [row for row in evidence.samples if row.step == evidence.samples[0].step]
     was = sum(row.reward for row in before) / len(before)
     pays = worth > was and worth >= sum(row.reward for row in last) / len(last)
@@ -131,17 +133,20 @@ def _habitual_share(rows: Sequence[SampleRow]) -> float:
 
 def reward_without_accuracy(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find rewards that rise while held-out accuracy falls."""
-    reward, held = change(evidence, "reward"), held_out(evidence, "val_accuracy")
-    if reward is None or len(held) < 2:
+    reward, val_points = change(evidence, "reward"), held_out(evidence, "val_accuracy")
+    if reward is None or len(val_points) < 2:
         return None
-    best_step, best = max(held, key=lambda point: point[1])
-    if reward.late - reward.early < RISE or best - held[-1][1] < FALL:
+    best_step, best = max(val_points, key=lambda point: point[1])
+    if reward.late - reward.early < RISE or best - val_points[-1][1] < FALL:
         return None
     return DiagnosisFinding(
         name="reward without accuracy",
         what="Rewards rise in training while accuracy on held-out problems falls: the reward can be had without "
         "solving them, or the training problems are memorised.",
-        evidence=(str(reward), f"val_accuracy was {best:.4g} in step {best_step}, and is {held[-1][1]:.4g} at last"),
+        evidence=(
+            str(reward),
+            f"val_accuracy was {best:.4g} in step {best_step}, and is {val_points[-1][1]:.4g} at last",
+        ),
         look_at=f"{evidence.config.environment_keys}, data.num_train, and coordinator samples for what is rewarded",
         certainty="likely",
         since=evidence.first_step,
@@ -154,18 +159,18 @@ def against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
     steps = sorted({row.step for row in evidence.samples})[:_FIRST_STEPS]
     rows = [row for row in evidence.samples if row.step in steps and row.reference_answer and not row.failure]
     right = [row for row in rows if _has(row.response, row.reference_answer)]
-    others = [row for row in rows if not _has(row.response, row.reference_answer)]
-    if len(right) < LEAST_RIGHT or not others:
+    wrong = [row for row in rows if not _has(row.response, row.reference_answer)]
+    if len(right) < LEAST_RIGHT or not wrong:
         return None
     # Another problem's answer in a response is chance.
     chance = sum(_has(row.response, next_.reference_answer) for row, next_ in zip(rows, _shifted(rows), strict=True))
     if len(right) - chance < MANY_RIGHT * len(rows):
         return None
-    worth, other = (sum(row.reward for row in each) / len(each) for each in (right, others))
+    worth, wrong_worth = (sum(row.reward for row in each) / len(each) for each in (right, wrong))
     highest = max(row.reward for row in rows)
     lowest = min(row.reward for row in rows)
     unrewarded = lowest == highest == 0
-    if not unrewarded and (lowest == highest or other - worth < WRONG_WAY * (highest - lowest)):
+    if not unrewarded and (lowest == highest or wrong_worth - worth < WRONG_WAY * (highest - lowest)):
         return None
     return DiagnosisFinding(
         name="right answers unrewarded" if unrewarded else "reward against the answers",
@@ -175,7 +180,7 @@ def against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
         evidence=(
             f"{in_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
             f"answer, {chance} that of another problem",
-            f"the mean reward of these is {worth:.4g}, of the others {other:.4g}; for example "
+            f"the mean reward of these is {worth:.4g}, of the others {wrong_worth:.4g}; for example "
             f"{shortened(right[0].response, 80)!r}, where the answer is {shortened(right[0].reference_answer, 40)!r}",
         ),
         look_at=f"{evidence.config.environment_keys}, and coordinator samples for what is rewarded",
@@ -194,6 +199,6 @@ def _shifted(rows: list[SampleRow]) -> list[SampleRow]:
     """Return for each sample one of another problem, with another answer if possible."""
     ordered = [*rows[len(rows) // 2 :], *rows[: len(rows) // 2]]
     return [
-        next((each for each in (other, *ordered) if each.reference_answer != row.reference_answer), other)
-        for row, other in zip(rows, ordered, strict=True)
+        next((each for each in (shifted_row, *ordered) if each.reference_answer != row.reference_answer), shifted_row)
+        for row, shifted_row in zip(rows, ordered, strict=True)
     ]

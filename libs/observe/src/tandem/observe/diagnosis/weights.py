@@ -22,18 +22,20 @@ _SHOWN = 3
 def damaged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find engines, or trainers' copies, that did not hold the trained weights."""
     repaired = [
-        (record.version, engine, why) for record in evidence.refits for engine, why in record.quarantined.items()
+        (record.version, engine, reason) for record in evidence.refits for engine, reason in record.quarantined.items()
     ]
-    lines = [f"version {version}: {engine} was quarantined and refitted: {why}" for version, engine, why in repaired]
+    lines = [
+        f"version {version}: {engine} was quarantined and refitted: {reason}" for version, engine, reason in repaired
+    ]
     shown = [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
     ending = evidence.ending
-    if ending is not None and (_NOT_HELD.search(ending.why) or _OF_REFITS.search(ending.why)):
-        version = _NOT_HELD.search(ending.why)
+    if ending is not None and (_NOT_HELD.search(ending.reason) or _OF_REFITS.search(ending.reason)):
+        version = _NOT_HELD.search(ending.reason)
         return DiagnosisFinding(
             name="damaged weights",
             what="An engine did not hold the trained weights, even after a second transfer, so that the run "
             "ended before any of its samples was trained on.",
-            evidence=(ending.why, *shown),
+            evidence=(ending.reason, *shown),
             look_at="the memory and the link of the named process, and refit.alias; refit.verify found it",
             certainty="certain",
             since=int(version[1]) + 1 if version else evidence.first_step,
@@ -62,7 +64,7 @@ def damaged_checkpoint(evidence: RunEvidence) -> DiagnosisFinding | None:
     return DiagnosisFinding(
         name="damaged checkpoint",
         what="The checkpoint that the run was to resume from differs from what was written.",
-        evidence=(ending.why,),
+        evidence=(ending.reason,),
         look_at="the disk of checkpointing.checkpoint_dir; coordinator up CONFIG --resume --from STEP resumes from "
         "another checkpoint",
         certainty="certain",
@@ -99,16 +101,16 @@ def run_failed(evidence: RunEvidence) -> DiagnosisFinding | None:
     ending = evidence.ending
     if ending is None or ending.outcome != "failed":
         return None
-    named = next((name for name in evidence.logs if ending.why.startswith(f"{name} ")), "")
+    named = next((name for name in evidence.logs if ending.reason.startswith(f"{name} ")), "")
     log = [f"last in logs/{named}.log: {shortened(line)}" for line in evidence.logs.get(named, ())[-1:]]
-    done = evidence.steps[-1].step if evidence.steps else 0
+    last_step = evidence.steps[-1].step if evidence.steps else 0
     return DiagnosisFinding(
         name="run failed",
-        what=f"The run ended with an error after step {done} ({ending.kind}).",
-        evidence=(shortened(ending.why, 600), *log),
+        what=f"The run ended with an error after step {last_step} ({ending.kind}).",
+        evidence=(shortened(ending.reason, 600), *log),
         look_at=f"logs/{named}.log" if named else "what it says",
         certainty="certain",
-        since=done + 1,
+        since=last_step + 1,
     )
 
 

@@ -67,13 +67,13 @@ class EvaluatedProblem(msgspec.Struct, frozen=True, kw_only=True):
     reference: str
 
 
-def results_of(asked: Sequence[EvaluatedProblem], samples: Sequence[SampleScored]) -> list[ProblemResult]:
+def results_of(problems: Sequence[EvaluatedProblem], samples: Sequence[SampleScored]) -> list[ProblemResult]:
     """Return the results of problems, in their order."""
     by_group: dict[int, list[SampleScored]] = {}
     for sample in sorted(samples, key=lambda sample: (sample.group, sample.sample)):
         by_group.setdefault(sample.group, []).append(sample)
     results = []
-    for group, problem in enumerate(asked):
+    for group, problem in enumerate(problems):
         counted = [sample for sample in by_group.get(group, []) if not sample.dropped]
         results.append(
             ProblemResult(
@@ -98,7 +98,7 @@ def scores_of(
     """Return the scores of a model; a problem with fewer than k valid samples is left out for that k."""
     counted = [sample for sample in samples if not sample.dropped]
     num_samples = max((result.n for result in results), default=0)
-    chosen = ks(num_samples, asked_k)
+    k_values = ks(num_samples, asked_k)
     votes = [[*map(SampleVote, result.answers, result.is_correct)] for result in results]
     has_answers = any(answer is not None for result in results for answer in result.answers)
     accuracy = estimate(result.correct / result.n for result in results if result.n)
@@ -110,8 +110,8 @@ def scores_of(
         num_samples=len(counted),
         accuracy=accuracy,
         mean_reward=float(np.mean([sample.reward for sample in counted])) if counted else 0.0,
-        pass_at={k: estimate(pass_at(r.n, r.correct, k) for r in results if r.n >= k) for k in chosen},
-        majority_at={k: estimate(majority_at(each, k) for each in votes if len(each) >= k) for k in chosen}
+        pass_at={k: estimate(pass_at(r.n, r.correct, k) for r in results if r.n >= k) for k in k_values},
+        majority_at={k: estimate(majority_at(each, k) for each in votes if len(each) >= k) for k in k_values}
         if has_answers
         else None,
         mean_length=float(np.mean([sample.response_length for sample in samples])),

@@ -38,10 +38,10 @@ class ScoreEstimate(msgspec.Struct, frozen=True):
     high: float
 
 
-def ks(num_samples: int, asked: int) -> list[int]:
+def ks(num_samples: int, requested_k: int) -> list[int]:
     """Return the powers of two up to the number of samples, that number, and the requested k."""
     powers = {2**i for i in range(num_samples.bit_length())}
-    return sorted(k for k in powers | {num_samples, asked} if k <= num_samples)
+    return sorted(k for k in powers | {num_samples, requested_k} if k <= num_samples)
 
 
 def pass_at(num_samples: int, num_correct: int, k: int) -> float:
@@ -63,32 +63,37 @@ def majority_at(answers: Sequence[SampleVote], k: int) -> float:
         extracted: sum(answer.correct for answer in answers if answer.extracted == extracted) / count
         for extracted, count in votes.items()
     }
-    total = sum(_ways(votes, worth, silent, k, most) for most in range(1, min(k, max(votes.values(), default=0)) + 1))
+    total = sum(
+        _ways(votes, worth, silent, k, num_votes) for num_votes in range(1, min(k, max(votes.values(), default=0)) + 1)
+    )
     return total / math.comb(len(answers), k)
 
 
-def _ways(votes: Counter[str | None], worth: dict[str | None, float], silent: int, k: int, most: int) -> float:
+def _ways(votes: Counter[str | None], worth: dict[str | None, float], silent: int, k: int, num_votes: int) -> float:
     """Add up the scores of all choices of k samples in which the winners have exactly `most` votes.
 
     Answers are added one by one. `ways[chosen][winners]` holds the number of choices with so many samples and so many
     winners, and the total worth of their winners.
     """
-    longest = k // most
+    longest = k // num_votes
     ways = [[(0.0, 0.0)] * (longest + 1) for _ in range(k + 1)]
     for num in range(min(silent, k) + 1):
         ways[num][0] = (float(math.comb(silent, num)), 0.0)
     for extracted, count in votes.items():
         after = [[(0.0, 0.0)] * (longest + 1) for _ in range(k + 1)]
-        for chosen, row in enumerate(ways):
+        for num_chosen, row in enumerate(ways):
             for winners, (num_ways, worths) in enumerate(row):
                 if not num_ways:
                     continue
-                for num in range(min(count, most, k - chosen) + 1):
-                    wins = num == most
-                    each = math.comb(count, num)
-                    before = after[chosen + num][winners + wins]
+                for num in range(min(count, num_votes, k - num_chosen) + 1):
+                    wins = num == num_votes
+                    choices = math.comb(count, num)
+                    before = after[num_chosen + num][winners + wins]
                     added = worths + (num_ways * worth[extracted] if wins else 0.0)
-                    after[chosen + num][winners + wins] = (before[0] + num_ways * each, before[1] + added * each)
+                    after[num_chosen + num][winners + wins] = (
+                        before[0] + num_ways * choices,
+                        before[1] + added * choices,
+                    )
         ways = after
     return sum(worths / winners for winners, (_, worths) in enumerate(ways[k]) if winners)
 

@@ -73,9 +73,9 @@ def print_table(evaluation: EvaluationResults, config: Config, console: Console)
         )
     console.print(table)
     first = evaluation.models[0]
-    each = f" x {evaluation.num_tests_per_prompt} samples" if many else ""
+    per_problem = f" x {evaluation.num_tests_per_prompt} samples" if many else ""
     console.print(
-        f"{first.num_problems} problems{each}, temperature {evaluation.temperature:g}, seed {evaluation.seed}; "
+        f"{first.num_problems} problems{per_problem}, temperature {evaluation.temperature:g}, seed {evaluation.seed}; "
         f"intervals: {evaluation.interval}",
         soft_wrap=True,
     )
@@ -94,12 +94,12 @@ def _headline(evaluation: EvaluationResults, config: Config) -> list[str]:
     if all(row.majority_at is None for row in evaluation.models):
         lines.append(f"no majority vote: env.{evaluation.environment} extracts no answer (Score.answer)")
     for row in evaluation.models:
-        found = headline(row, config)
-        if found is not None:
-            scored = f"{found.mean:.4f} ({found.low:.4f}-{found.high:.4f})"
+        score = headline(row, config)
+        if score is not None:
+            scored = f"{score.mean:.4f} ({score.low:.4f}-{score.high:.4f})"
             lines.append(f"{evaluation.metric} = {scored}  {row.model}")
     return lines
 
 
-def _share(found: ScoreEstimate | None) -> str:
-    return "-" if found is None else f"{found.mean:.3f}"
+def _share(score: ScoreEstimate | None) -> str:
+    return "-" if score is None else f"{score.mean:.3f}"

@@ -76,15 +76,15 @@ class Nvml:
 
     def uses(self, indices: Sequence[int] | None = None) -> list[GpuUse]:
         """Return the current state of all or some GPUs, without missing ones."""
-        chosen = range(self.num_gpus()) if indices is None else indices
-        handles = ((index, self._ask(self._library.nvmlDeviceGetHandleByIndex, index)) for index in chosen)
+        gpu_indices = range(self.num_gpus()) if indices is None else indices
+        handles = ((index, self._ask(self._library.nvmlDeviceGetHandleByIndex, index)) for index in gpu_indices)
         return [self._use(index, handle) for index, handle in handles if handle is not None]
 
     def links(self) -> list[GpuLinks]:
         """Return the connections of each GPU."""
         library = self._library
         handles = [self._ask(library.nvmlDeviceGetHandleByIndex, index) for index in range(self.num_gpus())]
-        found = []
+        links = []
         for index, handle in enumerate(handles):
             if handle is None:
                 continue
@@ -93,7 +93,7 @@ class Nvml:
             generation = self._ask(library.nvmlDeviceGetMaxPcieLinkGeneration, handle)
             width = self._ask(library.nvmlDeviceGetMaxPcieLinkWidth, handle)
             peers = {i: self._way(handle, peer) for i, peer in enumerate(handles) if i != index and peer is not None}
-            found.append(
+            links.append(
                 GpuLinks(
                     index=index,
                     name=_text(self._ask(library.nvmlDeviceGetName, handle)),
@@ -103,7 +103,7 @@ class Nvml:
                     peers=peers,
                 )
             )
-        return found
+        return links
 
     def close(self) -> None:
         """Release the driver."""

@@ -130,10 +130,10 @@ def _of_step(record: StepRecord) -> Iterator[Metric]:
     yield _gauge("tandem_step", "The newest step that is done", record.step)
     yield _gauge("tandem_version", "Weight version after that step", record.version)
     yield _labelled("tandem_step_seconds", "Wall seconds of that step", "phase", record.seconds)
-    taken = {"tandem_step", "tandem_version"}
+    names = {"tandem_step", "tandem_version"}
     for name, value in record.metrics.items():
-        if math.isfinite(value) and (full := f"tandem_{metric_name(name)}") not in taken:
-            taken.add(full)
+        if math.isfinite(value) and (full := f"tandem_{metric_name(name)}") not in names:
+            names.add(full)
             yield _gauge(full, f"{name} of the newest step that is done", value)
 
 

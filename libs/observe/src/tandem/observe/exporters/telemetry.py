@@ -217,17 +217,17 @@ class MlflowWriter:
         client = self._client
         experiment = client.get_experiment_by_name(run.experiment)
         experiment_id = client.create_experiment(run.experiment) if experiment is None else experiment.experiment_id
-        found = client.search_runs([experiment_id], f"tags.`{self._RUN_ID}` = '{run.run_id}'", max_results=1)
-        if found:
-            client.update_run(found[0].info.run_id, status="RUNNING")
-            return str(found[0].info.run_id)
-        made = client.create_run(experiment_id, run_name=run.name, tags={self._RUN_ID: run.run_id})
+        earlier_runs = client.search_runs([experiment_id], f"tags.`{self._RUN_ID}` = '{run.run_id}'", max_results=1)
+        if earlier_runs:
+            client.update_run(earlier_runs[0].info.run_id, status="RUNNING")
+            return str(earlier_runs[0].info.run_id)
+        mlflow_run = client.create_run(experiment_id, run_name=run.name, tags={self._RUN_ID: run.run_id})
         parameters = [
             self._parameter(_allowed(key), str(value)[: self._LONGEST_VALUE]) for key, value in _flat(run.config)
         ]
         for first in range(0, len(parameters), self._MOST_PARAMETERS):
-            client.log_batch(made.info.run_id, params=parameters[first : first + self._MOST_PARAMETERS])
-        return str(made.info.run_id)
+            client.log_batch(mlflow_run.info.run_id, params=parameters[first : first + self._MOST_PARAMETERS])
+        return str(mlflow_run.info.run_id)
 
     def go_back_to(self, first_step: int) -> None:
         """Do nothing: the last of several values with the same step counts."""

@@ -21,16 +21,16 @@ def listen(host: str, port: int | None) -> socket.socket:
     Raises `ConfigError` if that is impossible.
     """
     ports = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + _PORTS), 0]
-    why = ""
-    for each in ports:
+    reason = ""
+    for candidate in ports:
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-                0
-            ]
+            family, _, _, _, address = socket.getaddrinfo(
+                host, candidate, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
             return _bound(family, address)
         except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-    raise ConfigError(f"the page cannot listen on {host}{'' if port is None else f', port {port}'}: {why}")
+            reason = getattr(error, "strerror", None) or str(error)
+    raise ConfigError(f"the page cannot listen on {host}{'' if port is None else f', port {port}'}: {reason}")
 
 
 def _bound(family: int, address: object) -> socket.socket:

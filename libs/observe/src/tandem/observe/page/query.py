@@ -17,20 +17,20 @@ class BadQuery(TandemError):
     """A malformed parameter."""
 
 
-def whole_number(request: Request, name: str, default: int, least: int = 0, most: int = 2**53) -> int:
+def whole_number(request: Request, name: str, default: int, least: int = 0, largest: int = 2**53) -> int:
     """Return a parameter that is a whole number."""
-    number = maybe_whole_number(request, name, least, most)
+    number = maybe_whole_number(request, name, least, largest)
     return default if number is None else number
 
 
-def maybe_whole_number(request: Request, name: str, least: int = 0, most: int = 2**53) -> int | None:
+def maybe_whole_number(request: Request, name: str, least: int = 0, largest: int = 2**53) -> int | None:
     """Return a parameter that is a whole number; None if it is not given."""
     text = request.query_params.get(name, "")
     if not text:
         return None
-    if text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20 and least <= int(text) <= most:
+    if text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20 and least <= int(text) <= largest:
         return int(text)
-    raise BadQuery(f"{name}={text[:40]}: expected a whole number from {least} to {most}")
+    raise BadQuery(f"{name}={text[:40]}: expected a whole number from {least} to {largest}")
 
 
 def maybe_number(request: Request, name: str) -> float | None:
@@ -48,7 +48,7 @@ def maybe_number(request: Request, name: str) -> float | None:
 def choice(request: Request, name: str, choices: Sequence[Choice]) -> Choice:
     """Return a parameter that is one of the choices; the first if it is not given."""
     text = request.query_params.get(name) or choices[0]
-    for each in choices:
-        if each == text:
-            return each
+    for value in choices:
+        if value == text:
+            return value
     raise BadQuery(f"{name}={text[:40]}: expected one of {', '.join(choices)}")

@@ -151,8 +151,8 @@ class RunReader:
         """Return the run's configuration."""
         with self.journal() as journal:
             (config_json,) = journal.execute(_CONFIG).fetchone()
-        found: dict[str, Any] = msgspec.json.decode(config_json)
-        return found
+        config: dict[str, Any] = msgspec.json.decode(config_json)
+        return config
 
     def models(self) -> list[str]:
         """Return places of the model's tokenizer: its folder or name, and the newest checkpoint."""
@@ -168,8 +168,8 @@ class RunReader:
         # Names are relative to the folder where the run was started, not the page; checkpoints are mostly in the run's
         # folder.
         folders = [self.folder / "checkpoints" / Path(folder).name for (folder,) in checkpoints]
-        found = [*named, *(f"{folder}/policy" for (folder,) in checkpoints), *(f / "policy" for f in folders)]
-        return [str(name) for name in found if name]
+        places = [*named, *(f"{folder}/policy" for (folder,) in checkpoints), *(f / "policy" for f in folders)]
+        return [str(name) for name in places if name]
 
     def step_seconds(self, step: int) -> tuple[float, dict[str, float]] | None:
         """Return a step's commit time, and its seconds by phase; None if it is not done."""

@@ -51,13 +51,15 @@ def query_samples(run: Path, query: SampleQuery, run_id: str) -> SampleRows:
     """Return the samples that match a query. Raises `SamplesError` for a damaged file."""
     from tandem.observe.samples import recorded_steps, search
 
-    there = {purpose: steps for purpose in PURPOSES if (steps := recorded_steps(run, purpose))}
-    ends: dict[str, tuple[int, int]] = {purpose: (steps[0], steps[-1]) for purpose, steps in there.items()}
-    steps = there.get(query.purpose, [])
+    steps_of = {purpose: steps for purpose in PURPOSES if (steps := recorded_steps(run, purpose))}
+    ends: dict[str, tuple[int, int]] = {purpose: (steps[0], steps[-1]) for purpose, steps in steps_of.items()}
+    steps = steps_of.get(query.purpose, [])
     if not steps or (query.step is not None and query.step not in steps):
         return SampleRows(step=query.step, total=0, steps=ends, rows=[])
-    found = search(run, query, run_id)
-    return SampleRows(step=found.step, total=found.num_chosen, steps=ends, rows=[_row(each) for each in found.samples])
+    selection = search(run, query, run_id)
+    return SampleRows(
+        step=selection.step, total=selection.num_chosen, steps=ends, rows=[_row(each) for each in selection.samples]
+    )
 
 
 def one_sample(
@@ -84,7 +86,7 @@ def samples_of_problem(run: Path, problem_id: str, run_id: str) -> list[dict[str
     """Return the samples of a problem in the newest steps, in order of steps, including validation."""
     from tandem.observe.samples import SampleQuery, recorded_steps, select
 
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for purpose in PURPOSES:
         for step in recorded_steps(run, purpose)[-_MAX_STEPS:]:
             query = SampleQuery(purpose=purpose, step=step, problem_id=problem_id, with_tokens=False)
@@ -94,8 +96,8 @@ def samples_of_problem(run: Path, problem_id: str, run_id: str) -> list[dict[str
                 if step in recorded_steps(run, purpose):
                     raise
                 continue  # the oldest samples are deleted if the rollout log is bounded
-            found += [_row(sample) | {"purpose": purpose} for sample in samples]
-    return sorted(found, key=lambda row: (row["step"], row["purpose"], row["group"], row["sample"]))
+            rows += [_row(sample) | {"purpose": purpose} for sample in samples]
+    return sorted(rows, key=lambda row: (row["step"], row["purpose"], row["group"], row["sample"]))
 
 
 def _row(sample: RecordedSample) -> dict[str, Any]:

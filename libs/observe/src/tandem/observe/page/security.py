@@ -68,12 +68,12 @@ class PageGuard:
             refused = web.foreign(scope)
             return None if refused is None else error(*refused)
         request = HTTPConnection(scope)
-        given = request.query_params.get("token")
-        if given is not None and _are_equal(given, self._token):
-            rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
+        token = request.query_params.get("token")
+        if token is not None and _are_equal(token, self._token):
+            parameters = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
             # A path that begins with two slashes would be a host name.
             path = "/" + quote(scope["path"].lstrip("/\\"))
-            response = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
+            response = RedirectResponse(path + (f"?{urlencode(parameters)}" if parameters else ""), 303)
             response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
             return response
         if _are_equal(request.cookies.get(COOKIE, ""), self._token):
@@ -86,5 +86,5 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def _are_equal(given: str, token: str) -> bool:
-    return secrets.compare_digest(given.encode(), token.encode())
+def _are_equal(text: str, token: str) -> bool:
+    return secrets.compare_digest(text.encode(), token.encode())

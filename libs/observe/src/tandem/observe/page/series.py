@@ -93,47 +93,47 @@ class RunCurves:
                 self._read_steps(journal, table)
                 self._read_names(journal, table)
             names = [MetricName(name=name, group=group_of(name)) for name in self._names]
-        return sorted(names, key=lambda each: (each.group, each.name))
+        return sorted(names, key=lambda metric: (metric.group, metric.name))
 
     def series(
         self, names: Iterable[str], points: int, first: int | None, last: int | None, along: Along = "steps"
     ) -> dict[str, CurveSeries]:
         """Return the existing curves between two steps, with at most `points` points each."""
-        found: dict[str, CurveSeries] = {}
-        wanted = list(dict.fromkeys(names))
+        curves: dict[str, CurveSeries] = {}
+        metrics = list(dict.fromkeys(names))
         with self._lock:
-            places = self._read_all(wanted, along)
-            for name in wanted:
+            places = self._read_all(metrics, along)
+            for name in metrics:
                 steps, values = self._curve(name, first, last)
                 if len(steps):
-                    found[name] = bucketed(steps, values, points)
+                    curves[name] = bucketed(steps, values, points)
                     if places is not None:
-                        found[name] = _placed(found[name], *places)
-            self._forget(keep=len(wanted) + len(_MEASURED[along]))
-        return found
+                        curves[name] = _placed(curves[name], *places)
+            self._forget(keep=len(metrics) + len(_MEASURED[along]))
+        return curves
 
     def whole(
         self, names: Iterable[str], first: int | None, last: int | None, along: Along = "steps"
     ) -> dict[str, tuple[Numbers, Numbers]]:
         """Return the existing curves between two steps with all of their points: places along the axis, and values."""
-        found: dict[str, tuple[Numbers, Numbers]] = {}
-        wanted = list(dict.fromkeys(names))
+        curves: dict[str, tuple[Numbers, Numbers]] = {}
+        metrics = list(dict.fromkeys(names))
         with self._lock:
-            places = self._read_all(wanted, along)
-            for name in wanted:
+            places = self._read_all(metrics, along)
+            for name in metrics:
                 steps, values = self._curve(name, first, last)
                 if len(steps):
-                    found[name] = (steps.astype(np.float64) if places is None else _place(steps, *places), values)
-            self._forget(keep=len(wanted) + len(_MEASURED[along]))
-        return found
+                    curves[name] = (steps.astype(np.float64) if places is None else _place(steps, *places), values)
+            self._forget(keep=len(metrics) + len(_MEASURED[along]))
+        return curves
 
-    def _read_all(self, wanted: Sequence[str], along: Along) -> tuple[Ids, Numbers] | None:
+    def _read_all(self, metrics: Sequence[str], along: Along) -> tuple[Ids, Numbers] | None:
         """Read metrics, and those that measure the axis; return the latter's places, if any."""
         measured = _MEASURED[along]
         table = read_curves(self._reader.folder)
         with self._reader.journal() as journal:
             self._read_steps(journal, table)
-            self._read(journal, table, list(dict.fromkeys([*measured, *wanted])))
+            self._read(journal, table, list(dict.fromkeys([*measured, *metrics])))
         return self._places(measured) if measured else None
 
     def _places(self, measured: Sequence[str]) -> tuple[Ids, Numbers] | None:
@@ -148,12 +148,12 @@ class RunCurves:
 
     def _curve(self, name: str, first: int | None, last: int | None) -> tuple[Ids, Numbers]:
         """Return a metric's values at valid steps."""
-        column, known = self._columns[name], self._steps
-        if np.array_equal(known.ids, column.ids):  # true of most metrics
-            steps, values = known.steps, column.values
+        column, counted = self._columns[name], self._steps
+        if np.array_equal(counted.ids, column.ids):  # true of most metrics
+            steps, values = counted.steps, column.values
         else:
-            counts = np.isin(column.ids, known.ids, assume_unique=True)
-            steps = known.steps[np.searchsorted(known.ids, column.ids[counts])]
+            counts = np.isin(column.ids, counted.ids, assume_unique=True)
+            steps = counted.steps[np.searchsorted(counted.ids, column.ids[counts])]
             values = column.values[counts]
         low = 0 if first is None else int(np.searchsorted(steps, first, "left"))
         high = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
@@ -180,11 +180,11 @@ class RunCurves:
             of_table = {} if table is None else table.columns(alike, rows[is_there])
             of_journal = _from_journal(journal, alike, ids[~is_there], is_seconds=is_seconds)
             for name in alike:
-                found_ids, found = of_journal[name]
+                found_ids, new_values = of_journal[name]
                 if name in of_table:
                     values, has = of_table[name]
-                    found_ids, found = _joined(ids[is_there][has], found_ids), _joined(values[has], found)
-                self._columns[name].extend(found_ids, found, newest)
+                    found_ids, new_values = _joined(ids[is_there][has], found_ids), _joined(values[has], new_values)
+                self._columns[name].extend(found_ids, new_values, newest)
 
     def _rows(self, table: CurvesTable | None, new: Flags) -> Ids:
         """Return the row of each of these steps in the table; -1 for missing ones."""
@@ -237,9 +237,9 @@ def _placed(series: CurveSeries, steps: Ids, sums: Numbers) -> CurveSeries:
     return msgspec.structs.replace(series, x=_place(np.array(series.step), steps, sums).tolist())
 
 
-def _place(wanted: Ids, steps: Ids, sums: Numbers) -> Numbers:
+def _place(curve_steps: Ids, steps: Ids, sums: Numbers) -> Numbers:
     """Return the cumulative sum up to each of these steps."""
-    before = np.searchsorted(steps, wanted, "right")
+    before = np.searchsorted(steps, curve_steps, "right")
     return np.concatenate([[0.0], sums])[before]
 
 
@@ -251,26 +251,27 @@ def _joined(first: _Array, second: _Array) -> _Array:
 
 
 def _from_journal(
-    journal: sqlite3.Connection, names: Sequence[str], wanted: Ids, *, is_seconds: bool
+    journal: sqlite3.Connection, names: Sequence[str], step_ids: Ids, *, is_seconds: bool
 ) -> dict[str, tuple[Ids, Numbers]]:
     """Read metrics of the steps with these ascending ids, in chunks."""
     prefix = SECONDS if is_seconds else ""
     columns = "phase, seconds FROM seconds" if is_seconds else "name, value FROM metrics"
     marks = ",".join("?" * len(names))
     query = f"SELECT step_id, {columns} WHERE step_id BETWEEN ? AND ? AND {columns.split(',')[0]} IN ({marks})"
-    found: dict[str, tuple[list[int], list[float | None]]] = {name.removeprefix(prefix): ([], []) for name in names}
-    for chunk in np.array_split(wanted, max(1, -(-len(wanted) // _CHUNK))):
+    points_of: dict[str, tuple[list[int], list[float | None]]] = {name.removeprefix(prefix): ([], []) for name in names}
+    for chunk in np.array_split(step_ids, max(1, -(-len(step_ids) // _CHUNK))):
         if not len(chunk):
             continue
         is_wanted = {*chunk.tolist()}
-        for step_id, name, value in journal.execute(query, (int(chunk[0]), int(chunk[-1]), *found)).fetchall():
+        for step_id, name, value in journal.execute(query, (int(chunk[0]), int(chunk[-1]), *points_of)).fetchall():
             if step_id in is_wanted:
-                ids, values = found[name]
+                ids, values = points_of[name]
                 ids.append(step_id)
                 values.append(value)
     # None, SQLite's NaN, becomes NaN.
     return {
-        prefix + name: (np.array(ids, np.int64), np.array(values, np.float64)) for name, (ids, values) in found.items()
+        prefix + name: (np.array(ids, np.int64), np.array(values, np.float64))
+        for name, (ids, values) in points_of.items()
     }
 
 

@@ -83,10 +83,10 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
         if not index < len(runs):
             return error(404, _no_run(runs, index))
         try:
-            made = thumbnails.of(runs[index].reader.folder, request.path_params["digest"])
+            png = thumbnails.of(runs[index].reader.folder, request.path_params["digest"])
         except DataError as problem:
             return error(404, str(problem))
-        return Response(made, media_type="image/png", headers=_OF_PICTURE)
+        return Response(png, media_type="image/png", headers=_OF_PICTURE)
 
     of_run = [
         Route(f"/api/runs/{{run:int}}/{path}", functools.partial(_answer, runs, answer)) for path, answer in _ANSWERS
@@ -113,7 +113,7 @@ def _answer(runs: Sequence[PageRun], answer: Answer, request: Request) -> Respon
     index = request.path_params["run"]
     if not index < len(runs):
         return error(404, _no_run(runs, index))
-    return _said(lambda asked: _json(answer(runs[index], asked)))(request)
+    return _said(lambda page_request: _json(answer(runs[index], page_request)))(request)
 
 
 def _no_run(runs: Sequence[PageRun], index: int) -> str:
@@ -183,16 +183,16 @@ def _csv(runs: Sequence[PageRun], request: Request) -> Response:
     if strange := [index for index in indices if not (index.isdecimal() and int(index) < len(runs))]:
         raise BadQuery(f"run: there is no run {strange[0][:40]}: there are {len(runs)}, from 0 on")
     first, last, along = _range(request)
-    found = {
+    curves_of = {
         index: runs[int(index)].curves.whole(
             [n for i, n in zip(indices, names, strict=True) if i == index], first, last, along
         )
         for index in dict.fromkeys(indices)
     }
     columns = [
-        CurveColumn(label, *found[index][name])
+        CurveColumn(label, *curves_of[index][name])
         for index, name, label in zip(indices, names, labels, strict=True)
-        if name in found[index]
+        if name in curves_of[index]
     ]
     # Without a name: the link on the page says it.
     headers = {"Content-Disposition": "attachment"}
@@ -238,7 +238,7 @@ def _events(run: PageRun, request: Request) -> Any:
 def _samples(run: PageRun, request: Request) -> Any:
     from tandem.observe.samples import SampleQuery  # Arrow takes a while to be imported
 
-    least, most = maybe_number(request, "min_reward"), maybe_number(request, "max_reward")
+    least, highest = maybe_number(request, "min_reward"), maybe_number(request, "max_reward")
     query = SampleQuery(
         step=maybe_whole_number(request, "step"),
         purpose=choice(request, "purpose", samples.PURPOSES),
@@ -247,7 +247,7 @@ def _samples(run: PageRun, request: Request) -> Any:
         contains=request.query_params.get("contains", ""),
         group=maybe_whole_number(request, "group"),
         min_reward=-math.inf if least is None else least,
-        max_reward=math.inf if most is None else most,
+        max_reward=math.inf if highest is None else highest,
         offset=whole_number(request, "offset", 0),
         limit=whole_number(request, "limit", 50, 1, _MOST_ROWS),
         with_tokens=False,

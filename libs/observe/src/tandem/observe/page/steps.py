@@ -75,10 +75,10 @@ class PageSteps:
         compared = dict(zip(steps[places].tolist(), committed_at[places].tolist(), strict=True))
         marks = ",".join("?" * len(compared))
         query = f"SELECT step, committed_at, id FROM steps WHERE {_COUNTS} AND step IN ({marks}) ORDER BY step"
-        found = journal.execute(query, [*compared]).fetchall()
-        if {step: at for step, at, _ in found} != compared:
+        rows = journal.execute(query, [*compared]).fetchall()
+        if {step: at for step, at, _ in rows} != compared:
             return
-        newest = found[-1][2]
+        newest = rows[-1][2]
         query = "SELECT id FROM steps WHERE superseded_at IS NOT NULL AND id <= ?"
         superseded = [row[0] for row in journal.execute(query, (newest,))]
         ids = np.setdiff1d(np.arange(1, newest + 1), superseded, assume_unique=True)

@@ -43,10 +43,10 @@ class RunsWatch:
             is_last = self._has_ended
             silent_s += _LOOK_S
             for index, reader in enumerate(self._readers):
-                before, told = seen[index]
-                now, mark = await run_in_threadpool(_look, reader, before, told)
+                before, sent_mark = seen[index]
+                now, mark = await run_in_threadpool(_look, reader, before, sent_mark)
                 seen[index] = now, mark
-                if mark is not None and mark != told:
+                if mark is not None and mark != sent_mark:
                     silent_s = 0.0
                     yield _event(index, mark)
             if silent_s > _ALIVE_S:
@@ -57,28 +57,28 @@ class RunsWatch:
             await asyncio.sleep(_LOOK_S)
 
 
-def _look(reader: RunReader, before: object, told: RecordMark | None) -> tuple[object, RecordMark | None]:
+def _look(reader: RunReader, before: object, sent_mark: RecordMark | None) -> tuple[object, RecordMark | None]:
     """Return the state of the files, and the extent of the record; the journal is opened only if files have changed."""
     now = _files(reader)
     if now == before:
-        return before, told
+        return before, sent_mark
     try:
         return now, reader.mark()
     except RunFolderError:  # the folder is being moved away, or created
-        return None, told
+        return None, sent_mark
 
 
 def _files(reader: RunReader) -> object:
-    found: list[tuple[int, int, int] | None] = []
+    states: list[tuple[int, int, int] | None] = []
     for name in (JOURNAL_NAME, LIVE_NAME):
         try:
             status = os.stat(reader.folder / name)
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
         except OSError:
-            found.append(None)
-    return found
+            states.append(None)
+    return states
 
 
 def _event(index: int, mark: RecordMark) -> bytes:
-    said = {"run": index} | msgspec.to_builtins(mark)
-    return b"data: " + msgspec.json.encode(said) + b"\n\n"
+    content = {"run": index} | msgspec.to_builtins(mark)
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

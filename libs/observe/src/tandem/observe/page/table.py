@@ -40,9 +40,9 @@ def csv_parts(along: Along, columns: Sequence[CurveColumn]) -> Iterator[str]:
 def _cells(column: CurveColumn, places: Numbers) -> list[str]:
     """Return a column's values at these places; empty where it has none, and for NaN."""
     first, last = np.searchsorted(column.places, [places[0], places[-1]], "left")
-    own, values = column.places[first : last + 1], column.values[first : last + 1]
+    column_places, values = column.places[first : last + 1], column.values[first : last + 1]
     cells = [""] * len(places)
-    for place, value in zip(np.searchsorted(places, own).tolist(), values.tolist(), strict=True):
+    for place, value in zip(np.searchsorted(places, column_places).tolist(), values.tolist(), strict=True):
         cells[place] = "" if value != value else _number(value)
     return cells
 

@@ -47,14 +47,14 @@ def thumbnail(data: bytes) -> bytes:
 
     picture = decode(data, "image", ImageLimits())
     picture.thumbnail((SIDE, SIDE))
-    made = io.BytesIO()
-    picture.save(made, "PNG")
-    return made.getvalue()
+    png = io.BytesIO()
+    picture.save(png, "PNG")
+    return png.getvalue()
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, largest: int) -> None:
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(kind, (largest if hard == resource.RLIM_INFINITY else min(largest, hard), hard))
 
 
 if __name__ == "__main__":

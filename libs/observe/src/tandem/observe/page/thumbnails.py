@@ -33,7 +33,7 @@ class ImageThumbnails:
     def __init__(self, deadline_s: float = _DEADLINE_S) -> None:
         """Start nothing yet; `deadline_s` is what a picture may take."""
         self._deadline_s = deadline_s
-        self._made: BoundedCache[bytes] = BoundedCache(lambda made: len(made) + 64, _MOST_HELD)
+        self._made: BoundedCache[bytes] = BoundedCache(lambda thumbnail: len(thumbnail) + 64, _MOST_HELD)
         """Thumbnails by digest; empty for pictures that cannot be shown."""
         self._lock = threading.Lock()
         self._worker = PageWorker([_WORKER], MOST_BYTES)
@@ -48,23 +48,23 @@ class ImageThumbnails:
         images = ImageFolder(run / FOLDER)
         if not images.has(digest):
             raise DataError(f"the run has no image {digest[:12]}")
-        made = self._made.find(digest)
-        if made is None:
+        png = self._made.find(digest)
+        if png is None:
             data = images.get(digest)
             if not self._lock.acquire(timeout=2 * self._deadline_s):
                 raise DataError("other pictures take too long: ask again later")
             try:
-                made = self._made.find(digest)
-                if made is None:
-                    made = self._worker.ask(data, time.monotonic() + self._deadline_s) or b""
-                    if not made and self._worker.was_stopped:
-                        made = self._worker.ask(data, time.monotonic() + self._deadline_s) or b""
-                    self._made.put(digest, made)
+                png = self._made.find(digest)
+                if png is None:
+                    png = self._worker.ask(data, time.monotonic() + self._deadline_s) or b""
+                    if not png and self._worker.was_stopped:
+                        png = self._worker.ask(data, time.monotonic() + self._deadline_s) or b""
+                    self._made.put(digest, png)
             finally:
                 self._lock.release()
-        if not made:
+        if not png:
             raise DataError(f"image {digest[:12]} cannot be shown: it is damaged, too large, or takes too long")
-        return made
+        return png
 
     def close(self) -> None:
         """End the process."""

@@ -36,12 +36,12 @@ def _tokenizer(model: str) -> Tokenizer | None:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
-        found = None
+        cached_path = None
         with contextlib.suppress(HFValidationError):  # not a name of a model
-            found = try_to_load_from_cache(model, _FILE)  # downloads nothing
-        if not isinstance(found, str):
+            cached_path = try_to_load_from_cache(model, _FILE)  # downloads nothing
+        if not isinstance(cached_path, str):
             return None
-        path = Path(found)
+        path = Path(cached_path)
     return _read(path, path.stat().st_mtime_ns)
 
 

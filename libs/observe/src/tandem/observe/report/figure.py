@@ -51,15 +51,15 @@ def draw_panels(runs: Sequence[ReportRun], path: Path) -> None:
 
 def _draw(axes: Any, panel: ReportPanel, runs: Sequence[ReportRun]) -> None:
     """Draw the curves of a panel; several runs differ in colour, as do the curves of a single run."""
-    left, right = panel.drawn([run.curves for run in runs])
-    if not left and not right:
+    left_curves, right_curves = panel.drawn([run.curves for run in runs])
+    if not left_curves and not right_curves:
         axes.text(0.5, 0.5, panel.missing, ha="center", va="center", transform=axes.transAxes, color="grey")
         axes.tick_params(labelbottom=False, bottom=False)
         axes.set_yticks([])
         return
-    sides = [(axes, left)] if left else []
-    if right:
-        sides.append((axes.twinx() if left else axes, right))
+    sides = [(axes, left_curves)] if left_curves else []
+    if right_curves:
+        sides.append((axes.twinx() if left_curves else axes, right_curves))
     lines: list[Any] = []
     number = 0
     for side, curves in sides:
@@ -131,13 +131,13 @@ def draw_curves(runs: Mapping[str, RunSummary], path: Path) -> None:
     pyplot = _pyplot()
     # Margins that fit tick labels: computing them would draw everything twice.
     margins = {"left": 0.08, "right": 0.98, "bottom": 0.13, "top": 0.91, "wspace": 0.2}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), gridspec_kw=margins)
+    figure, (train_axes, val_axes) = pyplot.subplots(1, 2, figsize=(10, 4), gridspec_kw=margins)
     for label, summary in runs.items():
-        for axes, name in zip((left, right), ALGORITHMS[summary.algorithm].curves, strict=True):
+        for axes, name in zip((train_axes, val_axes), ALGORITHMS[summary.algorithm].curves, strict=True):
             points = summary.curves.get(name, [])
             axes.plot([s for s, _ in points], [v for _, v in points], label=label, linewidth=1.2)
             axes.set(xlabel="step", title=_TITLES[name])
-    for axes in (left, right):
+    for axes in (train_axes, val_axes):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=110)

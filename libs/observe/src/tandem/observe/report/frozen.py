@@ -49,7 +49,7 @@ def frozen_page(runs: Sequence[ReportRun]) -> str:
     """Return the page of these runs."""
     data = [_data(index, run) for index, run in enumerate(runs)]
     data[0]["tables"] = [
-        {"title": title, "note": note, "rows": [[row.what, row.values] for row in rows]}
+        {"title": title, "note": note, "rows": [[row.title, row.values] for row in rows]}
         for title, note, rows in _tables(runs)
     ]
     # A script element ends at the first "</script>", whatever it is part of.
@@ -107,8 +107,8 @@ def _module(name: str) -> str:
     """Return a module that imports others by the names of the import map: a data URL has no folder."""
     folder = posixpath.dirname(name)
 
-    def named(found: re.Match[str]) -> str:
-        return f'{found[1]}"tandem/{posixpath.normpath(posixpath.join(folder, found[2]))}"'
+    def named(match: re.Match[str]) -> str:
+        return f'{match[1]}"tandem/{posixpath.normpath(posixpath.join(folder, match[2]))}"'
 
     return _IMPORT.sub(named, _read(name))
 
@@ -158,7 +158,7 @@ def _curves(curves: RunCurves, names: Sequence[str]) -> dict[str, Any]:
     for name, of in series.items():
         at = places.setdefault(tuple(of.step), len(places))
         if at == len(axes):
-            axes.append({"steps": of.step} | {key: found[name].x for key, found in along.items()})
+            axes.append({"steps": of.step} | {key: placed[name].x for key, placed in along.items()})
         compact[name] = {"at": at, "mean": of.mean} | _band(of)
     return {"series": compact, "places": axes}
 

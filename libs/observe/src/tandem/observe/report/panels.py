@@ -28,22 +28,24 @@ class ReportPanel(msgspec.Struct, frozen=True, kw_only=True):
     """The curves of one panel, drawn as far as runs have them."""
 
     title: str
-    left: tuple[PanelCurve, ...] = ()
+    left_axis: tuple[PanelCurve, ...] = ()
     """Curves on the left axis."""
-    right: tuple[PanelCurve, ...] = ()
+    right_axis: tuple[PanelCurve, ...] = ()
     missing: str
     """Text shown if no run has any of the curves."""
 
     def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[PanelCurve], list[PanelCurve]]:
         """Return the curves of both axes that some run has. A KL that stays 0 means that there is no reference."""
-        known = {
+        drawn_names = {
             name
             for of_run in curves
             for name, points in of_run.items()
             if (points if name != "kl" else any(value for _, value in points))
         }
-        left, right = ([curve for curve in axis if curve.name in known] for axis in (self.left, self.right))
-        return left, right
+        left_curves, right_curves = (
+            [curve for curve in axis if curve.name in drawn_names] for axis in (self.left_axis, self.right_axis)
+        )
+        return left_curves, right_curves
 
 
 SECONDS, MEMORY = "seconds by phase", "memory"
@@ -64,19 +66,19 @@ _PEAKS = tuple(PanelCurve(f"memory/{kind}", f"{kind}, GB") for kind in _KINDS)
 
 
 def _panel(
-    title: str, left: Sequence[tuple[str, str]], right: Sequence[tuple[str, str]] = (), missing: str = ""
+    title: str, left_curves: Sequence[tuple[str, str]], right_curves: Sequence[tuple[str, str]] = (), missing: str = ""
 ) -> ReportPanel:
     return ReportPanel(
         title=title,
-        left=tuple(PanelCurve(*pair) for pair in left),
-        right=tuple(PanelCurve(*pair) for pair in right),
+        left_axis=tuple(PanelCurve(*pair) for pair in left_curves),
+        right_axis=tuple(PanelCurve(*pair) for pair in right_curves),
         missing=missing or "no such metric is recorded",
     )
 
 
 _LAST = (
-    ReportPanel(title=SECONDS, left=(TOTAL,), missing="no seconds are recorded"),
-    ReportPanel(title=MEMORY, left=_PEAKS, missing="no memory is recorded"),
+    ReportPanel(title=SECONDS, left_axis=(TOTAL,), missing="no seconds are recorded"),
+    ReportPanel(title=MEMORY, left_axis=_PEAKS, missing="no memory is recorded"),
 )
 _LEARNING_RATE = _panel("learning rate", [("learning_rate", "learning rate")])
 _NOT_VALIDATED = "nothing was validated"
@@ -138,21 +140,21 @@ def _panels(algorithm: str) -> tuple[ReportPanel, ...]:
 
 
 def _together(panels: Sequence[ReportPanel]) -> ReportPanel:
-    left = tuple(dict.fromkeys(curve for panel in panels for curve in panel.left))
+    left_curves = tuple(dict.fromkeys(curve for panel in panels for curve in panel.left_axis))
     return ReportPanel(
         title=" / ".join(dict.fromkeys(panel.title for panel in panels)),
-        left=left,
-        right=tuple(dict.fromkeys(c for panel in panels for c in panel.right if c not in left)),
+        left_axis=left_curves,
+        right_axis=tuple(dict.fromkeys(c for panel in panels for c in panel.right_axis if c not in left_curves)),
         missing=panels[0].missing,
     )
 
 
 def peak_memory(curves: Mapping[str, Points]) -> dict[str, list[tuple[int, float]]]:
     """Return the peak memory of a process of each kind in any phase of a step, as curves."""
-    found: dict[str, dict[int, float]] = {}
+    peaks: dict[str, dict[int, float]] = {}
     for kind in _KINDS:
         for phase in _PHASES_OF_MEMORY:
             for step, value in curves.get(f"memory_{phase}_{kind}_gb", ()):
-                steps = found.setdefault(f"memory/{kind}", {})
+                steps = peaks.setdefault(f"memory/{kind}", {})
                 steps[step] = max(steps.get(step, 0.0), value)
-    return {name: sorted(steps.items()) for name, steps in found.items()}
+    return {name: sorted(steps.items()) for name, steps in peaks.items()}

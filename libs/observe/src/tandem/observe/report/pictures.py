@@ -33,17 +33,19 @@ def samples_with_pictures(reader: RunReader) -> dict[str, Any]:
         pictures = {}
         for digest in _digests([row for rows in samples.values() for row in rows]):
             with contextlib.suppress(DataError):
-                made = thumbnails.of(reader.folder, digest)
-                pictures[digest] = f"data:image/png;base64,{base64.b64encode(made).decode()}"
+                png = thumbnails.of(reader.folder, digest)
+                pictures[digest] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     return {"samples": samples, "pictures": pictures}
 
 
 def _newest(reader: RunReader, purpose: Any) -> list[dict[str, Any]]:
     from tandem.observe.samples import SampleQuery, search  # Arrow takes a while to be imported
 
-    found = search(reader.folder, SampleQuery(purpose=purpose, limit=_NUM_SAMPLES, with_tokens=False), reader.run_id())
+    selection = search(
+        reader.folder, SampleQuery(purpose=purpose, limit=_NUM_SAMPLES, with_tokens=False), reader.run_id()
+    )
     models, run_id = reader.models(), reader.run_id()
-    places = [(found.step, sample.scored.group, sample.scored.sample) for sample in found.samples]
+    places = [(selection.step, sample.scored.group, sample.scored.sample) for sample in selection.samples]
     rows = [one_sample(reader.folder, place, purpose, run_id, models) for place in places]
     return [row | {"tokens": msgspec.to_builtins(row["tokens"]), "purpose": purpose} for row in rows]
 

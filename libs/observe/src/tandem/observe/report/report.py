@@ -42,8 +42,8 @@ def format_report(runs: Sequence[ReportRun], out: Path) -> str:
         if len(runs) > 1:
             lines.append(f"{run.label}:")
         lines += format_curves(run.summary)
-        if (said := no_progress(run.summary.curves.get("val_accuracy", ()))) is not None:
-            lines.append(f"warning: {said}")
+        if (course := no_progress(run.summary.curves.get("val_accuracy", ()))) is not None:
+            lines.append(f"warning: {course}")
         if run.summary.num_steps:
             lines.append(format_breakdown(run.summary))
         lines.append(f"{run.summary.num_steps} steps in {run.summary.wall_seconds:.0f} s")
@@ -65,7 +65,7 @@ _WIDEST = 40
 
 def _table(runs: Sequence[ReportRun], rows: Sequence[ReportRow]) -> list[str]:
     """Lay rows out in columns, one per run."""
-    cells = [("", *(run.label for run in runs)), *((row.what, *row.values) for row in rows)]
+    cells = [("", *(run.label for run in runs)), *((row.title, *row.values) for row in rows)]
     short = [[cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(*short, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in short]

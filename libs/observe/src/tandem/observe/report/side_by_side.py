@@ -41,7 +41,7 @@ class ReportRun(NamedTuple):
 class ReportRow(NamedTuple):
     """A row of a table: a label, and a value for each run."""
 
-    what: str
+    title: str
     values: tuple[str, ...]
 
 
@@ -70,8 +70,8 @@ def _plain_config(journal: JournalReader) -> dict[str, Any]:
     """Return a run's configuration without the sections of other algorithms."""
     with damage(journal.folder):
         plain = msgspec.json.decode(journal.config_json, type=dict[str, Any])
-    others = ALGORITHMS.keys() - {journal.run.algorithm}
-    return {section: value for section, value in plain.items() if section not in others}
+    other_algorithms = ALGORITHMS.keys() - {journal.run.algorithm}
+    return {section: value for section, value in plain.items() if section not in other_algorithms}
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -79,9 +79,9 @@ def labels(folders: Sequence[Path]) -> list[str]:
     parts = [folder.absolute().parts for folder in folders]
     longest = max(len(each) for each in parts)
     for depth in range(1, longest + 1):
-        found = ["/".join(each[-depth:]) for each in parts]
-        if len({*found}) == len({*parts}):
-            return found
+        path_ends = ["/".join(each[-depth:]) for each in parts]
+        if len({*path_ends}) == len({*parts}):
+            return path_ends
     raise AssertionError("whole paths differ")
 
 
@@ -153,8 +153,8 @@ def _value_of(config: Mapping[str, Any], key: str) -> str:
     return node if isinstance(node, str) else msgspec.json.encode(node).decode()
 
 
-def _row(what: str, values: Iterable[str]) -> ReportRow:
-    return ReportRow(what, tuple(values))
+def _row(title: str, values: Iterable[str]) -> ReportRow:
+    return ReportRow(title, tuple(values))
 
 
 def _ending(run: ReportRun) -> str:

@@ -74,10 +74,10 @@ def _curves(steps: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, list[
 
 def format_curves(summary: RunSummary) -> list[str]:
     """Describe a run's main metrics from first to last value, one line each."""
-    told = {name: summary.curves[name] for name in SUMMED_UP if len(summary.curves.get(name, [])) > 1}
-    width = max([14, *(len(name) for name in told)])
+    curves = {name: summary.curves[name] for name in SUMMED_UP if len(summary.curves.get(name, [])) > 1}
+    width = max([14, *(len(name) for name in curves)])
     lines = []
-    for name, points in told.items():
+    for name, points in curves.items():
         values = [value for _, value in points]
         lines.append(f"{name:>{width}}  {values[0]:.3f} → {values[-1]:.3f}  {sparkline(values)}")
     return lines
@@ -99,17 +99,17 @@ def format_breakdown(summary: RunSummary) -> str:
 
 def _memory_table(summary: RunSummary) -> list[str]:
     """Return a table of the peak memory of a process of each kind in each phase, over all steps."""
-    found = {
+    peaks = {
         (kind, phase): max(value for _, value in points)
         for kind in _PROCESSES
         for phase in _PHASES
         if (points := summary.curves.get(f"memory_{phase}_{kind}_gb"))
     }
-    if not found:
+    if not peaks:
         return []
     table = [f"peak memory, GB {''.join(f'{phase:>12}' for phase in _PHASES)}"]
-    for kind in dict.fromkeys(kind for kind, _ in found):
-        cells = [f"{found[kind, phase]:12.3f}" if (kind, phase) in found else f"{'-':>12}" for phase in _PHASES]
+    for kind in dict.fromkeys(kind for kind, _ in peaks):
+        cells = [f"{peaks[kind, phase]:12.3f}" if (kind, phase) in peaks else f"{'-':>12}" for phase in _PHASES]
         table.append(f"  {kind:<14}{''.join(cells)}")
     return table
 

@@ -74,14 +74,14 @@ class CheckpointFolder:
         final = self.folder_of(record.step)
         try:
             _write_synced(temporary / _RECORD, msgspec.json.format(msgspec.json.encode(record)))
-            whole = manifest.CheckpointManifest(
+            checkpoint_manifest = manifest.CheckpointManifest(
                 run_id=self._run_id,
                 step=record.step,
                 version=record.version,
                 configuration=configuration,
                 files={**manifest.take_parts(temporary), _RECORD: manifest.describe(temporary / _RECORD)},
             )
-            _write_synced(temporary / manifest.NAME, msgspec.json.encode(whole))
+            _write_synced(temporary / manifest.NAME, msgspec.json.encode(checkpoint_manifest))
             _sync_folder(temporary)
             if final.exists():  # left by a run without its journal
                 self._delete(final)
@@ -121,15 +121,15 @@ class CheckpointFolder:
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename the checkpoints of later steps, which invalidates them; return their new folders."""
-        found = []
+        aside_folders = []
         for later in self.steps():
             if later > step:
                 numbers = (n for n in range(1, 10_000) if not (self._root / f"{_ASIDE}{later}.{n}").exists())
-                found.append(self.folder_of(later).rename(self._root / f"{_ASIDE}{later}.{next(numbers)}"))
-        if found:
+                aside_folders.append(self.folder_of(later).rename(self._root / f"{_ASIDE}{later}.{next(numbers)}"))
+        if aside_folders:
             self._point_latest_to(self.folder_of(step))
             _sync_folder(self._root)
-        return found
+        return aside_folders
 
     def _prune(self, newest: int) -> None:
         """Keep the best `keep_top_k`, and the newest, so that the run can always be resumed.

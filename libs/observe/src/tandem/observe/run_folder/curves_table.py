@@ -40,12 +40,12 @@ class CurvesTable:
         """Return the steps up to `last`, with their commit times; of repeated steps, only the latest."""
         steps = np.array(self._rows[:, 0])
         is_asked_for = (steps >= 0) & (steps <= last)
-        found, committed_at = steps[is_asked_for].astype(np.int64), np.array(self._rows[:, 1])[is_asked_for]
-        if not len(found):
-            return found, committed_at
-        least_later = np.minimum.accumulate(found[::-1])[::-1][1:]
-        stays = np.append(found[:-1] < least_later, True)
-        return found[stays], committed_at[stays]
+        kept_steps, committed_at = steps[is_asked_for].astype(np.int64), np.array(self._rows[:, 1])[is_asked_for]
+        if not len(kept_steps):
+            return kept_steps, committed_at
+        least_later = np.minimum.accumulate(kept_steps[::-1])[::-1][1:]
+        stays = np.append(kept_steps[:-1] < least_later, True)
+        return kept_steps[stays], committed_at[stays]
 
     def rows_of(self, steps: Ids, committed_at: Numbers) -> Ids:
         """Return the row of each of these steps; -1 for missing ones."""
@@ -55,19 +55,21 @@ class CurvesTable:
         order = np.argsort(at, kind="stable")
         if not len(order):
             return np.full(len(steps), -1, np.int64)
-        found = np.searchsorted(at[order], committed_at)
-        row = order[np.minimum(found, len(order) - 1)]
+        places = np.searchsorted(at[order], committed_at)
+        row = order[np.minimum(places, len(order) - 1)]
         return np.where((at[row] == committed_at) & (self._rows[row, 0] == steps), row, -1)
 
     def columns(self, names: Sequence[str], rows: Ids) -> dict[str, tuple[Numbers, Flags]]:
         """Return the values of these metrics in these rows, and where they exist; the file is read once."""
-        there = [name for name in names if name in self._place]
-        places = [self._place[name] for name in there]
+        existing = [name for name in names if name in self._place]
+        places = [self._place[name] for name in existing]
         is_range = len(rows) > 0 and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
         which = self._rows[rows[0] : rows[-1] + 1] if is_range else self._rows[rows]
         values = np.ascontiguousarray(which[:, places].T)
-        found = {name: (own, own.view(np.int64) != ABSENT) for name, own in zip(there, values, strict=True)}
-        return {name: found.get(name, (np.zeros(len(rows)), np.zeros(len(rows), np.bool_))) for name in names}
+        column_of = {
+            name: (column, column.view(np.int64) != ABSENT) for name, column in zip(existing, values, strict=True)
+        }
+        return {name: column_of.get(name, (np.zeros(len(rows)), np.zeros(len(rows), np.bool_))) for name in names}
 
 
 def read_curves(folder: Path) -> CurvesTable | None:
@@ -76,11 +78,11 @@ def read_curves(folder: Path) -> CurvesTable | None:
         with (folder / CURVES_NAME).open("rb") as file:
             line = file.readline()
             names = msgspec.json.decode(line, type=tuple[str, ...])
-            whole = (os.fstat(file.fileno()).st_size - len(line)) // row_bytes(names)
-            if not whole:
+            num_rows = (os.fstat(file.fileno()).st_size - len(line)) // row_bytes(names)
+            if not num_rows:
                 return CurvesTable(names, np.zeros((0, KEYS + len(names))))
             # An incomplete row, being written or left by a killed writer, is ignored.
-            shape = (whole, KEYS + len(names))
+            shape = (num_rows, KEYS + len(names))
             return CurvesTable(names, np.memmap(file, np.float64, mode="r", offset=len(line), shape=shape))
     except (OSError, ValueError, msgspec.MsgspecError):
         return None

@@ -22,8 +22,8 @@ SAID: dict[Outcome, str] = {"finished": "finished", "interrupted": "was interrup
 
 def outcome_in(line: str) -> Outcome | None:
     """Return how the run ended according to an event; None if the event is about something else."""
-    found = ENDED.fullmatch(line)
-    return None if found is None else next(outcome for outcome, said in SAID.items() if said == found["outcome"])
+    match = ENDED.fullmatch(line)
+    return None if match is None else next(outcome for outcome, words in SAID.items() if words == match["outcome"])
 
 
 def state_of(folder: Path, newest_event: str) -> State:

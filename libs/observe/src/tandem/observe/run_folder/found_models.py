@@ -89,28 +89,28 @@ def _of_run(run: Path, which: Which, mark: str) -> list[FoundModel]:
             f"{run} has no checkpoint: the run saves {when} (checkpointing.enabled, checkpointing.save_period)"
         )
     name = run.resolve().name
-    found = _of_checkpoints(run, checkpoints, which, config, mark)
-    return [msgspec.structs.replace(each, name=f"{name}-{each.name}") for each in found]
+    models = _of_checkpoints(run, checkpoints, which, config, mark)
+    return [msgspec.structs.replace(each, name=f"{name}-{each.name}") for each in models]
 
 
 def _of_checkpoints(
     path: Path, checkpoints: CheckpointFolder, which: Which, config: Config | None, mark: str
 ) -> list[FoundModel]:
-    steps, found = checkpoints.steps(), []
-    chosen = {"newest": steps[-1:], "all": steps}.get(which) or [_best(checkpoints, steps, config)]
-    for folder in map(checkpoints.folder_of, chosen):
+    steps, models = checkpoints.steps(), []
+    chosen_steps = {"newest": steps[-1:], "all": steps}.get(which) or [_best(checkpoints, steps, config)]
+    for folder in map(checkpoints.folder_of, chosen_steps):
         if not (folder / _POLICY / mark).is_file():
             _refuse_other(folder / _POLICY, mark)
             raise CheckpointError(f"{folder} is not whole: it has no {_POLICY}/{mark}; name another checkpoint")
         label = folder if folder.is_relative_to(path) else path / folder.name
-        found.append(FoundModel(folder / _POLICY, folder.name, label))
-    return found
+        models.append(FoundModel(folder / _POLICY, folder.name, label))
+    return models
 
 
 def _refuse_other(folder: Path, mark: str) -> None:
     """Raise `ModelError` if a folder has adapters instead of a model, or the other way round."""
-    if mark == _CONFIG and (why := lora.why_no_model(folder)) is not None:
-        raise ModelError(why)
+    if mark == _CONFIG and (reason := lora.why_no_model(folder)) is not None:
+        raise ModelError(reason)
     if mark == lora.CONFIG and (folder / _CONFIG).is_file():
         raise ModelError(f"{folder} holds a model and no adapters")
 

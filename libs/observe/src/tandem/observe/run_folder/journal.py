@@ -176,9 +176,9 @@ class JournalReader:
     def _steps(self, which: str) -> list[StepRecord]:
         with file_errors(self.folder), snapshot(self._connection):
             heads = self.rows(f"SELECT id, step, version, checkpoint, committed_at FROM steps WHERE {which}")
-            chosen = f"(SELECT id FROM steps WHERE {which})"
-            metrics = self.rows(f"SELECT step_id, name, value FROM metrics WHERE step_id IN {chosen}")
-            seconds = self.rows(f"SELECT step_id, phase, seconds FROM seconds WHERE step_id IN {chosen}")
+            step_ids = f"(SELECT id FROM steps WHERE {which})"
+            metrics = self.rows(f"SELECT step_id, name, value FROM metrics WHERE step_id IN {step_ids}")
+            seconds = self.rows(f"SELECT step_id, phase, seconds FROM seconds WHERE step_id IN {step_ids}")
         metrics_of: dict[int, dict[str, float]] = {}
         seconds_of: dict[int, dict[str, float]] = {}
         with damage(self.folder):

@@ -48,8 +48,8 @@ def rebuild_journal(run: Path, config: Config) -> str:
     records = _records(checkpoints)
     newest, run_id = (records[-1], "") if records else (None, new_run_id())
     if newest is not None:
-        found = manifest.read(checkpoints.folder_of(newest.step))
-        run_id = new_run_id() if found is None else found.run_id
+        checkpoint_manifest = manifest.read(checkpoints.folder_of(newest.step))
+        run_id = new_run_id() if checkpoint_manifest is None else checkpoint_manifest.run_id
         config = config_from_json(newest.config_json.encode())
     aside = _set_aside(run)
     with contextlib.closing(Journal.create(run, config_to_json(config), config.algorithm, run_id)) as journal:
