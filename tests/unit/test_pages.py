@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tandem.coordinator.scheduler.rule import RuleMode
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.rollout.engine import Engine
+from tests.harness.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -74,6 +76,22 @@ def test_the_table_of_rules_has_them_in_the_order_in_which_they_are_asked() -> N
     names = re.findall(r"^\| ([a-z ]+?) \|", rules.__doc__ or "", re.MULTILINE)
     asked = [rule.name for mode in (RuleMode.SETTING_UP, RuleMode.GOING_ON) for rule in rules.RULES[mode]]
     assert names == ["rule", *asked]
+
+
+def test_names_in_the_code_of_pages_are_nouns() -> None:
+    generic = load_script("lint_names").GENERIC
+    blocks = {
+        (page, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    }
+    assert len(blocks) > 20
+    bound = {(page, name) for page, code in blocks for name in names_bound_in(code)}
+    assert [(page, name) for page, name in sorted(bound) if name in generic | {"right", "nearer"}] == []
+
+
+def names_bound_in(code: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(code)))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
 def test_the_readme_is_a_page_to_read() -> None:
