@@ -303,7 +303,7 @@ def test_a_journal_of_another_release_is_one_line(capsys: pytest.CaptureFixture[
 
 def test_every_check_is_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
-    missing = [check.cause for check in CHECKS if f"| {check.what} |" not in page]
+    missing = [check.cause for check in CHECKS if f"| {check.cause} |" not in page]
     assert missing == []
 
 

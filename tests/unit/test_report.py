@@ -212,7 +212,7 @@ def test_runs_of_two_algorithms_share_panels() -> None:
     panels = panels_of(["grpo", "sft", "grpo"])
     assert len(panels) == 8
     assert panels[0].title == "reward / loss"
-    assert [curve.name for curve in panels[0].left] == ["reward", "training_reward", "filtered_reward", "loss"]
+    assert [curve.name for curve in panels[0].left_axis] == ["reward", "training_reward", "filtered_reward", "loss"]
     assert panels[7].title == "memory"
 
 
