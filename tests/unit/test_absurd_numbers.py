@@ -182,7 +182,7 @@ def test_the_groups_of_absurd_log_probabilities_are_set_aside() -> None:
     aside = set_aside(table, share, np.arange(4), least_S, lambda values: 2 * values)
     assert aside.num_aside == 1
     assert aside.table.num_valid_S.astype(bool).tolist() == [False, False, True, True]
-    assert aside.own.loss_mask_T.tolist() == [False] * 9 + [True] * 9
+    assert aside.samples.loss_mask_T.tolist() == [False] * 9 + [True] * 9
     assert aside.notes == (
         "group 0, sample 1 of rollout-0 has a log-probability of -100 for a token that was drawn, below -40, which is "
         "as far as float32 carries: group 0 is set aside",

@@ -126,7 +126,7 @@ def test_other_tokens_and_the_entropy_have_the_gradients_of_all_logits(chunk: in
     logits_KV = (expected[0] @ expected[1].T) / 0.7
     others = of_others(logits_KV, expected[2], others_KN)
     totals = []
-    for logprobs_K, entropy_K, others_KN in ((scores.logprobs, scores.entropy, scores.others), others):
+    for logprobs_K, entropy_K, others_KN in ((scores.logprobs, scores.entropy, scores.other_logprobs), others):
         weights_KN = torch.linspace(-1, 2, others_KN.numel()).view(others_KN.shape)
         total = (logprobs_K * torch.linspace(-1, 1, NUM_TOKENS)).sum() + (others_KN * weights_KN).sum()
         totals.append(total + 3 * entropy_K.sum() if learns_entropy else total)

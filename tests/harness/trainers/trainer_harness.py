@@ -275,9 +275,9 @@ def said_by(backend: TrainerBackend, batch: SampleBatch, config: Config, model: 
     """Return the first number that a model says of each token of this rank's share of a whole batch."""
     taken = step.TrainingStep(backend, *share_of(backend, batch, config), config)
     shard = taken.shards[model]
-    values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
+    values_T = np.zeros(len(shard.samples.token_ids_T), dtype=np.float32)
     for micro_batch, scores_BT in scored_by(taken, model):
-        unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
+        unpad_into(values_T, scores_BT[0], shard.samples, micro_batch.rows)
     return moved(values_T, shard, taken.shards["policy"])
 
 

@@ -81,8 +81,10 @@ def on_policy_distillation(config: Config, scored: ScoredShard) -> EstimatedAdva
     valid_T = scored.batch.valid()
     apart_T = scored.scores["teacher"] - scored.scores["policy"]
     advantages_T = np.where(valid_T, apart_T, np.float32(0.0)).astype(np.float32)
-    own = advantages_T.astype(np.float64)
-    count, total = scored.sum_over_ranks(torch.tensor([int(valid_T.sum()), own.sum()], dtype=torch.float64)).tolist()
+    advantages = advantages_T.astype(np.float64)
+    count, total = scored.sum_over_ranks(
+        torch.tensor([int(valid_T.sum()), advantages.sum()], dtype=torch.float64)
+    ).tolist()
     return EstimatedAdvantages({ADVANTAGES: advantages_T}, {"teacher_kl": -total / max(1.0, count)})
 
 
@@ -134,11 +136,11 @@ def whitened(advantages_T: Float32s, valid_T: NDArray[np.bool_], sum_over_ranks:
         valid_T: True for valid tokens. Over all ranks, every valid token of the batch is there once.
         sum_over_ranks: adds a float64 tensor over the ranks.
     """
-    own = advantages_T[valid_T].astype(np.float64)
-    sums = [len(own), own.sum(), np.square(own).sum()]
+    valid_advantages = advantages_T[valid_T].astype(np.float64)
+    sums = [len(valid_advantages), valid_advantages.sum(), np.square(valid_advantages).sum()]
     count, total, square = sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
     mean = total / max(1.0, count)
-    (squares,) = sum_over_ranks(torch.tensor([np.square(own - mean).sum()], dtype=torch.float64)).tolist()
+    (squares,) = sum_over_ranks(torch.tensor([np.square(valid_advantages - mean).sum()], dtype=torch.float64)).tolist()
     if squares <= ROUNDING**2 * square:
         return np.zeros_like(advantages_T)
     deviation = np.sqrt(max(squares / count, _MIN_VARIANCE))

@@ -113,15 +113,15 @@ def build_parts(
     limit_threads(config, "trainers")
     try_out(config)
     # The ranks meet on the interface of the run, and on no other.
-    own = address_towards(context.coordinator)
-    keep_to_interface(own, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    address = address_towards(context.coordinator)
+    keep_to_interface(address, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     if store is None:
         timeout = datetime.timedelta(seconds=command.deadline_s)
         store = TCPStore(
             command.rendezvous_host, command.rendezvous_port, is_master=False, timeout=timeout, use_libuv=False
         )
     assert command.world_size == config.num_trainers, "the coordinator has the same configuration"
-    exchange = meet(config, index, store, own, command.deadline_s)
+    exchange = meet(config, index, store, address, command.deadline_s)
     checkpoint = Path(command.checkpoint) if command.checkpoint else None
     backend = make_backend(config, checkpoint=checkpoint, model_group=model_group)
     defer_silent(listening())

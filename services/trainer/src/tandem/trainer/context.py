@@ -89,8 +89,8 @@ def context_attention(
     """Attend causally within each segment of the row, for this rank's share ``[1, L, H, D]``."""
     assert context_share is not None, "a model whose sequences are shared gets its share"
     query_LHD, key_LGD, value_LGD = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1GLD, value_1GLD))
-    both = gather_shares(torch.stack([key_LGD, value_LGD], dim=1), context_share.group)
-    key_MGD, value_MGD = both.index_select(0, context_share.key_M).unbind(1)
+    keys_values = gather_shares(torch.stack([key_LGD, value_LGD], dim=1), context_share.group)
+    key_MGD, value_MGD = keys_values.index_select(0, context_share.key_M).unbind(1)
     return attend(query_LHD, key_MGD, value_MGD, context_share.chunks, scaling, sliding_window, s_aux)[None], None
 
 
@@ -150,7 +150,7 @@ def share_of(lengths: Sequence[int], predictor_K: torch.Tensor, group: dist.Proc
     `predictor_K` is the row's token that predicts each counted token.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    tokens = [tokens_of_share(lengths, other, size) for other in range(size)]
+    tokens = [tokens_of_share(lengths, peer, size) for peer in range(size)]
     # The position of each token of the row in the concatenated shares.
     place_N = np.empty(sum(lengths), dtype=np.int64)
     place_N[np.concatenate(tokens)] = np.arange(len(place_N))

@@ -39,8 +39,8 @@ class DropoutPlace:
         """Return uniform numbers in a tensor's shape for the layer of this name; None outside of a step."""
         if not self._place:
             return None
-        told = f"{self._place}/{name}/{self._share if is_share else 'whole'}"
-        digest = hashlib.blake2b(told.encode(), digest_size=7).digest()
+        seed_text = f"{self._place}/{name}/{self._share if is_share else 'whole'}"
+        digest = hashlib.blake2b(seed_text.encode(), digest_size=7).digest()
         generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest))
         return torch.rand(like.shape, generator=generator, device=like.device)
 
@@ -55,13 +55,13 @@ class Dropout(torch.nn.Module):
         self.is_share = False
         """Whether ranks that share the layer get different numbers."""
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the numbers that remain."""
-        local = given.to_local() if isinstance(given, DTensor) else given
+        local = inputs.to_local() if isinstance(inputs, DTensor) else inputs
         drawn = self._place.draw(self._name, local, is_share=self.is_share)
         if drawn is None:
-            return given
-        left = local * ((drawn >= self._probability) / (1.0 - self._probability)).to(local.dtype)
-        if isinstance(given, DTensor):
-            return DTensor.from_local(left, given.device_mesh, given.placements, run_check=False)
-        return left
+            return inputs
+        remaining = local * ((drawn >= self._probability) / (1.0 - self._probability)).to(local.dtype)
+        if isinstance(inputs, DTensor):
+            return DTensor.from_local(remaining, inputs.device_mesh, inputs.placements, run_check=False)
+        return remaining

@@ -123,19 +123,19 @@ class BatchExchange:
         self._elsewhere: list[Model] = [model_group.name for model_group in model_groups if not model_group.has_policy]
         """The model groups that do not hold the policy, by name, in the order in which all trainers exchange them."""
 
-    def divided(self, own: SampleBatch) -> dict[Model, tuple[SampleBatch, SampleBatch]]:
+    def divided(self, samples: SampleBatch) -> dict[Model, tuple[SampleBatch, SampleBatch]]:
         """Return for each model held here, the policy first, a table of the batch and its sequences here. Collective.
 
-        The policy's own sequences are `own`.
+        The policy's own sequences are `samples`.
         """
         exchange, replicas = self._exchange, self._backend.replicas
-        first, *others = self._config.holds if exchange is None else exchange.model_group.models
-        here = (self._table, own) if exchange is None else self._shared(exchange, own)
-        by_sizes = {replicas(first).sizes: here}
-        for model in others:
+        first, *other_models = self._config.holds if exchange is None else exchange.model_group.models
+        first_division = (self._table, samples) if exchange is None else self._shared(exchange, samples)
+        by_sizes = {replicas(first).sizes: first_division}
+        for model in other_models:
             if replicas(model).sizes not in by_sizes:
-                by_sizes[replicas(model).sizes] = self._divided_again(*here, replicas(first), model)
-        return {model: by_sizes[replicas(model).sizes] for model in (first, *others)}
+                by_sizes[replicas(model).sizes] = self._divided_again(*first_division, replicas(first), model)
+        return {model: by_sizes[replicas(model).sizes] for model in (first, *other_models)}
 
     def gathered(
         self, step: TrainingStep, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
@@ -144,48 +144,50 @@ class BatchExchange:
 
         `columns` are those of the models here, each for the tokens of its own shard.
         """
-        found = {}
+        gathered_columns = {}
         for column, values_T in columns.items():
             assert column.model is not None, "nothing else is filled yet"
             with timed(seconds, SCORING_SECONDS[column.model]):
-                found[column] = moved(values_T, step.shards[column.model], step.own)
+                gathered_columns[column] = moved(values_T, step.shards[column.model], step.shard)
         for model in self._elsewhere:
-            said = [column for column in step.read if column.model == model]
+            model_columns = [column for column in step.read if column.model == model]
             with timed(seconds, SCORING_SECONDS[model]):
-                found |= self._columns(model, "policy", said, found, step.own)
-        return found
+                gathered_columns |= self._columns(model, "policy", model_columns, gathered_columns, step.shard)
+        return gathered_columns
 
     def handed_out(
         self, step: TrainingStep, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
     ) -> dict[Model, Columns]:
         """Return the loss inputs of each trained model held here, for the tokens of its shard. Collective."""
-        config, found = self._config, {**columns}
+        config, all_columns = self._config, {**columns}
         trains = config.declaration.trains
         by_model: dict[Model, Columns] = {}
         for model in self._elsewhere:
             if model in trains:
                 assert config.largest_logprob_error is None, "a run that leaves sequences out trains the policy alone"
-                found |= self._columns("policy", model, config.columns_of(step.num_steps, model), found, step.own)
+                all_columns |= self._columns(
+                    "policy", model, config.columns_of(step.num_steps, model), all_columns, step.shard
+                )
         for model in trains:
             if model in step.shards:
                 read = config.columns_of(step.num_steps, model)
                 with timed(seconds, f"{model}_training"):
-                    by_model[model] = {each: moved(found[each], step.own, step.shards[model]) for each in read}
+                    by_model[model] = {each: moved(all_columns[each], step.shard, step.shards[model]) for each in read}
         return by_model
 
     def _divided_again(
-        self, table: SampleBatch, own: SampleBatch, replicas: ModelReplicas, model: Model
+        self, table: SampleBatch, samples: SampleBatch, replicas: ModelReplicas, model: Model
     ) -> tuple[SampleBatch, SampleBatch]:
         """Return the table and the own sequences of a model that has other replicas on these ranks. Collective.
 
-        These are its first model's: `own` are the sequences that `table` assigns to this rank's replica.
+        These are its first model's: `samples` are the sequences that `table` assigns to this rank's replica.
         """
-        others = self._backend.replicas(model)
-        again = divided(table, model, others.size, self._config)
-        rows = again.rows_of(others.rank)
+        model_replicas = self._backend.replicas(model)
+        again = divided(table, model, model_replicas.size, self._config)
+        rows = again.rows_of(model_replicas.rank)
         tokens = again.tokens_of(rows)
         token_ids_T, loss_mask_T = (
-            _everywhere(values_T, table, replicas)[tokens] for values_T in (own.token_ids_T, own.loss_mask_T)
+            _everywhere(values_T, table, replicas)[tokens] for values_T in (samples.token_ids_T, samples.loss_mask_T)
         )
         return again, _with_tokens(again, rows, token_ids_T, loss_mask_T)
 
@@ -197,12 +199,14 @@ class BatchExchange:
         model_group = exchange.model_group
         table = self._divisions[model_group.name].table
         replicas = None if model_group.has_policy else self._backend.replicas(model_group.name)
-        own = table.rows_of(NO_RANK if replicas is None else replicas.rank)
-        wanted = table.tokens_of(own)
+        rows = table.rows_of(NO_RANK if replicas is None else replicas.rank)
+        token_indices = table.tokens_of(rows)
         token_ids_T, loss_mask_T = (
-            self._moved("policy", values_T, wanted) for values_T in (batch.token_ids_T, batch.loss_mask_T)
+            self._moved("policy", values_T, token_indices) for values_T in (batch.token_ids_T, batch.loss_mask_T)
         )
-        return (self._table, batch) if replicas is None else (table, _with_tokens(table, own, token_ids_T, loss_mask_T))
+        return (
+            (self._table, batch) if replicas is None else (table, _with_tokens(table, rows, token_ids_T, loss_mask_T))
+        )
 
     def _columns(
         self,
@@ -210,40 +214,40 @@ class BatchExchange:
         target: Model,
         names: Sequence[ColumnDeclaration],
         columns: Mapping[ColumnDeclaration, NDArray[Any]],
-        own: BatchShard,
+        shard: BatchShard,
     ) -> dict[ColumnDeclaration, NDArray[Any]]:
         """Bring columns of tokens from one model group to another. Return them there, and nothing elsewhere.
         Collective.
 
-        `own` is this process's shard, which has the columns if the process is in the source's group.
+        `shard` is this process's, which has the columns if the process is in the source's group.
         """
         assert self._exchange is not None, "otherwise no model is elsewhere"
         is_target = self._exchange.model_group.name == target
-        wanted = own.whole.tokens_of(own.rows) if is_target else np.zeros(0, dtype=np.int64)
-        found = {}
+        token_indices = shard.table.tokens_of(shard.rows) if is_target else np.zeros(0, dtype=np.int64)
+        moved_columns = {}
         for column in names:
             rows = () if column.num_each is None else (column.num_each(self._config),)
             nothing = np.zeros((0, *rows), dtype=column.dtype)
             values_T = columns[column].astype(column.dtype) if self._exchange.model_group.name == source else nothing
-            found[column] = self._moved(source, values_T, wanted)
-        return found if is_target else {}
+            moved_columns[column] = self._moved(source, values_T, token_indices)
+        return moved_columns if is_target else {}
 
-    def _moved(self, source: Model, values_T: NDArray[Any], wanted: NDArray[np.int64]) -> NDArray[Any]:
+    def _moved(self, source: Model, values_T: NDArray[Any], token_indices: NDArray[np.int64]) -> NDArray[Any]:
         """Return numbers for the wanted tokens of the batch, from the speakers of a model group."""
         assert self._exchange is not None, "otherwise no model is elsewhere"
         division = self._divisions[source]
-        found = np.zeros((len(wanted), *values_T.shape[1:]), dtype=values_T.dtype)
+        moved_values = np.zeros((len(token_indices), *values_T.shape[1:]), dtype=values_T.dtype)
         place_of_T = np.full(int(self._table.lengths_S.sum(dtype=np.int64)), -1)
         for rank, speaker in enumerate(division.speakers):
             tokens = division.table.tokens_of(division.table.rows_of(rank))
             is_speaker = speaker == self._exchange.index
             nothing = np.empty((len(tokens), *values_T.shape[1:]), dtype=values_T.dtype)
-            said = self._exchange.tell(values_T if is_speaker else nothing, speaker)
+            speaker_values = self._exchange.tell(values_T if is_speaker else nothing, speaker)
             place_of_T[:] = -1
             place_of_T[tokens] = np.arange(len(tokens))
-            places = place_of_T[wanted]
-            found[places >= 0] = said[places[places >= 0]]
-        return found
+            places = place_of_T[token_indices]
+            moved_values[places >= 0] = speaker_values[places[places >= 0]]
+        return moved_values
 
     def _division(self, model_group: ModelGroup) -> BatchDivision:
         config = self._config
@@ -269,16 +273,16 @@ def moved(values_T: NDArray[Any], source: BatchShard, target: BatchShard) -> NDA
     """Return numbers for one shard's tokens as those of another shard of the same ranks. Collective if they differ."""
     if source.replicas.sizes == target.replicas.sizes:
         return values_T
-    everywhere = _everywhere(values_T, source.whole, source.replicas)
-    return everywhere[target.whole.tokens_of(target.rows)].astype(values_T.dtype)
+    everywhere = _everywhere(values_T, source.table, source.replicas)
+    return everywhere[target.table.tokens_of(target.rows)].astype(values_T.dtype)
 
 
 def _everywhere(values_T: NDArray[Any], table: SampleBatch, replicas: ModelReplicas) -> NDArray[np.float64]:
     """Return numbers for all tokens of the batch from those that each rank has for its sequences of the table."""
-    whole = np.zeros((int(table.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
-    whole[table.tokens_of(table.rows_of(replicas.rank))] = values_T
-    found: NDArray[np.float64] = replicas.sum(torch.from_numpy(whole)).cpu().numpy()
-    return found
+    rank_values = np.zeros((int(table.lengths_S.sum(dtype=np.int64)), *values_T.shape[1:]))
+    rank_values[table.tokens_of(table.rows_of(replicas.rank))] = values_T
+    summed: NDArray[np.float64] = replicas.sum(torch.from_numpy(rank_values)).cpu().numpy()
+    return summed
 
 
 def _with_tokens(

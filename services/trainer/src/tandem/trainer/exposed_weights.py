@@ -95,17 +95,17 @@ def _allocated_like(storage: torch.Tensor) -> torch.Tensor:
             return torch.empty(0, dtype=storage.dtype).set_(memory)
         return torch.empty_like(storage)
     except (RuntimeError, torch.OutOfMemoryError) as error:
-        what = f"{_COPY} needs {storage.nbytes / 2**20:.0f} MiB more on {storage.device}{_WITHOUT}"
-        raise ModelError(f"{what}: {str(error).splitlines()[0]}") from error
+        need = f"{_COPY} needs {storage.nbytes / 2**20:.0f} MiB more on {storage.device}{_WITHOUT}"
+        raise ModelError(f"{need}: {str(error).splitlines()[0]}") from error
 
 
-def _check_shared_memory(what: str, num_bytes: int, otherwise: str = "") -> None:
+def _check_shared_memory(purpose: str, num_bytes: int, otherwise: str = "") -> None:
     """Raise `ModelError` if the machine's shared memory is too small."""
     status = os.statvfs(_SHARED_MEMORY)
     free = status.f_bavail * status.f_frsize
     if num_bytes > free:
         needed = f"{num_bytes / 2**20:.0f} MiB of {_SHARED_MEMORY}, where {free / 2**20:.0f} MiB are free"
-        raise ModelError(f"{what} {needed}{otherwise}")
+        raise ModelError(f"{purpose} {needed}{otherwise}")
 
 
 def weights_of(parameters: Mapping[str, torch.Tensor], adapters: AdaptersConfig | None = None) -> Weights:

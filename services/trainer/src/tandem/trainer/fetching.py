@@ -73,10 +73,10 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def most_tokens(self) -> int:
         """Most tokens of one request."""
-        most = MAX_TOKENS_FETCHED
+        max_tokens = MAX_TOKENS_FETCHED
         if self.masks is not None:
-            most = min(most, _MAX_REPLY_BYTES // (4 * self.masks.bitmap_words))
-        return most if self.experts is None else min(most, _MAX_REPLY_BYTES // self.experts.num_bytes)
+            max_tokens = min(max_tokens, _MAX_REPLY_BYTES // (4 * self.masks.bitmap_words))
+        return max_tokens if self.experts is None else min(max_tokens, _MAX_REPLY_BYTES // self.experts.num_bytes)
 
     def nothing(self) -> SampleBatch:
         """Return no sample."""
@@ -120,11 +120,11 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class SampleFetcher:
     """Fetches a rank's training samples, and keeps them until they are trained on."""
 
-    def __init__(self, run_id: str, sample_format: SampleFormat, own: KeyPair) -> None:
-        """Take the run's id, and the format of its samples; `own` are this trainer's keys in the run."""
+    def __init__(self, run_id: str, sample_format: SampleFormat, key_pair: KeyPair) -> None:
+        """Take the run's id, and the format of its samples; `key_pair` are this trainer's keys in the run."""
         self._format = sample_format
         self._run_id = run_id
-        self._own = own
+        self._key_pair = key_pair
         self._codec: MessageCodec[SamplesFetched | SamplesGone] = MessageCodec(SamplesFetched | SamplesGone)
         self._listeners: Mapping[str, Listener] = {}
         self._callers: CallerConnections | None = None
@@ -154,15 +154,15 @@ class SampleFetcher:
             self._step = step
         names = sorted(sources)
         keys: dict[int, tuple[str, int, int, int, int]] = {}
-        wanted: dict[str, Rows] = {}
+        rows_to_fetch: dict[str, Rows] = {}
         for row, key in zip(rows.tolist(), _keys_of(table.take(rows)), strict=True):
             keys[row] = (names[table.source_S[row]], *key)
             if keys[row] not in self._places:
-                wanted.setdefault(keys[row][0], []).append(row)
+                rows_to_fetch.setdefault(keys[row][0], []).append(row)
         missing: dict[str, str] = {}
-        if wanted:
+        if rows_to_fetch:
             inquiries: dict[str, _Inquiry] = {}
-            for name, its_rows in wanted.items():
+            for name, its_rows in rows_to_fetch.items():
                 inquiry = inquiries[name] = _Inquiry(self._run_id, table, its_rows, self._format, self._num_requests)
                 self._num_requests += inquiry.num_requests
             missing = self._ask(sources, inquiries, timeout_s)
@@ -173,10 +173,10 @@ class SampleFetcher:
         if missing:
             return None, missing
         places = [self._places[key] for key in keys.values()]
-        own = with_samples(table.take(rows), self._kept or [self._format.nothing()], places)
-        if differing := _differing_prompts(own):
-            return None, {keys[int(rows[place])][0]: why for place, why in differing.items()}
-        return own, {}
+        samples = with_samples(table.take(rows), self._kept or [self._format.nothing()], places)
+        if differing := _differing_prompts(samples):
+            return None, {keys[int(rows[place])][0]: reason for place, reason in differing.items()}
+        return samples, {}
 
     def clear(self) -> None:
         """Forget the fetched samples."""
@@ -200,7 +200,7 @@ class SampleFetcher:
             self.close()
             self._listeners = listeners
             try:
-                self._callers = CallerConnections(listeners, self._own, max_bytes=_MAX_REPLY_BYTES)
+                self._callers = CallerConnections(listeners, self._key_pair, max_bytes=_MAX_REPLY_BYTES)
             except WireError as error:
                 return dict.fromkeys(inquiries, str(error))
         callers = self._callers
@@ -317,13 +317,15 @@ def with_samples(table: SampleBatch, samples: Sequence[SampleBatch], places: Seq
     return table.replace(**{**arrays.columns, "loss_mask_T": loss_mask_T})
 
 
-def _differing_prompts(own: SampleBatch) -> dict[int, str]:
+def _differing_prompts(samples: SampleBatch) -> dict[int, str]:
     """Return the sequences with another prompt than the one that they should share, by place, with the reason."""
-    starts = own.offsets()
+    starts = samples.offsets()
     prompts: dict[int, bytes] = {}
     differing = {}
-    for place, (prompt, length) in enumerate(zip(own.prompt_S.tolist(), own.prompt_lengths_S.tolist(), strict=True)):
-        token_ids = own.token_ids_T[starts[place] : starts[place] + length].tobytes()
+    for place, (prompt, length) in enumerate(
+        zip(samples.prompt_S.tolist(), samples.prompt_lengths_S.tolist(), strict=True)
+    ):
+        token_ids = samples.token_ids_T[starts[place] : starts[place] + length].tobytes()
         if prompt != NO_PROMPT and prompts.setdefault(prompt, token_ids) != token_ids:
             differing[place] = "the prompt of a sample is not that of its group"
     return differing

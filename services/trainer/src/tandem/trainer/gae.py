@@ -50,8 +50,8 @@ def _policy_lambdas(num_S: NDArray[np.int64], settings: GaeEstimator) -> Float64
     """Return each sequence's lambda for the policy's advantages. VAPO's grows with the response (equation 8)."""
     if settings.length_adaptive_alpha > 0:
         return np.asarray(1.0 - 1.0 / np.maximum(1.0, settings.length_adaptive_alpha * num_S))
-    own = settings.gae_lambda_policy
-    return np.full(len(num_S), settings.gae_lambda if own is None else own, dtype=np.float64)
+    policy_lambda = settings.gae_lambda_policy
+    return np.full(len(num_S), settings.gae_lambda if policy_lambda is None else policy_lambda, dtype=np.float64)
 
 
 class _Responses:

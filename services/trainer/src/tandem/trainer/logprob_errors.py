@@ -25,11 +25,11 @@ def leave_out(step: TrainingStep, threshold: float, policy_T: Float32s) -> None:
 
     `policy_T` are the log-probabilities of the shard's tokens under the policy.
     """
-    own, whole = step.shards["policy"], step.whole
-    errors_S = torch.zeros(len(whole), dtype=torch.float64)
-    errors_S[torch.from_numpy(own.rows)] = torch.from_numpy(mult_prob_errors(own.own, policy_T))
+    shard, table = step.shards["policy"], step.table
+    errors_S = torch.zeros(len(table), dtype=torch.float64)
+    errors_S[torch.from_numpy(shard.rows)] = torch.from_numpy(mult_prob_errors(shard.samples, policy_T))
     errors = step.backend.sum_over_ranks(errors_S).cpu().numpy()
-    kept_S, metrics = kept_sequences(errors, whole.num_valid_S, whole.rewards_S, threshold)
+    kept_S, metrics = kept_sequences(errors, table.num_valid_S, table.rewards_S, threshold)
     step.metrics |= metrics
     step.keep(kept_S)
 

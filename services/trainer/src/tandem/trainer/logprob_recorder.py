@@ -45,11 +45,11 @@ class LogprobRecorder:
         self._thread = threading.Thread(target=self._write, name="record of log-probabilities", daemon=True)
         self._thread.start()
 
-    def add(self, step: int, own: SampleBatch, logprobs: Callable[[], Float32s]) -> None:
+    def add(self, step: int, samples: SampleBatch, logprobs: Callable[[], Float32s]) -> None:
         """Write the result of `logprobs`, end to end for these sequences. The thread calls it."""
-        keys = [*zip(own.group_S.tolist(), own.sample_S.tolist(), own.branch_S.tolist(), strict=True)]
+        keys = [*zip(samples.group_S.tolist(), samples.sample_S.tolist(), samples.branch_S.tolist(), strict=True)]
         try:
-            self._queue.put_nowait(_Step(step, keys, own.lengths_S, logprobs))
+            self._queue.put_nowait(_Step(step, keys, samples.lengths_S, logprobs))
         except queue.Full:
             self._complain("the disk is slower than steps are trained")
 
@@ -73,9 +73,9 @@ class LogprobRecorder:
             except Exception as error:
                 self._complain(f"{type(error).__name__}: {error}")
 
-    def _complain(self, why: str) -> None:
+    def _complain(self, reason: str) -> None:
         """Report once that not everything is logged."""
         if not self._has_complained:
             self._has_complained = True
-            line = f"{self._trainer}: log-probabilities are missing in the record {self._folder}: {why}"
+            line = f"{self._trainer}: log-probabilities are missing in the record {self._folder}: {reason}"
             print(line, file=sys.stderr, flush=True)

@@ -38,8 +38,8 @@ def load_model(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
     """
     transformers.utils.logging.disable_progress_bar()
     folder = Path(source)
-    if (why := why_no_model(folder)) is not None:  # transformers would read them as one of its own models
-        raise ModelError(why)
+    if (reason := why_no_model(folder)) is not None:  # transformers would read them as one of its own models
+        raise ModelError(reason)
     if folder.is_dir() and not _has_weights(folder):
         model = _new_model(folder, settings, dtype)
     else:
@@ -137,10 +137,10 @@ def has_linear_head(model: Any) -> bool:
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
         return False
-    given = ("scores, in place of logits",)
-    hook = head.register_forward_hook(lambda *_: given)
+    sentinel = ("scores, in place of logits",)
+    hook = head.register_forward_hook(lambda *_: sentinel)
     try:
-        return model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False).logits is given
+        return model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=False).logits is sentinel
     except (AttributeError, TypeError):
         return False
     finally:
@@ -152,11 +152,11 @@ def _has_weights(folder: Path) -> bool:
 
 
 @contextmanager
-def _as_model_error(what: str) -> Iterator[None]:
+def _as_model_error(action: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the library passes on any error of its readers
-        raise ModelError(f"{what}: {error}".split("\n")[0]) from error
+        raise ModelError(f"{action}: {error}".split("\n")[0]) from error
 
 
 def _pretrained(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:

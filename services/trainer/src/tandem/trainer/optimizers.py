@@ -23,11 +23,13 @@ def make_optimizer(
     If the configuration sets neither ``fused`` nor ``foreach``, and the class has a fused implementation, that is used.
     Raises `ConfigError`.
     """
-    made = _class_of(settings.name, torch.optim.Optimizer, f"{section}.optimizer.name")
+    optimizer_class = _class_of(settings.name, torch.optim.Optimizer, f"{section}.optimizer.name")
     kwargs = dict(settings.kwargs)
-    if "fused" in _parameters_of(made) and not {"fused", "foreach"} & kwargs.keys():
+    if "fused" in _parameters_of(optimizer_class) and not {"fused", "foreach"} & kwargs.keys():
         kwargs["fused"] = True
-    return _call(made, [{"params": list(group)} for group in parameters], kwargs, f"{section}.optimizer.kwargs")
+    return _call(
+        optimizer_class, [{"params": list(group)} for group in parameters], kwargs, f"{section}.optimizer.kwargs"
+    )
 
 
 def make_scheduler(
@@ -44,8 +46,8 @@ def make_scheduler(
             milestones = list(entry.milestones)
             continue
         key = f"{section}.scheduler[{index}]"
-        made = _class_of(entry.name or "", torch.optim.lr_scheduler.LRScheduler, f"{key}.name")
-        schedulers.append(_call(made, optimizer, dict(entry.kwargs), f"{key}.kwargs"))
+        scheduler_class = _class_of(entry.name or "", torch.optim.lr_scheduler.LRScheduler, f"{key}.name")
+        schedulers.append(_call(scheduler_class, optimizer, dict(entry.kwargs), f"{key}.kwargs"))
     if not schedulers:
         return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     if len(schedulers) == 1:
@@ -59,23 +61,23 @@ def _class_of(path: str, base: type[Built], key: str) -> type[Built]:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{key}: there is no module {module_name!r} to take {path!r} from") from error
-    found = getattr(module, name, None)
-    if not (inspect.isclass(found) and issubclass(found, base)):
+    candidate = getattr(module, name, None)
+    if not (inspect.isclass(candidate) and issubclass(candidate, base)):
         valid = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c is not base]
         raise ConfigError(f"{key}: {path!r} is no {base.__name__} class{nearest(name, valid)}")
-    return found
+    return candidate
 
 
-def _parameters_of(made: type[Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(made).parameters
+def _parameters_of(built_class: type[Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(built_class).parameters
 
 
-def _call(made: type[Built], first: object, kwargs: Mapping[str, Any], key: str) -> Built:
-    accepted = _parameters_of(made)
+def _call(built_class: type[Built], first: object, kwargs: Mapping[str, Any], key: str) -> Built:
+    accepted = _parameters_of(built_class)
     for name in kwargs:
         if name not in accepted:
-            raise ConfigError(f"{key}: {made.__name__} takes no {name!r}{nearest(name, accepted)}")
+            raise ConfigError(f"{key}: {built_class.__name__} takes no {name!r}{nearest(name, accepted)}")
     try:
-        return made(first, **kwargs)  # type: ignore[call-arg]
+        return built_class(first, **kwargs)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {made.__name__} refuses {dict(kwargs)}: {error}") from error
+        raise ConfigError(f"{key}: {built_class.__name__} refuses {dict(kwargs)}: {error}") from error

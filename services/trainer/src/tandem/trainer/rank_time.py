@@ -65,20 +65,20 @@ def measured(device: torch.device) -> Iterator[RankTime]:
 
     A rank without others waits for none. The step reads its metrics, so that a GPU has computed all when it ends.
     """
-    found, queue, started = RankTime(), ProcessorWait(), time.perf_counter()
+    rank_time, queue, started = RankTime(), ProcessorWait(), time.perf_counter()
     try:
         if dist.is_initialized() and dist.get_world_size() == 1:
-            yield found
-            found.compute_s = time.perf_counter() - started
+            yield rank_time
+            rank_time.compute_s = time.perf_counter() - started
         else:
             from tandem.trainer.backends.waiting import waits_counted  # a lone rank needs none of it
 
             with waits_counted(device, queue) as clock:
-                yield found
-                total_s, found.waited_s = clock.read()
-            found.compute_s = max(0.0, total_s - found.waited_s)
+                yield rank_time
+                total_s, rank_time.waited_s = clock.read()
+            rank_time.compute_s = max(0.0, total_s - rank_time.waited_s)
         queue.stop()
-        found.queued_s = min(found.compute_s, queue.counted_s)
+        rank_time.queued_s = min(rank_time.compute_s, queue.counted_s)
     finally:
         queue.close()
 

@@ -50,7 +50,7 @@ class StudentScores(NamedTuple):
     """Entropy of the distribution that it was drawn from, with gradient if requested."""
     is_likeliest: torch.Tensor
     """One if no token had a larger logit, else zero."""
-    others: torch.Tensor
+    other_logprobs: torch.Tensor
     """Log-probabilities of the ``N`` other tokens at each position, with gradient."""
 
 

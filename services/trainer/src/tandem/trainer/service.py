@@ -126,8 +126,8 @@ class TrainerService:
                 self._saving.answer_once_written(command)
             case AddGradient() | StepOptimizer() | RestoreTraining() | SwitchTraining() | KeepWeights():
                 self._call(command, arrays)
-            case other:
-                assert_never(other)
+            case unknown:
+                assert_never(unknown)
 
     def work(self) -> bool:
         """Continue to take the digests of a version. The weights do not change until the next `Train`."""
@@ -167,21 +167,21 @@ class TrainerService:
 
     def _given(self, command: Train | Evaluate, table: SampleBatch, arrays: Arrays) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
-        own = table.take(table.rows_of(self._rank))
+        rank_table = table.take(table.rows_of(self._rank))
         try:
             tokens = {name: array for name, array in arrays.items() if not is_of_table(name)}
             names = TOKENS if self._images is None else (*TOKENS, *IMAGES)
-            given = SampleBatch.from_frames({"lengths_S": own.lengths_S, **tokens}, names, may_be_empty=True)
-            given.check_tokens(self._vocabulary, own.num_valid_S)
+            samples = SampleBatch.from_frames({"lengths_S": rank_table.lengths_S, **tokens}, names, may_be_empty=True)
+            samples.check_tokens(self._vocabulary, rank_table.num_valid_S)
             if self._images is not None:
-                check_images(given)
-                check_image_tokens(given, self._images)
+                check_images(samples)
+                check_image_tokens(samples, self._images)
         except WireError as error:
             raise WireError(f"{type(command).__name__}.{error}") from error
         if self._image_fetcher is not None:
-            for why in self._image_fetcher.fetch_batch(given, {}, _FETCH_SHARE * command.deadline_s).values():
-                raise DataError(why)
-        return own.replace(**tokens, generation_logprobs_T=np.zeros(len(given.token_ids_T), dtype=np.float32))
+            for reason in self._image_fetcher.fetch_batch(samples, {}, _FETCH_SHARE * command.deadline_s).values():
+                raise DataError(reason)
+        return rank_table.replace(**tokens, generation_logprobs_T=np.zeros(len(samples.token_ids_T), dtype=np.float32))
 
     def _built(self) -> TrainerParts:
         assert self._parts is not None, "the coordinator sends BuildTrainer first"
@@ -231,7 +231,7 @@ class TrainerService:
             result = step.train(
                 backend,
                 shard.table,
-                shard.own,
+                shard.samples,
                 self._config,
                 trained=None if command.step > self._config.num_steps_without_policy else self._config.trained_early,
                 keeps_logprobs=parts.recorder is not None,
@@ -240,7 +240,7 @@ class TrainerService:
         self._fetcher.clear()
         self._version = command.step
         if parts.recorder is not None and result.logprobs is not None:
-            parts.recorder.add(command.step, shard.own, result.logprobs)
+            parts.recorder.add(command.step, shard.samples, result.logprobs)
         metrics = dict[str, float]()
         notes = shard.notes if self._context.index == 0 else ()  # all trainers have the same
         if self._context.index == self._model_group.first:
@@ -276,18 +276,18 @@ class TrainerService:
             return TrainingShard(table, self._given(command, table, arrays))
         rows, timeout_s = table.rows_of(self._rank), _FETCH_SHARE * command.deadline_s
         with self._context.phase(f"fetching the samples of step {command.step}"):
-            own, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
-            if own is not None and self._image_fetcher is not None:
-                missing = self._image_fetcher.fetch_batch(own, command.sources, timeout_s)
-                own = None if missing else own
-        is_wild = own is not None and bool((own.generation_logprobs_T < LEAST_LOGPROB).any())
-        num_lacking, num_wild = self._sum(torch.tensor([int(own is None), int(is_wild)])).tolist()
+            samples, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
+            if samples is not None and self._image_fetcher is not None:
+                missing = self._image_fetcher.fetch_batch(samples, command.sources, timeout_s)
+                samples = None if missing else samples
+        is_wild = samples is not None and bool((samples.generation_logprobs_T < LEAST_LOGPROB).any())
+        num_lacking, num_wild = self._sum(torch.tensor([int(samples is None), int(is_wild)])).tolist()
         if num_lacking:
             return SamplesMissing(command_id=command.command_id, step=command.step, rollouts=missing)
-        assert own is not None, "all have theirs, so has this rank"
+        assert samples is not None, "all have theirs, so has this rank"
         if num_wild:
-            return set_aside(table, own, rows, least_logprobs(own), self._sum)
-        return TrainingShard(table, own)
+            return set_aside(table, samples, rows, least_logprobs(samples), self._sum)
+        return TrainingShard(table, samples)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all trainers. Collective: all of them reach this."""
@@ -298,10 +298,10 @@ class TrainerService:
         return values
 
     def _evaluate(self, command: Evaluate, table: SampleBatch, arrays: Arrays) -> None:
-        own = self._given(command, table, arrays)
+        samples = self._given(command, table, arrays)
         parts = self._built()
-        found = evaluate(parts.backend, table, own, self._config, command.parts, parts.exchange)
-        metrics, notes = finite_metrics(found)
+        evaluation = evaluate(parts.backend, table, samples, self._config, command.parts, parts.exchange)
+        metrics, notes = finite_metrics(evaluation)
         reply = Evaluated(command_id=command.command_id, step=command.step, metrics=metrics, notes=notes)
         self._context.reply(command.command_id, reply)
 

@@ -37,12 +37,12 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 """Adds a tensor over all trainers."""
 
 
-def least_logprobs(own: SampleBatch) -> Float32s:
+def least_logprobs(samples: SampleBatch) -> Float32s:
     """Return an engine's least log-probability in each sequence, or zero if none is below the bound."""
-    low_T = np.where(own.generation_logprobs_T < LEAST_LOGPROB, own.generation_logprobs_T, np.float32(0))
+    low_T = np.where(samples.generation_logprobs_T < LEAST_LOGPROB, samples.generation_logprobs_T, np.float32(0))
     if not len(low_T):
         return low_T
-    starts_S = np.cumsum(own.lengths_S, dtype=np.int64) - own.lengths_S
+    starts_S = np.cumsum(samples.lengths_S, dtype=np.int64) - samples.lengths_S
     return np.asarray(np.minimum.reduceat(low_T, starts_S), dtype=np.float32)
 
 
@@ -51,7 +51,7 @@ class TrainingShard(NamedTuple):
 
     table: SampleBatch
     """Table of the whole batch, the same on every rank."""
-    own: SampleBatch
+    samples: SampleBatch
     """Sequences that the table assigns to this rank, with their tokens."""
     num_aside: int = 0
     """Groups that were set aside."""
@@ -61,7 +61,7 @@ class TrainingShard(NamedTuple):
 
 def set_aside(
     table: SampleBatch,
-    own: SampleBatch,
+    samples: SampleBatch,
     rows: NDArray[np.int64],
     least_S: Float32s,
     add: Sum,
@@ -70,16 +70,16 @@ def set_aside(
 
     Args:
         table: table of the whole batch.
-        own: sequences of this rank.
+        samples: sequences of this rank.
         rows: places of these sequences in the table.
         least_S: least log-probability of each of these sequences, see `least_logprobs`.
         add: adds a tensor over all trainers. Several of them may have the same sequences.
 
     """
-    found = torch.zeros((len(table), 2), dtype=torch.float64)
-    found[torch.from_numpy(rows), 0] = torch.from_numpy((least_S < 0).astype(np.float64))
-    found[torch.from_numpy(rows), 1] = torch.from_numpy(least_S.astype(np.float64))
-    sums = add(found).numpy()
+    wild_S2 = torch.zeros((len(table), 2), dtype=torch.float64)
+    wild_S2[torch.from_numpy(rows), 0] = torch.from_numpy((least_S < 0).astype(np.float64))
+    wild_S2[torch.from_numpy(rows), 1] = torch.from_numpy(least_S.astype(np.float64))
+    sums = add(wild_S2).numpy()
     wild_S = sums[:, 0] > 0
     kept_S = ~of_groups(wild_S, table)
     first = int(wild_S.argmax())
@@ -90,7 +90,7 @@ def set_aside(
     )
     return TrainingShard(
         table=table.replace(num_valid_S=np.where(kept_S, table.num_valid_S, 0).astype(np.int32)),
-        own=own.keeping(kept_S[rows]),
+        samples=samples.keeping(kept_S[rows]),
         num_aside=num_groups(kept_S, table),
         notes=(note,),
     )
@@ -127,23 +127,23 @@ def not_finite(loss: Loss, batch: MicroBatch, scores: Scores) -> list[int]:
     returned.
     """
     value, squares_B = gradient_squares(loss, batch, scores)
-    found = ~squares_B.isfinite()
-    if not (found.any() or value.isfinite()):
+    is_wild_B = ~squares_B.isfinite()
+    if not (is_wild_B.any() or value.isfinite()):
         return [row for row in batch.rows if row != EMPTY_ROW]
-    return [row for row, is_wild in zip(batch.rows, found.tolist(), strict=True) if is_wild and row != EMPTY_ROW]
+    return [row for row, is_wild in zip(batch.rows, is_wild_B.tolist(), strict=True) if is_wild and row != EMPTY_ROW]
 
 
 def gradient_squares(loss: Loss, batch: MicroBatch, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a loss, and the squared norm of its gradient by the scores of each sequence's tokens, ``[B]``."""
-    leaves = type(scores)(*(each.detach().requires_grad_(each.is_floating_point()) for each in scores))
+    leaves = type(scores)(*(leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in scores))
     with torch.enable_grad():
         value = loss(batch, leaves)
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
     squares_B = torch.zeros(len(batch.rows))
-    for each in leaves:
-        if each.grad is not None:
-            squares_BT = each.grad.flatten(2).square().sum(dim=2) if each.grad.ndim > 2 else each.grad.square()
+    for leaf in leaves:
+        if leaf.grad is not None:
+            squares_BT = leaf.grad.flatten(2).square().sum(dim=2) if leaf.grad.ndim > 2 else leaf.grad.square()
             # Without valid tokens, the model gets no gradient.
             squares_B += torch.where(batch.loss_mask_BT, squares_BT, 0.0).sum(dim=1).cpu()
     return value, squares_B
@@ -154,9 +154,9 @@ def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tupl
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     if len(finite) == len(metrics):
         return finite, ()
-    others = line(", ".join(f"{name} ({value})" for name, value in metrics.items() if name not in finite))
+    listed = line(", ".join(f"{name} ({value})" for name, value in metrics.items() if name not in finite))
     return finite | {"metrics_not_finite": float(len(metrics) - len(finite))}, (
-        f"metrics that are no finite number: {others}",
+        f"metrics that are no finite number: {listed}",
     )
 
 
@@ -171,21 +171,21 @@ def set_aside_by_loss(step: TrainingStep, rows: Sequence[int], columns: Columns,
     if not step.config.declaration.rolls_out:
         return False
     loss = make_loss(step.config, step.counts(rows), step.backend.device, model)
-    found_S = torch.zeros(len(step.whole), dtype=torch.float64)
+    found_S = torch.zeros(len(step.table), dtype=torch.float64)
     shard = step.shards[model]
     for micro_batch, scores in scored_by(step, model, columns=columns):
         for place in not_finite(loss, micro_batch, scores):
             found_S[shard.rows[place]] = 1
     wild_S = shard.replicas.sum(found_S).cpu().numpy() > 0
-    in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (step.whole.num_valid_S > 0)
-    kept_S = ~of_groups(wild_S & in_step_S, step.whole)
+    in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (step.table.num_valid_S > 0)
+    kept_S = ~of_groups(wild_S & in_step_S, step.table)
     if kept_S.all() or not (kept_S & in_step_S).any():
         return False
-    first = sample_named(step.whole, int((wild_S & in_step_S).argmax()))
-    aside = set_aside_note(kept_S, step.whole)
+    first = sample_named(step.table, int((wild_S & in_step_S).argmax()))
+    aside = set_aside_note(kept_S, step.table)
     of_model = "" if model == "policy" else f" of the {model} model"
     step.notes.append(f"{first} has a loss or gradient{of_model} that is no finite number: {aside}")
-    step.metrics[BY_LOSS] = step.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, step.whole)
+    step.metrics[BY_LOSS] = step.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, step.table)
     step.keep(kept_S)
     return True
 
@@ -205,24 +205,24 @@ def name_outlier(step: TrainingStep, rows: Sequence[int], columns: Columns, mode
     if not step.config.declaration.rolls_out:
         step.notes.append(f"{excess}{of_model}; sequence {first + 1} of the step's {len(squares_S)} {share}")
         return
-    note = f"{excess}{of_model}; {sample_named(step.whole, first)} {share}"
+    note = f"{excess}{of_model}; {sample_named(step.table, first)} {share}"
     if not step.config.rollout_section.set_aside_outliers:
         step.notes.append(f"{note} ({step.config.algorithm}.set_aside_outliers sets such groups aside)")
         return
     wild_S = outliers(np.sqrt(squares_S))
     wild_S[first] |= bool(squares_S[first] > total / 2)
-    kept_S = ~of_groups(wild_S, step.whole) if wild_S.any() else np.ones_like(wild_S)
+    kept_S = ~of_groups(wild_S, step.table) if wild_S.any() else np.ones_like(wild_S)
     if kept_S.all() or not (kept_S & (squares_S > 0)).any():
         step.notes.append(f"{note}: no group stands out, so that none is set aside")
         return
-    step.notes.append(f"{note}: {set_aside_note(kept_S, step.whole)}")
-    step.metrics[OUTLIERS] = step.metrics.get(OUTLIERS, 0.0) + num_groups(kept_S, step.whole)
+    step.notes.append(f"{note}: {set_aside_note(kept_S, step.table)}")
+    step.metrics[OUTLIERS] = step.metrics.get(OUTLIERS, 0.0) + num_groups(kept_S, step.table)
     step.keep(kept_S)
 
 
 def _gradient_squares(step: TrainingStep, columns: Columns, model: Model) -> NDArray[np.float64]:
     """Return the squared norm of the loss's gradient in each sequence of the whole batch. Collective."""
-    squares_S = torch.zeros(len(step.whole), dtype=torch.float64)
+    squares_S = torch.zeros(len(step.table), dtype=torch.float64)
     shard = step.shards[model]
     every = [row for rows in step.global_batches for row in rows]
     loss = make_loss(step.config, step.counts(every), step.backend.device, model)

@@ -70,8 +70,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def train(
     backend: TrainerBackend,
-    whole: SampleBatch,
-    own: SampleBatch,
+    table: SampleBatch,
+    samples: SampleBatch,
     config: Config,
     *,
     trained: Sequence[Model] | None = None,
@@ -87,8 +87,8 @@ def train(
 
     Args:
         backend: backend of this rank.
-        whole: table of the batch, the same on every rank.
-        own: sequences that the table assigns to this rank, in its order.
+        table: table of the batch, the same on every rank.
+        samples: sequences that the table assigns to this rank, in its order.
         config: configuration of the run.
         trained: the models to train, in that order; None for all that the algorithm trains.
         keeps_logprobs: whether to keep the policy's log-probabilities of the shard's tokens, from a pass of their own
@@ -99,7 +99,7 @@ def train(
     finite. That model's weights are then those of the optimizer step before.
 
     """
-    step = TrainingStep(backend, whole, own, config, exchange)
+    step = TrainingStep(backend, table, samples, config, exchange)
     seconds = {"policy_training": 0.0, **dict.fromkeys(ALWAYS_TIMED, 0.0)}
     columns = step.filled(seconds)
     scored: list[LogprobsOfRows] | None = [] if keeps_logprobs and step.policy_logprobs_T is None else None
@@ -109,12 +109,14 @@ def train(
             if model in step.shards:
                 with timed(seconds, f"{model}_training"):
                     for rows in step.global_batches:
-                        done = step.optimized(rows, columns[model], model, scored if model == "policy" else None)
-                        parts.setdefault(model, []).append(done)
+                        step_metrics = step.optimized(
+                            rows, columns[model], model, scored if model == "policy" else None
+                        )
+                        parts.setdefault(model, []).append(step_metrics)
                     backend.advance_schedule(model)
     logprobs = None
     if keeps_logprobs and (step.policy_logprobs_T is not None or "policy" in parts):
-        logprobs = partial(_logged, own, step.policy_logprobs_T, scored or ())
+        logprobs = partial(_logged, samples, step.policy_logprobs_T, scored or ())
     metrics = _metrics_of_step(parts)
     if "policy" in step.shards:
         metrics |= step.numbers(step.global_batches) | step.metrics
@@ -136,36 +138,36 @@ class TrainingStep:
     def __init__(
         self,
         backend: TrainerBackend,
-        whole: SampleBatch,
-        own: SampleBatch,
+        table: SampleBatch,
+        samples: SampleBatch,
         config: Config,
         exchange: RankExchange | None = None,
     ) -> None:
         """Take the table of a batch, and the sequences that it assigns to this rank. Collective."""
         self.backend = backend
         self.config = config
-        self.whole = whole
+        self.table = table
         self._exchange: BatchExchange | None = None
-        held = dict.fromkeys(config.holds, (whole, own))
+        samples_of_models = dict.fromkeys(config.holds, (table, samples))
         if exchange is not None or not backend.divides_alike:
-            self._exchange = BatchExchange(exchange, backend, whole, config)
-            held = self._exchange.divided(own)
+            self._exchange = BatchExchange(exchange, backend, table, config)
+            samples_of_models = self._exchange.divided(samples)
         self.shards: dict[Model, BatchShard] = {}
         """The shard of each model that this rank holds, the policy's first."""
-        for model, (table, sequences) in held.items():
+        for model, (model_table, model_samples) in samples_of_models.items():
             settings = config.settings_of(model)
             self.shards[model] = BatchShard(
                 settings,
-                table,
-                sequences,
+                model_table,
+                model_samples,
                 backend.replicas(model),
                 shares_prompts=settings.share_prompts and backend.shares_prompts,
                 unit=config.sequences_per_sample,
                 experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
-                image_settings=image_settings(config) if "num_images_S" in own.columns else None,
-                mask_format=masks_of_run(config, model) if MASKS[0] in sequences.columns else None,
+                image_settings=image_settings(config) if "num_images_S" in samples.columns else None,
+                mask_format=masks_of_run(config, model) if MASKS[0] in model_samples.columns else None,
             )
-        self.own = next(iter(self.shards.values()))
+        self.shard = next(iter(self.shards.values()))
         """The policy's shard on this rank, or without the policy, that of its only model."""
         self.policy_logprobs_T: Float32s | None = None
         """Log-probabilities of the shard's tokens under the policy; None unless a separate pass has computed them."""
@@ -176,7 +178,7 @@ class TrainingStep:
         self.notes: list[str] = []
         """The groups that were set aside, with the reason."""
         size = config.policy.train_global_batch_size * config.sequences_per_sample
-        self.global_batches = batches_of_samples(whole.branch_S, size)
+        self.global_batches = batches_of_samples(table.branch_S, size)
         self.num_steps = config.num_passes * len(self.global_batches)
         """Optimizer steps of each model in this step."""
         self.read = config.all_columns(self.num_steps)
@@ -184,8 +186,8 @@ class TrainingStep:
 
     def counts(self, rows: Sequence[int]) -> Counts:
         """Return the divisors of means over these sequences on all ranks."""
-        counted = self.whole.num_valid_S[list(rows)]
-        positive = int(counted[self.whole.rewards_S[list(rows)] > 0].sum())
+        counted = self.table.num_valid_S[list(rows)]
+        positive = int(counted[self.table.rewards_S[list(rows)] > 0].sum())
         return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
 
     def numbers(self, batches: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -229,25 +231,25 @@ class TrainingStep:
         self.policy_logprobs_T = scores.get("policy")
         if self._whole_logprobs_T is not None:
             scores["policy"] = self._whole_logprobs_T
-        path, made, batch = self.config.advantage_estimator, Filled(), self.own.own
+        path, new_columns, batch = self.config.advantage_estimator, Filled(), self.shard.samples
         if path:
             finish: AdvantageEstimator = named(path)
-            made, metrics = finish(
+            new_columns, metrics = finish(
                 self.config,
                 ScoredShard(batch=batch, scores=scores, columns=columns, sum_over_ranks=self.backend.sum_over_ranks),
             )
             self.metrics |= metrics
         for column in self.read:
-            if column not in columns and column not in made:
-                made[column] = batch.of_tokens(column.name)
-        return made
+            if column not in columns and column not in new_columns:
+                new_columns[column] = batch.of_tokens(column.name)
+        return new_columns
 
     def keep(self, kept_S: NDArray[np.bool_]) -> None:
         """Mask the sequences of the batch that are not kept."""
-        num_valid_S = self.whole.num_valid_S
-        self.whole = self.whole.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
+        num_valid_S = self.table.num_valid_S
+        self.table = self.table.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
         for shard in self.shards.values():
-            shard.own = shard.own.keeping(kept_S[shard.rows])
+            shard.samples = shard.samples.keeping(kept_S[shard.rows])
 
     def optimized(
         self, rows: Sequence[int], columns: Columns, model: Model, scored: list[LogprobsOfRows] | None = None
@@ -256,18 +258,18 @@ class TrainingStep:
         is_custom = model == "policy" and self.config.loss_fn.class_path is not None
         with blamed(self.config) if is_custom else nullcontext():
             try:
-                loss, done = self._step(rows, columns, model, scored, refuses_outliers=True)
+                loss, optimizer_step = self._step(rows, columns, model, scored, refuses_outliers=True)
             except NotFiniteError:
                 if not set_aside_by_loss(self, rows, columns, model):
                     raise
-                loss, done = self._step(rows, columns, model, scored)
+                loss, optimizer_step = self._step(rows, columns, model, scored)
             except OutlierError as excess:
                 name_outlier(self, rows, columns, model, str(excess))
-                loss, done = self._step(rows, columns, model, scored)
+                loss, optimizer_step = self._step(rows, columns, model, scored)
         return self.reported(loss, model) | {
-            "loss": done.loss,
-            "grad_norm": done.grad_norm,
-            "learning_rate": done.learning_rate,
+            "loss": optimizer_step.loss,
+            "grad_norm": optimizer_step.grad_norm,
+            "learning_rate": optimizer_step.learning_rate,
         }
 
     def _step(
@@ -303,11 +305,11 @@ def _scores(columns: Columns) -> dict[Source, Float32s]:
 def _metrics_of_step(parts: Mapping[Model, Sequence[Mapping[str, float]]]) -> dict[str, float]:
     """Return the means over the optimizer steps of each model, and the learning rate of the last."""
     metrics: dict[str, float] = {}
-    for model, found in parts.items():
+    for model, step_metrics in parts.items():
         prefix = "" if model == "policy" else f"{model}/"
-        for name in found[0]:
-            metrics[f"{prefix}{name}"] = sum(map(itemgetter(name), found)) / len(found)
-        metrics[f"{prefix}learning_rate"] = found[-1]["learning_rate"]
+        for name in step_metrics[0]:
+            metrics[f"{prefix}{name}"] = sum(map(itemgetter(name), step_metrics)) / len(step_metrics)
+        metrics[f"{prefix}learning_rate"] = step_metrics[-1]["learning_rate"]
     return metrics
 
 

@@ -36,9 +36,9 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     unstable = unstable_rotation(config, max_length)
     if unstable is not None:
         return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if others:
-        return f"it has layers of type {others[0]}"
+    other_types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if other_types:
+        return f"it has layers of type {other_types[0]}"
     before = config._attn_implementation
     told_windows: dict[int, int | None] = {}
     try:
@@ -83,10 +83,10 @@ def _logits(model: Any, told_windows: dict[int, int | None] | None = None, row: 
     `told_windows` collects the window that each layer gives for its sliding attention.
     """
     logits: torch.Tensor
-    asked = model if model.can_generate() else model.base_model
+    scored_model = model if model.can_generate() else model.base_model
     if row is not None:
         inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, "row": row}
-        logits = asked(**inputs, told_windows=told_windows, use_cache=False)[0]
+        logits = scored_model(**inputs, told_windows=told_windows, use_cache=False)[0]
         return logits[0, row.predictor_K]
-    logits = asked(input_ids=torch.from_numpy(_SAMPLES), use_cache=False)[0]
+    logits = scored_model(input_ids=torch.from_numpy(_SAMPLES), use_cache=False)[0]
     return logits[:, 1:3].flatten(0, 1)

@@ -185,10 +185,10 @@ class ModelBuilder:
         if is_shared or settings.sequence_packing.enabled:
             reason = prepare_to_pack(model, longest)
             if reason is not None:
-                key, what = "sequence_packing.enabled", "packed rows"
+                key, input_form = "sequence_packing.enabled", "packed rows"
                 if is_shared:
-                    key, what = "dtensor_cfg.context_parallel_size", "parts of sequences"
-                raise ConfigError(f"{section}.{key}: {name} cannot take {what}: {reason}")
+                    key, input_form = "dtensor_cfg.context_parallel_size", "parts of sequences"
+                raise ConfigError(f"{section}.{key}: {name} cannot take {input_form}: {reason}")
             if is_shared:
                 use_attention(model, context.ATTENTION_NAME)
                 reason = f"{section}.dtensor_cfg.context_parallel_size makes ranks share each sequence"

@@ -44,10 +44,10 @@ class DTensorBackend(HoldingBackend[DTensorHeldModel]):
         self.sequence_divisor = ranks.sequence_divisor
         proof = checkpoints.FileProof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
         for name, number in self._to_hold():
-            held = DTensorHeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
+            held_model = DTensorHeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
             if name == "policy":
-                exposed_weights.share(held.parameters | held.buffers)
-            self._held[name, number] = held
+                exposed_weights.share(held_model.parameters | held_model.buffers)
+            self._held[name, number] = held_model
         self.shares_prompts = all(model.shares_prompts for model in self._held.values())
         first = self._held[self._model_group.name, 0]
         self.num_parameters = sum(parameter.numel() for parameter in first.parameters.values())
@@ -82,8 +82,8 @@ def _arranged(config: Config, models: Sequence[Model], device: torch.device) -> 
     by_sizes: dict[tuple[int, ...], list[Model]] = {}
     for name in models:
         by_sizes.setdefault(config.settings_of(name).dtensor_cfg.parallel_sizes, []).append(name)
-    found: dict[Model, RankMesh] = {}
+    meshes: dict[Model, RankMesh] = {}
     for names in by_sizes.values():
         ranks = RankMesh([config.settings_of(name) for name in names], device)
-        found |= dict.fromkeys(names, ranks)
-    return found
+        meshes |= dict.fromkeys(names, ranks)
+    return meshes

@@ -63,25 +63,29 @@ def share_out(model: torch.nn.Module, mesh: DeviceMesh, *, splits_sequences: boo
         splits_sequences: whether tensor-parallel ranks have tokens of their own too; otherwise all have the same.
 
     """
-    found = [module for name, module in model.named_modules() if _has_experts(name, module)]
+    expert_modules = [module for name, module in model.named_modules() if _has_experts(name, module)]
     size, group = mesh.size(0), mesh.get_group(0)
     of_tensor = (Replicate(), Partial() if splits_sequences else Replicate())
-    if not found:
+    if not expert_modules:
         raise ConfigError(f"{_KEY}: {size}, but {type(model).__name__} has no experts in one parameter for each layer")
-    for module in found:
+    for module in expert_modules:
         if module.num_experts % size:
             raise ConfigError(f"{_KEY}: {size} does not divide {module.num_experts} experts")
         PlainStyle((Shard(0), Shard(0)), of_tensor)._apply(module, mesh)
         module.num_experts //= size
         module.forward = functools.partial(_dispatch, module.forward, module.num_experts, group)
-    return found
+    return expert_modules
 
 
 def _has_experts(name: str, module: Any) -> bool:
     """Tell whether all of a module's own parameters count experts in their first dimension."""
-    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
     num = getattr(module, "num_experts", None)
-    return name.endswith(".experts") and bool(own) and all(each.dim() > 1 and len(each) == num for each in own)
+    return (
+        name.endswith(".experts")
+        and bool(parameters)
+        and all(each.dim() > 1 and len(each) == num for each in parameters)
+    )
 
 
 def _dispatch(
@@ -163,6 +167,6 @@ class _Exchange(torch.autograd.Function):
 def _all_to_all(
     rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    found = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=group)
-    return found
+    received_rows = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(received_rows, rows.contiguous(), list(received), list(sent), group=group)
+    return received_rows

@@ -185,8 +185,10 @@ class DTensorHeldModel(CheckpointedModel):
     def movable(self) -> list[torch.Tensor]:
         """Return this rank's tensors on its device that are only needed to train, or score with, the model."""
         parameters = () if self.name == "policy" else self.parameters.values()
-        here = [exposed_weights.local_of(each) for each in parameters if each.device.type == self.device.type]
-        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *here]
+        local_parameters = [
+            exposed_weights.local_of(each) for each in parameters if each.device.type == self.device.type
+        ]
+        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *local_parameters]
 
     def reload(self) -> None:
         """Move back the offloaded tensors, which are the same as before."""
@@ -253,8 +255,8 @@ def scale_down(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
     """
     if tensors:  # torch multiplies no empty list
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        torch._foreach_mul_(own, factor)
+        local_tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        torch._foreach_mul_(local_tensors, factor)
 
 
 def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, num_steps: int = 1) -> None:

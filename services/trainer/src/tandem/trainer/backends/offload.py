@@ -40,8 +40,8 @@ class OffloadedStorages:
         for storage, parts in self._held:
             sizes = [host.nbytes for host in parts]
             storage.resize_(sum(sizes))
-            for there, host in zip(torch.split(_bytes_of(storage), sizes), parts, strict=True):
-                there.copy_(host, non_blocking=True)
+            for part, host in zip(torch.split(_bytes_of(storage), sizes), parts, strict=True):
+                part.copy_(host, non_blocking=True)
         _wait(self._devices())
         self._held = []
 

@@ -59,4 +59,6 @@ def _is_written_here(tensor: torch.Tensor) -> bool:
     position = tensor.device_mesh.get_coordinate()
     if position is None or not tensor.to_local().numel():
         return False
-    return all(place == 0 for place, how in zip(position, tensor.placements, strict=True) if how.is_replicate())
+    return all(
+        place == 0 for place, placement in zip(position, tensor.placements, strict=True) if placement.is_replicate()
+    )

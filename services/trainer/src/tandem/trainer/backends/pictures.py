@@ -86,10 +86,10 @@ class PixelSource:
 
     def pixels(self, images: RowImages) -> towers.Inputs:
         """Return the inputs of a tower for images. Raises `DataError` for one that cannot be read."""
-        found = [self._cache.get(digest) for digest in images.digests]
-        for image, grid, digest in zip(found, images.grids, images.digests, strict=True):
+        prepared = [self._cache.get(digest) for digest in images.digests]
+        for image, grid, digest in zip(prepared, images.grids, images.digests, strict=True):
             _check_grid(image.grid, grid, digest)
-        return towers.tower_inputs(self._family, found, self._device)
+        return towers.tower_inputs(self._family, prepared, self._device)
 
     def _blank_inputs(self, reader: _Reader, side: int) -> towers.Inputs:
         """Return the inputs of a tower for a white image: black crops count as padding."""
@@ -141,8 +141,8 @@ class ModelImageInputs:
         self._needs_blank = False
         features = towers.features_of(towers.encode(self._model, self._source.blank))
         embedded = kwargs["inputs_embeds"]
-        for each in features:  # an empty sum: zero, whatever the features are
-            embedded = embedded + each[:0].sum().to(embedded.dtype)
+        for level_features in features:  # an empty sum: zero, whatever the features are
+            embedded = embedded + level_features[:0].sum().to(embedded.dtype)
         return args, kwargs | {"inputs_embeds": embedded}
 
     def _must_run(self) -> bool:
@@ -163,8 +163,8 @@ def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:
             parameter.requires_grad_(False)
 
 
-def _check_grid(found: Grid, expected: Grid, digest: str) -> None:
-    if tuple(found) != tuple(expected):
+def _check_grid(actual: Grid, expected: Grid, digest: str) -> None:
+    if tuple(actual) != tuple(expected):
         raise ModelError(
-            f"image {digest[:12]} is divided into {found} by its processor, and its prompt has tokens for {expected}"
+            f"image {digest[:12]} is divided into {actual} by its processor, and its prompt has tokens for {expected}"
         )

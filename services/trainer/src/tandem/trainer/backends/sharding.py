@@ -32,8 +32,8 @@ class RankMesh:
         settings = sections[0].dtensor_cfg
         self._splits_sequences = any(each.dtensor_cfg.sequence_parallel for each in sections)
         context, tensor = settings.context_parallel_size, settings.tensor_parallel_size
-        num_replicas, rest = divmod(dist.get_world_size(), settings.model_parallel_size)
-        assert not rest, "the configuration's checks require whole replicas"
+        num_replicas, remainder = divmod(dist.get_world_size(), settings.model_parallel_size)
+        assert not remainder, "the configuration's checks require whole replicas"
         sizes = (num_replicas, context, tensor)
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("data", "context", "tensor"))
         self.data, self.context, self.tensor = (mesh[name] for name in ("data", "context", "tensor"))

@@ -17,8 +17,8 @@ def exchanged(tensors: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
     No engine may read them meanwhile: it is for a training step, in which they change anyway.
     """
     values = [tensor.clone() for tensor in tensors]
-    for tensor, other in tensors.items():
-        tensor.copy_(other)
+    for tensor, replacement in tensors.items():
+        tensor.copy_(replacement)
     try:
         yield
     finally:
@@ -41,10 +41,10 @@ def as_at_the_start(
 
 
 def shards_of(
-    parameters: Mapping[str, torch.nn.Parameter], whole: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.nn.Parameter], whole_tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return this rank's part of whole tensors, of the parameters of these names."""
     return {
         name: tensor[exposed_weights.box_of(parameters[name]).region].clone().to(parameters[name].device)
-        for name, tensor in whole.items()
+        for name, tensor in whole_tensors.items()
     }

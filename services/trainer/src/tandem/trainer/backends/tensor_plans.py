@@ -135,8 +135,8 @@ class AdapterStyle(ParallelStyle):
         elif isinstance(style, PlainStyle):
             styles = style, style
         else:
-            what = "a layer with an adapter can be ColwiseParallel or RowwiseParallel"
-            raise ConfigError(f"{_CUSTOM}: {what}, not {type(style).__name__}")
+            allowed = "a layer with an adapter can be ColwiseParallel or RowwiseParallel"
+            raise ConfigError(f"{_CUSTOM}: {allowed}, not {type(style).__name__}")
         for matrix, style_of_matrix in zip(matrices, styles, strict=True):
             self._on(style_of_matrix, matrix, device_mesh)
         for dropout, is_share in zip(dropouts_of(module), _shares(style), strict=True):
@@ -209,9 +209,9 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
     key, family = "policy.dtensor_cfg.tensor_parallel_size", VISION.get(model.config.model_type)
     config = model.config if family is None else model.config.get_text_config()
     if family is None and config.model_type not in TENSOR_PLANS:
-        known = ", ".join(TENSOR_PLANS)
+        supported = ", ".join(TENSOR_PLANS)
         raise ConfigError(
-            f"{key}: {size}, but there is no plan for {config.model_type}, only for {known}; {_CUSTOM} may name one"
+            f"{key}: {size}, but there is no plan for {config.model_type}, only for {supported}; {_CUSTOM} may name one"
         )
     fuses_heads = config.model_type in FUSED_HEADS
     for heads in () if fuses_heads else (config.num_attention_heads, config.num_key_value_heads):
@@ -263,8 +263,8 @@ def load_plan(path: str, model: torch.nn.Module) -> Plan:
         raise ConfigError(f"{_CUSTOM}: cannot import {path!r}: {error}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{_CUSTOM}: {module_name} has no {name!r}{nearest(name, list(vars(module)))}")
-    found = getattr(module, name)
-    plan = found() if callable(found) else found
+    attribute = getattr(module, name)
+    plan = attribute() if callable(attribute) else attribute
     if not (isinstance(plan, dict) and plan and all(isinstance(style, ParallelStyle) for style in plan.values())):
         raise ConfigError(
             f"{_CUSTOM}: {path!r} is no plan: a dict from paths of modules to styles of "
@@ -279,8 +279,8 @@ def load_plan(path: str, model: torch.nn.Module) -> Plan:
 
 def _matches(name: str, pattern: str) -> bool:
     """Match as `parallelize_module` does, part by part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
+    parts, pattern_parts = name.split("."), pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatch, parts, pattern_parts))
 
 
 def _style_of_rest(model: torch.nn.Module, name: str) -> ParallelStyle:
@@ -325,19 +325,21 @@ def _split_embeddings(language: torch.nn.Module, mesh: DeviceMesh) -> None:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
     def split(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        own: dict[str, Any] = {
+        local_kwargs: dict[str, Any] = {
             "inputs_embeds": whole(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()
         }
         if kwargs.get("deepstack_visual_embeds"):
             is_image_BT = kwargs["visual_pos_masks"]
             number_BT = (is_image_BT.flatten().cumsum(0) - 1).view_as(is_image_BT)
             rank, size = mesh.get_local_rank(), mesh.size()
-            own["visual_pos_masks"], number_BT = (each.chunk(size, dim=1)[rank] for each in (is_image_BT, number_BT))
-            mine = number_BT[own["visual_pos_masks"]]
-            own["deepstack_visual_embeds"] = [
+            local_kwargs["visual_pos_masks"], number_BT = (
+                each.chunk(size, dim=1)[rank] for each in (is_image_BT, number_BT)
+            )
+            mine = number_BT[local_kwargs["visual_pos_masks"]]
+            local_kwargs["deepstack_visual_embeds"] = [
                 whole(each).to_local(grad_placements=[Partial()])[mine] for each in kwargs["deepstack_visual_embeds"]
             ]
-        return args, kwargs | own
+        return args, kwargs | local_kwargs
 
     language.register_forward_pre_hook(split, with_kwargs=True)
 
@@ -349,8 +351,8 @@ def _gather_inputs(module: torch.nn.Module, mesh: DeviceMesh, arrives: Placement
         hidden = inputs[0]
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [arrives], run_check=False)
-        whole: DTensor = hidden.redistribute(placements=[Replicate()])
-        return (whole.to_local(grad_placements=[Replicate()]),)
+        replicated: DTensor = hidden.redistribute(placements=[Replicate()])
+        return (replicated.to_local(grad_placements=[Replicate()]),)
 
     module.register_forward_pre_hook(gather)
 

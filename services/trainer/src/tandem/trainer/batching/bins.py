@@ -106,9 +106,9 @@ def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> lis
         if len(bins[number]) == 1 and two is not None and two <= rooms[number]:
             put(number, small.take_shortest())
             put(number, small.take_longest(rooms[number]))
-    left = _Ascending([item[1] for item in (*medium.items, *small.items)] + classes[3], lengths)
+    remaining = _Ascending([item[1] for item in (*medium.items, *small.items)] + classes[3], lengths)
     for number in range(len(bins)):
-        while (shortest := left.shortest()) is not None and shortest <= rooms[number]:
-            put(number, left.take_longest(rooms[number]))
-    rest = sorted((index for _, index in left.items), key=lambda index: (-lengths[index], index))
-    return bins + _first_fit(rest, lengths, capacity)
+        while (shortest := remaining.shortest()) is not None and shortest <= rooms[number]:
+            put(number, remaining.take_longest(rooms[number]))
+    unplaced = sorted((index for _, index in remaining.items), key=lambda index: (-lengths[index], index))
+    return bins + _first_fit(unplaced, lengths, capacity)

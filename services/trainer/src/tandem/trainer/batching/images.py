@@ -70,7 +70,7 @@ def row_images(
 ) -> RowImages:
     """Return the images of a micro-batch. Raises `ModelError` if a sequence has other image tokens than its images."""
     position_XBT = np.zeros((3 if settings.family.has_mrope else 1, *token_ids_BT.shape), dtype=np.int64)
-    found: list[tuple[int, str, Grid]] = []
+    placed_images: list[tuple[int, str, Grid]] = []
     """Place of the first token among the ``B * T`` positions, digest and grid of each image."""
     for place, (sequence, length) in enumerate(zip(rows, lengths_B.tolist(), strict=True)):
         if sequence == EMPTY_ROW:
@@ -84,18 +84,20 @@ def row_images(
         starts = np.flatnonzero(token_ids_L == settings.image_token_id)
         used = 0
         for digest, grid in zip(digests, grids, strict=True):
-            found.append((place * token_ids_BT.shape[1] + int(starts[used]), digest, grid))
+            placed_images.append((place * token_ids_BT.shape[1] + int(starts[used]), digest, grid))
             used += num_tokens(settings, grid)
     if row is not None:
         source_N = row.source_N.cpu().numpy()
         position_XBT = np.where(source_N >= 0, position_XBT.reshape(len(position_XBT), 1, -1)[..., source_N], 0)
-        taken = set(source_N.tolist())
-        found = [each for each in found if each[0] in taken]
+        row_places = set(source_N.tolist())
+        placed_images = [each for each in placed_images if each[0] in row_places]
     return RowImages(
-        digests=tuple(digest for _, digest, _ in found),
-        grids=tuple(grid for _, _, grid in found),
+        digests=tuple(digest for _, digest, _ in placed_images),
+        grids=tuple(grid for _, _, grid in placed_images),
         position_ids=torch.from_numpy(position_XBT).to(device) if settings.family.has_mrope else None,
-        blocks=_blocks(found, settings, token_ids_BT.shape, row, device) if settings.family.has_image_blocks else (),
+        blocks=_blocks(placed_images, settings, token_ids_BT.shape, row, device)
+        if settings.family.has_image_blocks
+        else (),
     )
 
 
@@ -141,12 +143,13 @@ def check_image_tokens(batch: SampleBatch, settings: ImageSettings) -> None:
     for row in range(len(batch)):
         _, grids = images_in(batch, row, settings)
         tokens_T = batch.token_ids_T[ends_S[row] : ends_S[row + 1]]
-        found = int((tokens_T == settings.image_token_id).sum())
+        num_present = int((tokens_T == settings.image_token_id).sum())
         try:
-            needed = sum(num_tokens(settings, grid) for grid in grids)
+            num_needed = sum(num_tokens(settings, grid) for grid in grids)
         except ValueError as error:
             raise WireError(f"image_grids_IX: sequence {row} has an impossible grid: {error}") from error
-        if found != needed:
+        if num_present != num_needed:
             raise WireError(
-                f"token_ids_T: sequence {row} has {found} image tokens, and its {len(grids)} images need {needed}"
+                f"token_ids_T: sequence {row} has {num_present} image tokens, and its {len(grids)} images need "
+                f"{num_needed}"
             )

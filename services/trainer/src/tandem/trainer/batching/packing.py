@@ -57,8 +57,8 @@ def pack_row(
     segments_B = -(-lengths_B // divisible_by) * divisible_by
     firsts_B = np.cumsum(segments_B) - segments_B
     used = int(segments_B.sum())
-    whole = np.lcm(divisible_by, row_divisible_by)
-    num_tokens = int(max(1, -(-used // whole)) * whole)
+    row_multiple = np.lcm(divisible_by, row_divisible_by)
+    num_tokens = int(max(1, -(-used // row_multiple)) * row_multiple)
     lengths = [int(length) for length in segments_B if length]
     if num_tokens > used:
         lengths.append(num_tokens - used)

@@ -37,8 +37,8 @@ class BatchShard:
 
     Args:
         settings: section of the model, with the sequences or tokens of a micro-batch.
-        whole: table of the batch, with the length and the rank of each sequence.
-        own: sequences that `whole` assigns to this replica, with their tokens.
+        table: table of the batch, with the length and the rank of each sequence.
+        samples: sequences that `table` assigns to this replica, with their tokens.
         replicas: replicas of the model.
         shares_prompts: whether the model computes shared prompts once. Micro-batches of a number of sequences then keep
             sequences with the same prompt together.
@@ -53,8 +53,8 @@ class BatchShard:
     def __init__(
         self,
         settings: ModelConfig,
-        whole: SampleBatch,
-        own: SampleBatch,
+        table: SampleBatch,
+        samples: SampleBatch,
         replicas: ModelReplicas,
         *,
         shares_prompts: bool = False,
@@ -63,20 +63,20 @@ class BatchShard:
         image_settings: ImageSettings | None = None,
         mask_format: MaskFormat | None = None,
     ) -> None:
-        self.whole, self.own, self.replicas = whole, own, replicas
-        self.rows = rows = whole.rows_of(replicas.rank)
+        self.table, self.samples, self.replicas = table, samples, replicas
+        self.rows = rows = table.rows_of(replicas.rank)
         """The shard's sequences, as rows of the whole batch."""
-        assert whole.lengths_S[rows].tolist() == own.lengths_S.tolist(), "the shard is what the table says"
-        self._place_S = np.full(len(whole) + 1, EMPTY_ROW)
+        assert table.lengths_S[rows].tolist() == samples.lengths_S.tolist(), "the shard is what the table says"
+        self._place_S = np.full(len(table) + 1, EMPTY_ROW)
         """Place of each sequence of the batch in the shard; the last stands for no sequence."""
         self._place_S[rows] = np.arange(len(rows))
         self._settings, self._experts, self._image_settings = settings, experts, image_settings
         self._mask_format = mask_format
         self._unit = unit
         # Units are assigned and divided. Rows only come in and go out.
-        self._lengths_UR = whole.lengths_S.astype(np.int64).reshape(-1, unit)
+        self._lengths_UR = table.lengths_S.astype(np.int64).reshape(-1, unit)
         self._lengths_U = self._lengths_UR.sum(axis=1)
-        self._rank_U = whole.rank_S[::unit]
+        self._rank_U = table.rank_S[::unit]
         self._limits: SequencePacking | DynamicBatching | None = None
         self.divisible_by = math.lcm(settings.make_sequence_length_divisible_by, replicas.sequence_divisor)
         """Divisor of the width of padded rows, and of the segments of packed ones."""
@@ -89,13 +89,13 @@ class BatchShard:
             self._limits = settings.dynamic_batching
             self.divisible_by = math.lcm(self.divisible_by, settings.dynamic_batching.sequence_length_round)
         self._shares_prompts = shares_prompts and self._limits is None
-        self._prompt_S = whole.prompt_S if self._shares_prompts and unit == 1 else None
+        self._prompt_S = table.prompt_S if self._shares_prompts and unit == 1 else None
 
     def laid_out(self, groups: Groups, device: torch.device, columns: Columns | None = None) -> list[MicroBatch]:
         """Return the micro-batches of these groups of sequences, with the loss inputs of the shard's tokens."""
         return [
             pad(
-                self.own,
+                self.samples,
                 self._place_S[[*group]].tolist(),
                 divisible_by=self.divisible_by,
                 row_divisible_by=self.row_divisible_by,
@@ -129,10 +129,10 @@ class BatchShard:
         """Return this rank's units, filled up with empty ones to the number of every rank."""
         unit_U = np.array(rows[:: self._unit], dtype=np.int64) // self._unit
         rank_U = self._rank_U[unit_U]
-        own: list[int] = unit_U[rank_U == self.replicas.rank].tolist()
+        rank_units: list[int] = unit_U[rank_U == self.replicas.rank].tolist()
         # The sequences of one teacher are not evenly assigned.
         size = int(np.bincount(rank_U, minlength=self.replicas.size).max())
-        return own + [EMPTY_ROW] * (size - len(own))
+        return rank_units + [EMPTY_ROW] * (size - len(rank_units))
 
     def _cut_by_sequences(self, units: Sequence[int], size: int) -> Groups:
         groups = micro_batches_of(units, self._lengths_U, size, self._prompt_S)
@@ -147,8 +147,8 @@ class BatchShard:
             for rank in range(self.replicas.size)
         ]
         missing = max(map(len, groups)) - len(groups[self.replicas.rank])
-        own = groups[self.replicas.rank] + [(EMPTY_ROW,)] * missing
-        return own if self._unit == 1 else self._rows(own)
+        rank_groups = groups[self.replicas.rank] + [(EMPTY_ROW,)] * missing
+        return rank_groups if self._unit == 1 else self._rows(rank_groups)
 
     def _of_tokens(self, units: list[int], num_tokens: int) -> Groups:
         if isinstance(self._limits, SequencePacking):

@@ -34,8 +34,8 @@ def shared_row(
     prompt_B, lengths_B = prompts_of(batch, rows)
     if routed_BTX is not None:
         prompt_B = _told_apart(prompt_B, lengths_B, routed_BTX)
-    held = prompt_B[prompt_B != EMPTY_ROW]
-    if len(np.unique(held)) == len(held):
+    prompts = prompt_B[prompt_B != EMPTY_ROW]
+    if len(np.unique(prompts)) == len(prompts):
         return None
     return share_prompts(token_ids_BT, valid_BT, prompt_B, lengths_B, divisible_by=divisible_by, device=device)
 

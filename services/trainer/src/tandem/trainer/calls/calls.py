@@ -112,8 +112,8 @@ class RankCalls:
                 return f"switching to set {command.number}"
             case KeepWeights():
                 return f"keeping the weights as set {command.number}"
-            case other:
-                assert_never(other)
+            case unknown:
+                assert_never(unknown)
 
     def handle(self, command: CallCommand, arrays: Arrays) -> None:
         """Carry out a call and reply."""
@@ -128,24 +128,24 @@ class RankCalls:
                 self._switch(command)
             case KeepWeights():
                 self._keep(command)
-            case other:
-                assert_never(other)
+            case unknown:
+                assert_never(unknown)
 
     def _add_gradient(self, command: AddGradient, arrays: Arrays) -> None:
-        whole, own = self._read(arrays)
+        table, samples = self._read(arrays)
         settings = self._config.policy
         shares_prompts = settings.share_prompts and self._backend.shares_prompts
-        shard = BatchShard(settings, whole, own, self._backend.replicas("policy"), shares_prompts=shares_prompts)
+        shard = BatchShard(settings, table, samples, self._backend.replicas("policy"), shares_prompts=shares_prompts)
         columns: dict[ColumnDeclaration, NDArray[Any]] = {
-            column: own.columns[f"{name}_T"] for name, column in _COLUMNS.items()
+            column: samples.columns[f"{name}_T"] for name, column in _COLUMNS.items()
         }
-        if _TARGETS in own.columns:
-            columns[TEACHER_TOPK_INDICES] = own.columns[_TARGETS][:, None]
-        rows = range(len(whole))
+        if _TARGETS in samples.columns:
+            columns[TEACHER_TOPK_INDICES] = samples.columns[_TARGETS][:, None]
+        rows = range(len(table))
         groups = shard.training(rows) if command.has_gradient else shard.scoring([rows])
         micro_batches = shard.laid_out(groups, self._backend.device, columns)
-        logprobs_T = np.zeros(len(own.token_ids_T), dtype=np.float32)
-        loss_of = partial(self._loss_of, command, own, logprobs_T)
+        logprobs_T = np.zeros(len(samples.token_ids_T), dtype=np.float32)
+        loss_of = partial(self._loss_of, command, samples, logprobs_T)
         if command.has_gradient:
             loss = self._policy.add_gradient(micro_batches, loss_of)
             self._loss += loss
@@ -153,11 +153,11 @@ class RankCalls:
         else:
             loss = self._policy.score(micro_batches, loss_of)
         if wrong := beyond(loss):
-            why = f"the loss is {wrong}{_DO_THEY_MATCH if command.loss in OF_RATIOS else ''}"
+            reason = f"the loss is {wrong}{_DO_THEY_MATCH if command.loss in OF_RATIOS else ''}"
             if command.has_gradient:
-                self._drop_gradient(why)
-                why = f"{why}: its gradient, and those of the calls before, are dropped"
-            raise NotFiniteError(why)
+                self._drop_gradient(reason)
+                reason = f"{reason}: its gradient, and those of the calls before, are dropped"
+            raise NotFiniteError(reason)
         self._policy.complete(logprobs_T)
         reply = GradientAdded(command_id=command.command_id, loss=loss, logprobs=logprobs_T.astype("<f4").tobytes())
         self._context.reply(command.command_id, reply)
@@ -165,15 +165,15 @@ class RankCalls:
     def _loss_of(
         self,
         command: AddGradient,
-        own: SampleBatch,
+        samples: SampleBatch,
         logprobs_T: Float32s,
         micro_batch: MicroBatch,
         scores_BT: Scores,
     ) -> torch.Tensor:
         """Return the loss of a micro-batch, and write its log-probabilities to those of the shard."""
         assert isinstance(scores_BT, TokenScores | StudentScores), "those of a policy"
-        logprobs_BT = scores_BT.others[..., 0] if isinstance(scores_BT, StudentScores) else scores_BT.logprobs
-        unpad_into(logprobs_T, logprobs_BT, own, micro_batch.rows)
+        logprobs_BT = scores_BT.other_logprobs[..., 0] if isinstance(scores_BT, StudentScores) else scores_BT.logprobs
+        unpad_into(logprobs_T, logprobs_BT, samples, micro_batch.rows)
         mask_BT = micro_batch.loss_mask_BT
         loss_BT = LOSSES[command.loss](logprobs_BT, micro_batch.columns, command.settings)
         return torch.where(mask_BT, loss_BT, 0.0).sum()
@@ -206,19 +206,19 @@ class RankCalls:
     @torch.no_grad()
     def _switch(self, command: SwitchTraining) -> None:
         policy, number = self._policy, command.number
-        held = policy.trained_here()
+        trained_tensors = policy.trained_here()
         if number != self._number:
             new = self._waiting.pop(number, None)
             if new is None:
                 weights = self._kept.get(number, self._first)
                 new = _Set(weights, None, 0.0, has_gradient=False, why_dropped="")
             if self._number not in self._kept:  # else no call has changed it
-                before = {name: tensor.clone() for name, tensor in held.items()}
+                before = {name: tensor.clone() for name, tensor in trained_tensors.items()}
                 progress = policy.set_aside(has_gradient=self._has_gradient)
                 self._waiting[self._number] = _Set(before, progress, self._loss, self._has_gradient, self._why_dropped)
             if new.progress is not None:
                 policy.take_back(new.progress)
-            for name, tensor in held.items():
+            for name, tensor in trained_tensors.items():
                 tensor.copy_(new.weights[name])
             self._number, self._loss, self._has_gradient = number, new.loss, new.has_gradient
             self._why_dropped = new.why_dropped
@@ -235,9 +235,9 @@ class RankCalls:
                 copies[name].copy_(tensor)
         self._context.reply(command.command_id, TrainingRestored(command_id=command.command_id))
 
-    def _drop_gradient(self, why: str) -> None:
+    def _drop_gradient(self, reason: str) -> None:
         self._forget_gradient()
-        self._why_dropped = why
+        self._why_dropped = reason
 
     def _forget_gradient(self) -> None:
         self._policy.forget_gradient()
@@ -245,28 +245,32 @@ class RankCalls:
 
     def _read(self, arrays: Arrays) -> tuple[SampleBatch, SampleBatch]:
         """Return the table of all sequences, and this rank's own. Raises `WireError`."""
-        wanted = _DTYPES | ({_TARGETS: "int32"} if _TARGETS in arrays else {})
-        for name, dtype in wanted.items():
+        expected_dtypes = _DTYPES | ({_TARGETS: "int32"} if _TARGETS in arrays else {})
+        for name, dtype in expected_dtypes.items():
             if name not in arrays or arrays[name].dtype != np.dtype(dtype) or arrays[name].ndim != 1:
                 raise WireError(f"AddGradient.{name}: must be {dtype} of one dimension")
-        table = {name: array for name, array in arrays.items() if name.endswith("_S")}
-        lengths_S, prefixes_S = table["lengths_S"], table["prompt_lengths_S"]
-        if any(len(array) != len(lengths_S) for array in table.values()) or not len(lengths_S) or lengths_S.min() < 1:
+        table_columns = {name: array for name, array in arrays.items() if name.endswith("_S")}
+        lengths_S, prefixes_S = table_columns["lengths_S"], table_columns["prompt_lengths_S"]
+        if (
+            any(len(array) != len(lengths_S) for array in table_columns.values())
+            or not len(lengths_S)
+            or lengths_S.min() < 1
+        ):
             raise WireError("AddGradient.lengths_S: must be at least 1, for as many sequences as all else of the table")
         if prefixes_S.min() < 0 or (prefixes_S >= lengths_S).any():
             raise WireError("AddGradient.prompt_lengths_S: must be from 0 to below lengths_S")
-        whole = SampleBatch(**table)
-        rows = whole.rows_of(self._backend.data_parallel_rank)
+        table = SampleBatch(**table_columns)
+        rows = table.rows_of(self._backend.data_parallel_rank)
         tokens = {name: array for name, array in arrays.items() if name.endswith("_T")}
-        own_table = {name: array[rows] for name, array in table.items()}
-        lengths_S = own_table["lengths_S"]
+        rank_columns = {name: array[rows] for name, array in table_columns.items()}
+        lengths_S = rank_columns["lengths_S"]
         if any(len(array) != lengths_S.sum() for array in tokens.values()):
             raise WireError("AddGradient: its tokens are not as many as lengths_S says")
-        own = SampleBatch(**own_table, **tokens)
-        own.check_tokens(self._vocabulary)
+        samples = SampleBatch(**rank_columns, **tokens)
+        samples.check_tokens(self._vocabulary)
         if _TARGETS in tokens:
             SampleBatch(lengths_S=lengths_S, token_ids_T=tokens[_TARGETS]).check_tokens(self._vocabulary)
-        return whole, own
+        return table, samples
 
 
 def _called(backend: TrainerBackend) -> CalledPolicy:

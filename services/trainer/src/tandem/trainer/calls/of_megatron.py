@@ -99,13 +99,13 @@ class OfMegatron:
     def trained_here(self) -> dict[str, torch.Tensor]:
         """Return what is trained: parameters, copies of them that are more precise, biases that balance experts."""
         policy = self._policy
-        found = {
+        tensors = {
             name: tensor.detach()
             for name, tensor in policy.weights.parameters.items()
             if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
         }
         copies = optimizer_state.precise_copies(policy.optimizer, policy.weights)
-        return found | {f"{name}, as it is stepped": tensor for name, tensor in copies.items()}
+        return tensors | {f"{name}, as it is stepped": tensor for name, tensor in copies.items()}
 
     def forget_gradient(self) -> None:
         """Make the gradient zero."""

@@ -71,11 +71,11 @@ class AdapterDescription(msgspec.Struct, frozen=True):
 
 def first_values(name: str, shape: tuple[int, ...], adapters: LoraCfg | PeftConfig, seed: int) -> torch.Tensor:
     """Return the first values of an adapter's tensor, which are the same on every rank."""
-    how = adapters.initial[0] if name.endswith(A) else adapters.initial[1]
-    told = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(told))
+    initial = adapters.initial[0] if name.endswith(A) else adapters.initial[1]
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
     tensor = torch.zeros(shape, dtype=torch.float32)
-    match how:
+    match initial:
         case "xavier":
             torch.nn.init.xavier_normal_(tensor, generator=generator)
         case "kaiming":
@@ -104,7 +104,7 @@ def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch
     """Yield the whole tensors at once on rank 0, and nothing elsewhere. Collective for sharded parameters."""
     wholes = {name: whole_of(parameter) for name, parameter in parameters.items()}
     is_first = dist.get_rank() == 0
-    yield {name: whole.to("cpu", copy=True) for name, whole in wholes.items()} if is_first else {}
+    yield {name: tensor.to("cpu", copy=True) for name, tensor in wholes.items()} if is_first else {}
 
 
 class AdapterWriter:
@@ -165,19 +165,19 @@ def read(folder: Path, adapters: AdaptersConfig, shapes: Mapping[str, Iterable[i
         )
     try:
         with safe_open(folder / TENSORS, framework="pt") as file:
-            found = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / TENSORS} cannot be read: {error}") from error
-    different = sorted(found.keys() ^ shapes.keys())
+    different = sorted(tensors.keys() ^ shapes.keys())
     if different:
-        where = "the adapters here have none" if different[0] in found else "the folder has none"
-        raise CheckpointError(f"{folder}: adapters of other layers: of {layer_of(different[0])} {where}")
-    for name, tensor in found.items():
+        mismatch = "the adapters here have none" if different[0] in tensors else "the folder has none"
+        raise CheckpointError(f"{folder}: adapters of other layers: of {layer_of(different[0])} {mismatch}")
+    for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise CheckpointError(
                 f"{folder}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(shapes[name])}"
             )
-    return found
+    return tensors
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:

@@ -145,13 +145,13 @@ class BoxFiles:
         if self.shapes[name] != shape:
             raise CheckpointError(f"{name} has shape {self.shapes[name]}, the model's has {shape}")
         num_read = 0
-        for there, file, key in self._boxes[name]:
-            common = there.intersect(box)
+        for file_box, file, key in self._boxes[name]:
+            common = file_box.intersect(box)
             if common is not None:
-                found = file.get_slice(key)[_region(common, there)]
-                if found.is_floating_point() != into.is_floating_point():
-                    raise CheckpointError(f"{name} is {found.dtype} and should be {into.dtype}: another optimizer's")
-                into[_region(common, box)] = found.to(into.device)
+                elements = file.get_slice(key)[_region(common, file_box)]
+                if elements.is_floating_point() != into.is_floating_point():
+                    raise CheckpointError(f"{name} is {elements.dtype} and should be {into.dtype}: another optimizer's")
+                into[_region(common, box)] = elements.to(into.device)
                 num_read += common.num_elements
         if num_read < box.num_elements:
             raise CheckpointError(

@@ -205,8 +205,8 @@ def _shortage(num_bytes: int) -> str:
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone)
     for host in set(rows[:, 0].tolist()):
-        here = rows[rows[:, 0] == host]
-        needed, free = int(here[:, 1].sum()), int(here[:, 2].min())
+        host_rows = rows[rows[:, 0] == host]
+        needed, free = int(host_rows[:, 1].sum()), int(host_rows[:, 2].min())
         if _SPARE * needed > free:
             return (
                 f"a copy takes {needed / 1e9:.1f} GB of a host's memory, where {free / 1e9:.1f} GB are free, and "
@@ -276,8 +276,8 @@ def _synced(
 
 def files_of(checkpoint: Path) -> list[Files]:
     """Return the files of a checkpoint; none if it has no manifest. Raises `DamagedCheckpoint`."""
-    found = manifest.read(checkpoint)
-    return [] if found is None else [(checkpoint, found.files)]
+    described = manifest.read(checkpoint)
+    return [] if described is None else [(checkpoint, described.files)]
 
 
 def files_of_model(source: str) -> list[Files]:
@@ -285,11 +285,11 @@ def files_of_model(source: str) -> list[Files]:
 
     Raises `DamagedCheckpoint`.
     """
-    found = manifest.of_model(Path(source))
-    return [] if found is None else [(found[0], found[1].files)]
+    folder_manifest = manifest.of_model(Path(source))
+    return [] if folder_manifest is None else [(folder_manifest[0], folder_manifest[1].files)]
 
 
-def files_to_load(config: Config, checkpoint: Path | None, held: Collection[Model]) -> list[Files]:
+def files_to_load(config: Config, checkpoint: Path | None, models_held: Collection[Model]) -> list[Files]:
     """Return the files that a backend with these models loads at its start.
 
     With the policy, these are all files of the checkpoint except those of models held elsewhere. Raises
@@ -297,15 +297,17 @@ def files_to_load(config: Config, checkpoint: Path | None, held: Collection[Mode
     """
     trained = config.declaration.trains
     # A trained model comes from the checkpoint, if there is one. The base of adapters never does.
-    kept = [model for model in trained if config.settings_of(model).adapters is None]
-    read = [model for model in held if checkpoint is None or model not in kept]
+    saved_models = [model for model in trained if config.settings_of(model).adapters is None]
+    read = [model for model in models_held if checkpoint is None or model not in saved_models]
     sources = dict.fromkeys(
         config.settings_of(model, number).model_name for model in read for number in range(config.num_of(model))
     )
-    others = {folder for model in trained if model not in held for folder in (model, optimizer_folder(model))}
+    other_folders = {
+        folder for model in trained if model not in models_held for folder in (model, optimizer_folder(model))
+    }
     parts = [] if checkpoint is None else files_of(checkpoint)
     parts = [
-        (folder, {name: each for name, each in files.items() if Path(name).parts[0] not in others})
+        (folder, {name: each for name, each in files.items() if Path(name).parts[0] not in other_folders})
         for folder, files in parts
     ]
     return [*parts, *(files for source in sources for files in files_of_model(source))]
@@ -386,12 +388,12 @@ def _tell(error: str) -> list[str]:
 
 
 @contextmanager
-def as_checkpoint_error(what: str) -> Iterator[None]:
+def as_checkpoint_error(action: str) -> Iterator[None]:
     """Turn the libraries' errors for full disks and broken files into `CheckpointError`."""
     try:
         yield
     except Exception as error:  # tokenizers raises bare `Exception` on a full disk, and others their own
-        raise CheckpointError(f"{what}: {_line(error)}") from error
+        raise CheckpointError(f"{action}: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:

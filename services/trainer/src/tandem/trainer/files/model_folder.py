@@ -27,25 +27,25 @@ def save_config(config: Any, folder: Path) -> Path | None:
     if not (source / _CONFIG).is_file() or source.resolve() == folder.resolve():
         settings, source_folder = _with_older_names(written), None
     else:
-        given = json.loads((source / _CONFIG).read_text())
+        source_settings = json.loads((source / _CONFIG).read_text())
         same = json.loads(load_config(str(source), None).to_json_string())
-        settings, source_folder = _with_changes(given, same, written), source
+        settings, source_folder = _with_changes(source_settings, same, written), source
     (folder / _CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return source_folder
 
 
-def _with_changes(given: Mapping[str, Any], source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+def _with_changes(original: Mapping[str, Any], source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """Return given settings with what differs between two forms that Transformers has written."""
-    settings = dict(given)
+    settings = dict(original)
     for key in source.keys() | written.keys():
-        forms = (given.get(key), source.get(key), written.get(key))
+        forms = (original.get(key), source.get(key), written.get(key))
         if key in source and key in written and source[key] == written[key]:
             continue
         if key not in written:
             settings.pop(key, None)
         elif all(isinstance(form, dict) for form in forms):
-            settings[key] = _with_changes(given[key], source[key], written[key])
-        elif key == "dtype" and "dtype" not in given:
+            settings[key] = _with_changes(original[key], source[key], written[key])
+        elif key == "dtype" and "dtype" not in original:
             settings["torch_dtype"] = written[key]
         else:
             settings[key] = written[key]

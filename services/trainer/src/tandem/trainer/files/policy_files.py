@@ -40,9 +40,9 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
     for tensors in groups.values():
         copies = {}
         for name, tensor in tensors.items():
-            whole = whole_of(tensor)
+            whole_tensor = whole_of(tensor)
             if dist.get_rank() == 0:
-                copies[name] = whole.to("cpu", copy=True)
+                copies[name] = whole_tensor.to("cpu", copy=True)
         yield copies
 
 
@@ -104,8 +104,8 @@ class PolicyWriter:
             names = [f"model-{number:05d}-of-{len(self._files):05d}.safetensors" for number in self._numbers()]
             for number, name in zip(self._numbers(), names, strict=True):
                 self._path(number).rename(self._folder / name)
-            where = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
+            weight_map = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         source = model_folder.save_config(self._config, self._folder)
         if self._generation_config is not None and not (source and copy_generation_config(source, self._folder)):

@@ -51,9 +51,11 @@ class CustomLoss:
             raise
         except Exception as error:
             raise TrainingError(f"{self._name}: {_said(error)}") from error
-        found = _complaint(value, needs_gradient=scores_BT[0].requires_grad)
-        if found is not None:
-            raise TrainingError(f"{self._name} returned {found}: a loss is a scalar tensor, computed from the scores")
+        complaint = _complaint(value, needs_gradient=scores_BT[0].requires_grad)
+        if complaint is not None:
+            raise TrainingError(
+                f"{self._name} returned {complaint}: a loss is a scalar tensor, computed from the scores"
+            )
         loss: torch.Tensor = value
         return loss
 
@@ -75,11 +77,11 @@ def try_out(config: Config) -> None:
     except (TrainingError, RuntimeError) as error:
         raise ConfigError(f"{error} (tried out on {len(counted)} sequences)") from error
     gradient = scores_BT[0].grad
-    for what, found in (("loss", value), ("gradient", gradient)):
-        if found is None or not found.isfinite().all():
-            said = "no" if found is None else "no finite"
+    for name, tensor in (("loss", value), ("gradient", gradient)):
+        if tensor is None or not tensor.isfinite().all():
+            fault = "no" if tensor is None else "no finite"
             raise ConfigError(
-                f"{_KEY} {config.loss_fn.class_path} has {said} {what} (tried out on {len(counted)} sequences)"
+                f"{_KEY} {config.loss_fn.class_path} has {fault} {name} (tried out on {len(counted)} sequences)"
             )
 
 

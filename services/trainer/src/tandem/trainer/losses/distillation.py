@@ -93,7 +93,8 @@ class DistillationLoss:
         weights_BTM = batch.columns.get(TEACHER_WEIGHTS.name)  # None if each sequence has one teacher
         num_teachers = 1 if weights_BTM is None else weights_BTM.shape[-1]
         logits, logprobs = (
-            each_BTN.chunk(num_teachers, dim=-1) for each_BTN in (batch.teacher_topk_logits_BTN, scores_BT.others)
+            each_BTN.chunk(num_teachers, dim=-1)
+            for each_BTN in (batch.teacher_topk_logits_BTN, scores_BT.other_logprobs)
         )
         teachers = [logits_BTN.log_softmax(dim=-1) for logits_BTN in logits]
         parts = [
@@ -109,7 +110,7 @@ class DistillationLoss:
                 losses_BT = losses_BT - self._settings.ce_loss_scale * scores_BT.logprobs
         entropies = [-(teacher_BTN.exp() * teacher_BTN).sum(dim=-1) for teacher_BTN in teachers]
         entropy_BT = torch.stack(entropies).mean(dim=0)
-        probability_BT = scores_BT.others.detach().exp().sum(dim=-1) / num_teachers
+        probability_BT = scores_BT.other_logprobs.detach().exp().sum(dim=-1) / num_teachers
         self.report.add(batch.loss_mask_BT, scores_BT.entropy, entropy_BT, probability_BT)
         return aggregate(losses_BT, batch.loss_mask_BT, self._counts, token_level=True)
 

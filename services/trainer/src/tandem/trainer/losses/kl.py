@@ -56,8 +56,8 @@ def _of_log_ratio(log_ratio: torch.Tensor, kind: KlType) -> torch.Tensor:
             return log_ratio.square() / 2
         case "k3":
             return log_ratio.exp() - 1 - log_ratio
-        case other:
-            assert_never(other)
+        case unknown:
+            assert_never(unknown)
 
 
 def _clamped(values: torch.Tensor, bound: float | None) -> torch.Tensor:

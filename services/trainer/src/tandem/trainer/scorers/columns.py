@@ -24,12 +24,12 @@ Filled = dict[ColumnDeclaration, NDArray[Any]]
 def filled_by(step: TrainingStep, model: Model, size: int | None) -> Filled:
     """Return the columns with a model's scores of its shard's valid tokens; zeros elsewhere."""
     shard = step.shards[model]
-    found = {column: _nothing(step, column, shard) for column in step.read if column.model == model}
+    columns = {column: _nothing(step, column, shard) for column in step.read if column.model == model}
     for number in range(step.config.num_of(model)):
         for micro_batch, scores_BT in scored_by(step, model, size, number=number):
-            for column, values_T in found.items():
-                unpad_into(_part_of(step, values_T, number), scores_BT[column.number], shard.own, micro_batch.rows)
-    return found
+            for column, values_T in columns.items():
+                unpad_into(_part_of(step, values_T, number), scores_BT[column.number], shard.samples, micro_batch.rows)
+    return columns
 
 
 def _part_of(step: TrainingStep, values_T: NDArray[Any], number: int) -> NDArray[Any]:
@@ -47,17 +47,17 @@ def score_without_masks(step: TrainingStep, size: int | None) -> NDArray[np.floa
     A divergence from a model without masks is of these: with masks on one side, equal models would differ.
     """
     shard = step.shards["policy"]
-    values_T = np.zeros(len(shard.own.token_ids_T), dtype=np.float32)
+    values_T = np.zeros(len(shard.samples.token_ids_T), dtype=np.float32)
     laid_out = shard.laid_out(shard.scoring(step.global_batches, size), step.backend.device, None)
     micro_batches = [msgspec.structs.replace(batch, masks=None) for batch in laid_out]
     for micro_batch, scores_BT in zip(micro_batches, step.backend.scores(micro_batches, "policy", 0), strict=True):
-        unpad_into(values_T, scores_BT[0], shard.own, micro_batch.rows)
+        unpad_into(values_T, scores_BT[0], shard.samples, micro_batch.rows)
     return values_T
 
 
 def _nothing(step: TrainingStep, column: ColumnDeclaration, shard: BatchShard) -> NDArray[Any]:
     rows = () if column.num_each is None else (column.num_each(step.config),)
-    return np.zeros((len(shard.own.token_ids_T), *rows), dtype=column.dtype)
+    return np.zeros((len(shard.samples.token_ids_T), *rows), dtype=column.dtype)
 
 
 def scored_by(
@@ -70,7 +70,7 @@ def scored_by(
     """
     batches: Sequence[Sequence[int]] = step.global_batches
     if step.config.num_of(model) > 1 and not step.config.joint_teachers:
-        is_its_S = step.whole.columns[f"{model}_S"] == number
+        is_its_S = step.table.columns[f"{model}_S"] == number
         batches = [[row for row in rows if is_its_S[row]] for rows in batches]
     if not any(batches):
         return []

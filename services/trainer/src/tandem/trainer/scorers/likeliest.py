@@ -81,7 +81,7 @@ def judged(top: TopTokens, scores: Scores, by: str) -> JudgedTokens:
         case "entropy":
             confidence_K = -scores.entropy
         case _:
-            confidence_K = scores.others[:, 0].exp()
+            confidence_K = scores.other_logprobs[:, 0].exp()
     return JudgedTokens(*top, confidence_K[:, None])
 
 

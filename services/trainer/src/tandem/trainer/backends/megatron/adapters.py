@@ -39,14 +39,14 @@ def layers_with_adapters(
     """
     if isinstance(model.as_text.known.attention, LatentAttention):
         raise ModelError(f"{SECTION}: adapters of latent attention are not built")
-    found = {layer: linear[layer] for layer in chosen(list(linear), adapters, SECTION)}
-    for layer, parts in found.items():
+    layers = {layer: linear[layer] for layer in chosen(list(linear), adapters, SECTION)}
+    for layer, parts in layers.items():
         if not parts:
             raise ModelError(
                 f"{SECTION}: adapters of routed experts ({layer}) are not built: leave them out with exclude_modules: "
                 '["*.mlp.experts.*"]'
             )
-    return found
+    return layers
 
 
 def new_values(
@@ -68,11 +68,11 @@ def as_fused(values: dict[str, torch.Tensor], layers: Mapping[str, Sequence[str]
 
     Raises `CheckpointError` if layers that Megatron-Core fuses have different ``lora_A``.
     """
-    for layer, (first, *others) in layers.items():
-        for other in others:
-            if not torch.equal(values[f"{first}.{A}"], values[f"{other}.{A}"]):
+    for layer, (first, *other_parts) in layers.items():
+        for part in other_parts:
+            if not torch.equal(values[f"{first}.{A}"], values[f"{part}.{A}"]):
                 raise CheckpointError(
-                    f"{layer} has one lora_A for all that it fuses, and those of {first} and {other} differ: the "
+                    f"{layer} has one lora_A for all that it fuses, and those of {first} and {part} differ: the "
                     "adapters were not trained with Megatron-Core"
                 )
     return values

@@ -82,9 +82,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             half = length // 2
             firsts = [parts[index][:half] for parts in of_ranks]
             seconds = [parts[index][half:] for parts in reversed(of_ranks)]
-            whole = torch.cat([*firsts, *seconds])
+            sequence = torch.cat([*firsts, *seconds])
             for chunk in (rank, 2 * size - 1 - rank):
                 segments.append((half, (chunk + 1) * half))
-                prefixes.append(whole[: (chunk + 1) * half])
+                prefixes.append(sequence[: (chunk + 1) * half])
         key, value = torch.split(torch.cat(prefixes), dims, dim=-1)
         return attend(query_NHD, key, value, segments, self._scale, self._window)

@@ -46,19 +46,21 @@ class MegatronBackend(HoldingBackend[MegatronHeldModel]):
         first = described[0]
         self.num_parameters = first.shape.num_parameters
         if dist.get_rank() == 0:
-            for notice in dict.fromkeys(notice for each in described for notice in each.settings.notices):
+            for notice in dict.fromkeys(notice for description in described for notice in description.settings.notices):
                 print(notice, flush=True)
         timeout = datetime.timedelta(seconds=config.cluster.deadlines.train_s)
-        self._divisions = divided(((each.name, each.settings) for each in described), self.device, timeout)
+        self._divisions = divided(
+            ((description.name, description.settings) for description in described), self.device, timeout
+        )
         self.divides_alike = len({division.replicas.sizes for division in self._divisions.values()}) == 1
         replicas = self._divisions[first.name].replicas
         self.data_parallel_rank, self.data_parallel_size = replicas.rank, replicas.size
         self.sequence_divisor = replicas.sequence_divisor
-        for each in described:
-            division = self._divisions[each.name]
+        for description in described:
+            division = self._divisions[description.name]
             with division.entered():
-                held = MegatronHeldModel(each, config, division, self.device, checkpoint=checkpoint)
-            self._held[each.name, each.number] = held
+                held_model = MegatronHeldModel(description, config, division, self.device, checkpoint=checkpoint)
+            self._held[description.name, description.number] = held_model
         for model in self._trained():
             with self._divisions[model.name].entered():
                 model.start(checkpoint)

@@ -110,29 +110,29 @@ def fingerprint(folder: Path) -> str:
     Training changes every tensor, so their first bytes tell two states of a model apart without reading all of them.
     Raises `ModelError`.
     """
-    told = hashlib.blake2b(str(FORMAT).encode(), digest_size=16)
+    hasher = hashlib.blake2b(str(FORMAT).encode(), digest_size=16)
     for path in (folder / "config.json", *headers.files_of(folder)):
         try:
             with path.open("rb") as file:
-                told.update(f"{path.name} {os.fstat(file.fileno()).st_size} ".encode())
+                hasher.update(f"{path.name} {os.fstat(file.fileno()).st_size} ".encode())
                 if path.suffix == ".json":
-                    told.update(file.read())
+                    hasher.update(file.read())
                 else:
-                    _tell_tensors(file, told)
+                    _tell_tensors(file, hasher)
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
-    return told.hexdigest()
+    return hasher.hexdigest()
 
 
-def _tell_tensors(file: Any, told: Any) -> None:
+def _tell_tensors(file: Any, hasher: Any) -> None:
     (length,) = struct.unpack("<Q", file.read(8))
     encoded = file.read(length)
-    told.update(encoded)
+    hasher.update(encoded)
     for name, entry in json.loads(encoded).items():
         if name != "__metadata__":
             start, stop = entry["data_offsets"]
             file.seek(8 + length + start)
-            told.update(file.read(min(_SAMPLE_BYTES, stop - start)))
+            hasher.update(file.read(min(_SAMPLE_BYTES, stop - start)))
 
 
 def convert_once(source: str, folder: Path, model: ModelShape, deadline_s: float, order: str = "") -> Path:
@@ -159,8 +159,8 @@ def convert_once(source: str, folder: Path, model: ModelShape, deadline_s: float
         with _lock(target.with_name(f"{name}.lock"), deadline_s) as is_held:
             if not _serves(target, order):
                 if is_held:
-                    for left in target.parent.glob(f"{name}.tmp-*"):  # of processes that died while converting
-                        shutil.rmtree(left, ignore_errors=True)
+                    for leftover in target.parent.glob(f"{name}.tmp-*"):  # of processes that died while converting
+                        shutil.rmtree(leftover, ignore_errors=True)
                 _replace(target, folder, model, order)
     except OSError as error:
         raise ModelError(f"{folder} cannot be converted to {target}: {error.strerror or error}") from error
@@ -215,9 +215,9 @@ def _lock(path: Path, deadline_s: float) -> Iterator[bool]:
 
 def _replace(target: Path, folder: Path, model: ModelShape, order: str) -> None:
     """Convert into a folder of this process, and put it in the place of the target."""
-    own = f"{socket.gethostname()}-{os.getpid()}"
-    temporary = target.with_name(f"{target.name}.tmp-{own}")
-    former = target.with_name(f"{target.name}.tmp-{own}-former")
+    process_name = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = target.with_name(f"{target.name}.tmp-{process_name}")
+    former = target.with_name(f"{target.name}.tmp-{process_name}-former")
     try:
         temporary.mkdir()
         digests = _write(temporary, folder, model)
@@ -307,18 +307,18 @@ class ConvertedFolder:
         if name not in self._pieces:
             raise ModelError(f"the converted checkpoint {self._folder} has no {name}")
         require_shape(name, shape, self._model.tensors[self._model.index[name]].shape)
-        found: torch.Tensor | None = None
+        values: torch.Tensor | None = None
         for piece in self._pieces[name]:
             common = piece.box.intersect(box)
             if common is None:
                 continue
             elements = self._read(piece, common)
-            if found is None:
-                found = elements if common == box else torch.empty(box.shape, dtype=elements.dtype)
-            if found is not elements:
-                found[_region(common.start, common.shape, box.start)] = elements
-        assert found is not None, f"{name} lies in some parameter"
-        return found
+            if values is None:
+                values = elements if common == box else torch.empty(box.shape, dtype=elements.dtype)
+            if values is not elements:
+                values[_region(common.start, common.shape, box.start)] = elements
+        assert values is not None, f"{name} lies in some parameter"
+        return values
 
     def _read(self, piece: LayoutPiece, box: Box) -> torch.Tensor:
         """Return a box within a piece, from the parameter that it lies in."""

@@ -101,12 +101,12 @@ def divided(
         sizes = settings.sizes
         key = (sizes.tp, sizes.pp, sizes.vpp, sizes.cp, sizes.ep, sizes.etp)
         by_sizes.setdefault(key, []).append((name, settings))
-    found: dict[Model, RankDivision] = {}
+    divisions: dict[Model, RankDivision] = {}
     for same in by_sizes.values():
         splits_sequences = any(settings.transformer.sequence_parallel for _, settings in same)
         division = RankDivision(same[0][1].sizes, device, timeout, splits_sequences=splits_sequences)
-        found |= dict.fromkeys((name for name, _ in same), division)
-    return found
+        divisions |= dict.fromkeys((name for name, _ in same), division)
+    return divisions
 
 
 def _variables() -> dict[str, Any]:

@@ -119,14 +119,14 @@ class MegatronHeldModel:
         self.settings = settings = described.settings
         self.is_trained = name in config.declaration.trains
         pictures = self._pictures = self._see()
-        made = build_chunks(
+        built_chunks = build_chunks(
             described.section,
             described.model,
             settings,
             described.head,
             None if pictures is None else pictures.chunk_of(described.hugging_face.config),
         )
-        chunks: list[LayerChunk] = [chunk.to(device) for chunk in made]
+        chunks: list[LayerChunk] = [chunk.to(device) for chunk in built_chunks]
         for chunk in chunks:
             if described.adapters is not None:
                 adapt(chunk, described.layers, described.adapters)
@@ -283,18 +283,18 @@ class MegatronHeldModel:
             micro_batches: micro-batches to score.
             as_reference: whether to score as if the model's adapters, which it must have, had never been trained.
         """
-        found: list[Scores] = []
+        batch_scores: list[Scores] = []
 
         def scored(batch: MicroBatch, scores_BT: Scores) -> torch.Tensor:
-            found.append(scores_BT)
+            batch_scores.append(scores_BT)
             return scores_BT[0].sum()
 
         with self._as_at_the_start() if as_reference else nullcontext():
             self.pipeline.run(self.pipeline.rows(micro_batches), scored, forward_only=True)
         if self.settings.sizes.pp == 1:
-            return found
+            return batch_scores
         blanks = [self.pipeline.blank(batch) for batch in micro_batches]
-        flat = _bits(found or blanks)
+        flat = _bits(batch_scores or blanks)
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(flat, src=last, group=parallel_state.get_pipeline_model_parallel_group())
         parts = iter(torch.split(flat, [values.numel() for scores_BT in blanks for values in scores_BT]))
@@ -394,8 +394,8 @@ class MegatronHeldModel:
 
     def num_tokens(self, rows: Sequence[MegatronRow]) -> int:
         """Return the tokens of all rows of all replicas. Each context-parallel rank has its share."""
-        here = sum(row.token_ids_1M.numel() for row in rows)
-        total = torch.tensor(here, dtype=torch.int64, device=self.device)
+        num_local = sum(row.token_ids_1M.numel() for row in rows)
+        total = torch.tensor(num_local, dtype=torch.int64, device=self.device)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return int(total)
 

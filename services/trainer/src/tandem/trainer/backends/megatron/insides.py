@@ -19,29 +19,29 @@ def module(name: str) -> Any:
 
 def function(place: str, name: str) -> Any:
     """Return a function, or a method of a class, of a module. Raises `ModelError`."""
-    found = module(place)
+    attribute = module(place)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(attribute, part):
             raise changed(f"{place}.{name}", "it is gone")
-        found = inspect.getattr_static(found, part)
-    return found
+        attribute = inspect.getattr_static(attribute, part)
+    return attribute
 
 
 def require_arguments(place: str, name: str, arguments: tuple[str, ...]) -> None:
     """Check which arguments a function takes. Raises `ModelError`."""
-    found = tuple(inspect.signature(function(place, name)).parameters)
-    if found != arguments:
-        raise changed(f"{place}.{name}", f"it takes {', '.join(found)} and took {', '.join(arguments)}")
+    current = tuple(inspect.signature(function(place, name)).parameters)
+    if current != arguments:
+        raise changed(f"{place}.{name}", f"it takes {', '.join(current)} and took {', '.join(arguments)}")
 
 
 def require_call(place: str, name: str, called: str) -> None:
     """Check that a function looks a name up in its module. Raises `ModelError`."""
-    found = function(place, name)
-    plain = getattr(found, "__func__", found)  # for a static method
+    caller = function(place, name)
+    plain = getattr(caller, "__func__", caller)  # for a static method
     if called not in inspect.unwrap(plain).__code__.co_names:
         raise changed(f"{place}.{name}", f"it does not look {called} up any more")
 
 
-def changed(name: str, how: str) -> ModelError:
+def changed(name: str, difference: str) -> ModelError:
     """Return the error for a function that is not as it was."""
-    return ModelError(f"Megatron-Core has changed, and cannot train on a CPU: megatron.core.{name}: {how}")
+    return ModelError(f"Megatron-Core has changed, and cannot train on a CPU: megatron.core.{name}: {difference}")

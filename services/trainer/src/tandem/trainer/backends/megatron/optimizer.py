@@ -63,12 +63,12 @@ def clip(optimizer: ChainedOptimizer, norm: float, largest: float) -> None:
 def state_of(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """Return the tensors that only optimizer steps need: moments, and float32 copies of other parameters."""
     trained = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
-    found = []
+    state_values = []
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
-            found += [value for state in part.optimizer.state.values() for value in state.values()]
-            found += [parameter.detach() for group in part.param_groups for parameter in group["params"]]
-    tensors = [value for value in found if isinstance(value, torch.Tensor) and value.is_cuda]
+            state_values += [value for state in part.optimizer.state.values() for value in state.values()]
+            state_values += [parameter.detach() for group in part.param_groups for parameter in group["params"]]
+    tensors = [value for value in state_values if isinstance(value, torch.Tensor) and value.is_cuda]
     return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in trained]
 
 
@@ -79,23 +79,23 @@ def make_schedule(
 
     By default, the learning rate decays over the whole run: ``train_iters``, in which the coordinator sets its steps.
     """
-    given, settings = section.megatron_cfg.scheduler, optimizer.config
+    scheduler_config, settings = section.megatron_cfg.scheduler, optimizer.config
     run_steps = section.megatron_cfg.train_iters or max(1, config.algorithm_section.max_num_steps)
     num_in_run, decay = run_steps * config.num_passes, settings.weight_decay
     schedule = OptimizerParamScheduler(
         optimizer,
-        init_lr=given.lr_warmup_init,
+        init_lr=scheduler_config.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr or 0.0,
-        lr_warmup_steps=given.lr_warmup_iters,
-        lr_decay_steps=given.lr_decay_iters or max(given.lr_warmup_iters + 1, num_in_run),
-        lr_decay_style=given.lr_decay_style,
-        start_wd=decay if given.start_weight_decay is None else given.start_weight_decay,
-        end_wd=decay if given.end_weight_decay is None else given.end_weight_decay,
+        lr_warmup_steps=scheduler_config.lr_warmup_iters,
+        lr_decay_steps=scheduler_config.lr_decay_iters or max(scheduler_config.lr_warmup_iters + 1, num_in_run),
+        lr_decay_style=scheduler_config.lr_decay_style,
+        start_wd=decay if scheduler_config.start_weight_decay is None else scheduler_config.start_weight_decay,
+        end_wd=decay if scheduler_config.end_weight_decay is None else scheduler_config.end_weight_decay,
         wd_incr_steps=num_in_run,
-        wd_incr_style=given.weight_decay_incr_style,
-        wsd_decay_steps=given.lr_wsd_decay_iters,
-        lr_wsd_decay_style=given.lr_wsd_decay_style,
+        wd_incr_style=scheduler_config.weight_decay_incr_style,
+        wsd_decay_steps=scheduler_config.lr_wsd_decay_iters,
+        lr_wsd_decay_style=scheduler_config.lr_wsd_decay_style,
     )
     schedule.step(num_steps)
     return schedule

@@ -91,19 +91,19 @@ Taken = list[tuple[Any, list[Any]]]
 
 def taken(optimizer: Any) -> Taken:
     """Return an optimizer's state, and leave it none, as if no step had been taken."""
-    found: Taken = []
-    for each in _chained(optimizer):
-        inner = each.optimizer
-        found.append((inner.state, [group.pop("step", None) for group in inner.param_groups]))
+    states: Taken = []
+    for part in _chained(optimizer):
+        inner = part.optimizer
+        states.append((inner.state, [group.pop("step", None) for group in inner.param_groups]))
         inner.state = defaultdict(dict)
-    return found
+    return states
 
 
 def give(optimizer: Any, state: Taken) -> None:
     """Give an optimizer back the state that was taken from it."""
-    for each, (own, counts) in zip(_chained(optimizer), state, strict=True):
-        each.optimizer.state = own
-        for group, count in zip(each.optimizer.param_groups, counts, strict=True):
+    for part, (part_state, counts) in zip(_chained(optimizer), state, strict=True):
+        part.optimizer.state = part_state
+        for group, count in zip(part.optimizer.param_groups, counts, strict=True):
             if count is not None:
                 group["step"] = count
 
@@ -115,8 +115,8 @@ def _set_steps(optimizer: Any, num_steps: int) -> None:
     them the same tensor, which then counts every parameter's step. From then on, Adam's bias corrections
     (arXiv:1412.6980, section 3) are those of a much later step. Here each parameter has its own tensor.
     """
-    for each in _chained(optimizer):
-        inner = each.optimizer
+    for part in _chained(optimizer):
+        inner = part.optimizer
         if isinstance(inner, torch.optim.Adam):  # AdamW is one
             for state in inner.state.values():
                 state["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
@@ -133,15 +133,15 @@ def _chained(optimizer: Any) -> Sequence[Any]:
 
 def _shards(optimizer: Any, weights: RankWeights) -> Iterator[_Shard]:
     name_of = {id(tensor): name for name, tensor in weights.parameters.items()}
-    for each in _chained(optimizer):
-        inner, settings = each.optimizer, each.config
+    for part in _chained(optimizer):
+        inner, settings = part.optimizer, part.config
         if settings.optimizer_cpu_offload:
             raise CheckpointError(f"the state of {type(inner).__name__} cannot be saved; choose another optimizer")
         main_dtype = None
         if settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             main_dtype = torch.int16 if settings.store_param_remainders and settings.bf16 else torch.float32
-        for parameter, stepped, first in _stepped(each):
-            is_split, is_copy = isinstance(each, DistributedOptimizer), stepped.dtype != parameter.dtype
+        for parameter, stepped, first in _stepped(part):
+            is_split, is_copy = isinstance(part, DistributedOptimizer), stepped.dtype != parameter.dtype
             size = parameter.element_size()
             yield _Shard(name_of[id(parameter)], first, stepped, is_copy, is_split, size, inner, main_dtype)
 
@@ -196,10 +196,14 @@ def _is_written_here(weights: RankWeights, tensor: str, piece: LayoutPiece, is_s
     first = weights.first_holder(tensor, piece.box)
     if not is_split:
         return first == dist.get_rank()
-    here, there = (weights.sizes.coordinates(rank) for rank in (dist.get_rank(), first))
+    own_coordinates, first_coordinates = (weights.sizes.coordinates(rank) for rank in (dist.get_rank(), first))
     if ".mlp.experts." in tensor:
-        return (here.ep, here.etp, here.pp) == (there.ep, there.etp, there.pp)
-    return (here.tp, here.pp) == (there.tp, there.pp)
+        return (own_coordinates.ep, own_coordinates.etp, own_coordinates.pp) == (
+            first_coordinates.ep,
+            first_coordinates.etp,
+            first_coordinates.pp,
+        )
+    return (own_coordinates.tp, own_coordinates.pp) == (first_coordinates.tp, first_coordinates.pp)
 
 
 def _boxes(piece: LayoutPiece, shard: _Shard, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -208,5 +212,5 @@ def _boxes(piece: LayoutPiece, shard: _Shard, flat: torch.Tensor) -> Iterator[tu
     offset = piece.offset // shard.item_size - shard.first
     for box in boxes_of_range(piece.box.shape, strides, -offset, len(flat) - offset):
         at = offset + sum(index * stride for index, stride in zip(box.start, strides, strict=True))
-        there = Box(tuple(map(int.__add__, piece.box.start, box.start)), box.shape)
-        yield there, flat.as_strided(box.shape, strides, flat.storage_offset() + at)
+        tensor_box = Box(tuple(map(int.__add__, piece.box.start, box.start)), box.shape)
+        yield tensor_box, flat.as_strided(box.shape, strides, flat.storage_offset() + at)

@@ -74,9 +74,11 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: 
     section = config.settings_of(name)
     place = f"{'policy' if name == 'reference' else name}.megatron_cfg."
     products = products_of(section.megatron_cfg)
-    for each in products:
+    for low_precision in products:
         has_gpu = torch.cuda.is_available()
-        require_kernels(place, each, HAS_TRANSFORMER_ENGINE, torch.cuda.get_device_capability() if has_gpu else None)
+        require_kernels(
+            place, low_precision, HAS_TRANSFORMER_ENGINE, torch.cuda.get_device_capability() if has_gpu else None
+        )
     transformer = transformer_of(section, model, notices)
     optimizer = _optimizer(section, transformer, notices)
     data_parallel = _data_parallel(section, optimizer, notices)
@@ -100,8 +102,8 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: 
         experts="grouped" if HAS_TRANSFORMER_ENGINE else "sequential",
     )
     row_divisor = row_divisor_of(products, transformer)
-    said = tuple(f"{place}{notice}" for notice in notices)
-    return MegatronSettings(transformer, data_parallel, optimizer, sizes, row_divisor, said)
+    prefixed_notices = tuple(f"{place}{notice}" for notice in notices)
+    return MegatronSettings(transformer, data_parallel, optimizer, sizes, row_divisor, prefixed_notices)
 
 
 def require_kernels(
@@ -118,14 +120,16 @@ def require_kernels(
     Raises:
         ModelError: it does not have them. Megatron-Core would multiply in the precision of the model, or stop late.
     """
-    what = f"{place}{products.key}: {products.value} needs"
+    requirement = f"{place}{products.key}: {products.value} needs"
     if not has_transformer_engine:
-        raise ModelError(f"{what} Transformer Engine, which is not installed here")
+        raise ModelError(f"{requirement} Transformer Engine, which is not installed here")
     if capability is None:
-        raise ModelError(f"{what} a GPU")
+        raise ModelError(f"{requirement} a GPU")
     if capability < products.capability:
-        least, own = (".".join(map(str, each)) for each in (products.capability, capability))
-        raise ModelError(f"{what} a GPU of compute capability {least} for {products.recipe}; this one has {own}")
+        least, actual = (".".join(map(str, each)) for each in (products.capability, capability))
+        raise ModelError(
+            f"{requirement} a GPU of compute capability {least} for {products.recipe}; this one has {actual}"
+        )
 
 
 def row_divisor_of(products: Sequence[LowPrecisionProducts], transformer: TransformerConfig) -> int:
@@ -181,8 +185,8 @@ def transformer_of(section: schema.ModelConfig, model: Mapping[str, Any], notice
     }
     replays, adapts = section.router_replay.enabled, section.adapters is not None
     _set_right(arguments, has_experts=has_experts, replays=replays, adapts=adapts, notices=notices)
-    made = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
-    return made(**arguments)
+    config_class = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
+    return config_class(**arguments)
 
 
 def _set_right(
@@ -190,9 +194,9 @@ def _set_right(
 ) -> None:
     """Change settings that would give wrong numbers, or an error much later."""
 
-    def set_(key: str, value: object, why: str) -> None:
+    def set_(key: str, value: object, reason: str) -> None:
         if key in arguments and arguments[key] != value:
-            notices.append(f"{key} is {value}, not {arguments[key]}: {why}")
+            notices.append(f"{key} is {value}, not {arguments[key]}: {reason}")
         arguments[key] = value
 
     if replays:
@@ -220,8 +224,8 @@ def _set_right(
             arguments["variable_seq_lengths"] = True
         arguments.setdefault("moe_token_dispatcher_type", "alltoall")  # it is also checked in dense models
     if not HAS_TRANSFORMER_ENGINE:
-        own = _OWN_KERNELS if has_kernels() else {"gradient_accumulation_fusion"}
-        for key in sorted(_KERNELS - own):
+        available = _OWN_KERNELS if has_kernels() else {"gradient_accumulation_fusion"}
+        for key in sorted(_KERNELS - available):
             if arguments.get(key):
                 set_(key, False, "it is a kernel of Transformer Engine, which is not installed")
 
@@ -242,13 +246,13 @@ def _data_parallel(
     section: schema.ModelConfig, optimizer: OptimizerConfig, notices: list[str]
 ) -> DistributedDataParallelConfig:
     arguments = _with_types(section.megatron_cfg.distributed_data_parallel_config)
-    for key, why in (
+    for key, reason in (
         ("average_in_collective", "gradients are summed, since the loss is a sum over the global batch"),
         ("overlap_param_gather", "engines read the parameters as soon as a step is over"),
     ):
         if arguments.get(key):
             arguments[key] = False
-            notices.append(f"distributed_data_parallel_config.{key} is False: {why}")
+            notices.append(f"distributed_data_parallel_config.{key} is False: {reason}")
     return DistributedDataParallelConfig(**arguments, use_distributed_optimizer=optimizer.use_distributed_optimizer)
 
 

@@ -41,14 +41,14 @@ class SafetensorsFolder:
         """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
         if name not in self._file_of:
             raise ModelError(f"the checkpoint in {self._folder} lacks {name}")
-        found = self._file_of[name].get_slice(name)
-        if found.get_dtype() not in _WEIGHTS:
+        tensor_slice = self._file_of[name].get_slice(name)
+        if tensor_slice.get_dtype() not in _WEIGHTS:
             raise ModelError(
-                f"{name} in {self._folder} is quantised ({found.get_dtype()}); Megatron-Core trains a checkpoint in "
-                "bfloat16, float16 or float32"
+                f"{name} in {self._folder} is quantised ({tensor_slice.get_dtype()}); Megatron-Core trains a "
+                "checkpoint in bfloat16, float16 or float32"
             )
-        require_shape(name, shape, found.get_shape())
-        tensor: torch.Tensor = found[box.region]
+        require_shape(name, shape, tensor_slice.get_shape())
+        tensor: torch.Tensor = tensor_slice[box.region]
         return tensor
 
 
@@ -80,11 +80,11 @@ class AdapterTensorSource:
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
         """Return a box of a tensor that should have this shape. Raises `ModelError`."""
-        found: torch.Tensor = (self._own if name in self._adapters else self._base).read(name, shape, box)
-        return found
+        tensor: torch.Tensor = (self._own if name in self._adapters else self._base).read(name, shape, box)
+        return tensor
 
 
-def require_shape(name: str, expected: Sequence[int], found: Sequence[int]) -> None:
+def require_shape(name: str, expected: Sequence[int], actual: Sequence[int]) -> None:
     """Raise `ModelError` unless a checkpoint's tensor has the expected shape."""
-    if tuple(expected) != tuple(found):
-        raise ModelError(f"{name} should have shape {tuple(expected)}, the checkpoint has {tuple(found)}")
+    if tuple(expected) != tuple(actual):
+        raise ModelError(f"{name} should have shape {tuple(expected)}, the checkpoint has {tuple(actual)}")

@@ -45,8 +45,8 @@ from tandem.trainer.models import checkpoint_activations, load_model
 def language_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a model's language model, as of a model of text. Raises `ModelError`."""
     if model["model_type"] not in MEGATRON_VISION:
-        known = ", ".join(MEGATRON_VISION)
-        raise ModelError(f"Megatron-Core trains {known} with images here, not {model['model_type']}")
+        supported = ", ".join(MEGATRON_VISION)
+        raise ModelError(f"Megatron-Core trains {supported} with images here, not {model['model_type']}")
     return language_config(model)
 
 
@@ -111,10 +111,10 @@ class SeeingChunk(LayerChunk):
         embedded: torch.Tensor = self.embedding(input_ids=token_ids_1N, position_ids=None)
         deeper: list[torch.Tensor] = []
         if pixels is not None:
-            first_FE, *others = (level_FE.to(embedded.dtype) for level_FE in self._features(pixels))
+            first_FE, *deeper_features = (level_FE.to(embedded.dtype) for level_FE in self._features(pixels))
             is_image_N11 = (token_ids_1N == self._image_token).T[..., None]
             embedded = embedded.masked_scatter(is_image_N11, first_FE)
-            deeper = [torch.zeros_like(embedded).masked_scatter(is_image_N11, each_FE) for each_FE in others]
+            deeper = [torch.zeros_like(embedded).masked_scatter(is_image_N11, each_FE) for each_FE in deeper_features]
         if blank is not None:  # an empty sum: zero, whatever the features are
             embedded = embedded + torch.stack([each_FE[:0].sum() for each_FE in self._features(blank)]).sum()
         if self.config.sequence_parallel:
@@ -162,8 +162,8 @@ def _add(level: int, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any
     added = getattr(kwargs["packed_seq_params"], "added", ())
     if not added:
         return None
-    hidden, *others = output
-    return (hidden + added[level], *others)
+    hidden, *other_outputs = output
+    return (hidden + added[level], *other_outputs)
 
 
 class InterleavedRotation(torch.nn.Module):
@@ -182,8 +182,8 @@ class InterleavedRotation(torch.nn.Module):
         angles_3NX = position_ids_31N[:, 0, :, None].float() / self._base ** (powers / self._head_dim)
         angles_NX = angles_3NX[0].clone()
         for number in (1, 2):
-            own = slice(number, 3 * sections[number], 3)
-            angles_NX[:, own] = angles_3NX[number, :, own]
+            frequencies = slice(number, 3 * sections[number], 3)
+            angles_NX[:, frequencies] = angles_3NX[number, :, frequencies]
         return torch.cat([angles_NX, angles_NX], dim=-1)[:, None, None]
 
 
@@ -204,8 +204,8 @@ def make_tower(hugging_face: Any, dtype: torch.dtype) -> torch.nn.Module:
     """
     family = VISION[hugging_face.model_type]
     with torch.device("meta"):
-        whole: Any = model_class(hugging_face).from_config(hugging_face, dtype=dtype, trust_remote_code=False)
-    inner = whole.model
+        model: Any = model_class(hugging_face).from_config(hugging_face, dtype=dtype, trust_remote_code=False)
+    inner = model.model
     for name, child in list(inner.named_children()):
         if f"model.{name}." == family.language_prefix:
             delattr(inner, name)
@@ -236,12 +236,12 @@ class MegatronImageInputs:
         """Freeze the parts of a chunk that ``freeze_config`` names. An output layer of its own is in neither."""
         prefixes = frozen_prefixes(self._family, self._section.dtensor_cfg)
         for name, parameter in chunk.named_parameters():
-            there = name.removeprefix(f"{TOWER}.")
-            if there == name and not (
+            part_name = name.removeprefix(f"{TOWER}.")
+            if part_name == name and not (
                 name.startswith("output_layer.") and not chunk.share_embeddings_and_output_weights
             ):
-                there = self._family.language_prefix
-            if there.startswith(prefixes):
+                part_name = self._family.language_prefix
+            if part_name.startswith(prefixes):
                 parameter.requires_grad_(False)
 
     def tensors(self) -> SeeingFolder | TensorsInMemory:
@@ -276,8 +276,8 @@ def _positions(row: MegatronRow, images: RowImages | None) -> torch.Tensor:
     counted_31N = row.position_ids_1M.expand(3, 1, -1)
     if images is None or images.position_ids is None:
         return counted_31N
-    found = images.position_ids.reshape(3, 1, -1)  # padded rows end to end
-    return torch.cat([found, counted_31N[..., found.shape[-1] :]], dim=-1)
+    positions_31N = images.position_ids.reshape(3, 1, -1)  # padded rows end to end
+    return torch.cat([positions_31N, counted_31N[..., positions_31N.shape[-1] :]], dim=-1)
 
 
 class SeeingFolder:
@@ -289,5 +289,5 @@ class SeeingFolder:
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
         """Return a box of a tensor that should have this shape, on the CPU. Raises `ModelError`."""
-        there = next((each for each in names_in_checkpoint(name, self._family) if each in self._files), name)
-        return self._files.read(there, shape, box)
+        stored_name = next((each for each in names_in_checkpoint(name, self._family) if each in self._files), name)
+        return self._files.read(stored_name, shape, box)

@@ -46,16 +46,16 @@ def parameters_of(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     Args:
         chunks: the rank's ``GPTModel``, or one for each virtual stage, in any wrappers.
     """
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"{number}." if len(chunks) > 1 else ""
         module = _unwrapped(chunk)
-        found |= {f"{prefix}{name}": parameter for name, parameter in module.named_parameters()}
+        parameters |= {f"{prefix}{name}": parameter for name, parameter in module.named_parameters()}
         for name, buffer in module.named_buffers():
             if name.endswith(_ROUTER_BIAS):
                 buffer.data = buffer.data.float()  # as Megatron-Core does before it uses one
-                found[f"{prefix}{name}"] = buffer
-    return found
+                parameters[f"{prefix}{name}"] = buffer
+    return parameters
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -88,11 +88,13 @@ class RankWeights:
         self._model = model.with_dtype(str(trained[0].dtype).removeprefix("torch."))
         self._layout = sizes.layout(self._model, dist.get_rank(), host_name(), device_name(trained[0].device))
         described = {storage.name: storage.num_bytes for storage in self._layout.storages}
-        held = {name: tensor.nbytes for name, tensor in parameters.items()}
-        for name in sorted(described.keys() | held.keys()):
-            if described.get(name) != held.get(name):
-                there = [f"{of[name]} bytes" if name in of else "none" for of in (held, described)]
-                raise ModelError(f"parameter {name}: Megatron-Core has {there[0]}, the checkpoint implies {there[1]}")
+        allocated = {name: tensor.nbytes for name, tensor in parameters.items()}
+        for name in sorted(described.keys() | allocated.keys()):
+            if described.get(name) != allocated.get(name):
+                amounts = [f"{of[name]} bytes" if name in of else "none" for of in (allocated, described)]
+                raise ModelError(
+                    f"parameter {name}: Megatron-Core has {amounts[0]}, the checkpoint implies {amounts[1]}"
+                )
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -113,11 +115,11 @@ class RankWeights:
     @functools.cached_property
     def pieces(self) -> dict[str, list[tuple[Tensor, LayoutPiece]]]:
         """The pieces in each parameter, with their tensors."""
-        found: dict[str, list[tuple[Tensor, LayoutPiece]]] = {storage.name: [] for storage in self._layout.storages}
+        pieces: dict[str, list[tuple[Tensor, LayoutPiece]]] = {storage.name: [] for storage in self._layout.storages}
         for row, index in enumerate(self._layout.pieces.tensor_P.tolist()):
             piece = self._layout.piece(row)
-            found[piece.parameter].append((self._layout.tensors[index], piece))
-        return found
+            pieces[piece.parameter].append((self._layout.tensors[index], piece))
+        return pieces
 
     def first_holder(self, tensor: str, box: Box) -> int:
         """Return the first rank that holds this box, one of `pieces`. Raises `ModelError`, as `gathered` does."""
@@ -158,8 +160,8 @@ class RankWeights:
             if memory.data_ptr() not in storages:
                 address = exposed_weights.address_of(parameter)
                 storages[memory.data_ptr()] = Storage(described.name, memory.nbytes(), address)
-                whole = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-                memories[described.name] = whole.set_(memory)
+                buffer = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                memories[described.name] = buffer.set_(memory)
             number = list(storages).index(memory.data_ptr())
             place_S.append((number, parameter.storage_offset() * parameter.element_size()))
         at = self._layout.pieces
@@ -213,7 +215,7 @@ class RankWeights:
     @functools.cached_property
     def _holders(self) -> list[dict[Box, tuple[int, LayoutPiece]]]:
         """Disjoint boxes that cover each tensor, each with the first rank that has it."""
-        found: list[dict[Box, tuple[int, LayoutPiece]]] = [{} for _ in self._model.tensors]
+        holders: list[dict[Box, tuple[int, LayoutPiece]]] = [{} for _ in self._model.tensors]
         places = set()
         for rank in range(self.sizes.num_ranks):
             if self.sizes.place(rank) in places:
@@ -222,11 +224,11 @@ class RankWeights:
             layout = self.sizes.parameters(self._model, rank)
             for row, index in enumerate(layout.pieces.tensor_P.tolist()):
                 piece = layout.piece(row)
-                found[index].setdefault(piece.box, (rank, piece))
-        for tensor, boxes in zip(self._model.tensors, found, strict=True):
+                holders[index].setdefault(piece.box, (rank, piece))
+        for tensor, boxes in zip(self._model.tensors, holders, strict=True):
             if sum(box.num_elements for box in boxes) != Box((), tensor.shape).num_elements:
                 raise ModelError(f"no rank has all of {tensor.name}")
-        return found
+        return holders
 
 
 class _Transfer(NamedTuple):

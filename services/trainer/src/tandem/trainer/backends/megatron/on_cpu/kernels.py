@@ -58,9 +58,9 @@ class SwiGlu(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
 
-    def forward(self, both: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return ``[..., F]`` of ``[..., 2 * F]``."""
-        gated: torch.Tensor = _SwiGlu.apply(both.contiguous())  # type: ignore[no-untyped-call]
+        gated: torch.Tensor = _SwiGlu.apply(gate_up.contiguous())  # type: ignore[no-untyped-call]
         return gated
 
 
@@ -68,28 +68,28 @@ class _SwiGlu(torch.autograd.Function):
     """The function in blocks of tokens. The gradients of gate and up are written side by side, in place."""
 
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
-        gated = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        gated = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
         activated = torch.empty_like(gated)
-        for both_NF, activated_NF, gated_NF in _blocks(both, activated, gated):
-            gate_NF, up_NF = both_NF.chunk(2, dim=1)
+        for gate_up_NF, activated_NF, gated_NF in _blocks(gate_up, activated, gated):
+            gate_NF, up_NF = gate_up_NF.chunk(2, dim=1)
             torch.ops.aten.silu.out(gate_NF, out=activated_NF)
             torch.mul(activated_NF, up_NF, out=gated_NF)
-        ctx.save_for_backward(both, activated)
+        ctx.save_for_backward(gate_up, activated)
         return gated
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        both, activated = ctx.saved_tensors
-        grad_both = torch.empty_like(both)
-        for both_NF, activated_NF, grad_both_NF, grad_NF in _blocks(both, activated, grad_both, grads[0]):
-            gate_NF, up_NF = both_NF.chunk(2, dim=1)
-            grad_gate_NF, grad_up_NF = grad_both_NF.chunk(2, dim=1)
+        gate_up, activated = ctx.saved_tensors
+        grad_gate_up = torch.empty_like(gate_up)
+        for gate_up_NF, activated_NF, grad_gate_up_NF, grad_NF in _blocks(gate_up, activated, grad_gate_up, grads[0]):
+            gate_NF, up_NF = gate_up_NF.chunk(2, dim=1)
+            grad_gate_NF, grad_up_NF = grad_gate_up_NF.chunk(2, dim=1)
             torch.mul(grad_NF, activated_NF, out=grad_up_NF)
             torch.mul(grad_NF, up_NF, out=grad_gate_NF)
             torch.ops.aten.silu_backward.grad_input(grad_gate_NF, gate_NF, grad_input=grad_gate_NF)
-        return grad_both
+        return grad_gate_up
 
 
 def _blocks(*tensors: torch.Tensor) -> zip[tuple[torch.Tensor, ...]]:
@@ -127,14 +127,14 @@ def _of_row(
     bounds: torch.Tensor, angles_P11D: torch.Tensor, cp_size: int, cp_rank: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of this rank's tokens; the sines of first halves are negative."""
-    taken = []
+    slices = []
     for start, end in itertools.pairwise(bounds.tolist()):
         chunk = (end - start) // (2 * cp_size)
         firsts = (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)
-        taken += [slice(first, first + chunk) for first in firsts] if cp_size > 1 else [slice(end - start)]
+        slices += [slice(first, first + chunk) for first in firsts] if cp_size > 1 else [slice(end - start)]
     cosine_P1D, sine_P1D = angles_P11D[:, 0].cos(), angles_P11D[:, 0].sin()
     sine_P1D[..., : sine_P1D.shape[-1] // 2].neg_()
-    cosine_N1D, sine_N1D = (torch.cat([of_P1D[part] for part in taken]) for of_P1D in (cosine_P1D, sine_P1D))
+    cosine_N1D, sine_N1D = (torch.cat([of_P1D[part] for part in slices]) for of_P1D in (cosine_P1D, sine_P1D))
     return cosine_N1D.to(dtype), sine_N1D.to(dtype)
 
 

@@ -159,19 +159,19 @@ def _replace_uneven_collectives() -> None:
     ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, None, use_global_buffer)
-        whole = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
-        torch.split(whole, list(output_split_sizes))[group.rank()].copy_(input_)
-        dist.all_reduce(whole, group=group)
-        return whole
+        gathered = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
+        torch.split(gathered, list(output_split_sizes))[group.rank()].copy_(input_)
+        dist.all_reduce(gathered, group=group)
+        return gathered
 
     def scatter_parts(
         input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return scatter(input_, group, None, use_global_buffer)
-        whole = input_.clone()
-        dist.all_reduce(whole, group=group)
-        return torch.split(whole, list(input_split_sizes))[group.rank()].contiguous()
+        summed = input_.clone()
+        dist.all_reduce(summed, group=group)
+        return torch.split(summed, list(input_split_sizes))[group.rank()].contiguous()
 
     mappings._gather_along_first_dim = gather_parts
     mappings._reduce_scatter_along_first_dim = scatter_parts
@@ -184,8 +184,8 @@ def _replace_lonely_collectives() -> None:
         setattr(buffers, name, functools.partial(_unless_alone, getattr(buffers, name)))
 
 
-def _unless_alone(collective: Any, output: torch.Tensor, given: torch.Tensor, *, group: Any, **options: Any) -> Any:
+def _unless_alone(collective: Any, output: torch.Tensor, share: torch.Tensor, *, group: Any, **options: Any) -> Any:
     if group.size() > 1:
-        return collective(output, given, group=group, **options)
-    assert output.data_ptr() == given.data_ptr(), "a share of the buffer itself"
+        return collective(output, share, group=group, **options)
+    assert output.data_ptr() == share.data_ptr(), "a share of the buffer itself"
     return None
