@@ -239,7 +239,7 @@ def test_the_configuration_of_another_release_is_compared_as_well() -> None:
     write_run("a")
     with Journal.create(Path("b"), b'{"policy": {"model_name": "model", "old": [1]}, "sft": {"x": 1}}', "grpo") as made:
         made.commit_step(StepRecord(step=1, version=1, metrics={"reward": 0.5}, seconds=SECONDS))
-    rows = {row.what: row.values for row in configuration_differences(load_runs([Path("a"), Path("b")]))}
+    rows = {row.title: row.values for row in configuration_differences(load_runs([Path("a"), Path("b")]))}
     assert rows["policy.old"] == ("-", "[1]")
     assert "policy.model_name" not in rows
     assert "sft.x" not in rows
