@@ -199,8 +199,8 @@ DEFECTS = (
     ),
     Defect(
         "adapters that have changed in memory are still computed with",
-        "if digests != again.digests and self._held.get(other) is again:",
-        "if self._held.get(other) is None:",
+        "if digests != again.digests and self._held.get(version_again) is again:",
+        "if self._held.get(version_again) is None:",
         "tests/unit/test_adapters_engine.py::test_each_version_has_the_trainers_digests_and_a_damaged_one_is_dropped",
     ),
     Defect(
