@@ -62,10 +62,10 @@ def test_a_trainer_holds_what_was_planned(plan: str, monkeypatch: pytest.MonkeyP
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 0, ended.stderr
     counted = json.loads(ended.stdout.splitlines()[-1])
-    at_optimizer = sum(planned.kept.values()) / _GB
+    at_optimizer = sum(planned.resident.values()) / _GB
     phases = {phase.name: phase.num_bytes / _GB for phase in planned.phases}
     print(plan, planned.rank, counted, at_optimizer, phases)
     assert counted["at_optimizer"] == pytest.approx(at_optimizer, rel=0.1)
     assert counted["peaks"] == pytest.approx(phases, rel=0.1)
     used = counted["at_optimizer"] - counted["kept"]
-    assert used > 0.2 * planned.kept["optimizer"] / _GB, "gradients that the optimizer has used stay"
+    assert used > 0.2 * planned.resident["optimizer"] / _GB, "gradients that the optimizer has used stay"

@@ -23,7 +23,7 @@ def link(
         source=source,
         destination=destination,
         transport=transport,
-        why="",
+        reason="",
         round=round_,
         num_bytes=int(gigabytes * 1e9),
         num_read=int(gigabytes * 1e9 * widening),

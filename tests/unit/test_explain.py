@@ -70,8 +70,8 @@ def test_differences_are_predicted_at_one_percent(capsys: pytest.CaptureFixture[
     assert found.num_whole == sum(link.num_bytes for link in whole.survey.links if link.round == 0)
     assert found.num_bytes == pytest.approx(0.016 * found.num_whole, rel=1e-3)
     assert found.cost.seconds == pytest.approx(0.016 * whole.cost.seconds, rel=0.05)
-    assert sum(found.kept.values()) == found.num_whole
-    assert smaller.memory["trainer-0"] == whole.memory["trainer-0"] + found.kept["trainer-0"]
+    assert sum(found.kept_bytes.values()) == found.num_whole
+    assert smaller.memory["trainer-0"] == whole.memory["trainer-0"] + found.kept_bytes["trainer-0"]
     assert main(["plan", path, "refit.differences=auto"]) == 0
     printed = capsys.readouterr().out
     assert "if 1% has changed: 4.52 GB by stream instead of 282.21; a trainer keeps up to 17.64 GB" in printed

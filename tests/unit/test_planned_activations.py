@@ -28,7 +28,7 @@ def planned(plan: str, *overrides: str) -> RankMemory:
 
 
 def held(memory: RankMemory, what: str, phase: str = PASSES) -> float:
-    return next(each.held.get(what, 0.0) for each in memory.phases if each.name == phase)
+    return next(each.parts.get(what, 0.0) for each in memory.phases if each.name == phase)
 
 
 def test_a_layer_of_llama_keeps_what_its_operators_save() -> None:

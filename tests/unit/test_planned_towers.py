@@ -125,18 +125,18 @@ def test_weights_of_a_tower_and_its_gradients_are_those_of_the_model(
     freeze(model, VISION[family], config.policy.dtensor_cfg)
     trained = sum(each.numel() * 4 for each in model.parameters() if each.requires_grad)
     frozen = sum(each.numel() * 4 for each in model.parameters() if not each.requires_grad)
-    assert planned.kept["weights"] == pytest.approx(trained, rel=0.01)
-    assert planned.kept["gradients"] == pytest.approx(trained, rel=0.01)
-    assert planned.kept["optimizer"] == pytest.approx(2 * trained, rel=0.01)
-    assert planned.kept.get("frozen weights", 0.0) == pytest.approx(frozen, rel=0.01)
-    of_images = [phase.held.get("images", 0.0) for phase in planned.phases]
+    assert planned.resident["weights"] == pytest.approx(trained, rel=0.01)
+    assert planned.resident["gradients"] == pytest.approx(trained, rel=0.01)
+    assert planned.resident["optimizer"] == pytest.approx(2 * trained, rel=0.01)
+    assert planned.resident.get("frozen weights", 0.0) == pytest.approx(frozen, rel=0.01)
+    of_images = [phase.parts.get("images", 0.0) for phase in planned.phases]
     assert (max(of_images) > 0) is not is_frozen
 
 
 def test_megatron_core_freezes_what_is_named_too(tmp_path: Path) -> None:
     megatron = {"megatron_cfg": {"enabled": True, "optimizer": {"lr": 1e-6}}, "optimizer": None}
     configs = [config_of(tmp_path, "smolvlm", **megatron, **more) for more in ({}, FROZEN)]
-    trained, frozen = (memory_of(each, sides(each, model_shape(each))[0]).kept for each in configs)  # type: ignore[arg-type]
+    trained, frozen = (memory_of(each, sides(each, model_shape(each))[0]).resident for each in configs)  # type: ignore[arg-type]
     assert frozen["weights"] + frozen["frozen weights"] == trained["weights"]
     assert 0 < frozen["frozen weights"] < trained["weights"]
 
@@ -149,5 +149,5 @@ def test_a_plan_says_how_many_image_tokens_it_counts(tmp_path: Path) -> None:
     assert "images: as if all tokens of prompts stood for some, 75% of a micro-batch's" in out.getvalue()
     recomputed = config_of(tmp_path, "qwen2_5_vl", dtensor_cfg={"activation_checkpointing": True})
     found = [memory_of(each, sides(each, model_shape(each))[0]) for each in (config, recomputed)]  # type: ignore[arg-type]
-    once, again = (max(phase.held.get("images", 0.0) for phase in memory.phases) for memory in found)
+    once, again = (max(phase.parts.get("images", 0.0) for phase in memory.phases) for memory in found)
     assert 0 < again < 0.5 * once

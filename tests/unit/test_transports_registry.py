@@ -54,7 +54,7 @@ def test_a_transport_that_is_registered_is_planned_with_and_moves_bytes() -> Non
     engines = {"rollout-0": make("a"), "rollout-1": make("a")}
     made = plan(sources, engines, allow_alias=False, grain=1)
     assert {link.transport for link in made.links} == {"spool"}, "also what engines pass on to each other"
-    assert {link.why for link in made.links if link.round == 0} == {"same host, which has a spool"}
+    assert {link.reason for link in made.links if link.round == 0} == {"same host, which has a spool"}
     assert {link.source for link in made.links if link.round == 0} == {"trainer-0"}, "its other replica is far"
     assert {link.round for link in made.links} == {0, 1}
     assert not made.transfer_groups
@@ -88,7 +88,7 @@ def test_a_transport_that_is_registered_has_a_price() -> None:
 @pytest.mark.usefixtures("spool")
 def test_where_a_transport_does_not_reach_another_is_taken() -> None:
     links: tuple[FlowLink, ...] = survey({"t": make("a")}, {"e": make("b")}, allow_alias=False).links
-    assert [(link.transport, link.why) for link in links] == [("stream", "different hosts")]
+    assert [(link.transport, link.reason) for link in links] == [("stream", "different hosts")]
 
 
 def test_a_place_that_no_transport_reaches_is_an_error(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ def bind(
     member = program.member
     device = next((tensor.device for tensor in storages.values()), torch.device("cpu"))
     staging = {each.name: _allocated(each, device) for each in program.staging}
-    if taken := staging.keys() & storages.keys():
-        raise RefitError(f"{member} has parameters named like staging memory: {', '.join(sorted(taken))}")
+    if collisions := staging.keys() & storages.keys():
+        raise RefitError(f"{member} has parameters named like staging memory: {', '.join(sorted(collisions))}")
     memory = NamedStorages(member, {**storages, **staging})
     own_transfer_groups = {transfer_group.name: transfer_group for transfer_group in program.transfer_groups}
     end = TransferEnd(

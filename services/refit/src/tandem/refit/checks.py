@@ -35,8 +35,8 @@ def check(layout: Layout, who: str) -> None:
     overlap = boxes.overlap()
     if overlap is not None:
         rows = crowded[list(overlap)].tolist()
-        one, other = (layout.piece(row).box for row in rows)
-        raise RefitError(f"{who}: {layout.tensors[pieces.tensor_P[rows[0]]].name}{one} overlaps {other}")
+        first_box, second_box = (layout.piece(row).box for row in rows)
+        raise RefitError(f"{who}: {layout.tensors[pieces.tensor_P[rows[0]]].name}{first_box} overlaps {second_box}")
 
 
 def check_writable(layout: Layout, who: str) -> None:
@@ -44,8 +44,8 @@ def check_writable(layout: Layout, who: str) -> None:
     places = _places(layout)
     crossed = np.flatnonzero(places.is_crossed_P)
     if len(crossed):
-        where, label = _names(layout, who, int(crossed[0]))
-        raise RefitError(f"{where}: elements of {label} share memory with each other")
+        owner, label = _names(layout, who, int(crossed[0]))
+        raise RefitError(f"{owner}: elements of {label} share memory with each other")
     answers: dict[bytes, bool] = {}
     for one_N, other_N in _spans_that_meet(places):
         columns = [places.offset_P[other_N] - places.offset_P[one_N]]
@@ -58,8 +58,8 @@ def check_writable(layout: Layout, who: str) -> None:
             if case not in answers:
                 answers[case] = _share_a_byte(cases_NK[row].tolist())
             if answers[case]:
-                where, label = _names(layout, who, int(one_N[row]))
-                raise RefitError(f"{where}: {label} and {_names(layout, who, int(other_N[row]))[1]} share memory")
+                owner, label = _names(layout, who, int(one_N[row]))
+                raise RefitError(f"{owner}: {label} and {_names(layout, who, int(other_N[row]))[1]} share memory")
 
 
 def _names(layout: Layout, who: str, row: int) -> tuple[str, str]:
@@ -76,13 +76,13 @@ def _check_columns(layout: Layout, who: str) -> None:
         expected = (len(pieces), num_dims) if field.endswith("D") else (len(pieces),)
         if getattr(pieces, field).shape != expected:
             raise RefitError(f"{who}: column {field} of its layout has shape {getattr(pieces, field).shape}")
-    for column_P, num, what in (
+    for column_P, num, kind in (
         (pieces.tensor_P, len(layout.tensors), "tensor"),
         (pieces.storage_P, len(layout.storages), "storage"),
     ):
         wrong = np.flatnonzero((column_P < 0) | (column_P >= num))
         if len(wrong):
-            raise RefitError(f"{who}: a piece is of {what} {column_P[wrong[0]]} of {num}")
+            raise RefitError(f"{who}: a piece is of {kind} {column_P[wrong[0]]} of {num}")
 
 
 def _check_places(layout: Layout, table: TensorTable, who: str) -> None:
@@ -111,11 +111,13 @@ def _check_places(layout: Layout, table: TensorTable, who: str) -> None:
             ),
         ),
     )
-    for wrong_P, why in reasons:
+    for wrong_P, describe in reasons:
         wrong = np.flatnonzero(wrong_P)
         if len(wrong):
             row = int(wrong[0])
-            raise RefitError(f"{who}: {layout.tensors[pieces.tensor_P[row]].name}{layout.piece(row).box} {why(row)}")
+            raise RefitError(
+                f"{who}: {layout.tensors[pieces.tensor_P[row]].name}{layout.piece(row).box} {describe(row)}"
+            )
 
 
 class _Places(msgspec.Struct, frozen=True, eq=False):
@@ -185,11 +187,11 @@ def _is_solvable(total: int, terms: list[tuple[int, int, int]]) -> bool:
     """Return whether ``sum(stride_k * c_k) == total`` for integers ``low_k <= c_k <= high_k``; strides descend."""
     if not terms:
         return total == 0
-    (stride, low, high), rest = terms[0], terms[1:]
+    (stride, low, high), other_terms = terms[0], terms[1:]
     if stride == 0:
-        return _is_solvable(total, rest)
-    rest_low = sum(s * a for s, a, _ in rest)
-    rest_high = sum(s * b for s, _, b in rest)
+        return _is_solvable(total, other_terms)
+    rest_low = sum(s * a for s, a, _ in other_terms)
+    rest_high = sum(s * b for s, _, b in other_terms)
     first = max(low, -((rest_high - total) // stride))  # rounds up
     last = min(high, (total - rest_low) // stride)
-    return any(_is_solvable(total - stride * c, rest) for c in range(first, last + 1))
+    return any(_is_solvable(total - stride * c, other_terms) for c in range(first, last + 1))

@@ -19,12 +19,12 @@ def encode(value: object) -> bytes:
     return msgspec.msgpack.encode(value, enc_hook=_encode_column)
 
 
-def decode(encoded: bytes, kind: type[T], what: str) -> T:
-    """Decode the output of `encode`. Raises `RefitError` for anything else, with the message "not `what`"."""
+def decode(encoded: bytes, kind: type[T], description: str) -> T:
+    """Decode the output of `encode`. Raises `RefitError` for anything else, with the message "not `description`"."""
     try:
         return msgspec.msgpack.decode(encoded, type=kind, dec_hook=_decode_column)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, SyntaxError) as error:
-        raise RefitError(f"not {what}: {error}") from error
+        raise RefitError(f"not {description}: {error}") from error
 
 
 def _encode_column(column: object) -> Any:

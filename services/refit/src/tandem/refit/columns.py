@@ -32,9 +32,9 @@ class ColumnTable(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(getattr(self, self.__struct_fields__[0]))
 
-    def rows(self, chosen: Any) -> Self:
+    def rows(self, selection: Any) -> Self:
         """Return some rows: a slice, indices, or a mask."""
-        return type(self)(*map(itemgetter(chosen), msgspec.structs.astuple(self)))
+        return type(self)(*map(itemgetter(selection), msgspec.structs.astuple(self)))
 
 
 def pad_dims(values_PD: Ints, num_dims: int, fill: int) -> Ints:

@@ -106,16 +106,16 @@ def _rate(wire: Wire, rates: LinkRates) -> float:
 def _seconds(load: Load, rates: LinkRates) -> Iterable[tuple[float, str]]:
     """Yield the seconds of each process on each wire, with a description."""
     for (member, does, wire), num_bytes in load.items():
-        where = {"memory": "in memory", "same_gpu": "within its GPU", "peer_gpu": "from GPU to GPU"}
+        wire_names = {"memory": "in memory", "same_gpu": "within its GPU", "peer_gpu": "from GPU to GPU"}
         yield (
             num_bytes / _rate(wire, rates),
-            f"{member} {does} {num_bytes / _GB:.3g} GB {where.get(wire, 'over the network')}",
+            f"{member} {does} {num_bytes / _GB:.3g} GB {wire_names.get(wire, 'over the network')}",
         )
 
 
 def bucket_memory(links: Sequence[FlowLink]) -> dict[str, int]:
     """Return the peak size of each process's send and receive buffers, in bytes."""
-    taken: dict[tuple[str, int], int] = {}
+    bytes_by_round: dict[tuple[str, int], int] = {}
     size_of = _mesh_sizes([link for link in links if registry.find(link.transport).needs_mesh])
     for link in links:
         transport = registry.find(link.transport)
@@ -123,9 +123,9 @@ def bucket_memory(links: Sequence[FlowLink]) -> dict[str, int]:
         if not num_bytes:
             continue
         for member in (link.source, link.destination):
-            taken[member, link.round] = taken.get((member, link.round), 0) + num_bytes
+            bytes_by_round[member, link.round] = bytes_by_round.get((member, link.round), 0) + num_bytes
     peak: dict[str, int] = {}
-    for (member, _), num_bytes in taken.items():
+    for (member, _), num_bytes in bytes_by_round.items():
         peak[member] = max(peak.get(member, 0), num_bytes)
     return peak
 

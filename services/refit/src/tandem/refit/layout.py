@@ -71,18 +71,18 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         """Index of the slice in the global tensor."""
         return tuple(map(slice, self.start, self.stop))
 
-    def contains(self, other: Box) -> bool:
-        """Return whether `other` lies inside this slice; an empty one may lie on its edge."""
-        if len(other.start) != len(self.start):
+    def contains(self, box: Box) -> bool:
+        """Return whether `box` lies inside this slice; an empty one may lie on its edge."""
+        if len(box.start) != len(self.start):
             return False
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
+        return all(a <= b for a, b in zip(self.start, box.start, strict=True)) and all(
+            a >= b for a, b in zip(self.stop, box.stop, strict=True)
         )
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, box: Box) -> Box | None:
         """Return the intersection of both slices, or None."""
-        start = tuple(map(max, self.start, other.start))
-        shape = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
+        start = tuple(map(max, self.start, box.start))
+        shape = tuple(min(a, b) - c for a, b, c in zip(self.stop, box.stop, start, strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
     def without(self, hole: Box) -> Iterator[Box]:
@@ -310,11 +310,11 @@ class LayoutBuilder:
 
     def copy(self) -> LayoutBuilder:
         """Return a builder that has the same tensors, storages and pieces, and gets others."""
-        other = copy.copy(self)
+        builder = copy.copy(self)
         for name in ("_tensors", "_storages", "_families", "_singles"):
-            held = getattr(self, name)
-            setattr(other, name, held if isinstance(held, tuple) else list(held))
-        return other
+            entries = getattr(self, name)
+            setattr(builder, name, entries if isinstance(entries, tuple) else list(entries))
+        return builder
 
     def build(self) -> Layout:
         """Return the layout."""
@@ -325,13 +325,13 @@ class LayoutBuilder:
         )
         padded = [no_rows]
         for family in families:
-            held = family.rows((family.shape_PD > 0).all(axis=1))
+            rows = family.rows((family.shape_PD > 0).all(axis=1))
             padded.append(
                 msgspec.structs.replace(
-                    held,
-                    start_PD=pad_dims(held.start_PD, num_dims, 0),
-                    shape_PD=pad_dims(held.shape_PD, num_dims, 1),
-                    strides_PD=pad_dims(held.strides_PD, num_dims, 0),
+                    rows,
+                    start_PD=pad_dims(rows.start_PD, num_dims, 0),
+                    shape_PD=pad_dims(rows.shape_PD, num_dims, 1),
+                    strides_PD=pad_dims(rows.strides_PD, num_dims, 0),
                 )
             )
         joined = (np.concatenate([getattr(p, field) for p in padded]) for field in PieceColumns.__struct_fields__)
@@ -358,12 +358,12 @@ class LayoutBuilder:
 def fingerprint(layout: Layout) -> str:
     """Return a hash of everything that a plan depends on; it ignores addresses within one kind of memory."""
     storages = [(storage.name, storage.num_bytes, type(storage.address).__name__) for storage in layout.storages]
-    told = hashlib.blake2b(
+    hasher = hashlib.blake2b(
         msgspec.msgpack.encode((layout.host, layout.device, layout.tensors, storages)), digest_size=16
     )
     for field in PieceColumns.__struct_fields__:
-        told.update(np.ascontiguousarray(getattr(layout.pieces, field)).data)
-    return told.hexdigest()
+        hasher.update(np.ascontiguousarray(getattr(layout.pieces, field)).data)
+    return hasher.hexdigest()
 
 
 class _Encoded(msgspec.Struct, frozen=True, array_like=True):

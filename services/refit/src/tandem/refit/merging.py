@@ -96,10 +96,10 @@ def _tiles(merging: Merging, memory: NamedStorages) -> Iterator[_Tile]:
         side = CopySide(merging.storages, storage_M, offset_M, np.stack(shape, 1), np.stack(strides, 1), dtype_M)
         return memory.views(side, merging.tensors, at.tensor_M)
 
-    whole = rows_M, columns_M
+    full_shape = rows_M, columns_M
     live_row_M, live_column_M = at.live_strides_MD.T
-    lives = views(at.live_M, at.live_offset_M, whole, (live_row_M, live_column_M), at.dtype_M)
-    bases = views(at.base_M, none_M, whole, (columns_M * item_M, item_M), at.dtype_M)
+    lives = views(at.live_M, at.live_offset_M, full_shape, (live_row_M, live_column_M), at.dtype_M)
+    bases = views(at.base_M, none_M, full_shape, (columns_M * item_M, item_M), at.dtype_M)
     a_s = views(at.a_M, at.a_offset_M, (at.rank_M, columns_M), (at.a_stride_M, wide_M), float32_M)
     b_s = views(at.b_M, at.b_offset_M, (rows_M, at.rank_M), (at.rank_M * wide_M, wide_M), float32_M)
     for tensor, live, base, a, b in zip(at.tensor_M.tolist(), lives, bases, a_s, b_s, strict=True):

@@ -32,8 +32,8 @@ def planned(
     predicted = cost(plan.links, {**sources, **received}, len(sources), rates)
     reply = TransfersPlanned(
         command_id=command.command_id,
-        programs={member: program.encode(made) for member, made in _programs(plan, rates, differences).items()},
-        senders=tuple(dict.fromkeys(process_of(shard) for shard, made in plan.programs.items() if made.sends)),
+        programs={member: program.encode(each) for member, each in _programs(plan, rates, differences).items()},
+        senders=tuple(dict.fromkeys(process_of(shard) for shard, each in plan.programs.items() if each.sends)),
         transfer_groups=tuple(
             PlannedTransferGroup(
                 name=transfer_group.name, members=transfer_group.members, device_type=transfer_group.device_type
@@ -52,12 +52,12 @@ def planned(
 def _programs(plan: planner.TransferPlan, rates: LinkRates, differences: str) -> Mapping[str, TransferProgram]:
     """Return the programs, told to send differences where the configuration wants that."""
     programs = plan.programs
-    if differences == "off" or any(made.merging is not None for made in programs.values()):
+    if differences == "off" or any(each.merging is not None for each in programs.values()):
         return programs  # adapters are small, and all of them changes
     largest = largest_difference(rates.network)
     return {
-        member: msgspec.structs.replace(made, largest_difference=largest) if made.transfer_groups else made
-        for member, made in programs.items()
+        member: msgspec.structs.replace(each, largest_difference=largest) if each.transfer_groups else each
+        for member, each in programs.items()
     }
 
 

@@ -119,10 +119,13 @@ def plan(
         _decide(part, allow_alias=allow_alias or (alias_frozen and part.is_frozen), grain=grain)
         for part in parts(sources, received)
     ]
-    turns = [found for decided in decisions for found in _turns(decided)]
-    made = transfer_groups([transfer for _, transfer in turns], {**destinations, **sources})
+    turns = [turn for decided in decisions for turn in _turns(decided)]
+    groups = transfer_groups([transfer for _, transfer in turns], {**destinations, **sources})
     transfer_group_of = {
-        member: transfer_group for transfer_group in made for member in transfer_group.members if member in destinations
+        member: transfer_group
+        for transfer_group in groups
+        for member in transfer_group.members
+        if member in destinations
     }
     turns = [(turn, _over(transfer, transfer_group_of)) for turn, transfer in turns]
     receives: dict[str, list[LinkTransfer]] = {}
@@ -137,17 +140,20 @@ def plan(
     programs: dict[str, TransferProgram] = {}
     for member in (*sources, *destinations):
         shards = [each.destination_shards[each.class_of[member]] for each in decisions if member in each.class_of]
-        own = adapted.get(member)
+        engine_layout = adapted.get(member)
         programs[member] = TransferProgram(
             member=member,
             receives=tuple(receives.get(member, ())),
             sends=tuple(transfer for _, transfer in sorted(sends.get(member, ()), key=lambda item: item[0])),
             quantisations=tuple(each for of in shards for each in of.quantisations),
-            staging=(*(own.staging if own else ()), *(each for of in shards for each in of.staging)),
-            transfer_groups=tuple(transfer_group for transfer_group in made if member in transfer_group.members),
+            staging=(
+                *(engine_layout.staging if engine_layout else ()),
+                *(each for of in shards for each in of.staging),
+            ),
+            transfer_groups=tuple(transfer_group for transfer_group in groups if member in transfer_group.members),
             verification=verified[member],
-            merging=own.merging if own else None,
-            received=own.layout if own and own.merging else None,
+            merging=engine_layout.merging if engine_layout else None,
+            received=engine_layout.layout if engine_layout and engine_layout.merging else None,
         )
     links = {
         is_frozen: tuple(
@@ -159,7 +165,7 @@ def plan(
         for is_frozen in (False, True)
     }
     return TransferPlan(
-        programs=programs, links=links[False], frozen_links=links[True], transfer_groups=made, received=received
+        programs=programs, links=links[False], frozen_links=links[True], transfer_groups=groups, received=received
     )
 
 
@@ -177,7 +183,7 @@ def survey(
     in place does it make programs, to see which are.
     """
     adapted = _adapt(sources, destinations)
-    found: dict[bool, tuple[FlowLink, ...]] = {False: (), True: ()}
+    links_of_part: dict[bool, tuple[FlowLink, ...]] = {False: (), True: ()}
     staging = {engine: sum(staging.num_bytes for staging in each.staging) for engine, each in adapted.items()}
     for part in parts(sources, {engine: each.layout for engine, each in adapted.items()}):
         may_alias = allow_alias or (alias_frozen and part.is_frozen)
@@ -190,8 +196,8 @@ def survey(
             links = _with_aliases(decided, turns)
             for _, transfer in turns:
                 staging[transfer.destination] -= _read_in_place(transfer, adapted[transfer.destination].staging)
-        found[part.is_frozen] = links
-    return LinkSurvey(links=found[False], frozen_links=found[True], staging=staging)
+        links_of_part[part.is_frozen] = links
+    return LinkSurvey(links=links_of_part[False], frozen_links=links_of_part[True], staging=staging)
 
 
 def _adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> dict[str, AdapterLayout]:
@@ -213,12 +219,12 @@ def _decide(part: FrozenPart, *, allow_alias: bool, grain: int) -> _Decisions:
     source_shards = collect(sources, tensors)
     shards = [resolve(member, destinations[member], tensors, source_shards) for member in examples]
     replica_sets = ReplicaSets(source_shards)
-    found = patterns(
+    sharing = patterns(
         destinations, class_of, shards, replica_sets, source_shards.set_B, allow_alias=allow_alias, grain=max(grain, 1)
     )
-    segments = choose(found, replica_sets.all, len(sources))
-    moved = flows(found, segments, destinations)
-    return _Decisions(part, allow_alias, tensors, source_shards, class_of, shards, found, moved)
+    segments = choose(sharing, replica_sets.all, len(sources))
+    moved = flows(sharing, segments, destinations)
+    return _Decisions(part, allow_alias, tensors, source_shards, class_of, shards, sharing, moved)
 
 
 def _turns(decided: _Decisions) -> list[tuple[Turn, LinkTransfer]]:
@@ -254,14 +260,14 @@ def _links(decided: _Decisions) -> tuple[FlowLink, ...]:
 def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, LinkTransfer]]) -> tuple[FlowLink, ...]:
     """Return all links; one of which a part is read in place is split in two."""
     sources, destinations = decided.part.sides
-    made = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
-    found: list[FlowLink] = []
+    transfer_of = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
+    links: list[FlowLink] = []
     for link in _links(decided):
         ends = link.round, link.source, link.destination
         in_place = [
-            (each, made[*ends, each.name])
+            (each, transfer_of[*ends, each.name])
             for each in registry.in_place_of(link.transport)
-            if (*ends, each.name) in made
+            if (*ends, each.name) in transfer_of
         ]
         for transport, alias in in_place:
             of_alias = {
@@ -270,15 +276,15 @@ def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, LinkTransfer]
                 "num_copies": len(alias.copies),
                 "num_tensors": len(alias.tensors),
             }
-            why = transport.why(Route.between(sources[link.source], destinations[link.destination]))
-            found.append(msgspec.structs.replace(link, transport=transport.name, why=why, **of_alias))
-        rest = made.get((*ends, link.transport))
-        if rest is not None:
-            num_tensors = len(rest.tensors) if in_place else link.num_tensors
-            num_read = link.num_read - (link.num_bytes - rest.num_bytes)  # memory read in place has one element type
-            of_rest = {"num_bytes": rest.num_bytes, "num_read": num_read, "num_tensors": num_tensors}
-            found.append(msgspec.structs.replace(link, **of_rest))
-    return tuple(found)
+            reason = transport.why(Route.between(sources[link.source], destinations[link.destination]))
+            links.append(msgspec.structs.replace(link, transport=transport.name, reason=reason, **of_alias))
+        sent = transfer_of.get((*ends, link.transport))
+        if sent is not None:
+            num_tensors = len(sent.tensors) if in_place else link.num_tensors
+            num_read = link.num_read - (link.num_bytes - sent.num_bytes)  # memory read in place has one element type
+            of_rest = {"num_bytes": sent.num_bytes, "num_read": num_read, "num_tensors": num_tensors}
+            links.append(msgspec.structs.replace(link, **of_rest))
+    return tuple(links)
 
 
 def _over(transfer: LinkTransfer, transfer_group_of: Mapping[str, TransferGroup]) -> LinkTransfer:

@@ -72,14 +72,14 @@ class BoundQuantisation:
     @torch.no_grad()
     def wrong(self) -> tuple[str, ...]:
         """Quantise again, and return the tensors with held values or scales that differ in any bit."""
-        found: dict[str, None] = {}
+        tensors: dict[str, None] = {}
         for region in self._regions:
             values, scales = quantise(region.source, self._block, self._dtype)
             for meant, places in ((values, region.values), (scales, region.scales)):
                 for place in places:
                     if not _same_bits(place.destination, meant[place.box].to(place.destination.dtype)):
-                        found[region.tensor] = None
-        return tuple(found)
+                        tensors[region.tensor] = None
+        return tuple(tensors)
 
 
 def quantise(x: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,8 +53,8 @@ class RefitService:
             case CommitVersion():
                 with self._context.phase(f"committing version {command.version}"):
                     self._commit(command)
-            case other:
-                assert_never(other)
+            case unhandled:
+                assert_never(unhandled)
 
     def work(self) -> bool:
         """Return False: there is nothing to do between commands."""
@@ -102,18 +102,18 @@ class RefitService:
                 )
             self._source_digests = sources
         engines: dict[str, dict[str, Held]] = {}
-        for shard, held in self._destinations.items():
+        for shard, destination in self._destinations.items():
             if shard in digests:
-                engines.setdefault(process_of(shard), {})[shard] = held, digests[shard]
+                engines.setdefault(process_of(shard), {})[shard] = destination, digests[shard]
         return comparison.compare({member: (self._sources[member], sources[member]) for member in sources}, engines)
 
 
 def _read(encoded: Mapping[str, bytes], decode: Callable[[bytes], T]) -> dict[str, T]:
     """Decode the value of each worker. Raises `RefitError`, which names the worker."""
     read = {}
-    for shard, each in encoded.items():
+    for shard, payload in encoded.items():
         try:
-            read[shard] = decode(each)
+            read[shard] = decode(payload)
         except RefitError as error:
             raise RefitError(f"{shard}: {error}") from error
     return read

@@ -127,13 +127,13 @@ def _copy_rate(source: torch.Tensor, device: str) -> float:
 def _seconds(copy: Callable[[], None]) -> float:
     """Return the median of several runs, excluding the first, which touches the memory."""
     copy()
-    taken: list[float] = []
+    durations_s: list[float] = []
     until = time.monotonic() + _MEASURE_S
-    while len(taken) < _LEAST_REPEATS or time.monotonic() < until:
+    while len(durations_s) < _LEAST_REPEATS or time.monotonic() < until:
         before = time.perf_counter()
         copy()
-        taken.append(time.perf_counter() - before)
-    return statistics.median(taken)
+        durations_s.append(time.perf_counter() - before)
+    return statistics.median(durations_s)
 
 
 @contextlib.contextmanager
@@ -157,10 +157,10 @@ def _held_by_another(device: str, num_bytes: int) -> Iterator[Storage]:
 
 
 def _hold(device: str, num_bytes: int) -> None:
-    held = torch.full((num_bytes,), _PATTERN, dtype=torch.uint8, device=device)
-    if held.is_cuda:
+    memory = torch.full((num_bytes,), _PATTERN, dtype=torch.uint8, device=device)
+    if memory.is_cuda:
         torch.cuda.synchronize()
-    address = cuda_ipc.share(held) if held.is_cuda else shm.share(held)
+    address = cuda_ipc.share(memory) if memory.is_cuda else shm.share(memory)
     print(msgspec.json.encode(Storage(name="trial", num_bytes=num_bytes, address=address)).decode(), flush=True)
     sys.stdin.read()
 

@@ -88,8 +88,8 @@ class WeightClient:
                     self._command, self._digest_s = command, 0.0
                     self._digest = self._digest_task(command.version)
                     self._digest_from = time.monotonic() + _PATIENCE * self._digest.expected_s
-            case other:
-                assert_never(other)
+            case unhandled:
+                assert_never(unhandled)
 
     def work(self, seconds: float | None = None) -> bool:
         """Advance transfer groups and the requested digest; return whether work is left.

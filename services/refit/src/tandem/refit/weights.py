@@ -128,7 +128,7 @@ class Weights:
         self,
         verification: ProcessVerification,
         sampling: ElementSampling | None,
-        known: DigestList | None,
+        digest_list: DigestList | None,
         copies: Mapping[str, torch.Tensor] | None = None,
     ) -> DigestTask:
         """Return a task for some rows of the weights that are held or received."""
@@ -140,7 +140,7 @@ class Weights:
             verification,
             sampling=sampling,
             quantisations=self._program.quantisations,
-            digest_list=known,
+            digest_list=digest_list,
         )
 
     def misquantised(self) -> tuple[str, ...]:

@@ -80,9 +80,9 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def shape_of(self, pattern: str) -> tuple[int, ...] | None:
         """Return the shape of the tensors that match a name pattern; None if there are none."""
-        found = self.indices(pattern)
-        held = found[found >= 0]
-        return self.tensors[held[0]].shape if held.size else None
+        positions = self.indices(pattern)
+        present = positions[positions >= 0]
+        return self.tensors[present[0]].shape if present.size else None
 
     def indices(self, pattern: str) -> NDArray[np.int64]:
         """Return the positions in `tensors` of those that match a name pattern, -1 for those that the model lacks.
@@ -97,24 +97,24 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         cache: dict[str, NDArray[np.int64]] = self.__dict__.setdefault("indices of pattern", {})
         if pattern not in cache:
             find = self.index.get
-            found: Any = find(pattern, -1)
+            positions: Any = find(pattern, -1)
             if "{layer}" in pattern:
                 experts = self.known.experts
                 rows = [pattern.replace("{layer}", str(layer)) for layer in range(self.known.num_layers)]
             if "{expert}" in pattern:
                 numbers = range(experts.num_experts if experts else 0)
-                found = [[find(row.replace("{expert}", str(expert)), -1) for expert in numbers] for row in rows]
+                positions = [[find(row.replace("{expert}", str(expert)), -1) for expert in numbers] for row in rows]
             elif "{layer}" in pattern:
-                found = [find(row, -1) for row in rows]
-            cache[pattern] = np.asarray(found, dtype=np.int64)
+                positions = [find(row, -1) for row in rows]
+            cache[pattern] = np.asarray(positions, dtype=np.int64)
         return cache[pattern]
 
     @cached_property
     def formats(self) -> NDArray[np.int64]:
         """A number for each tensor, shape (tensors,): equal for equal element types and blocks of scales."""
         numbers: dict[tuple[str, tuple[int, ...]], int] = {}
-        found = [numbers.setdefault((tensor.dtype, tensor.block), len(numbers)) for tensor in self.tensors]
-        return np.array(found, np.int64)
+        tensor_formats = [numbers.setdefault((tensor.dtype, tensor.block), len(numbers)) for tensor in self.tensors]
+        return np.array(tensor_formats, np.int64)
 
     @cached_property
     def has_head_norms(self) -> bool:
@@ -219,22 +219,22 @@ def from_checkpoint(folder: Path) -> ModelShape:
         ModelError: a file is missing or damaged, or contradicts the configuration.
 
     """
-    found = headers.read_headers(folder)
+    entries = headers.read_headers(folder)
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
     if config.get("model_type") not in FAMILIES:
-        return ModelShape(tuple(Tensor(name, shape, dtype) for name, (shape, dtype) in found.items()), None)
+        return ModelShape(tuple(Tensor(name, shape, dtype) for name, (shape, dtype) in entries.items()), None)
     model = from_config(config)
-    if f"{SCALAR_HEAD}.weight" in found and OUTPUT_LAYER not in found:
-        model = model.with_scalar_head(has_bias=f"{SCALAR_HEAD}.bias" in found)
+    if f"{SCALAR_HEAD}.weight" in entries and OUTPUT_LAYER not in entries:
+        model = model.with_scalar_head(has_bias=f"{SCALAR_HEAD}.bias" in entries)
     tensors = []
     for tensor in model.tensors:
-        shape, dtype = found.get(tensor.name, (None, ""))
+        shape, dtype = entries.get(tensor.name, (None, ""))
         if shape != tensor.shape:
-            there = "none" if shape is None else f"shape {shape}"
-            raise ModelError(f"{folder}: {tensor.name} should have shape {tensor.shape}, the checkpoint has {there}")
+            actual = "none" if shape is None else f"shape {shape}"
+            raise ModelError(f"{folder}: {tensor.name} should have shape {tensor.shape}, the checkpoint has {actual}")
         is_weight = dtype in headers.FLOATS and headers.FLOATS[dtype] >= _HALF
         tensors.append(Tensor(tensor.name, tensor.shape, dtype) if is_weight else tensor)
     return ModelShape(tuple(tensors), model.geometry)

@@ -32,12 +32,12 @@ class HostNames(msgspec.Struct, frozen=True):
         return f"{self.host(rank)}/gpu-{(self.first + rank) % self.per_host}" if self.has_gpus else "cpu"
 
 
-def locate(layout: Layout, found: Mapping[str, Storage]) -> Layout:
+def locate(layout: Layout, parameters: Mapping[str, Storage]) -> Layout:
     """Return a layout with the addresses of a process's live parameters.
 
     Args:
         layout: made by an adapter for this process.
-        found: contiguous parameters of the process, by name; may include others that hold no tensor.
+        parameters: contiguous parameters of the process, by name; may include others that hold no tensor.
 
     Raises:
         RefitError: a parameter is missing or has another size, so the adapter describes another model.
@@ -45,10 +45,10 @@ def locate(layout: Layout, found: Mapping[str, Storage]) -> Layout:
     """
     storages = []
     for storage in layout.storages:
-        live = found.get(storage.name)
+        live = parameters.get(storage.name)
         if live is None or live.num_bytes != storage.num_bytes:
-            there = "no such parameter" if live is None else f"{live.num_bytes} bytes"
-            raise RefitError(f"{storage.name} should have {storage.num_bytes} bytes, the process has {there}")
+            actual = "no such parameter" if live is None else f"{live.num_bytes} bytes"
+            raise RefitError(f"{storage.name} should have {storage.num_bytes} bytes, the process has {actual}")
         storages.append(Storage(storage.name, storage.num_bytes, live.address))
     return msgspec.structs.replace(layout, storages=tuple(storages))
 
@@ -71,13 +71,13 @@ class ParallelDeployment(msgspec.Struct, frozen=True):
 
     def kept_parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return `parameters`, made once for all ranks in one place. A model keeps those of one deployment."""
-        kept: tuple[ParallelDeployment, dict[Hashable, Layout]] = model.__dict__.setdefault("layouts", (self, {}))
-        if kept[0] != self:
-            kept = model.__dict__["layouts"] = self, {}
+        cache: tuple[ParallelDeployment, dict[Hashable, Layout]] = model.__dict__.setdefault("layouts", (self, {}))
+        if cache[0] != self:
+            cache = model.__dict__["layouts"] = self, {}
         place = self.place(rank)
-        if place not in kept[1]:
-            kept[1][place] = self.parameters(model, rank)
-        return kept[1][place]
+        if place not in cache[1]:
+            cache[1][place] = self.parameters(model, rank)
+        return cache[1][place]
 
     def layout(self, model: ModelShape, rank: int, host: str, device: str = "cpu") -> Layout:
         """Return the layout of one rank.

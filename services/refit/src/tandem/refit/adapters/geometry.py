@@ -170,23 +170,23 @@ def _experts(config: Mapping[str, Any]) -> ExpertGeometry | None:
 
 def biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
     """Return the linear layers with biases, by the last part of their names, as transformers creates them."""
-    found: set[str] = set()
+    projections: set[str] = set()
     heads = {"q_proj", "k_proj", "v_proj"}
     if config["model_type"] == "qwen2":
-        found = heads
+        projections = heads
     elif config.get("attention_bias", config["model_type"] == "gpt_oss"):
         match config["model_type"]:
             case "deepseek_v3":
-                found = {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"}
+                projections = {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"}
             case "glm4_moe":
-                found = heads
+                projections = heads
             case "mistral" | "phi3":  # neither family reads this field
                 pass
             case _:
-                found = heads | {"o_proj"}
+                projections = heads | {"o_proj"}
     if config["model_type"] == "llama" and config.get("mlp_bias"):
-        found |= {"gate_proj", "up_proj", "down_proj"}
-    return frozenset(found)
+        projections |= {"gate_proj", "up_proj", "down_proj"}
+    return frozenset(projections)
 
 
 def tensors_of(config: Mapping[str, Any], geometry: DecoderGeometry, dtype: str) -> Iterator[Tensor]:

@@ -63,24 +63,26 @@ def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
     Raises `ModelError`.
     """
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in files_of(folder):
-        found |= _read_header(file)
-    return found
+        tensors |= _read_header(file)
+    return tensors
 
 
 def read_places(folder: Path) -> dict[str, TensorPlace]:
     """Return the location of every tensor in a checkpoint, in the order of its files. Raises `ModelError`."""
-    found: dict[str, TensorPlace] = {}
+    places: dict[str, TensorPlace] = {}
     for path in files_of(folder):
         first, header = _read_json(path)
         try:
             for name, entry in header.items():
                 start, stop = entry["data_offsets"]
-                found[name] = TensorPlace(path, tuple(entry["shape"]), str(entry["dtype"]), first + start, stop - start)
+                places[name] = TensorPlace(
+                    path, tuple(entry["shape"]), str(entry["dtype"]), first + start, stop - start
+                )
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{path} has no readable safetensors header: {error}") from error
-    return found
+    return places
 
 
 def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:

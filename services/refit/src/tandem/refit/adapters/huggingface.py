@@ -46,20 +46,20 @@ def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter
     if model.geometry is None:
         return tuple(_plain(tensor.name, tensor.shape) for tensor in model.tensors)
     experts = model.geometry.experts
-    found: dict[str, Parameter] = {}
+    kinds: dict[str, Parameter] = {}
     for tensor in model.tensors:
         if tensor.name in model.names_of_scales:
             continue  # Added with the tensors that they scale.
         name = _OF_EXPERT.sub(".experts.{expert}.", _IN_LAYER.sub(LAYER, tensor.name))
         if "{expert}" not in name:
-            found.setdefault(name, _plain(name, tensor.shape))
+            kinds.setdefault(name, _plain(name, tensor.shape))
         elif not fuses_experts:
             assert experts is not None, "the tensors of experts come from its sizes"
             plain = _plain(name, tensor.shape)
-            found.setdefault(name, msgspec.structs.replace(plain, experts=range(experts.num_experts)))
+            kinds.setdefault(name, msgspec.structs.replace(plain, experts=range(experts.num_experts)))
     if experts is not None and fuses_experts:
-        found |= {parameter.name: parameter for parameter in _fused(model)}
-    return tuple(found.values())
+        kinds |= {parameter.name: parameter for parameter in _fused(model)}
+    return tuple(kinds.values())
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> Parameter:

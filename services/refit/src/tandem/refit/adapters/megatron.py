@@ -53,21 +53,21 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
     layers, because adapters of them are not supported.
     """
     model = model.as_text
-    found: dict[str, tuple[str, ...]] = {}
+    checkpoint_layers: dict[str, tuple[str, ...]] = {}
     sparse = model.known.experts.layers if model.known.experts else ()
     for number in range(model.known.num_layers):
-        here, there = f"decoder.layers.{number}.", LAYER.format(layer=number)
+        prefix, checkpoint_prefix = f"decoder.layers.{number}.", LAYER.format(layer=number)
         for module, part in ("self_attention.", "self_attn."), ("mlp.", "mlp."), ("mlp.shared_experts.",) * 2:
             for name, parts in _PARTS.items():
-                layers = tuple(f"{there}{part}{each}" for each in _layers_of(parts, model.known))
+                layers = tuple(f"{checkpoint_prefix}{part}{each}" for each in _layers_of(parts, model.known))
                 if f"{layers[0]}.weight" in model.index:
-                    found[f"{here}{module}{name}"] = layers
+                    checkpoint_layers[f"{prefix}{module}{name}"] = layers
         if number in sparse:
-            found |= {f"{here}mlp.experts.{name}": () for name in ("linear_fc1", "linear_fc2")}
+            checkpoint_layers |= {f"{prefix}mlp.experts.{name}": () for name in ("linear_fc1", "linear_fc2")}
     if model.family:
         family = VISION[model.family]
-        return {name: tuple(as_seeing(layer, family) for layer in layers) for name, layers in found.items()}
-    return found
+        return {name: tuple(as_seeing(layer, family) for layer in layers) for name, layers in checkpoint_layers.items()}
+    return checkpoint_layers
 
 
 def _layers_of(parts: Sequence[str], geometry: DecoderGeometry) -> list[str]:
@@ -126,8 +126,8 @@ class Megatron(ParallelDeployment, frozen=True):
         if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
             raise RefitError(f"the order of ranks must name tp, cp, ep, dp and pp once each, not {self.order!r}")
         etp = self.expert_tensor_size
-        expert_dp, rest = divmod(self.num_ranks, etp * self.ep * self.pp)
-        if rest:
+        expert_dp, remainder = divmod(self.num_ranks, etp * self.ep * self.pp)
+        if remainder:
             raise RefitError(f"{self.num_ranks} ranks cannot be split in etp {etp} × ep {self.ep} × pp {self.pp}")
         dense = self._along({"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}, rank)
         sparse = self._along({"tp": etp, "ep": self.ep, "dp": expert_dp, "pp": self.pp}, rank)
@@ -136,10 +136,10 @@ class Megatron(ParallelDeployment, frozen=True):
         return MegatronCoordinates(dense["tp"], dense["pp"], sparse["ep"], sparse["tp"])
 
     def _along(self, sizes: dict[str, int], rank: int) -> dict[str, int]:
-        found = {}
+        coordinates = {}
         for axis in self.order.split("-"):
-            rank, found[axis] = divmod(rank, sizes.get(axis, 1))
-        return found
+            rank, coordinates[axis] = divmod(rank, sizes.get(axis, 1))
+        return coordinates
 
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family.
@@ -148,8 +148,8 @@ class Megatron(ParallelDeployment, frozen=True):
         """
         text = model.as_text
         if text.known.model_type not in MEGATRON:
-            known = ", ".join(MEGATRON)
-            raise RefitError(f"it is unknown how Megatron-Core shards a {text.known.model_type}; known are {known}")
+            families = ", ".join(MEGATRON)
+            raise RefitError(f"it is unknown how Megatron-Core shards a {text.known.model_type}; known are {families}")
         layout = _Rank(self, text, self.coordinates(rank)).build()
         return msgspec.structs.replace(layout, tensors=model.tensors)
 
@@ -175,15 +175,15 @@ class _Rank:
 
     def build(self) -> Layout:
         # Ranks that differ only in their experts have the rest in common, made once for all of them.
-        kept: dict[tuple[Megatron, int, int], RankBuilder] = self._model.__dict__.setdefault("without experts", {})
+        builders: dict[tuple[Megatron, int, int], RankBuilder] = self._model.__dict__.setdefault("without experts", {})
         alike = self._sizes, self._at.tp, self._at.pp
-        if alike not in kept:
+        if alike not in builders:
             self._builder = RankBuilder(self._model, self._layers, self._names)
             self._without_experts()
-            if any(sizes != self._sizes for sizes, _, _ in kept):
-                kept.clear()
-            kept[alike] = self._builder
-        self._builder = kept[alike].copy()
+            if any(sizes != self._sizes for sizes, _, _ in builders):
+                builders.clear()
+            builders[alike] = self._builder
+        self._builder = builders[alike].copy()
         if self._geometry.experts is not None:
             self._experts(self._geometry.experts)
         return self._builder.build()
@@ -208,19 +208,19 @@ class _Rank:
         rows, hidden = self._geometry.vocabulary_size, self._geometry.hidden_size
         multiple = sizes.vocabulary_divisor * sizes.tp
         num_rows = -(-rows // multiple) * multiple // sizes.tp
-        held = Box((at.tp * num_rows, 0), (num_rows, hidden)).intersect(whole((rows, hidden)))
+        box = Box((at.tp * num_rows, 0), (num_rows, hidden)).intersect(whole((rows, hidden)))
         embedding = "model.embed_tokens.weight"
         output = embedding if is_tied else OUTPUT_LAYER
         if at.pp == 0:
             self._tower()
-            self._vocabulary(self._prefixes[0] + "embedding.word_embeddings.weight", num_rows, embedding, held)
+            self._vocabulary(self._prefixes[0] + "embedding.word_embeddings.weight", num_rows, embedding, box)
         if at.pp == sizes.pp - 1:
             self._builder.whole(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
             for kind in ("weight", "bias"):
                 self._builder.whole(f"{self._prefixes[-1]}{SCALAR_HEAD}.{kind}", f"{SCALAR_HEAD}.{kind}")
             # Without pipeline stages the output layer reuses the embedding; the last of several stages has a copy.
             if self._model.shape_of(output) is not None and not (is_tied and sizes.pp == 1):
-                self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, held)
+                self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, box)
 
     def _tower(self) -> None:
         """Add the tower and the projector of a model that sees, under their own names."""
@@ -230,13 +230,13 @@ class _Rank:
                 if is_of_tower(tensor.name, family):
                     self._builder.whole(f"{self._prefixes[0]}{TOWER}.{tensor.name}", tensor.name)
 
-    def _vocabulary(self, name: str, num_rows: int, tensor: str, held: Box | None) -> None:
+    def _vocabulary(self, name: str, num_rows: int, tensor: str, box: Box | None) -> None:
         """Add this rank's rows of the vocabulary; all may be padding."""
         shape = num_rows, self._geometry.hidden_size
-        if held is None:
+        if box is None:
             self._builder.padding(name, shape, tensor)
         else:
-            self._builder.parameter(name, shape, stack((tensor, held)))
+            self._builder.parameter(name, shape, stack((tensor, box)))
 
     def _attention(self, sizes: AttentionGeometry) -> None:
         head, hidden = sizes.head_dim, self._geometry.hidden_size
@@ -266,15 +266,15 @@ class _Rank:
         self._output_projection()
 
     def _latent_attention(self) -> None:
-        here, fuses = _HERE + "self_attention.", self._sizes.transformer_engine
+        prefix, fuses = _HERE + "self_attention.", self._sizes.transformer_engine
         for part, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
             for kind in ("weight", "bias"):
                 # Whole on every rank, with Transformer Engine and with the layers that Tandem has without it.
-                self._builder.whole(f"{here}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}")
+                self._builder.whole(f"{prefix}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}")
             norm = f"linear_{part}_up_proj.layer_norm_weight" if fuses else f"{part}_layernorm.weight"
-            self._builder.whole(here + norm, f"{_ATTENTION}{part}_a_layernorm.weight")
-            self._cut(f"{here}linear_{part}_up_proj.weight", f"{_ATTENTION}{part}_b_proj.weight")
-        self._cut(here + "linear_q_proj.weight", _ATTENTION + "q_proj.weight")
+            self._builder.whole(prefix + norm, f"{_ATTENTION}{part}_a_layernorm.weight")
+            self._cut(f"{prefix}linear_{part}_up_proj.weight", f"{_ATTENTION}{part}_b_proj.weight")
+        self._cut(prefix + "linear_q_proj.weight", _ATTENTION + "q_proj.weight")
         self._output_projection()
 
     def _output_projection(self) -> None:
@@ -292,18 +292,18 @@ class _Rank:
         name = _HERE + "pre_mlp_layernorm.weight"
         self._builder.whole(name, LAYER + "post_attention_layernorm.weight", self._sparse)
 
-    def _feed_forward(self, here: str, there: str) -> None:
+    def _feed_forward(self, prefix: str, checkpoint_prefix: str) -> None:
         """Add a dense network, or the shared experts, which form one network."""
         for kind in ("weight", "bias", lora.B):
-            parts = gate_and_up(self._model, there, kind, self._at.tp, self._sizes.tp)
+            parts = gate_and_up(self._model, checkpoint_prefix, kind, self._at.tp, self._sizes.tp)
             if parts:
                 _, box = parts[0]
-                self._builder.parameter(f"{here}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), stack(*parts))
-        self._repeated(f"{here}linear_fc1", there)
+                self._builder.parameter(f"{prefix}linear_fc1.{kind}", (2 * box.shape[0], *box.shape[1:]), stack(*parts))
+        self._repeated(f"{prefix}linear_fc1", checkpoint_prefix)
         for kind in ("weight", lora.A):
-            self._cut(f"{here}linear_fc2.{kind}", f"{there}down_proj.{kind}", dim=1)
-        self._builder.whole(f"{here}linear_fc2.{lora.B}", f"{there}down_proj.{lora.B}")
-        self._builder.whole(f"{here}linear_fc2.bias", f"{there}down_proj.bias")
+            self._cut(f"{prefix}linear_fc2.{kind}", f"{checkpoint_prefix}down_proj.{kind}", dim=1)
+        self._builder.whole(f"{prefix}linear_fc2.{lora.B}", f"{checkpoint_prefix}down_proj.{lora.B}")
+        self._builder.whole(f"{prefix}linear_fc2.bias", f"{checkpoint_prefix}down_proj.bias")
 
     def _experts(self, sizes: ExpertGeometry) -> None:
         """Add the routed experts of this rank."""
@@ -312,29 +312,29 @@ class _Rank:
         hidden, etp = self._geometry.hidden_size, self._sizes.expert_tensor_size
         rows = cut((sizes.intermediate_size, hidden), 0, self._at.etp, etp)
         columns = cut((hidden, sizes.intermediate_size), 1, self._at.etp, etp)
-        there = LAYER + "mlp.experts.{expert}."
-        first = stack(*((f"{there}{part}_proj.weight", rows) for part in ("gate", "up")))
-        second = stack((there + "down_proj.weight", columns))
+        checkpoint_prefix = LAYER + "mlp.experts.{expert}."
+        first = stack(*((f"{checkpoint_prefix}{part}_proj.weight", rows) for part in ("gate", "up")))
+        second = stack((checkpoint_prefix + "down_proj.weight", columns))
         n = rows.shape[0]
-        here = _HERE + "mlp.experts."
+        prefix = _HERE + "mlp.experts."
         if self._sizes.experts == "legacy":
             turned = [ParameterFill(fill.tensor, fill.box, (0, 0, fill.at[0]), axes=(2, 1)) for fill in first]
-            self._builder.parameter(here + "weight1", (count, hidden, 2 * n), turned, experts)
+            self._builder.parameter(prefix + "weight1", (count, hidden, 2 * n), turned, experts)
             turned = [ParameterFill(fill.tensor, fill.box, (0, 0, 0), axes=(2, 1)) for fill in second]
-            self._builder.parameter(here + "weight2", (count, n, hidden), turned, experts)
+            self._builder.parameter(prefix + "weight2", (count, n, hidden), turned, experts)
             return
         name = (
             "linear_{fc}.weight{{expert}}"
             if self._sizes.experts == "grouped"
             else "local_experts.{{expert}}.linear_{fc}.weight"
         )
-        self._builder.parameter(here + name.format(fc="fc1"), (2 * n, hidden), first, experts)
-        self._builder.parameter(here + name.format(fc="fc2"), (hidden, n), second, experts)
+        self._builder.parameter(prefix + name.format(fc="fc1"), (2 * n, hidden), first, experts)
+        self._builder.parameter(prefix + name.format(fc="fc2"), (hidden, n), second, experts)
 
-    def _repeated(self, name: str, there: str) -> None:
+    def _repeated(self, name: str, checkpoint_prefix: str) -> None:
         """Add an adapter's ``lora_A``, a copy of which each of this layer's checkpoint layers has."""
         parts = _PARTS[name.rpartition(".")[2]]
-        layers = [f"{there}{layer}" for layer in _layers_of(parts, self._geometry)]
+        layers = [f"{checkpoint_prefix}{layer}" for layer in _layers_of(parts, self._geometry)]
         shape = self._model.shape_of(f"{layers[0]}.{lora.A}")
         if shape is not None:
             fills = [ParameterFill(f"{layer}.{lora.A}", whole(shape), (0, 0)) for layer in layers]

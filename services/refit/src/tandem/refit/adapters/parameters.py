@@ -131,9 +131,9 @@ class RankBuilder:
 
     def copy(self) -> RankBuilder:
         """Return a builder that has the same parameters, and gets others."""
-        other = copy.copy(self)
-        other._builder = self._builder.copy()
-        return other
+        builder = copy.copy(self)
+        builder._builder = self._builder.copy()
+        return builder
 
     def build(self) -> Layout:
         """Return the layout, without a host."""
@@ -163,13 +163,13 @@ class RankBuilder:
         """
         if not fills or not math.prod(shape):
             return
-        found = [self._find(fill.tensor, experts) for fill in fills]
-        rows = np.flatnonzero(np.any([(tensors_LE >= 0).any(axis=1) for tensors_LE in found], axis=0))
+        indices = [self._find(fill.tensor, experts) for fill in fills]
+        rows = np.flatnonzero(np.any([(tensors_LE >= 0).any(axis=1) for tensors_LE in indices], axis=0))
         if only is not None:
             rows = rows[[int(layer) in only for layer in self._layers[rows]]]
         if not len(rows):
             return
-        tensors = [tensors_LE[rows] for tensors_LE in found]
+        tensors = [tensors_LE[rows] for tensors_LE in indices]
         if any((tensors_LE < 0).any() for tensors_LE in tensors):
             raise RefitError(f"{name}: the model lacks some of the tensors that lie in it")
         formats = [self._model.formats[tensors_LE] for tensors_LE in tensors]
@@ -187,12 +187,12 @@ class RankBuilder:
 
     def _find(self, pattern: str, experts: range) -> Ints:
         """Return indices of tensors, shape (layers, experts), 1 for a missing placeholder; -1 for a missing tensor."""
-        found: Ints = self._model.indices(pattern)
+        indices: Ints = self._model.indices(pattern)
         if "{layer}" in pattern:
-            found = found[self._layers]
+            indices = indices[self._layers]
         if "{expert}" in pattern:
-            return found[:, experts.start : experts.stop : experts.step]
-        return found.reshape(-1, 1)
+            return indices[:, experts.start : experts.stop : experts.step]
+        return indices.reshape(-1, 1)
 
     def _place(
         self, name: str, shape: tuple[int, ...], fills: Sequence[ParameterFill], tensors: Sequence[Ints], rows: Ints
@@ -234,8 +234,8 @@ class RankBuilder:
 
 def _blocks(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     """Return the number of blocks that cover an array; `block` applies to the last dimensions."""
-    whole = len(shape) - len(block)
-    return *shape[:whole], *(-(-n // size) for n, size in zip(shape[whole:], block, strict=True))
+    num_leading = len(shape) - len(block)
+    return *shape[:num_leading], *(-(-n // size) for n, size in zip(shape[num_leading:], block, strict=True))
 
 
 def _scale_fill(fill: ParameterFill, block: Sequence[int], tensor: Tensor) -> ParameterFill:

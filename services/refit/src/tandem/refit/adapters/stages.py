@@ -41,11 +41,11 @@ def megatron(
         RefitError: the layers do not divide this way.
 
     """
-    rest = num_layers - (in_first or 0) - (in_last or 0)
+    num_middle_layers = num_layers - (in_first or 0) - (in_last or 0)
     middle = pp - (in_first is not None) - (in_last is not None)
-    if rest < 0 or middle < 0 or (rest % middle if middle else rest):
-        raise RefitError(f"{rest} layers cannot be split evenly over {middle} pipeline stages")
-    counts = [rest // middle] * middle if middle else []
+    if num_middle_layers < 0 or middle < 0 or (num_middle_layers % middle if middle else num_middle_layers):
+        raise RefitError(f"{num_middle_layers} layers cannot be split evenly over {middle} pipeline stages")
+    counts = [num_middle_layers // middle] * middle if middle else []
     counts = [*([] if in_first is None else [in_first]), *counts, *([] if in_last is None else [in_last])]
     if any(n % vpp for n in counts):
         raise RefitError(f"stages of {counts} layers cannot be split evenly into {vpp} chunks each")

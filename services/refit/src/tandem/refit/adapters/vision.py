@@ -33,8 +33,8 @@ def tensors_of_seeing(config: Mapping[str, Any], dtype: str) -> Iterator[Tensor]
     for name, shape in _projector(config, vision, text["hidden_size"], family):
         yield Tensor(family.projector_prefix + name, shape, dtype)
     for tensor in tensors_of(text, geometry_of(text), dtype):
-        own = tensor.name.removeprefix("model.")
-        yield Tensor(own if own == OUTPUT_LAYER else family.language_prefix + own, tensor.shape, tensor.dtype)
+        suffix = tensor.name.removeprefix("model.")
+        yield Tensor(suffix if suffix == OUTPUT_LAYER else family.language_prefix + suffix, tensor.shape, tensor.dtype)
 
 
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_text(name: str, family: VisionFamily) -> str:
     """Return a tensor's name as a model of text has it; names of the tower and the projector are unchanged."""
-    own = name.removeprefix(family.language_prefix)
-    return name if own == name else f"model.{own}"
+    suffix = name.removeprefix(family.language_prefix)
+    return name if suffix == name else f"model.{suffix}"
 
 
 def as_seeing(name: str, family: VisionFamily) -> str:
     """Return the name in a model that sees of a tensor, or a layer, of its language model."""
-    own = name.removeprefix("model.")
-    return name if own == name else family.language_prefix + own
+    suffix = name.removeprefix("model.")
+    return name if suffix == name else family.language_prefix + suffix
 
 
 def is_of_tower(name: str, family: VisionFamily) -> bool:

@@ -77,8 +77,8 @@ class Vllm(ParallelDeployment, frozen=True):
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
         text = model.as_text
         if text.known.model_type not in VLLM_PLANNED:
-            known = ", ".join(VLLM_PLANNED)
-            raise RefitError(f"it is unknown how vLLM shards a {text.known.model_type}; known are {known}")
+            families = ", ".join(VLLM_PLANNED)
+            raise RefitError(f"it is unknown how vLLM shards a {text.known.model_type}; known are {families}")
         built = _Rank(self, text, self.coordinates(rank)).build()
         return named_by_vllm(built, model) if model.family else built
 
@@ -126,9 +126,9 @@ class _Rank:
         rows, hidden = self._geometry.vocabulary_size, self._geometry.hidden_size
         padded = -(-rows // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
         share = cut((padded, hidden), 0, self._at.tp, self._sizes.tp)
-        held = share.intersect(whole((rows, hidden)))
-        if held is not None:
-            self._builder.parameter(name, share.shape, stack((name, held)))
+        box = share.intersect(whole((rows, hidden)))
+        if box is not None:
+            self._builder.parameter(name, share.shape, stack((name, box)))
         else:
             self._builder.padding(name, share.shape, name)
 
@@ -160,8 +160,8 @@ class _Rank:
             self._whole(keys)
         else:
             queries = f"{_ATTENTION}q_a_proj.weight", whole((sizes.query_rank, hidden))
-            both = queries, (keys, whole((sizes.kv_rank + sizes.rope_dim, hidden)))
-            self._fused(f"{_ATTENTION}fused_qkv_a_proj.weight", *both)
+            parts = queries, (keys, whole((sizes.kv_rank + sizes.rope_dim, hidden)))
+            self._fused(f"{_ATTENTION}fused_qkv_a_proj.weight", *parts)
         for part in ("q_a", "kv_a"):
             self._whole(f"{_ATTENTION}{part}_layernorm.weight")
         for part in ("q", "q_b", "kv_b"):
@@ -187,12 +187,12 @@ class _Rank:
         hidden = self._geometry.hidden_size
         rows = cut((sizes.intermediate_size, hidden), 0, tp, tp_size)
         columns = cut((hidden, sizes.intermediate_size), 1, tp, tp_size)
-        there, here = LAYER + "mlp.experts.{expert}.", f"{LAYER}{self._sizes.experts_module}."
-        fills = stack(*((f"{there}{part}_proj.weight", rows) for part in ("gate", "up")))
+        checkpoint_prefix, prefix = LAYER + "mlp.experts.{expert}.", f"{LAYER}{self._sizes.experts_module}."
+        fills = stack(*((f"{checkpoint_prefix}{part}_proj.weight", rows) for part in ("gate", "up")))
         stacked = [msgspec.structs.replace(fill, at=(0, *fill.at)) for fill in fills]
-        self._builder.parameter(f"{here}w13_weight", (len(experts), 2 * rows.shape[0], hidden), stacked, experts)
-        fill = msgspec.structs.replace(stack((there + "down_proj.weight", columns))[0], at=(0, 0, 0))
-        self._builder.parameter(f"{here}w2_weight", (len(experts), *columns.shape), [fill], experts)
+        self._builder.parameter(f"{prefix}w13_weight", (len(experts), 2 * rows.shape[0], hidden), stacked, experts)
+        fill = msgspec.structs.replace(stack((checkpoint_prefix + "down_proj.weight", columns))[0], at=(0, 0, 0))
+        self._builder.parameter(f"{prefix}w2_weight", (len(experts), *columns.shape), [fill], experts)
 
     def _fused(self, name: str, *parts: tuple[str, Box]) -> None:
         """Add a parameter of slices one after the other."""

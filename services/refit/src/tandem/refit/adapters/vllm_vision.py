@@ -32,15 +32,15 @@ def add_tower(builder: RankBuilder, model: ModelShape, rank: int, size: int) -> 
     Raises `RefitError` if a layer cannot be split over them.
     """
     family = VISION[model.family]
-    found: dict[str, list[tuple[str, Box]]] = {}
+    parts_by_name: dict[str, list[tuple[str, Box]]] = {}
     for tensor in model.tensors:  # the parts of a fused layer are in order, for weights and for biases
         if is_of_tower(tensor.name, family):
             name, box = tensor.name, whole(tensor.shape)
             for pattern, dim in _CUT if family.has_crops and name.startswith(family.tower_prefix) else ():
                 if pattern.search(name):
                     box = cut(tensor.shape, dim, rank, size)
-            found.setdefault(_FUSED.sub(_fused, name), []).append((name, box))
-    for name, parts in found.items():
+            parts_by_name.setdefault(_FUSED.sub(_fused, name), []).append((name, box))
+    for name, parts in parts_by_name.items():
         rows = sum(box.shape[0] for _, box in parts)
         builder.parameter(name, (rows, *parts[0][1].shape[1:]), stack(*parts))
 
@@ -57,9 +57,9 @@ def named_by_vllm(layout: Layout, model: ModelShape) -> Layout:
     return msgspec.structs.replace(layout, storages=tuple(storages), tensors=model.tensors)
 
 
-def _fused(found: re.Match[str]) -> str:
-    layer = "self_attn.qkv_proj" if found["qkv"] else "mlp.gate_up_proj"
-    return f".{layer}.{found['kind']}"
+def _fused(match: re.Match[str]) -> str:
+    layer = "self_attn.qkv_proj" if match["qkv"] else "mlp.gate_up_proj"
+    return f".{layer}.{match['kind']}"
 
 
 def _prefixes(family: VisionFamily) -> Iterator[tuple[str, str]]:

@@ -54,6 +54,6 @@ def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch
         return 0
     assert tuple(values.shape) == box.shape, f"{name}: {tuple(values.shape)} is not the shape of {box}"
     spans = spans_of(box.start, box.shape, (1,) * len(box.shape))
-    whole = values.detach().reshape(box.shape or (1,))
-    total = sum(int(slab_sum(slab, slab_spans)) for slab, slab_spans in slabs_of(whole, spans))
+    elements = values.detach().reshape(box.shape or (1,))
+    total = sum(int(slab_sum(slab, slab_spans)) for slab, slab_spans in slabs_of(elements, spans))
     return combine(total * terms.salt(name, global_shape, str(values.dtype).removeprefix("torch.")))

@@ -34,8 +34,8 @@ class EngineDifference(msgspec.Struct, frozen=True):
     """Number of tensors that differ."""
 
     def __str__(self) -> str:
-        others = self.num_tensors - len(self.tensors)
-        return ", ".join(self.tensors) + (f" and {others} more" if others else "")
+        num_more = self.num_tensors - len(self.tensors)
+        return ", ".join(self.tensors) + (f" and {num_more} more" if num_more else "")
 
 
 class DigestVerdict(msgspec.Struct, frozen=True):
@@ -120,12 +120,12 @@ class _Names:
         """The numbers of each tuple of tensors, by its identity."""
         for layout, _ in members:
             if id(layout.tensors) not in self._of_tuple:
-                own = []
+                tensor_numbers = []
                 for tensor in layout.tensors:
-                    own.append(numbers.setdefault(tensor.name, len(numbers)))
+                    tensor_numbers.append(numbers.setdefault(tensor.name, len(numbers)))
                     if len(numbers) > len(sizes):
                         sizes.append(max(1, math.prod(tensor.shape)))
-                self._of_tuple[id(layout.tensors)] = np.array(own, np.int64)
+                self._of_tuple[id(layout.tensors)] = np.array(tensor_numbers, np.int64)
         self.names = [*numbers]
         self._sizes_N = np.array(sizes, np.int64)
 

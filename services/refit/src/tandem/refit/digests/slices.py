@@ -82,9 +82,9 @@ class DigestList:
         self._tensors = layout.tensors
         tensors = layout.tensors
         staged = {name for quantisation in quantisations for name in quantisation.tensors}
-        made = {tensor.scales for tensor in tensors if tensor.name in staged}
+        scales = {tensor.scales for tensor in tensors if tensor.name in staged}
         dtypes = verification.dtypes or ("",) * len(tensors)
-        wanted_T = np.array([d != "" and t.name not in made for t, d in zip(tensors, dtypes, strict=True)], bool)
+        wanted_T = np.array([d != "" and t.name not in scales for t, d in zip(tensors, dtypes, strict=True)], bool)
         pieces = layout.pieces.rows(verification.rows)
         pieces = pieces.rows(wanted_T[pieces.tensor_P])
         dtype_T = np.array([DTYPES.index(tensor.dtype) for tensor in tensors], np.int64)
@@ -180,17 +180,19 @@ def _staged(
 ) -> DigestColumns:
     """Return the slices, with those of quantised tensors moved to staging memory; add its storages to `names`."""
     moved = [slices.rows(~is_staged_T[slices.tensor_P])]
-    left = slices.rows(is_staged_T[slices.tensor_P])
+    unstaged = slices.rows(is_staged_T[slices.tensor_P])
     indices = {tensor.name: index for index, tensor in enumerate(layout.tensors)}
     for quantisation in quantisations:
         tensor_Q = np.array([indices.get(name, -1) for name in quantisation.tensors], np.int64)
-        slice_M, region_M = _containing(left, quantisation, tensor_Q[quantisation.regions.tensor_Q])
-        moved.append(_inside(left.rows(slice_M), quantisation, region_M, len(names)))
+        slice_M, region_M = _containing(unstaged, quantisation, tensor_Q[quantisation.regions.tensor_Q])
+        moved.append(_inside(unstaged.rows(slice_M), quantisation, region_M, len(names)))
         names.append(quantisation.staging)
-        left = left.rows(np.setdiff1d(np.arange(len(left)), slice_M))
-    if len(left):
-        box = Box(tuple(left.start_PD[0].tolist()), tuple(left.shape_PD[0].tolist()))
-        raise RefitError(f"{layout.tensors[left.tensor_P[0]].name}{box} is quantised but not staged: cannot verify it")
+        unstaged = unstaged.rows(np.setdiff1d(np.arange(len(unstaged)), slice_M))
+    if len(unstaged):
+        box = Box(tuple(unstaged.start_PD[0].tolist()), tuple(unstaged.shape_PD[0].tolist()))
+        raise RefitError(
+            f"{layout.tensors[unstaged.tensor_P[0]].name}{box} is quantised but not staged: cannot verify it"
+        )
     joined = (np.concatenate([getattr(each, field) for each in moved]) for field in DigestColumns.__struct_fields__)
     return DigestColumns(*joined)
 
@@ -206,8 +208,8 @@ def _containing(slices: DigestColumns, quantisation: Quantisation, tensor_Q: Int
     start_QD, shape_QD = _region_boxes(quantisation, slices.start_PD.shape[1])
     start_ND, stop_ND = slices.start_PD[slice_N], (slices.start_PD + slices.shape_PD)[slice_N]
     inside_N = ((start_QD[region_N] <= start_ND) & (stop_ND <= (start_QD + shape_QD)[region_N])).all(axis=1)
-    slice_M, kept = np.unique(slice_N[inside_N], return_index=True)
-    return slice_M, region_N[inside_N][kept]
+    slice_M, first_M = np.unique(slice_N[inside_N], return_index=True)
+    return slice_M, region_N[inside_N][first_M]
 
 
 def _inside(slices: DigestColumns, quantisation: Quantisation, region_P: Ints, storage: int) -> DigestColumns:

@@ -91,8 +91,8 @@ class DigestTask:
         self._ranges: dict[int, torch.Tensor] = {}
         """Storages as vectors of their elements, without copies."""
         for index in np.unique(self._slices.storage_P).tolist():
-            held = storages[names[index]].detach()
-            self._ranges[index] = held.as_strided((held.numel(),), (1,))
+            storage = storages[names[index]].detach()
+            self._ranges[index] = storage.as_strided((storage.numel(),), (1,))
         self._device = next(iter(self._ranges.values())).device.type if self._ranges else "cpu"
         self._typed: dict[tuple[int, int], torch.Tensor] = {}
         self._converted: torch.Tensor | None = None
@@ -208,16 +208,16 @@ def slabs_of(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Te
     budget = _slab_elements(values)
     steps = [0] * len(sizes)
     for dim in reversed(range(len(sizes))):
-        most = min(budget, MAX_COLUMNS) if dim == len(sizes) - 1 else budget
-        steps[dim] = max(1, min(sizes[dim], most))
+        max_size = min(budget, MAX_COLUMNS) if dim == len(sizes) - 1 else budget
+        steps[dim] = max(1, min(sizes[dim], max_size))
         budget //= steps[dim]
     if steps == sizes:
         yield values, spans
         return
     for corner in itertools.product(*(range(0, size, step) for size, step in zip(sizes, steps, strict=True))):
         slab, slab_spans = values, []
-        for (dim, first, size, stride), at, most in zip(spans, corner, steps, strict=True):
-            num = min(most, size - at)
+        for (dim, first, size, stride), at, max_size in zip(spans, corner, steps, strict=True):
+            num = min(max_size, size - at)
             slab = slab.narrow(len(spans) - dim, at, num)
             slab_spans.append((dim, first + at * stride, num, stride))
         yield slab, slab_spans

@@ -52,9 +52,9 @@ def passes(config: Config, trainers: ForecastSide, rank: int) -> list[PassMemory
         return []
     is_megatron = isinstance(deployment, Megatron)
     rank_of = _MegatronRank if is_megatron else _DTensorRank
-    made = rank_of(config, trainers, geometry, rank)
+    estimator = rank_of(config, trainers, geometry, rank)
     scored = config.scored_by(config.num_optimizer_steps)
-    return [*([made.scoring()] if scored else []), made.training()]
+    return [*([estimator.scoring()] if scored else []), estimator.training()]
 
 
 class _Rank:
@@ -101,10 +101,10 @@ class _Rank:
         for section in (policy.sequence_packing, policy.dynamic_batching):
             if section.enabled:
                 by_tokens = section.logprob_mb_tokens if scoring else section.train_mb_tokens
-        size, most = policy.train_micro_batch_size, self.num_trained
+        size, max_rows = policy.train_micro_batch_size, self.num_trained
         if scoring:
-            size, most = policy.logprob_batch_size, self.num_scored
-        rows = min(size, most) * self.num_sequences
+            size, max_rows = policy.logprob_batch_size, self.num_scored
+        rows = min(size, max_rows) * self.num_sequences
         return (by_tokens or rows * policy.max_total_sequence_length) / self.cp
 
     def divided(self, num_tokens: float) -> float:
@@ -129,15 +129,17 @@ class _Rank:
 
     def kept_by(self, layer: int, num_tokens: float) -> float:
         """Return what a layer keeps for its backward pass, its input included."""
-        kept = self.norms(num_tokens) + self.attention(num_tokens)
-        kept += self.num_products * self.item * num_tokens * self.width(layer)
+        num_bytes = self.norms(num_tokens) + self.attention(num_tokens)
+        num_bytes += self.num_products * self.item * num_tokens * self.width(layer)
         experts = self.geometry.experts
         if experts is not None and self.has_experts(layer):
             # The sorted copies, the products, and one more with the router's weights; then scores and maps.
             width = experts.intermediate_size / self.expert_tp
-            kept += self.item * self.copies(num_tokens) * (self.geometry.hidden_size + (self.num_products + 1) * width)
-            kept += 10 * self.divided(num_tokens) * experts.num_experts
-        return kept
+            num_bytes += (
+                self.item * self.copies(num_tokens) * (self.geometry.hidden_size + (self.num_products + 1) * width)
+            )
+            num_bytes += 10 * self.divided(num_tokens) * experts.num_experts
+        return num_bytes
 
     num_products, expert_tp = 4, 1
 
@@ -154,8 +156,10 @@ class _Rank:
             heads = sizes.num_heads / tp * (2 * (sizes.nope_dim + sizes.rope_dim) + 2 * sizes.value_dim)
             return num_tokens * (item * (compressed + heads) + 4 * sizes.num_heads / tp)
         queries, keys = (n / tp * sizes.head_dim for n in (sizes.num_heads, sizes.num_kv_heads))
-        kept = self.projections(queries, keys) + item * (2 * queries + keys)  # turned queries and keys, and the output
-        return num_tokens * (kept + 4 * sizes.num_heads / tp)
+        bytes_per_token = self.projections(queries, keys) + item * (
+            2 * queries + keys
+        )  # turned queries and keys, and the output
+        return num_tokens * (bytes_per_token + 4 * sizes.num_heads / tp)
 
     def projections(self, queries: float, keys: float) -> float:
         """Return the bytes for each token of projections that attention keeps, beside what is rotated."""
@@ -163,11 +167,11 @@ class _Rank:
 
     def working(self, layer: int, num_tokens: float) -> float:
         """Return what the computation of a layer holds beside what is kept, forward or backward."""
-        found = 4 * self.item * num_tokens * self.width(layer)  # gradients of the network's products
+        num_bytes = 4 * self.item * num_tokens * self.width(layer)  # gradients of the network's products
         if self.has_experts(layer):
             # Copies before and after they are exchanged, the experts' results, and these in one tensor.
-            found += 4 * self.item * self.copies(num_tokens) * self.geometry.hidden_size
-        return found
+            num_bytes += 4 * self.item * self.copies(num_tokens) * self.geometry.hidden_size
+        return num_bytes
 
     def scores(self, num_tokens: float, *, trains: bool) -> float:
         """Return what scoring takes: logits in chunks, and the output layer's whole gradient."""
@@ -187,10 +191,12 @@ class _Rank:
         hidden = self.geometry.hidden_size
 
         def taken(layer: int) -> float:
-            found = 4 * self.item * self.divided(num_tokens) * hidden + 3 * self.item * num_tokens * self.width(layer)
+            num_bytes = 4 * self.item * self.divided(num_tokens) * hidden + 3 * self.item * num_tokens * self.width(
+                layer
+            )
             if self.has_experts(layer):
-                found += 5 * self.item * self.copies(num_tokens) * hidden
-            return found
+                num_bytes += 5 * self.item * self.copies(num_tokens) * hidden
+            return num_bytes
 
         return max(*map(taken, layers), self.scores(num_tokens, trains=False))
 
@@ -237,15 +243,15 @@ class _DTensorRank(_Rank):
         return self.item * keys + ((4 + self.item) * (queries + keys) if self.has_head_norms else 0)
 
     def scoring(self) -> PassMemory:
-        taken = self.item * self.root + self.without_gradients(self.layers, self.tokens(scoring=True))
-        return PassMemory("log-probabilities", 0.0, max(taken, self.begun) + 2 * self.item * self.largest)
+        num_bytes = self.item * self.root + self.without_gradients(self.layers, self.tokens(scoring=True))
+        return PassMemory("log-probabilities", 0.0, max(num_bytes, self.begun) + 2 * self.item * self.largest)
 
     def training(self) -> PassMemory:
         num_tokens, item = self.tokens(scoring=False), self.item
         hidden = self.geometry.hidden_size
         recomputes = self.policy.activation_checkpointing_enabled or self.policy.dtensor_cfg.activation_checkpointing
         last = max(self.kept_by(layer, num_tokens) for layer in self.layers)
-        kept = [
+        layer_bytes = [
             item * self.divided(num_tokens) * hidden if recomputes else self.kept_by(layer, num_tokens)
             for layer in self.layers
         ]
@@ -260,7 +266,7 @@ class _DTensorRank(_Rank):
         first = gathered + 2 * item * self.largest + self.scores(num_tokens, trains=True)
         then = gathered + 2 * item * self.largest + output + reduced + work + (last if recomputes else -last)
         end = (item + 4) * self.root + reduced if is_reduced else self.begun
-        activations = sum(kept) + ends
+        activations = sum(layer_bytes) + ends
         # Kept activations are gone at the end, when the root's weights are, and its gradients are reduced.
         images = self.images(num_tokens, recomputes=recomputes)
         buffers = max(first, then, end - activations - images)
@@ -312,8 +318,8 @@ class _MegatronRank(_Rank):
         recomputes = settings.activation_checkpointing or self.policy.activation_checkpointing_enabled
         recomputes = granularity == "full" or (recomputes and granularity is None)
         hidden = self.item * self.divided(num_tokens) * self.geometry.hidden_size
-        kept = sum(hidden if recomputes else self.kept_by(layer, num_tokens) for layer in self.layers)
-        activations = self.in_flight * kept
+        stage_bytes = sum(hidden if recomputes else self.kept_by(layer, num_tokens) for layer in self.layers)
+        activations = self.in_flight * stage_bytes
         if self.is_last:  # the last norm's input and result, whole, and of scored tokens
             activations += hidden + (1 + self.share_scored) * self.item * num_tokens * self.geometry.hidden_size
         recomputed = [self.kept_by(layer, num_tokens) if recomputes else 0.0 for layer in self.layers]

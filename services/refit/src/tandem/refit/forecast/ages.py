@@ -157,8 +157,8 @@ def _slowest(rates: StepRates, age: int, in_flight: bool) -> tuple[float, Limit]
     for _ in range(_HALVINGS):
         middle_s = (low_s + high_s) / 2
         low_s, high_s = (middle_s, high_s) if max(cycles(middle_s).values()) > middle_s else (low_s, middle_s)
-    found = cycles(high_s)
-    return high_s, max(found, key=lambda name: found[name])
+    cycle_seconds = cycles(high_s)
+    return high_s, max(cycle_seconds, key=lambda name: cycle_seconds[name])
 
 
 def _share_by_age(rates: StepRates, age: int, period_s: float, limit: Limit) -> tuple[float, ...]:
@@ -166,5 +166,5 @@ def _share_by_age(rates: StepRates, age: int, period_s: float, limit: Limit) -> 
     between_s = period_s - rates.refit_s
     spare_s = (age + 1) * between_s - rates.training_s - rates.generation_s
     begins_s = spare_s if limit == "engines" else rates.left_s(between_s, age)
-    made = [0.0, *(rates.made((step + 1) * between_s - begins_s) for step in range(age)), 1.0]
-    return tuple(after - before for before, after in reversed([*pairwise(made)]))
+    generated_shares = [0.0, *(rates.made((step + 1) * between_s - begins_s) for step in range(age)), 1.0]
+    return tuple(after - before for before, after in reversed([*pairwise(generated_shares)]))

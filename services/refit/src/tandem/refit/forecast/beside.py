@@ -45,11 +45,11 @@ def models_beside(config: Config) -> list[tuple[Model, int]]:
 
 def as_policy(config: Config, model: Model, number: int) -> Config:
     """Return the configuration as if a model were the policy, and the ranks that hold it all trainers."""
-    found = config.with_policy(config.settings_of(model, number))
+    model_config = config.with_policy(config.settings_of(model, number))
     if model not in config.processes_of:
-        return found
+        return model_config
     return msgspec.structs.replace(
-        found, cluster=msgspec.structs.replace(found.cluster, trainers=config.processes_of[model])
+        model_config, cluster=msgspec.structs.replace(model_config.cluster, trainers=config.processes_of[model])
     )
 
 
@@ -59,19 +59,21 @@ def name_of(config: Config, model: Model, number: int) -> str:
 
 
 def _held(config: Config, model: Model, number: int, of_policy: ModelShape) -> BesideModel:
-    own = as_policy(config, model, number)
-    found = of_policy if model == "reference" else model_shape(own)
-    shape, unknown = (of_policy, found) if isinstance(found, str) else (found, "")
+    model_config = as_policy(config, model, number)
+    shape_or_reason = of_policy if model == "reference" else model_shape(model_config)
+    shape, unknown = (of_policy, shape_or_reason) if isinstance(shape_or_reason, str) else (shape_or_reason, "")
     is_trained, head = model in config.declaration.trains, config.declaration.head_of(model)
     if head != "vocabulary" and shape.geometry is not None and not shape.has_scalar_head:
         shape = shape.with_scalar_head(has_bias=head == "value")
     # On DTensor, trained weights are in float32 whatever the precision of the passes.
-    in_float32 = is_trained and not own.policy.megatron_cfg.enabled
+    in_float32 = is_trained and not model_config.policy.megatron_cfg.enabled
     return BesideModel(
         name=name_of(config, model, number),
-        config=own,
+        config=model_config,
         side=ForecastSide(
-            "trainer", training(own), shape.with_dtype("float32" if in_float32 else own.policy.precision)
+            "trainer",
+            training(model_config),
+            shape.with_dtype("float32" if in_float32 else model_config.policy.precision),
         ),
         is_trained=is_trained,
         has_processes=model in config.processes_of,

@@ -29,7 +29,7 @@ class DifferenceForecast(msgspec.Struct, frozen=True):
     """Bytes from trainers to engines, over streams."""
     num_whole: int
     """The same without differences."""
-    kept: dict[str, int]
+    kept_bytes: dict[str, int]
     """Bytes that each trainer keeps between refits, at most: of what several engines get it keeps one copy."""
 
 
@@ -39,18 +39,18 @@ def differences(
     """Predict a refit in which `SHARE` has changed; None if the configuration sends no differences."""
     if config.refit.differences == "off" or config.policy.adapters is not None:
         return None
-    whole = [link for link in links if _differs(link)]
-    if not whole:
+    whole_links = [link for link in links if _differs(link)]
+    if not whole_links:
         return None
     smaller = [_smaller(link) if _differs(link) else link for link in links]
-    kept: dict[str, int] = {}
-    for link in whole:
-        kept[link.source] = kept.get(link.source, 0) + link.num_bytes
+    kept_bytes: dict[str, int] = {}
+    for link in whole_links:
+        kept_bytes[link.source] = kept_bytes.get(link.source, 0) + link.num_bytes
     return DifferenceForecast(
         cost=cost(smaller, layouts, num_sources, rates),
         num_bytes=sum(link.num_bytes for link in smaller if _differs(link)),
-        num_whole=sum(link.num_bytes for link in whole),
-        kept=kept,
+        num_whole=sum(link.num_bytes for link in whole_links),
+        kept_bytes=kept_bytes,
     )
 
 

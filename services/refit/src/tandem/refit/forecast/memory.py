@@ -22,19 +22,19 @@ class StepPhase(msgspec.Struct, frozen=True):
     """One phase of a step."""
 
     name: str
-    held: Bytes
+    parts: Bytes
 
     @property
     def num_bytes(self) -> float:
         """All of it."""
-        return sum(self.held.values())
+        return sum(self.parts.values())
 
 
 class RankMemory(msgspec.Struct, frozen=True):
     """A rank's memory."""
 
     rank: int
-    kept: Bytes
+    resident: Bytes
     """Weights, gradients and optimizer state, when the optimizer begins."""
     phases: tuple[StepPhase, ...]
     """The phases of a step; only the optimizers' if activations are not known."""
@@ -47,7 +47,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     @property
     def knows_activations(self) -> bool:
         """Whether the phases have passes."""
-        return any("activations" in phase.held for phase in self.phases)
+        return any("activations" in phase.parts for phase in self.phases)
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,19 +87,19 @@ def memory_of(
     `of_refit` is what a refit takes of each trainer beside what it holds, by name. Of the models `beside` the policy,
     those in its processes count.
     """
-    here = [each for each in beside if not each.has_processes]
-    ranks = _distinct([trainers, *(each.side for each in here)])
-    found = [_of_rank(config, trainers, here, rank, with_activations=with_activations) for rank in ranks]
-    largest = max(found, key=lambda memory: memory.peak.num_bytes)
+    colocated = [each for each in beside if not each.has_processes]
+    ranks = _distinct([trainers, *(each.side for each in colocated)])
+    memories = [_of_rank(config, trainers, colocated, rank, with_activations=with_activations) for rank in ranks]
+    largest = max(memories, key=lambda memory: memory.peak.num_bytes)
     if of_refit is None or not with_activations:
         return largest
     extra = of_refit.get(f"trainer-{largest.rank}", 0)
     return msgspec.structs.replace(largest, phases=(*largest.phases, _refit(config, trainers, largest, extra)))
 
 
-def part_of(each: BesideModel) -> ModelMemory:
+def part_of(model: BesideModel) -> ModelMemory:
     """Return what a model beside the policy takes of the rank that holds most of it, the first of several."""
-    return max((_part(each, rank) for rank in _distinct([each.side])), key=lambda part: part.resident)
+    return max((_part(model, rank) for rank in _distinct([model.side])), key=lambda part: part.resident)
 
 
 def _distinct(sides: Sequence[ForecastSide]) -> list[int]:
@@ -112,65 +112,65 @@ def _distinct(sides: Sequence[ForecastSide]) -> list[int]:
 def _refit(config: Config, trainers: ForecastSide, memory: RankMemory, extra: float) -> StepPhase:
     """Return the phase in which weights move: a trainer that shares its GPU has the rest in host memory then."""
     _, master_gradients = _kept(config, trainers, memory.rank)
-    held = dict(memory.kept)
+    parts = dict(memory.resident)
     if config.policy.generation.colocated.enabled:
-        held |= {name: 0.0 for name in held if "weights" not in name and name != "adapters"}
+        parts |= {name: 0.0 for name in parts if "weights" not in name and name != "adapters"}
     else:
-        held["optimizer"] -= master_gradients
-        held["gradients"] *= config.policy.megatron_cfg.enabled
-    return StepPhase("refit", held | {"buffers": extra})
+        parts["optimizer"] -= master_gradients
+        parts["gradients"] *= config.policy.megatron_cfg.enabled
+    return StepPhase("refit", parts | {"buffers": extra})
 
 
 def _of_rank(
     config: Config, trainers: ForecastSide, beside: Sequence[BesideModel], rank: int, *, with_activations: bool
 ) -> RankMemory:
-    kept, master_gradients = _kept(config, trainers, rank)
-    parts = [_part(each, rank) for each in beside]
-    kept |= {part.title: part.resident for part in parts}
+    resident, master_gradients = _kept(config, trainers, rank)
+    parts = [_part(model, rank) for model in beside]
+    resident |= {part.title: part.resident for part in parts}
     is_megatron = config.policy.megatron_cfg.enabled
-    gradients = kept["gradients"]
+    gradients = resident["gradients"]
     idle = {
-        **kept,
-        "optimizer": kept["optimizer"] - master_gradients,
+        **resident,
+        "optimizer": resident["optimizer"] - master_gradients,
         # FSDP2 frees gradients after each step. Megatron-Core's have one buffer for good.
         "gradients": gradients if is_megatron else 0.0,
     }
     phases = []
-    for each in passes(config, trainers, rank) if with_activations else ():
-        phases.append(_phase_of(each, {**idle, "gradients": gradients} if each.activations > 0 else idle))
+    for pass_memory in passes(config, trainers, rank) if with_activations else ():
+        phases.append(_phase_of(pass_memory, {**idle, "gradients": gradients} if pass_memory.activations > 0 else idle))
     optimizer = config.policy.optimizer
     # Without the fused implementation, torch's Adam takes square roots of all second moments at once.
     is_in_parts = not is_megatron and optimizer is not None and optimizer.kwargs.get("fused") is False
-    buffers = {"buffers": kept["optimizer"] / 2} if is_in_parts else {}
-    phases.append(StepPhase("optimizer step", {**kept, **buffers}))
+    buffers = {"buffers": resident["optimizer"] / 2} if is_in_parts else {}
+    phases.append(StepPhase("optimizer step", {**resident, **buffers}))
     for model, part in zip(beside, parts, strict=True):
-        for each in passes(model.config, model.side, rank) if with_activations else ():
-            is_training = each.activations > 0
+        for pass_memory in passes(model.config, model.side, rank) if with_activations else ():
+            is_training = pass_memory.activations > 0
             if model.is_trained or not is_training:
-                held = {**idle, part.title: part.resident + part.gradients * is_training}
+                phase_parts = {**idle, part.title: part.resident + part.gradients * is_training}
                 kind = "passes" if is_training else "scores"
-                phases.append(_phase_of(each, held, f"{kind} of the {model.name}"))
+                phases.append(_phase_of(pass_memory, phase_parts, f"{kind} of the {model.name}"))
         if model.is_trained:
-            held = {**idle, part.title: part.most}
-            phases.append(StepPhase(f"optimizer step of the {model.name}", held))
-    return RankMemory(rank, kept, tuple(phases))
+            phase_parts = {**idle, part.title: part.most}
+            phases.append(StepPhase(f"optimizer step of the {model.name}", phase_parts))
+    return RankMemory(rank, resident, tuple(phases))
 
 
-def _phase_of(each: PassMemory, held: Bytes, name: str = "") -> StepPhase:
-    taken = {"activations": each.activations, "images": each.images, "buffers": each.buffers}
-    return StepPhase(name or each.name, held | taken)
+def _phase_of(pass_memory: PassMemory, resident: Bytes, name: str = "") -> StepPhase:
+    temporary = {"activations": pass_memory.activations, "images": pass_memory.images, "buffers": pass_memory.buffers}
+    return StepPhase(name or pass_memory.name, resident | temporary)
 
 
-def _part(each: BesideModel, rank: int) -> ModelMemory:
+def _part(model: BesideModel, rank: int) -> ModelMemory:
     """Return what a model beside the policy takes of a rank. It has no adapters of its own."""
-    rest, experts, adapters, frozen = _weights(each.config, each.side, rank)
-    weights = float(rest + experts + adapters + frozen)
-    if not each.is_trained:
-        return ModelMemory(title=each.name, weights=weights)
-    gradients, state, master_gradients = _learning(each.config, rest, experts)
-    stays = each.config.policy.megatron_cfg.enabled
+    dense, experts, adapters, frozen = _weights(model.config, model.side, rank)
+    weights = float(dense + experts + adapters + frozen)
+    if not model.is_trained:
+        return ModelMemory(title=model.name, weights=weights)
+    gradients, state, master_gradients = _learning(model.config, dense, experts)
+    stays = model.config.policy.megatron_cfg.enabled
     return ModelMemory(
-        title=each.name,
+        title=model.name,
         weights=weights,
         optimizer=state - master_gradients + (gradients if stays else 0.0),
         gradients=0.0 if stays else gradients,
@@ -178,13 +178,13 @@ def _part(each: BesideModel, rank: int) -> ModelMemory:
     )
 
 
-def _learning(config: Config, rest: float, experts: float) -> tuple[float, float, float]:
+def _learning(config: Config, dense: float, experts: float) -> tuple[float, float, float]:
     """Return the bytes of gradients, of optimizer state by closed forms for Adam's moments, and of a part of it.
 
     That part is only there when the optimizer works: copies of the gradients in float32.
     """
     policy, megatron = config.policy, config.policy.megatron_cfg
-    weights = gradients = float(rest + experts)
+    weights = gradients = float(dense + experts)
     if not megatron.enabled:
         return gradients, 2.0 * weights, 0.0
     is_half = policy.precision == "bfloat16"
@@ -197,7 +197,7 @@ def _learning(config: Config, rest: float, experts: float) -> tuple[float, float
     shares_E = a_stage // (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size)
     if not megatron.optimizer.get("use_distributed_optimizer", True):
         shares = shares_E = 1
-    shard = (rest / shares + experts / shares_E) / item_size
+    shard = (dense / shares + experts / shares_E) / item_size
     return gradients, bytes_of_state * shard, bytes_of_gradients * shard
 
 
@@ -206,22 +206,22 @@ def _kept(config: Config, trainers: ForecastSide, rank: int) -> tuple[Bytes, flo
 
     And the part of the optimizer's that is only there then: copies of the gradients in float32.
     """
-    rest, experts, adapters, frozen = _weights(config, trainers, rank)
+    dense, experts, adapters, frozen = _weights(config, trainers, rank)
     if config.policy.adapters is not None:  # frozen weights have neither gradients nor optimizer state
-        frozen, rest, experts = frozen + rest + experts, adapters, 0
-    weights = rest + experts
-    gradients, state, master_gradients = _learning(config, rest, experts)
-    kept: Bytes = {"weights": weights, "gradients": gradients, "optimizer": state}
+        frozen, dense, experts = frozen + dense + experts, adapters, 0
+    weights = dense + experts
+    gradients, state, master_gradients = _learning(config, dense, experts)
+    resident: Bytes = {"weights": weights, "gradients": gradients, "optimizer": state}
     if frozen:
-        kept["frozen weights"] = frozen
+        resident["frozen weights"] = frozen
     if config.policy.adapters is not None:  # without its adapters it is its own reference
-        kept = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
+        resident = {"frozen weights": frozen, "adapters": weights, "gradients": gradients, "optimizer": state}
     elif config.needs_reference and "reference" not in config.processes_of:
         # On DTensor, trained weights are in float32 whatever the precision of the passes; other weights are in that.
-        held = 2 if config.policy.precision == "bfloat16" else 4
-        trained = held if config.policy.megatron_cfg.enabled else 4
-        kept["reference model"] = (weights + frozen) * held // trained
-    return kept, master_gradients
+        item_size = 2 if config.policy.precision == "bfloat16" else 4
+        trained = item_size if config.policy.megatron_cfg.enabled else 4
+        resident["reference model"] = (weights + frozen) * item_size // trained
+    return resident, master_gradients
 
 
 def _weights(config: Config, side: ForecastSide, rank: int) -> tuple[int, int, int, int]:
@@ -239,19 +239,19 @@ def _weights(config: Config, side: ForecastSide, rank: int) -> tuple[int, int, i
 
 def _as_seeing(name: str, family: VisionFamily) -> str:
     """Return a name of Megatron-Core's as Transformers would begin it; an output layer of its own is in no part."""
-    own = name.removeprefix("tower.")
-    return own if own != name or name.startswith("output_layer.") else family.language_prefix
+    suffix = name.removeprefix("tower.")
+    return suffix if suffix != name or name.startswith("output_layer.") else family.language_prefix
 
 
 def size_of_gpu() -> float | None:
     """Return the bytes of the smallest GPU of this machine; None without one."""
     with opened_nvml() as nvml:
         sizes = [] if nvml is None else [gpu.memory_gb for gpu in nvml.links()]
-    known = [size for size in sizes if size is not None]
-    return 1e9 * min(known) if known else None
+    known_sizes = [size for size in sizes if size is not None]
+    return 1e9 * min(known_sizes) if known_sizes else None
 
 
 def columns(memory: RankMemory) -> list[str]:
     """Return what the phases hold, in order, without what none of them does."""
-    names: Mapping[str, None] = dict.fromkeys(name for phase in memory.phases for name in phase.held)
-    return [name for name in names if any(phase.held.get(name) for phase in memory.phases)]
+    names: Mapping[str, None] = dict.fromkeys(name for phase in memory.phases for name in phase.parts)
+    return [name for name in names if any(phase.parts.get(name) for phase in memory.phases)]

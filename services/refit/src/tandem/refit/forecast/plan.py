@@ -27,31 +27,31 @@ _WIDTH = 120
 """Width of the output, in columns, where it is not a terminal: the reasons of links fit."""
 
 
-def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> None:
+def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVEN) -> None:
     """Print the parts of a run, and how weights get from its trainers to its engines.
 
-    Asynchronous steps are predicted from rates, `given` or measured before. Raise `ConfigError`, `ModelError`, or
+    Asynchronous steps are predicted from rates, `given_rates` or measured before. Raise `ConfigError`, `ModelError`, or
     `RefitError` if sizes do not fit the model.
     """
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
     model = model_shape(config)
-    both = None if isinstance(model, str) else sides(config, model)
+    forecast_sides = None if isinstance(model, str) else sides(config, model)
     generates = config.generates
-    explained = predict(config, *both) if both and generates else None
+    explained = predict(config, *forecast_sides) if forecast_sides and generates else None
     beside = () if isinstance(model, str) else beside_policy(config, model)
-    _print_ranks(config, both, console)
+    _print_ranks(config, forecast_sides, console)
     for line in outline.beside(config, beside):
         console.print(f"  {line}", soft_wrap=True)
     for line in outline.steps(config):
         console.print(f"  {line}")
-    if both is None:
+    if forecast_sides is None:
         console.print(f"unknown: parameters, memory and transfers, because {model};", soft_wrap=True)
         console.print("set policy.model_name=FOLDER, a folder with the config.json of a model of that shape")
     else:
-        _print_memory(config, both[0], explained, beside, console)
+        _print_memory(config, forecast_sides[0], explained, beside, console)
     if generates:
-        print_ages(config, given, explained.cost.seconds if explained else None, console)
+        print_ages(config, given_rates, explained.cost.seconds if explained else None, console)
     if explained:
         _print_links(explained.survey, console)
         _print_loads(explained, console)
@@ -63,19 +63,23 @@ def explain(config: Config, console: Console, given: GivenRates = NOT_GIVEN) -> 
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print_ranks(config: Config, both: tuple[ForecastSide, ForecastSide] | None, console: Console) -> None:
+def _print_ranks(config: Config, forecast_sides: tuple[ForecastSide, ForecastSide] | None, console: Console) -> None:
     size = ""
-    if both:
-        size = f": {_parameters([each for each in both[0].model.tensors if not lora.is_adapter(each.name)])}"
+    if forecast_sides:
+        size = f": {_parameters([each for each in forecast_sides[0].model.tensors if not lora.is_adapter(each.name)])}"
     console.print(f"[bold]{config.policy.model_name}[/]{size}", soft_wrap=True)
     trains, generates = training(config), generation(config)
-    console.print(f"  {outline.ranks_of_training(config)}: {words(config, trains)}{_dtypes(both, 0)}")
+    console.print(f"  {outline.ranks_of_training(config)}: {words(config, trains)}{_dtypes(forecast_sides, 0)}")
     if config.generates:
         ranks = generates.num_ranks
-        console.print(f"  {ranks} engine rank{'s' if ranks > 1 else ''}: {words(config, generates)}{_dtypes(both, 1)}")
+        console.print(
+            f"  {ranks} engine rank{'s' if ranks > 1 else ''}: {words(config, generates)}{_dtypes(forecast_sides, 1)}"
+        )
     else:
         console.print(f"  no engines: {config.algorithm} generates nothing, and no weights move")
-    if both and (adapters := [each for each in both[0].model.tensors if lora.is_adapter(each.name)]):
+    if forecast_sides and (
+        adapters := [each for each in forecast_sides[0].model.tensors if lora.is_adapter(each.name)]
+    ):
         console.print(f"  trained are adapters of {len(adapters) // 2:,} layers: {_parameters(adapters)}")
     cluster = config.cluster
     if config.generates and not is_on_gpus(config):
@@ -92,8 +96,12 @@ def _parameters(tensors: Sequence[Tensor]) -> str:
     return f"{number} parameters in {len(tensors):,} tensors"
 
 
-def _dtypes(both: tuple[ForecastSide, ForecastSide] | None, side: int) -> str:
-    return f"; {', '.join(sorted({tensor.dtype for tensor in both[side].model.tensors}))}" if both else ""
+def _dtypes(forecast_sides: tuple[ForecastSide, ForecastSide] | None, side: int) -> str:
+    return (
+        f"; {', '.join(sorted({tensor.dtype for tensor in forecast_sides[side].model.tensors}))}"
+        if forecast_sides
+        else ""
+    )
 
 
 def _print_memory(
@@ -106,40 +114,40 @@ def _print_memory(
     """Print the phases of the trainer that needs most. On CPUs, attention and gathering take other memory."""
     on_gpus = is_on_gpus(config)
     of_refit = None if explained is None else explained.memory
-    found = memory_of(config, trainers, with_activations=on_gpus, of_refit=of_refit, beside=beside)
-    peak, knows = found.peak, found.knows_activations
+    memory = memory_of(config, trainers, with_activations=on_gpus, of_refit=of_refit, beside=beside)
+    peak, knows = memory.peak, memory.knows_activations
     is_in_host_memory = config.policy.dtensor_cfg.cpu_offload and not config.policy.megatron_cfg.enabled
-    where = " (in host memory)" if is_in_host_memory else ""
+    location = " (in host memory)" if is_in_host_memory else ""
     if not knows:
-        listed = ", ".join(f"{name} {size / 1e9:,.2f}" for name, size in peak.held.items())
-        console.print(f"  {peak.num_bytes / 1e9:,.2f} GB a trainer{where}, without activations: {listed}")
+        listed = ", ".join(f"{name} {size / 1e9:,.2f}" for name, size in peak.parts.items())
+        console.print(f"  {peak.num_bytes / 1e9:,.2f} GB a trainer{location}, without activations: {listed}")
         return
     console.print(
-        f"  trainer {found.rank} needs most{where}: {peak.num_bytes / 1e9:,.1f} GB at its peak, in {peak.name}"
+        f"  trainer {memory.rank} needs most{location}: {peak.num_bytes / 1e9:,.1f} GB at its peak, in {peak.name}"
     )
-    names = columns(found)
+    names = columns(memory)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in (f"GB of trainer {found.rank}", *names, "in all"):
+    for title in (f"GB of trainer {memory.rank}", *names, "in all"):
         table.add_column(title, justify="right" if table.columns else "left")
-    for phase in found.phases:
-        sizes = [*(phase.held.get(name, 0.0) for name in names), phase.num_bytes]
+    for phase in memory.phases:
+        sizes = [*(phase.parts.get(name, 0.0) for name in names), phase.num_bytes]
         table.add_row(phase.name, *(f"{size / 1e9:,.2f}" for size in sizes))
     console.print(table)
-    if any(phase.held.get("images") for phase in found.phases):
+    if any(phase.parts.get("images") for phase in memory.phases):
         share = most_image_tokens(config, 1.0)
         console.print(f"  images: as if all tokens of prompts stood for some, {share:.0%} of a micro-batch's")
     size = size_of_gpu()
-    if size is not None and not where and peak.num_bytes > size:
+    if size is not None and not location and peak.num_bytes > size:
         console.print(f"  [bold red]more than a GPU here has: {size / 1e9:,.1f} GB[/]")
 
 
 def _print_cost(explained: RefitForecast, console: Console) -> None:
-    found = explained.cost
+    cost = explained.cost
     console.print(
-        f"lower bound  {_time(found.bound_s)}  = max(egress {_time(found.egress_s)}, ingress {_time(found.ingress_s)}, "
-        f"install {_time(found.install_s)})"
+        f"lower bound  {_time(cost.bound_s)}  = max(egress {_time(cost.egress_s)}, ingress {_time(cost.ingress_s)}, "
+        f"install {_time(cost.install_s)})"
     )
-    console.print(f"predicted    {_time(found.seconds)}  limited by: {found.limited_by}")
+    console.print(f"predicted    {_time(cost.seconds)}  limited by: {cost.limited_by}")
     if explained.differences is not None:
         _print_differences(explained.differences, console)
     if explained.frozen_cost is not None:
@@ -151,54 +159,54 @@ def _print_cost(explained: RefitForecast, console: Console) -> None:
     console.print(f"planned in {explained.seconds:.1f} s; rates are those of cluster.links", style="dim")
 
 
-def _print_differences(found: DifferenceForecast, console: Console) -> None:
-    unit, most = _unit([found.num_whole]), max(found.kept.values())
+def _print_differences(moved: DifferenceForecast, console: Console) -> None:
+    unit, peak = _unit([moved.num_whole]), max(moved.kept_bytes.values())
     console.print(
-        f"differences  {_time(found.cost.seconds)}, and the time to find them, if {SHARE:.0%} has changed: "
-        f"{found.num_bytes / _UNITS[unit]:,.2f} {unit} by stream instead of {found.num_whole / _UNITS[unit]:,.2f}; a "
-        f"trainer keeps up to {most / _UNITS[_unit([most])]:,.2f} {_unit([most])} for it, in every phase",
+        f"differences  {_time(moved.cost.seconds)}, and the time to find them, if {SHARE:.0%} has changed: "
+        f"{moved.num_bytes / _UNITS[unit]:,.2f} {unit} by stream instead of {moved.num_whole / _UNITS[unit]:,.2f}; a "
+        f"trainer keeps up to {peak / _UNITS[_unit([peak])]:,.2f} {_unit([peak])} for it, in every phase",
         soft_wrap=True,
     )
 
 
-def _print_links(found: LinkSurvey, console: Console) -> None:
+def _print_links(survey: LinkSurvey, console: Console) -> None:
     groups: dict[tuple[str, str], list[int]] = {}
-    for link in found.links:
-        groups.setdefault((link.transport, link.why), []).append(link.num_bytes)
-    total, each = _unit(map(sum, groups.values())), _unit(size for sizes in groups.values() for size in sizes)
-    each = "MB" if each == "GB" else each  # links differ by orders of magnitude
+    for link in survey.links:
+        groups.setdefault((link.transport, link.reason), []).append(link.num_bytes)
+    total, link_unit = _unit(map(sum, groups.values())), _unit(size for sizes in groups.values() for size in sizes)
+    link_unit = "MB" if link_unit == "GB" else link_unit  # links differ by orders of magnitude
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("transport", "links", total, f"{each} a link: least", "median", "most", "why"):
+    for column in ("transport", "links", total, f"{link_unit} a link: least", "median", "most", "why"):
         table.add_column(column, justify="left" if column in ("transport", "why") else "right")
-    for (transport, why), sizes in sorted(groups.items()):
+    for (transport, reason), sizes in sorted(groups.items()):
         spread = (min(sizes), statistics.median(sizes), max(sizes))
         table.add_row(
             transport,
             f"{len(sizes):,}",
             f"{sum(sizes) / _UNITS[total]:,.2f}",
-            *(f"{size / _UNITS[each]:,.1f}" for size in spread),
-            why,
+            *(f"{size / _UNITS[link_unit]:,.1f}" for size in spread),
+            reason,
         )
     console.print(table)
 
 
 def _print_loads(explained: RefitForecast, console: Console) -> None:
-    found = explained.survey
+    survey = explained.survey
     loads: dict[str, Mapping[str, int]] = {
-        "sent by, or read from, {}": found.egress,
-        "received by {}": found.ingress,
+        "sent by, or read from, {}": survey.egress,
+        "received by {}": survey.ingress,
         "peak extra memory of {}": explained.memory,
     }
     unit = _unit(size for amounts in loads.values() for size in amounts.values())
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in (f"{unit} a process", "least", "median", "most"):
         table.add_column(column, justify="right" if column in ("least", "median", "most") else "left")
-    for what, amounts in loads.items():
+    for template, amounts in loads.items():
         for kind, called in (("trainer", "a trainer"), ("rollout", "an engine rank")):
             sizes = [size for member, size in amounts.items() if member.startswith(kind)]
             if sizes:
                 spread = (min(sizes), statistics.median(sizes), max(sizes))
-                table.add_row(what.format(called), *(f"{size / _UNITS[unit]:,.3f}" for size in spread))
+                table.add_row(template.format(called), *(f"{size / _UNITS[unit]:,.3f}" for size in spread))
     console.print(table)
 
 

@@ -64,28 +64,28 @@ class MeasuredRates(msgspec.Struct, frozen=True, kw_only=True):
     """Source of the rates, or why some or all are unknown."""
 
 
-def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | None, console: Console) -> None:
+def print_ages(config: Config, given_rates: GivenRates, predicted_refit_s: float | None, console: Console) -> None:
     """Print the costs and gains of each age; `predicted_refit_s` stands in where no refit was measured."""
-    said = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
-    if config.is_colocated and not {*said} >= _NEEDED:
+    explicit_rates = {name: value for name, value in msgspec.structs.asdict(given_rates).items() if value is not None}
+    if config.is_colocated and not {*explicit_rates} >= _NEEDED:
         console.print(
             "  synchronous: generation and training take turns on their devices "
             "(policy.generation.colocated.enabled: true)"
         )
         return
     measured = read_rates(config)
-    known = {**measured.rates, **said}
-    if not {*known} >= _NEEDED:
+    known_rates = {**measured.rates, **explicit_rates}
+    if not {*known_rates} >= _NEEDED:
         _print_unknown(config, measured, console)
         return
     if predicted_refit_s is not None:
-        known.setdefault("refit_s", predicted_refit_s)
-    rates = rates_of(config, known)
+        known_rates.setdefault("refit_s", predicted_refit_s)
+    rates = rates_of(config, known_rates)
     in_flight = config.updates_in_flight or not config.max_trajectory_age_steps
     updates = "weights are updated in flight" if in_flight else "engines finish what they have before each update"
     console.print(f"asynchronous steps by age, predicted; {updates}")
     console.print(_table(config, [predict(rates, age, in_flight=in_flight) for age in _ages(config)]))
-    console.print(f"  {_source(rates, said, measured, predicted_refit_s)}", style="dim", soft_wrap=True)
+    console.print(f"  {_source(rates, explicit_rates, measured, predicted_refit_s)}", style="dim", soft_wrap=True)
     if (age := _first_without_room(config)) is not None:
         console.print(
             f"  from age {age} on engines may wait for room, if responses are as long as they may be: "
@@ -94,10 +94,10 @@ def print_ages(config: Config, given: GivenRates, predicted_refit_s: float | Non
         )
 
 
-def rates_of(config: Config, known: Mapping[str, float]) -> StepRates:
+def rates_of(config: Config, known_rates: Mapping[str, float]) -> StepRates:
     """Return the known rates, completed with the sizes of a configuration."""
     return StepRates(
-        **known, samples_per_place=_samples(config) / (config.policy.generation.width * config.cluster.rollouts)
+        **known_rates, samples_per_place=_samples(config) / (config.policy.generation.width * config.cluster.rollouts)
     )
 
 
@@ -192,16 +192,18 @@ def _table(config: Config, predictions: Sequence[AgePrediction]) -> Table:
     columns = ("age", "step", "times as fast", "tokens by age 0, 1, ...", "engines idle", "trainers idle", "GB kept")
     for column in (*columns, "limited by"):
         table.add_column(column, justify="left" if column in ("limited by", columns[3]) else "right", no_wrap=True)
-    for found in predictions:
+    for prediction in predictions:
         table.add_row(
-            f"{found.age} (configured)" if found.age == config.max_trajectory_age_steps else f"{found.age}",
-            f"{found.period_s:.3g} s",
-            f"{found.speedup:.2f}",
-            "of one sample the same" if found.share_by_age is None else _shares(found.share_by_age),
-            f"{found.engines_idle:.0%}",
-            f"{found.trainers_idle:.0%}",
-            f"{_kept_tokens(config, found.age) * BYTES_A_TOKEN / _GB:.2g}",
-            found.limit,
+            f"{prediction.age} (configured)"
+            if prediction.age == config.max_trajectory_age_steps
+            else f"{prediction.age}",
+            f"{prediction.period_s:.3g} s",
+            f"{prediction.speedup:.2f}",
+            "of one sample the same" if prediction.share_by_age is None else _shares(prediction.share_by_age),
+            f"{prediction.engines_idle:.0%}",
+            f"{prediction.trainers_idle:.0%}",
+            f"{_kept_tokens(config, prediction.age) * BYTES_A_TOKEN / _GB:.2g}",
+            prediction.limit,
         )
     return table
 
@@ -211,14 +213,14 @@ def _shares(share_by_age: Sequence[float]) -> str:
 
 
 def _source(
-    rates: StepRates, said: Mapping[str, float], measured: MeasuredRates, predicted_refit_s: float | None
+    rates: StepRates, explicit_rates: Mapping[str, float], measured: MeasuredRates, predicted_refit_s: float | None
 ) -> str:
     """Describe the sources of the predictions."""
-    sources = [*(["as given"] if said else []), *([measured.source] if measured.rates else [])]
-    known, refit, longest = {**measured.rates, **said}, "", ""
-    if "refit_s" not in known:
+    sources = [*(["as given"] if explicit_rates else []), *([measured.source] if measured.rates else [])]
+    known_rates, refit, longest = {**measured.rates, **explicit_rates}, "", ""
+    if "refit_s" not in known_rates:
         refit = " (not known)" if predicted_refit_s is None else " (as predicted below)"
-    if "longest_over_mean" not in known:
+    if "longest_over_mean" not in known_rates:
         longest = " (not known: --longest-over-mean)"
     return (
         f"from generation {rates.generation_s:.3g} s, training {rates.training_s:.3g} s, refit {rates.refit_s:.3g} s"

@@ -87,7 +87,7 @@ def planned(config: Config) -> RunPlan:
         of_refit=None if forecast is None else forecast.memory,
         beside=beside,
     )
-    learning = memory.kept["gradients"] + memory.kept["optimizer"]
+    learning = memory.resident["gradients"] + memory.resident["optimizer"]
     refit = None
     if forecast is not None:
         moved: dict[str, int] = {}
@@ -100,7 +100,7 @@ def planned(config: Config) -> RunPlan:
     return RunPlan(
         unknown="",
         trainer=memory.rank,
-        phases=tuple(PlannedPhase(phase.name, phase.held, phase.num_bytes) for phase in memory.phases),
+        phases=tuple(PlannedPhase(phase.name, phase.parts, phase.num_bytes) for phase in memory.phases),
         models=(_policy(config, trainers, learning), *map(_beside, beside)),
         engines=_policy(config, engines, 0.0) if config.generates else None,
         refit=refit,
@@ -122,18 +122,18 @@ def _policy(config: Config, side: ForecastSide, learning: float) -> PlannedModel
     )
 
 
-def _beside(each: BesideModel) -> PlannedModel:
-    part, deployment = part_of(each), each.side.deployment
+def _beside(model: BesideModel) -> PlannedModel:
+    part, deployment = part_of(model), model.side.deployment
     return PlannedModel(
-        name=each.name,
+        name=model.name,
         ranks=deployment.num_ranks,
-        has_processes=each.has_processes,
-        division=words(each.config, deployment),
+        has_processes=model.has_processes,
+        division=words(model.config, deployment),
         sizes=_sizes(deployment),
-        num_parameters=each.side.model.num_parameters,
+        num_parameters=model.side.model.num_parameters,
         weights=part.weights,
         learning=part.most - part.weights,
-        unknown=each.unknown,
+        unknown=model.unknown,
     )
 
 

@@ -16,26 +16,26 @@ def ranks_of_training(config: Config) -> str:
     num, shares = config.cluster.trainers, config.data_parallel_size
     cut = f", {num // shares} to each of {shares} data-parallel shards" if num > shares > 1 else ""
     beside = [f"{size} of the {model}" for model, size in config.processes_of.items() if model != "policy"]
-    rest = f", and beside them {' and '.join(beside)}" if beside else ""
-    return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{rest}"
+    others_phrase = f", and beside them {' and '.join(beside)}" if beside else ""
+    return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{others_phrase}"
 
 
-def beside(config: Config, held: Sequence[BesideModel]) -> Iterator[str]:
+def beside(config: Config, known_models: Sequence[BesideModel]) -> Iterator[str]:
     """Describe the division of each model beside the policy, with bytes if what trainers hold is known."""
-    of_name = {each.name: each for each in held}
+    of_name = {each.name: each for each in known_models}
     for model, number in models_beside(config):
-        own, name = as_policy(config, model, number), name_of(config, model, number)
-        ranks = own.cluster.trainers
-        where = f"{_count(ranks, 'rank')} of its own" if model in config.processes_of else "the same ranks"
-        division = words(own, training(own))
-        yield f"{name}, on {where}: {division}{_sizes(of_name[name]) if held else ''}"
+        model_config, name = as_policy(config, model, number), name_of(config, model, number)
+        ranks = model_config.cluster.trainers
+        location = f"{_count(ranks, 'rank')} of its own" if model in config.processes_of else "the same ranks"
+        division = words(model_config, training(model_config))
+        yield f"{name}, on {location}: {division}{_sizes(of_name[name]) if known_models else ''}"
 
 
-def _sizes(each: BesideModel) -> str:
+def _sizes(model: BesideModel) -> str:
     """Return a model's element types, and the bytes of the rank that holds most of it."""
-    part, dtypes = part_of(each), ", ".join(sorted({tensor.dtype for tensor in each.side.model.tensors}))
-    learning = f", {part.most / 1e9:,.2f} GB with gradients and optimizer" if each.is_trained else ""
-    assumed = f", as if it had the policy's shape: {each.unknown}" if each.unknown else ""
+    part, dtypes = part_of(model), ", ".join(sorted({tensor.dtype for tensor in model.side.model.tensors}))
+    learning = f", {part.most / 1e9:,.2f} GB with gradients and optimizer" if model.is_trained else ""
+    assumed = f", as if it had the policy's shape: {model.unknown}" if model.unknown else ""
     return f"; {dtypes}; {part.weights / 1e9:,.2f} GB of weights a rank{learning}{assumed}"
 
 
@@ -47,12 +47,12 @@ def steps(config: Config) -> Iterator[str]:
     policy, share = config.policy, -(-config.policy.train_global_batch_size // config.data_parallel_size)
     things, num = f"{config.declaration.unit}s", config.num_optimizer_steps
     if config.declaration.rolls_out:
-        section, whole = config.rollout_section, config.units_per_step
+        section, total = config.rollout_section, config.units_per_step
         prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
-        yield f"{prompts:,} prompts × {generations} samples = {whole:,} sequences, {_count(num, 'optimizer step')}"
+        yield f"{prompts:,} prompts × {generations} samples = {total:,} sequences, {_count(num, 'optimizer step')}"
         if section.use_dynamic_sampling:
-            drawn, most = section.num_prompts_per_batch, section.dynamic_sampling_max_gen_batches
-            yield f"of each {drawn:,} prompts drawn, those with differing rewards are used; at most {most:,} draws"
+            drawn, max_draws = section.num_prompts_per_batch, section.dynamic_sampling_max_gen_batches
+            yield f"of each {drawn:,} prompts drawn, those with differing rewards are used; at most {max_draws:,} draws"
     else:
         yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
     micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
@@ -60,8 +60,8 @@ def steps(config: Config) -> Iterator[str]:
     beside = config.declaration.trains[:-1]
     scored = " and the ".join(model for model in config.scored_by(num) if model not in beside)
     if scored:
-        whole = share * num // config.num_passes
-        batches = _micro_batches(config, whole, policy.logprob_batch_size, scoring=True)
+        num_rows = share * num // config.num_passes
+        batches = _micro_batches(config, num_rows, policy.logprob_batch_size, scoring=True)
         yield f"before that, log-probabilities of the {scored}: {batches}"
     if beside:
         yield f"the same for the {' and the '.join(beside)} model, by its own batch sizes"
@@ -85,9 +85,9 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
         return f"{_count(-(-num // size), 'micro-batch')} of {size}"
     section = packing if packing.enabled else dynamic
     tokens = section.logprob_mb_tokens if scoring else section.train_mb_tokens
-    most = -(-num // max(1, tokens // longest))
+    max_batches = -(-num // max(1, tokens // longest))
     kind = "packed rows" if packing.enabled else "micro-batches"
-    return f"at most {most:,} {kind} of at most {tokens:,} tokens"
+    return f"at most {max_batches:,} {kind} of at most {tokens:,} tokens"
 
 
 def in_vain(config: Config) -> Iterator[str]:

@@ -41,8 +41,8 @@ def sides(config: Config, model: ModelShape) -> tuple[ForecastSide, ForecastSide
     """
     policy = config.policy
     trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
-    held = model.with_dtype("float32" if trains_all_in_float32 else policy.precision)
-    return ForecastSide("trainer", training(config), _with_adapters(config, held)), ForecastSide(
+    trained_model = model.with_dtype("float32" if trains_all_in_float32 else policy.precision)
+    return ForecastSide("trainer", training(config), _with_adapters(config, trained_model)), ForecastSide(
         "engine", generation(config), _held_by_engines(config, model)
     )
 
@@ -168,21 +168,21 @@ def model_shape(config: Config) -> ModelShape | str:
     if has_weights and family_of(config.policy) is None:
         return from_checkpoint(folder)
     if path is not None:
-        found = {**_read_json(path), **(config.policy.hf_config_overrides or {})}
+        config_json = {**_read_json(path), **(config.policy.hf_config_overrides or {})}
     elif new is not None:
-        found = {"vocab_size": len(new.characters) + 2, **new.config}
+        config_json = {"vocab_size": len(new.characters) + 2, **new.config}
     elif folder.is_dir():
         raise ModelError(f"policy.model_name: {str(folder)!r} holds no config.json")
     else:
         return "no config.json of it is here"
-    if found.get("model_type") in VISION:
+    if config_json.get("model_type") in VISION:
         try:
-            return from_config(found)
+            return from_config(config_json)
         except ModelError as error:  # files of such models leave out what their library assumes
             return from_checkpoint(folder) if has_weights else str(error)
-    if found.get("model_type") not in FAMILIES:
-        return f"only its weight files have the shapes of a {found.get('model_type')}"
-    return from_config(found)
+    if config_json.get("model_type") not in FAMILIES:
+        return f"only its weight files have the shapes of a {config_json.get('model_type')}"
+    return from_config(config_json)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

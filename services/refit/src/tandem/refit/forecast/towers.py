@@ -59,21 +59,21 @@ def tower_of(config: Config, model: ModelShape) -> TowerSizes | None:
     family = VISION[model.family]
     if family.tower_prefix in frozen_prefixes(family, config.policy.dtensor_cfg):
         return None
-    own = {
+    shapes = {
         tensor.name.removeprefix(family.tower_prefix): tensor.shape
         for tensor in model.tensors
         if tensor.name.startswith(family.tower_prefix)
     }
     name = "patch_embed.proj.weight" if family.is_qwen else "embeddings.patch_embedding.weight"
-    hidden, *patch = own[name]
-    inner = next(shape[0] for name, shape in own.items() if name.endswith((".gate_proj.weight", "fc1.weight")))
-    layers = {name.split(".")[-4] for name in own if name.endswith(("attn.proj.weight", "self_attn.q_proj.weight"))}
+    hidden, *patch = shapes[name]
+    inner = next(shape[0] for name, shape in shapes.items() if name.endswith((".gate_proj.weight", "fc1.weight")))
+    layers = {name.split(".")[-4] for name in shapes if name.endswith(("attn.proj.weight", "self_attn.q_proj.weight"))}
     return TowerSizes(
         model_type=model.family,
         depth=len(layers),
         hidden=hidden,
         inner=inner,
-        num_levels=sum(name.startswith("deepstack_merger_list.") and ".linear_fc1.weight" in name for name in own),
+        num_levels=sum(name.startswith("deepstack_merger_list.") and ".linear_fc1.weight" in name for name in shapes),
         patch=math.prod(patch),
         patches_per_token=_patches_per_token(config, model, hidden),
     )
@@ -84,8 +84,8 @@ def _patches_per_token(config: Config, model: ModelShape, hidden: int) -> float:
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
     if model.family == "gemma3":
         num_patches = shapes[f"{family.tower_prefix}embeddings.position_embedding.weight"][0]
-        found = model_config(config.policy) or {}
-        return num_patches / int(found.get("mm_tokens_per_image", _TOKENS_OF_GEMMA))
+        config_json = model_config(config.policy) or {}
+        return num_patches / int(config_json.get("mm_tokens_per_image", _TOKENS_OF_GEMMA))
     merger = {"qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
     merged = shapes[family.projector_prefix + merger.get(model.family, "modality_projection.proj.weight")]
     return merged[1] / hidden

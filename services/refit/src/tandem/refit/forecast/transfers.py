@@ -46,20 +46,20 @@ def predict(config: Config, trainers: ForecastSide, engines: ForecastSide) -> Re
     destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
     shared = config.policy.generation.colocated.enabled  # for any algorithm, as if it had engines
     may_alias = config.refit.alias == "auto"
-    found = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
+    link_survey = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
     layouts = {**sources, **destinations}
-    memory = bucket_memory(found.links)
-    for member, num_bytes in bucket_memory(found.frozen_links).items():
+    memory = bucket_memory(link_survey.links)
+    for member, num_bytes in bucket_memory(link_survey.frozen_links).items():
         memory[member] = max(memory.get(member, 0), num_bytes)
-    for engine, num_bytes in found.staging.items():
+    for engine, num_bytes in link_survey.staging.items():
         memory[engine] = memory.get(engine, 0) + num_bytes
-    links, rates = (found.links, found.frozen_links), config.cluster.links
-    smaller = differences(config, found.links, layouts, len(sources), rates)
-    for trainer, num_bytes in smaller.kept.items() if smaller else ():
+    links, rates = (link_survey.links, link_survey.frozen_links), config.cluster.links
+    smaller = differences(config, link_survey.links, layouts, len(sources), rates)
+    for trainer, num_bytes in smaller.kept_bytes.items() if smaller else ():
         memory[trainer] = memory.get(trainer, 0) + num_bytes
-    each, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
-    assert each is not None, "engines want something that is trained"
-    return RefitForecast(found, each, once, memory, time.perf_counter() - started, smaller)
+    refit_cost, once = (cost(of, layouts, len(sources), rates) if of else None for of in links)
+    assert refit_cost is not None, "engines want something that is trained"
+    return RefitForecast(link_survey, refit_cost, once, memory, time.perf_counter() - started, smaller)
 
 
 def _hosts(config: Config, trainers: ForecastSide, engines: ForecastSide) -> tuple[HostNames, HostNames]:

@@ -76,10 +76,10 @@ def check_weights(folder: Path) -> list[str]:
 
 def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:
     """Raise `ModelError` for a model of a type that Transformers does not know."""
-    kind, known = model.get("model_type"), model_types()
-    if known and kind not in known:
+    kind, types = model.get("model_type"), model_types()
+    if types and kind not in types:
         raise ModelError(
-            f"{folder}: transformers has no model type {kind!r} (config.json: model_type){nearest(str(kind), known)}"
+            f"{folder}: transformers has no model type {kind!r} (config.json: model_type){nearest(str(kind), types)}"
         )
 
 
@@ -147,20 +147,20 @@ def _refuse_another_head(model: Mapping[str, Any], places: Mapping[str, TensorPl
         raise ModelError(f"{head.path}: {_HEAD} is not {_EMBEDDING}, though config.json says tie_word_embeddings: true")
 
 
-def _equal(one: TensorPlace, other: TensorPlace) -> bool:
+def _equal(first_place: TensorPlace, second_place: TensorPlace) -> bool:
     """Return whether two tensors of one shape and type have the same bytes."""
     try:
-        with one.path.open("rb") as first, other.path.open("rb") as second:
-            first.seek(one.start)
-            second.seek(other.start)
-            left = one.num_bytes
-            while left:
-                count = min(left, _SLAB_BYTES)
+        with first_place.path.open("rb") as first, second_place.path.open("rb") as second:
+            first.seek(first_place.start)
+            second.seek(second_place.start)
+            bytes_left = first_place.num_bytes
+            while bytes_left:
+                count = min(bytes_left, _SLAB_BYTES)
                 if first.read(count) != second.read(count):
                     return False
-                left -= count
+                bytes_left -= count
     except OSError as error:
-        raise ModelError(f"{other.path} cannot be read: {error.strerror}") from error
+        raise ModelError(f"{second_place.path} cannot be read: {error.strerror}") from error
     return True
 
 

@@ -44,17 +44,17 @@ def check_reward_models(config: Config, made_in: Path | None = None) -> None:
 
 
 def _check(key: str, entry: EnvironmentConfig, folder: Path) -> None:
-    where = f"{key}.model_name: {str(entry.model_name)!r}"
+    prefix = f"{key}.model_name: {str(entry.model_name)!r}"
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{where} holds no config.json, so it is not a model")
+        raise ModelError(f"{prefix} holds no config.json, so it is not a model")
     try:
         model = read_json(folder / "config.json")
         refuse_unknown_type(folder, model)
-        _check_config(where, model)
+        _check_config(prefix, model)
         written = manifest.of_model(folder)
         if written is not None:
             manifest.check_files(written[0], written[1].files)
-        _check_head(where, folder)
+        _check_head(prefix, folder)
     except (ModelError, DamagedCheckpoint) as error:
         raise ModelError(str(error) if str(error).startswith(key) else f"{key}.model_name: {error}") from error
     positions = max_positions_in(model)
@@ -63,30 +63,30 @@ def _check(key: str, entry: EnvironmentConfig, folder: Path) -> None:
             f"{key}.max_model_len: {entry.max_model_len} is more than the {positions} positions of the model"
         )
     tokenizer = load_reward_model_tokenizer(key, entry)
-    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    conversation = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
     try:
         with memory_limit():
-            tokenizer.encode_conversation(said)
+            tokenizer.encode_conversation(conversation)
     except DataError:
         pass  # a vocabulary without a 1
 
 
-def _check_config(where: str, model: Mapping[str, Any]) -> None:
+def _check_config(prefix: str, model: Mapping[str, Any]) -> None:
     architectures = model.get("architectures") or []
     if not any(isinstance(name, str) and name.endswith(_CLASSIFIER) for name in architectures):
-        what = ", ".join(map(str, architectures)) or "nothing that config.json names"
-        raise ConfigError(f"{where} is {what}, not a sequence classifier (...{_CLASSIFIER})")
+        architecture = ", ".join(map(str, architectures)) or "nothing that config.json names"
+        raise ConfigError(f"{prefix} is {architecture}, not a sequence classifier (...{_CLASSIFIER})")
     labels = model.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else model.get("num_labels", _DEFAULT_LABELS)
     if num_labels != 1:
-        raise ConfigError(f"{where} has {num_labels} labels, must have one: a reward is one number")
+        raise ConfigError(f"{prefix} has {num_labels} labels, must have one: a reward is one number")
 
 
-def _check_head(where: str, folder: Path) -> None:
+def _check_head(prefix: str, folder: Path) -> None:
     if hub.is_to_come(folder):
         return  # checked once it is fetched
     if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{where} holds no *.safetensors, and weights in other formats are not read")
+        raise ModelError(f"{prefix} holds no *.safetensors, and weights in other formats are not read")
     heads = [place for name, place in headers.read_places(folder).items() if _HEAD.match(name)]
     if not heads:
-        raise ModelError(f"{where} has no weights for the head of a classifier, such as score.weight")
+        raise ModelError(f"{prefix} has no weights for the head of a classifier, such as score.weight")

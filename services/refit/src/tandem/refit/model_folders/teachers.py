@@ -25,13 +25,13 @@ def check_teachers(config: Config, tokenizer: Tokenizer, *, may_be_made: bool) -
         if not folder.exists() and may_be_made:
             continue
         if not (folder / "config.json").exists():
-            what = "holds no config.json, so it is not a model" if folder.exists() else "does not exist"
-            raise ModelError(f"{key}: {str(folder)!r} {what}")
+            defect = "holds no config.json, so it is not a model" if folder.exists() else "does not exist"
+            raise ModelError(f"{key}: {str(folder)!r} {defect}")
         try:
             notices += [f"{key}: {notice}" for notice in check_weights(folder)]
         except (ModelError, DamagedCheckpoint) as error:
             raise ModelError(f"{key}: {error}") from error
-        own = load_model_tokenizer(Path(teacher.tokenizer.name) if teacher.tokenizer.name else folder)
-        if (difference := tokenizer.difference(own)) is not None:
+        teacher_tokenizer = load_model_tokenizer(Path(teacher.tokenizer.name) if teacher.tokenizer.name else folder)
+        if (difference := tokenizer.difference(teacher_tokenizer)) is not None:
             raise ModelError(f"{key}: {difference}: distillation needs a teacher with the policy's tokenizer")
     return notices

@@ -35,8 +35,8 @@ class _Overlaps(msgspec.Struct, frozen=True, eq=False):
     start_ND: Ints
     shape_ND: Ints
 
-    def rows(self, chosen: Ints) -> _Overlaps:
-        return _Overlaps(*(getattr(self, field)[chosen] for field in self.__struct_fields__))
+    def rows(self, selection: Ints) -> _Overlaps:
+        return _Overlaps(*(getattr(self, field)[selection] for field in self.__struct_fields__))
 
 
 class TransferAssembler:
@@ -81,8 +81,8 @@ class TransferAssembler:
             transport_C = _read_in_place(copies, transport_C, shards)
         group_C = link_C * len(registry.numbered()) + transport_C
         order = np.argsort(group_C, kind="stable")
-        made = self._numbered(engine, copies.rows(order), group_C[order], moved.rows(flow_of_link))
-        return sorted(made, key=lambda item: item[0])
+        transfers = self._numbered(engine, copies.rows(order), group_C[order], moved.rows(flow_of_link))
+        return sorted(transfers, key=lambda item: item[0])
 
     def _numbered(
         self, engine: int, copies: CopyColumns, group_C: Ints, flow_of_link: FlowColumns
@@ -113,7 +113,7 @@ class TransferAssembler:
             transport = transports[number]
             source, round_ = int(flow_of_link.source_F[link]), int(flow_of_link.round_F[link])
             members = self._engines if round_ else self._source_shards.members
-            there = self._storages_of(source, round_)
+            storages = self._storages_of(source, round_)
             turn = (source - engine * len(members) // len(self._engines)) % len(members)
             yield (
                 (round_, turn, engine),
@@ -124,7 +124,9 @@ class TransferAssembler:
                     round=round_,
                     num_bytes=0 if transport.in_place_of else num_bytes_G[index],
                     copies=copies.rows(slice(first, last)),
-                    source_storages=tuple([there[n] for n in sources[sources_from[index] : sources_from[index + 1]]]),
+                    source_storages=tuple(
+                        [storages[n] for n in sources[sources_from[index] : sources_from[index + 1]]]
+                    ),
                     destination_storages=tuple(
                         [
                             shards.storages[n].name
@@ -153,12 +155,12 @@ class TransferAssembler:
         start_ND, shape_ND = np.zeros((len(slot_N), num_dims), np.int64), np.zeros((len(slot_N), num_dims), np.int64)
         for slot in np.unique(slot_N).tolist():
             rows = np.flatnonzero(slot_N == slot)
-            shards, own = self._destination_shards[pattern.slots[slot]], row_N[rows]
-            tensor_N[rows] = shards.tensor_P[shards.want_N[own]]
+            shards, shard_rows = self._destination_shards[pattern.slots[slot]], row_N[rows]
+            tensor_N[rows] = shards.tensor_P[shards.want_N[shard_rows]]
             box_N[rows], start_ND[rows], shape_ND[rows] = (
-                shards.box_N[own],
-                shards.start_ND[own],
-                shards.shape_ND[own],
+                shards.box_N[shard_rows],
+                shards.start_ND[shard_rows],
+                shards.shape_ND[shard_rows],
             )
         axis_N, step_N = pattern.axis_R[overlap_N], pattern.step_R[overlap_N]
         rows = np.arange(len(overlap_N))
@@ -175,12 +177,12 @@ class TransferAssembler:
         source_slot_N = moved.source_slot_F[overlaps.flow_N]
         for source_slot in np.unique(source_slot_N).tolist():
             rows = np.flatnonzero(source_slot_N == source_slot)
-            chosen = overlaps.rows(rows)
+            slot_overlaps = overlaps.rows(rows)
             if source_slot < 0:
-                found = self._at_trainers(chosen, moved.source_F[chosen.flow_N])
+                columns = self._at_trainers(slot_overlaps, moved.source_F[slot_overlaps.flow_N])
             else:
-                found = self._at_engine(pattern, source_slot, chosen)
-            for column, values in zip(sources, found, strict=True):
+                columns = self._at_engine(pattern, source_slot, slot_overlaps)
+            for column, values in zip(sources, columns, strict=True):
                 column[rows] = values
         return CopyColumns(
             tensor_C=overlaps.tensor_N,
@@ -204,13 +206,13 @@ class TransferAssembler:
         return shards.storage_P[row_N], offset_N, strides_ND, shards.dtype_P[row_N]
 
     def _at_trainers(self, overlaps: _Overlaps, member_N: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        held = self._source_shards
-        row_N = held.pieces(overlaps.box_N, member_N)
-        strides_ND = held.strides_HD[row_N]
-        offset_N = held.offset_H[row_N] + ((overlaps.start_ND - held.index.start_BD[overlaps.box_N]) * strides_ND).sum(
-            axis=1
-        )
-        return held.storage_H[row_N], offset_N, strides_ND, self._tensors.source_dtype_G[overlaps.tensor_N]
+        shards = self._source_shards
+        row_N = shards.pieces(overlaps.box_N, member_N)
+        strides_ND = shards.strides_HD[row_N]
+        offset_N = shards.offset_H[row_N] + (
+            (overlaps.start_ND - shards.index.start_BD[overlaps.box_N]) * strides_ND
+        ).sum(axis=1)
+        return shards.storage_H[row_N], offset_N, strides_ND, self._tensors.source_dtype_G[overlaps.tensor_N]
 
 
 def _number_within(group_C: Ints, value_C: Ints) -> tuple[list[int], list[int], Ints]:
@@ -234,8 +236,8 @@ def _read_in_place(copies: CopyColumns, transport_C: Ints, shards: DestinationSh
     num_bytes = [s.num_bytes if number < num_parameters else 0 for number, s in enumerate(shards.storages)]
     chosen_C = transport_C.copy()
     for number, transport in enumerate(registry.numbered()):
-        for spared, other in enumerate(registry.numbered()):
-            if transport.in_place_of == other.name:
+        for spared, replaced in enumerate(registry.numbered()):
+            if transport.in_place_of == replaced.name:
                 is_spared_C = transport.reads_in_place(copies, np.array(num_bytes, np.int64))
                 chosen_C[is_spared_C & (transport_C == spared)] = number
     return chosen_C

@@ -56,15 +56,15 @@ def choose(patterns: Sequence[SharingPattern], replica_sets: Sequence[ReplicaSet
     is_near_S = np.array([replicas.is_near for replicas in replica_sets], np.bool_)
     single = items.rows(np.flatnonzero(member_S[items.replicas_I] >= 0) if len(items) else slice(0))
     replicas_I = single.replicas_I
-    found = [_segments(single, member_S[replicas_I], transport_S[replicas_I], single.low_I, single.high_I)]
+    segments = [_segments(single, member_S[replicas_I], transport_S[replicas_I], single.low_I, single.high_I)]
     for near in (False, True):
-        here = is_near_S[replicas_I] == near
-        np.add.at(loads[near], member_S[replicas_I[here]], (single.high_I - single.low_I)[here])
+        matches_I = is_near_S[replicas_I] == near
+        np.add.at(loads[near], member_S[replicas_I[matches_I]], (single.high_I - single.low_I)[matches_I])
     for number in np.argsort(size_S, kind="stable").tolist():
         mine = items.rows(slice(first_S[number], first_S[number + 1]))
         if size_S[number] > 1 and len(mine):
-            found.append(_assign(patterns, mine, replica_sets[number], loads[replica_sets[number].is_near]))
-    columns = (np.concatenate([getattr(s, field) for s in found]) for field in SegmentColumns.__struct_fields__)
+            segments.append(_assign(patterns, mine, replica_sets[number], loads[replica_sets[number].is_near]))
+    columns = (np.concatenate([getattr(s, field) for s in segments]) for field in SegmentColumns.__struct_fields__)
     return SegmentColumns(*columns)
 
 
@@ -73,8 +73,8 @@ def fill(loads_R: Ints, amount: int) -> Ints:
     order = np.argsort(loads_R, kind="stable")
     ordered = loads_R[order]
     # Amount given out once the n least loaded members are level with the next one.
-    given = ordered * np.arange(len(ordered)) - (np.cumsum(ordered) - ordered)
-    num = int(np.searchsorted(given, amount, "right"))
+    amount_to_level = ordered * np.arange(len(ordered)) - (np.cumsum(ordered) - ordered)
+    num = int(np.searchsorted(amount_to_level, amount, "right"))
     level, extra = divmod(amount + int(ordered[:num].sum()), num)
     shares = np.zeros_like(loads_R)
     shares[order[:num]] = level - ordered[:num]
@@ -84,7 +84,7 @@ def fill(loads_R: Ints, amount: int) -> Ints:
 
 def _items(patterns: Sequence[SharingPattern]) -> _Items:
     """Return the parts of all engines, sorted by replica set, then engine; sharers divide a range equally."""
-    found: list[list[Ints]] = []
+    column_groups: list[list[Ints]] = []
     for number, pattern in enumerate(patterns):
         num_L = np.array([len(sharers) for sharers in pattern.sharers_L], np.int64)
         range_I = np.repeat(np.arange(len(num_L)), num_L)
@@ -98,9 +98,15 @@ def _items(patterns: Sequence[SharingPattern]) -> _Items:
         host_I = np.repeat(np.arange(num_hosts), len(range_I))
         columns = (range_I, sharer_I, slot_I, pattern.replicas_L[range_I], low_I, high_I)
         range_I, sharer_I, slot_I, replicas_I, low_I, high_I = (np.tile(column, num_hosts) for column in columns)
-        found.append([np.full_like(host_I, number), range_I, host_I, sharer_I, replicas_I, low_I, high_I, slot_I])
+        column_groups.append(
+            [np.full_like(host_I, number), range_I, host_I, sharer_I, replicas_I, low_I, high_I, slot_I]
+        )
     none = np.zeros(0, np.int64)
-    columns_I = [np.concatenate([none, *columns]) for columns in zip(*found, strict=True)] if found else [none] * 8
+    columns_I = (
+        [np.concatenate([none, *columns]) for columns in zip(*column_groups, strict=True)]
+        if column_groups
+        else [none] * 8
+    )
     pattern_I, _, host_I, _, replicas_I, low_I, high_I, slot_I = columns_I
     order = np.lexsort((slot_I, host_I, pattern_I, replicas_I))
     order = order[high_I[order] > low_I[order]]
@@ -123,17 +129,17 @@ def _assign(patterns: Sequence[SharingPattern], items: _Items, replicas: Replica
     stop_R = np.concatenate([item_R, [len(items) - 1]])
     from_R = np.concatenate([items.low_I[:1], position_R])
     to_R = np.concatenate([position_R, items.high_I[-1:]])
-    found = []
+    segments = []
     for rank, (begin, stop) in enumerate(zip(begin_R.tolist(), stop_R.tolist(), strict=True)):
-        own = items.rows(slice(begin, stop + 1))
-        low_X, high_X = own.low_I.copy(), own.high_I.copy()
+        member_items = items.rows(slice(begin, stop + 1))
+        low_X, high_X = member_items.low_I.copy(), member_items.high_I.copy()
         low_X[0], high_X[-1] = from_R[rank], to_R[rank]
         keep = high_X > low_X
         loads_M[replicas.member_R[rank]] += int((high_X - low_X)[keep].sum())
-        number = np.full(len(own), replicas.member_R[rank])
-        transport = np.full(len(own), replicas.transport_R[rank])
-        found.append(_segments(own, number, transport, low_X, high_X).rows(keep))
-    columns = (np.concatenate([getattr(s, field) for s in found]) for field in SegmentColumns.__struct_fields__)
+        number = np.full(len(member_items), replicas.member_R[rank])
+        transport = np.full(len(member_items), replicas.transport_R[rank])
+        segments.append(_segments(member_items, number, transport, low_X, high_X).rows(keep))
+    columns = (np.concatenate([getattr(s, field) for s in segments]) for field in SegmentColumns.__struct_fields__)
     return SegmentColumns(*columns)
 
 

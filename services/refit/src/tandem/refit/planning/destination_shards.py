@@ -62,12 +62,12 @@ def classes(destinations: Mapping[str, Layout]) -> tuple[dict[str, int], list[st
         if id(layout.tensors) not in by_id:
             by_id[id(layout.tensors)] = hashlib.sha256(msgspec.msgpack.encode(layout.tensors)).digest()
         if id(layout.pieces) not in by_id:
-            told = hashlib.sha256()
+            hasher = hashlib.sha256()
             for field in PieceColumns.__struct_fields__:
                 column = np.ascontiguousarray(getattr(layout.pieces, field))
-                told.update(repr(column.shape).encode())
-                told.update(column.data)
-            by_id[id(layout.pieces)] = told.digest()
+                hasher.update(repr(column.shape).encode())
+                hasher.update(column.data)
+            by_id[id(layout.pieces)] = hasher.digest()
         sizes = msgspec.msgpack.encode([(s.name, s.num_bytes) for s in layout.storages])
         key = by_id[id(layout.tensors)], by_id[id(layout.pieces)], sizes
         class_of[member] = by_content.setdefault(key, len(examples))
@@ -141,18 +141,18 @@ def resolve(engine: str, layout: Layout, tensors: PairedTensors, source_shards: 
 
 
 def _missing(
-    engine: str, tensors: PairedTensors, wanted: tuple[Ints, Ints, Ints], start_ND: Ints, shape_ND: Ints
+    engine: str, tensors: PairedTensors, wanted_box: tuple[Ints, Ints, Ints], start_ND: Ints, shape_ND: Ints
 ) -> CoverageError:
     """Return an error that names the part of a destination shard that no trainer holds."""
-    number, start_D, shape_D = wanted
+    number, start_D, shape_D = wanted_box
     missing = [Box(tuple(start_D.tolist()), tuple(shape_D.tolist()))]
     for start, shape in zip(start_ND.tolist(), shape_ND.tolist(), strict=True):
-        held = Box(tuple(start), tuple(shape))
-        rest: list[Box] = []
+        held_box = Box(tuple(start), tuple(shape))
+        remaining: list[Box] = []
         for box in missing:
-            common = box.intersect(held)
-            rest.extend([box] if common is None else box.without(common))
-        missing = rest
+            common = box.intersect(held_box)
+            remaining.extend([box] if common is None else box.without(common))
+        missing = remaining
     lost = missing[0]
-    what = tensors.names.describe(int(number), np.array(lost.start), np.array(lost.shape))
-    return CoverageError(f"{engine} wants {what}, which no trainer holds")
+    description = tensors.names.describe(int(number), np.array(lost.start), np.array(lost.shape))
+    return CoverageError(f"{engine} wants {description}, which no trainer holds")

@@ -48,7 +48,7 @@ class FlowLink(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     destination: str
     transport: str
-    why: str
+    reason: str
     """Reason for this transport, as a phrase."""
     round: int
     num_bytes: int
@@ -70,7 +70,7 @@ def flows(
     """Return the flows from trainers, and those between engines of a node that pass bytes on."""
     number = {engine: index for index, engine in enumerate(destinations)}
     between = _BetweenEngines(destinations)
-    found: list[list[Ints]] = []
+    column_groups: list[list[Ints]] = []
     for index, pattern in enumerate(patterns):
         mine = segments.rows(np.flatnonzero(segments.pattern_X == index))
         engine_HS = np.array([[number[engine] for engine in host] for host in pattern.hosts], np.int64)
@@ -94,10 +94,10 @@ def flows(
             passed_on = pattern.bytes_inside(low, high, pattern.widening_R)
             num_bytes = np.where(round_F == 0, high - low, passed_on)
             num_read = np.where(round_F == 0, pattern.bytes_inside(low, high, pattern.reading_R), passed_on)
-            found.append([engine, round_F, source, transport, pattern_F, slot, source_slot, low, high])
-            found[-1] += [num_bytes, num_read]
-    columns = [np.concatenate([np.zeros(0, np.int64), *rows]) for rows in zip(*found, strict=True)]
-    if not found:
+            column_groups.append([engine, round_F, source, transport, pattern_F, slot, source_slot, low, high])
+            column_groups[-1] += [num_bytes, num_read]
+    columns = [np.concatenate([np.zeros(0, np.int64), *rows]) for rows in zip(*column_groups, strict=True)]
+    if not column_groups:
         return FlowColumns(*([np.zeros(0, np.int64)] * len(FlowColumns.__struct_fields__)))
     order = np.argsort(columns[0], kind="stable")
     return FlowColumns(*(column[order] for column in columns))
@@ -136,22 +136,22 @@ def links(
         changes_R = np.cumsum(np.concatenate([[0], tensor_R[1:] != tensor_R[:-1]])) if len(tensor_R) else tensor_R
         np.add.at(sums[1], link_F[rows], end - begin)
         np.add.at(sums[2], link_F[rows], changes_R[end - 1] - changes_R[begin] + 1)
-    made: list[FlowLink] = []
+    flow_links: list[FlowLink] = []
     transports = registry.numbered()
     for index, row in enumerate(first.tolist()):
         engine, round_, source, number = (
             int(column[row]) for column in (moved.engine_F, moved.round_F, moved.source_F, moved.transport_F)
         )
         receiver, transport = engines[engine], transports[number]
-        why = "passed on within the host, so that it was sent there once"
+        reason = "passed on within the host, so that it was sent there once"
         if not round_:
-            why = transport.why(Route.between(source_shards.layouts[source], destinations[receiver]))
-        made.append(
+            reason = transport.why(Route.between(source_shards.layouts[source], destinations[receiver]))
+        flow_links.append(
             FlowLink(
                 source=engines[source] if round_ else source_shards.members[source],
                 destination=receiver,
                 transport=transport.name,
-                why=why,
+                reason=reason,
                 round=round_,
                 num_bytes=int(sums[0, index]),
                 num_read=int(sums[3, index]),
@@ -159,7 +159,7 @@ def links(
                 num_tensors=int(sums[2, index]),
             )
         )
-    return tuple(made)
+    return tuple(flow_links)
 
 
 class _BetweenEngines:

@@ -36,26 +36,28 @@ def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
     }
     if not frozen:
         return [FrozenPart(False, sources, destinations)]
-    made = []
+    frozen_parts = []
     for is_frozen in (True, False):
-        kept, rows = _kept({**sources, **destinations}, frozen, is_frozen=is_frozen)
-        held, wanted = ({member: kept[member] for member in side} for side in (sources, destinations))
-        made.append(FrozenPart(is_frozen, held, wanted, rows))
-    return made
+        part_layouts, rows = _kept({**sources, **destinations}, frozen, is_frozen=is_frozen)
+        part_sources, part_destinations = (
+            {member: part_layouts[member] for member in side} for side in (sources, destinations)
+        )
+        frozen_parts.append(FrozenPart(is_frozen, part_sources, part_destinations, rows))
+    return frozen_parts
 
 
 def _kept(
     layouts: Mapping[str, Layout], frozen: set[str], *, is_frozen: bool
 ) -> tuple[dict[str, Layout], dict[str, Ints]]:
     """Return layouts with the pieces of one part, and their rows; layouts that share columns go on sharing them."""
-    done: dict[tuple[int, int], tuple[PieceColumns, Ints]] = {}
-    made, rows = {}, {}
+    cache: dict[tuple[int, int], tuple[PieceColumns, Ints]] = {}
+    part_layouts, rows = {}, {}
     for member, layout in layouts.items():
         key = id(layout.tensors), id(layout.pieces)
-        if key not in done:
+        if key not in cache:
             is_kept_T = np.array([(tensor.name in frozen) == is_frozen for tensor in layout.tensors], np.bool_)
             rows_P = np.flatnonzero(is_kept_T[layout.pieces.tensor_P])
-            done[key] = layout.pieces.rows(rows_P), rows_P
-        pieces, rows[member] = done[key]
-        made[member] = msgspec.structs.replace(layout, pieces=pieces)
-    return made, rows
+            cache[key] = layout.pieces.rows(rows_P), rows_P
+        pieces, rows[member] = cache[key]
+        part_layouts[member] = msgspec.structs.replace(layout, pieces=pieces)
+    return part_layouts, rows

@@ -51,37 +51,37 @@ def adapt(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
     adapters = _adapters(sources)
     if not adapters:
         return {engine: AdapterLayout(layout) for engine, layout in destinations.items()}
-    done: dict[tuple[int, int, bytes], AdapterLayout] = {}
-    made: dict[str, AdapterLayout] = {}
+    cache: dict[tuple[int, int, bytes], AdapterLayout] = {}
+    adapter_layouts: dict[str, AdapterLayout] = {}
     for engine, layout in destinations.items():
         sizes = msgspec.msgpack.encode([(storage.name, storage.num_bytes) for storage in layout.storages])
         key = id(layout.tensors), id(layout.pieces), sizes
-        if key not in done:
-            done[key] = _Rewriting(engine, layout, adapters).result()
-        adapted = done[key]
+        if key not in cache:
+            cache[key] = _Rewriting(engine, layout, adapters).result()
+        adapted = cache[key]
         of_staging = adapted.layout.storages[len(layout.storages) :]
-        own = msgspec.structs.replace(
+        engine_layout = msgspec.structs.replace(
             adapted.layout, host=layout.host, device=layout.device, storages=(*layout.storages, *of_staging)
         )
-        made[engine] = msgspec.structs.replace(adapted, layout=own)
-    return made
+        adapter_layouts[engine] = msgspec.structs.replace(adapted, layout=engine_layout)
+    return adapter_layouts
 
 
 def _adapters(sources: Mapping[str, Layout]) -> dict[str, _Adapter]:
     """Return the trainers' adapters, by the name of the weight."""
-    found: dict[str, dict[str, tuple[Tensor, str]]] = {}
+    matrices: dict[str, dict[str, tuple[Tensor, str]]] = {}
     tuples = {id(layout.tensors): (layout.tensors, member) for member, layout in sources.items()}
     for tensors, member in tuples.values():
         for tensor in tensors:
             for kind in (_A, _B):
                 if tensor.name.endswith(kind):
                     weight = tensor.name.removesuffix(kind) + _WEIGHT
-                    told, who = found.setdefault(weight, {}).setdefault(kind, (tensor, member))
-                    if told.product_scale != tensor.product_scale:
-                        scales = f"{told.product_scale:g}, {member} by {tensor.product_scale:g}"
+                    first_tensor, who = matrices.setdefault(weight, {}).setdefault(kind, (tensor, member))
+                    if first_tensor.product_scale != tensor.product_scale:
+                        scales = f"{first_tensor.product_scale:g}, {member} by {tensor.product_scale:g}"
                         raise RefitError(f"{who} multiplies the product of {tensor.name} by {scales}")
     return {
-        weight: _checked(weight, {kind: tensor for kind, (tensor, _) in of.items()}) for weight, of in found.items()
+        weight: _checked(weight, {kind: tensor for kind, (tensor, _) in of.items()}) for weight, of in matrices.items()
     }
 
 
@@ -125,11 +125,11 @@ class _Rewriting:
         for index, rows in rows_of.items():
             self._add_tensor(index, rows)
         added = self._builder.build()
-        made = msgspec.structs.replace(added, pieces=_joined(layout.pieces.rows(~is_merged_P), added.pieces))
+        merged_layout = msgspec.structs.replace(added, pieces=_joined(layout.pieces.rows(~is_merged_P), added.pieces))
         columns = zip(*self._rows, strict=True)
         products = AdapterProducts(*(np.array(column, np.int64) for column in columns))
         merging = Merging(tuple(self._names), tuple(self._scales), tuple(self._storages), products)
-        return AdapterLayout(made, tuple(self._staging), merging)
+        return AdapterLayout(merged_layout, tuple(self._staging), merging)
 
     def _add_tensor(self, index: int, rows: list[int]) -> None:
         """Receive base and adapter of a weight, for the pieces at `rows` that the engine wants."""
@@ -188,13 +188,13 @@ class _Rewriting:
         return self._builder.storage(name, num_bytes)
 
 
-def _joined(one: PieceColumns, other: PieceColumns) -> PieceColumns:
-    num_dims = max(one.start_PD.shape[1], other.start_PD.shape[1])
+def _joined(unmerged: PieceColumns, added: PieceColumns) -> PieceColumns:
+    num_dims = max(unmerged.start_PD.shape[1], added.start_PD.shape[1])
     fills = {"start_PD": 0, "shape_PD": 1, "strides_PD": 0}
     columns = []
     for field in PieceColumns.__struct_fields__:
-        both = [getattr(one, field), getattr(other, field)]
+        parts = [getattr(unmerged, field), getattr(added, field)]
         if field in fills:
-            both = [pad_dims(column, num_dims, fills[field]) for column in both]
-        columns.append(np.concatenate(both))
+            parts = [pad_dims(column, num_dims, fills[field]) for column in parts]
+        columns.append(np.concatenate(parts))
     return PieceColumns(*columns)

@@ -56,7 +56,7 @@ def _simplified(copies: CopyColumns) -> CopyColumns:
 def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints, Ints, Ints]:
     """Fuse neighbouring dimensions where both sides step evenly over both; right-align the rest."""
     num, num_dims = shape_CD.shape
-    made = np.ones_like(shape_CD), np.zeros_like(shape_CD), np.zeros_like(shape_CD)
+    fused = np.ones_like(shape_CD), np.zeros_like(shape_CD), np.zeros_like(shape_CD)
     rows, place_C = np.arange(num), np.full(num, num_dims - 1)
     now = [shape_CD[:, -1].copy(), source_CD[:, -1].copy(), destination_CD[:, -1].copy()]
     for dim in reversed(range(num_dims - 1)):
@@ -65,14 +65,14 @@ def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints,
         is_even_C = (outer[1] == now[0] * now[1]) & (outer[2] == now[0] * now[2]) & is_long_C
         is_new_C = is_long_C & ~is_even_C
         is_kept_C = is_new_C & (now[0] > 1)
-        for column, value in zip(made, now, strict=True):
+        for column, value in zip(fused, now, strict=True):
             column[rows[is_kept_C], place_C[is_kept_C]] = value[is_kept_C]
         place_C = place_C - is_kept_C
         now[0] = np.where(is_even_C, now[0] * outer[0], np.where(is_new_C, outer[0], now[0]))
         now[1:] = (np.where(is_new_C, theirs, mine) for theirs, mine in zip(outer[1:], now[1:], strict=True))
-    for column, value in zip(made, now, strict=True):
+    for column, value in zip(fused, now, strict=True):
         column[rows, place_C] = value
-    return made
+    return fused
 
 
 def _with_dims(copies: CopyColumns, shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> CopyColumns:
@@ -139,22 +139,22 @@ def _join_series(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
     destination_step = np.diff(copies.destination_offset_C)
     alike = _are_alike(copies, link_C, copies.shape_CD) & (source_step > 0) & (destination_step > 0)
     first, length = _series(alike, source_step, destination_step)
-    chosen = copies.rows(first)
+    leaders = copies.rows(first)
     is_long = length > 1
     num_dims = copies.shape_CD.shape[1] + 1
     shape_CD, source_CD, destination_CD = (
         pad_dims(column_CD, num_dims, fill)
         for column_CD, fill in (
-            (chosen.shape_CD, 1),
-            (chosen.source_strides_CD, 0),
-            (chosen.destination_strides_CD, 0),
+            (leaders.shape_CD, 1),
+            (leaders.source_strides_CD, 0),
+            (leaders.destination_strides_CD, 0),
         )
     )
     shape_CD[:, 0] = length
     source_CD[is_long, 0] = source_step[first[is_long]]
     destination_CD[is_long, 0] = destination_step[first[is_long]]
     series = msgspec.structs.replace(
-        chosen, shape_CD=shape_CD, source_strides_CD=source_CD, destination_strides_CD=destination_CD
+        leaders, shape_CD=shape_CD, source_strides_CD=source_CD, destination_strides_CD=destination_CD
     )
     return _simplified(series), link_C[first]
 

@@ -28,25 +28,29 @@ class SideTensors:
         """Global numbers of a process's tensors, by process."""
         self.tensor_of: dict[int, tuple[Tensor, str]] = {}
         """By global number: the tensor as this side describes it, and a process that does, for error messages."""
-        known: dict[int, Ints] = {}
+        numbers_by_id: dict[int, Ints] = {}
         is_noted: dict[int, NDArray[np.bool_]] = {}
         for member, layout in layouts.items():
             key = id(layout.tensors)
-            if key not in known:
-                known[key] = names.number(layout.tensors, member)
-            self.by_member[member] = known[key]
+            if key not in numbers_by_id:
+                numbers_by_id[key] = names.number(layout.tensors, member)
+            self.by_member[member] = numbers_by_id[key]
             is_new = np.zeros(len(layout.tensors), bool)
             is_new[layout.pieces.tensor_P] = True
             is_new &= ~is_noted.setdefault(key, np.zeros(len(layout.tensors), bool))
             is_noted[key] |= is_new
             for local in np.flatnonzero(is_new).tolist():
-                self._note(int(known[key][local]), layout.tensors[local], member)
+                self._note(int(numbers_by_id[key][local]), layout.tensors[local], member)
 
     def _note(self, number: int, tensor: Tensor, member: str) -> None:
-        told, who = self.tensor_of.setdefault(number, (tensor, member))
-        if told is not tensor and (told.dtype, told.block, told.scales) != (tensor.dtype, tensor.block, tensor.scales):
+        first_tensor, who = self.tensor_of.setdefault(number, (tensor, member))
+        if first_tensor is not tensor and (first_tensor.dtype, first_tensor.block, first_tensor.scales) != (
+            tensor.dtype,
+            tensor.block,
+            tensor.scales,
+        ):
             raise RefitError(
-                f"{who} has {tensor.name} as {_kind(told)}, {member} as {_kind(tensor)}: "
+                f"{who} has {tensor.name} as {_kind(first_tensor)}, {member} as {_kind(tensor)}: "
                 "all processes of one side must agree on the element type"
             )
 
@@ -128,58 +132,58 @@ def match(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
 
     """
     names = TensorNumbers()
-    held, wanted = SideTensors(names, sources), SideTensors(names, destinations)
+    source_side, destination_side = SideTensors(names, sources), SideTensors(names, destinations)
     table = make_table(tuple(names.tensors))
     num = len(names.tensors)
     num_dims = max(
         [table.num_dims, *(layout.pieces.start_PD.shape[1] for layout in [*sources.values(), *destinations.values()])]
     )
-    made = PairedTensors(
+    pairs = PairedTensors(
         names,
-        held,
-        wanted,
+        source_side,
+        destination_side,
         msgspec.structs.replace(table, shape_TD=pad_dims(table.shape_TD, num_dims, 1)),
         np.full(num, -1),
         np.full(num, -1),
         np.zeros((num, num_dims), np.int64),
         np.full(num, -1),
     )
-    for number, (tensor, _) in held.tensor_of.items():
-        made.source_dtype_G[number] = DTYPES.index(tensor.dtype)
-    for number, (tensor, member) in wanted.tensor_of.items():
-        made.wanted_dtype_G[number] = DTYPES.index(tensor.dtype)
-        if number in held.tensor_of:
-            _match_types(made, number, tensor, member)
-    for number, (tensor, member) in wanted.tensor_of.items():
-        if number not in held.tensor_of and made.quantised_of_G[number] < 0:
+    for number, (tensor, _) in source_side.tensor_of.items():
+        pairs.source_dtype_G[number] = DTYPES.index(tensor.dtype)
+    for number, (tensor, member) in destination_side.tensor_of.items():
+        pairs.wanted_dtype_G[number] = DTYPES.index(tensor.dtype)
+        if number in source_side.tensor_of:
+            _match_types(pairs, number, tensor, member)
+    for number, (tensor, member) in destination_side.tensor_of.items():
+        if number not in source_side.tensor_of and pairs.quantised_of_G[number] < 0:
             raise CoverageError(f"{member} wants {tensor.name}{whole(tensor.shape)}, which no trainer holds")
-    return made
+    return pairs
 
 
-def _match_types(made: PairedTensors, number: int, tensor: Tensor, member: str) -> None:
+def _match_types(pairs: PairedTensors, number: int, tensor: Tensor, member: str) -> None:
     """Refuse a missing conversion; note a quantisation, and the scales that it computes."""
-    there, holder = made.sources.tensor_of[number]
-    if there.dtype == tensor.dtype or {there.dtype, tensor.dtype} <= CONVERTIBLE:
+    source, holder = pairs.sources.tensor_of[number]
+    if source.dtype == tensor.dtype or {source.dtype, tensor.dtype} <= CONVERTIBLE:
         return
-    if there.dtype not in CONVERTIBLE or tensor.dtype not in QUANTISED or not tensor.block:
+    if source.dtype not in CONVERTIBLE or tensor.dtype not in QUANTISED or not tensor.block:
         raise RefitError(
-            f"{member} wants {tensor.name} as {_kind(tensor)}, {holder} holds {_kind(there)}: there is no conversion"
+            f"{member} wants {tensor.name} as {_kind(tensor)}, {holder} holds {_kind(source)}: there is no conversion"
         )
     if len(tensor.block) > len(tensor.shape) or min(tensor.block) < 1:
         raise RefitError(f"{member} wants {tensor.name} of shape {tensor.shape} in blocks of {tensor.block}")
-    num_dims = made.block_GD.shape[1]
-    made.block_GD[number] = (1,) * (num_dims - len(tensor.block)) + tensor.block
-    scales = made.names.find(tensor.scales)
+    num_dims = pairs.block_GD.shape[1]
+    pairs.block_GD[number] = (1,) * (num_dims - len(tensor.block)) + tensor.block
+    scales = pairs.names.find(tensor.scales)
     if scales is None:
         return
     block = (1,) * (len(tensor.shape) - len(tensor.block)) + tensor.block
     expected = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=True))
-    if made.names.tensors[scales].shape != expected:
+    if pairs.names.tensors[scales].shape != expected:
         raise RefitError(
-            f"{member} wants scales {tensor.scales} of shape {made.names.tensors[scales].shape}; "
+            f"{member} wants scales {tensor.scales} of shape {pairs.names.tensors[scales].shape}; "
             f"{tensor.name} of shape {tensor.shape} in blocks of {tensor.block} has {expected}"
         )
-    made.quantised_of_G[scales] = number
+    pairs.quantised_of_G[scales] = number
 
 
 def _kind(tensor: Tensor) -> str:

@@ -54,8 +54,8 @@ def stage(layout: Layout, tensors: PairedTensors, tensor_P: Ints, row_P: Ints) -
     chosen_Q, region_P = group_rows(value_P, region_start_PD, region_shape_PD)
 
     scales_dtype_G = np.full(len(tensors.quantised_of_G), DTYPES.index("float32"))
-    made = np.flatnonzero(tensors.quantised_of_G >= 0)
-    scales_dtype_G[tensors.quantised_of_G[made]] = tensors.wanted_dtype_G[made]
+    scale_numbers = np.flatnonzero(tensors.quantised_of_G >= 0)
+    scales_dtype_G[tensors.quantised_of_G[scale_numbers]] = tensors.wanted_dtype_G[scale_numbers]
     tensor_Q = value_P[chosen_Q]
     dtype_Q = tensors.source_dtype_G[tensor_Q]
     kind_first, kind_Q = group_rows(
@@ -80,12 +80,12 @@ def stage(layout: Layout, tensors: PairedTensors, tensor_P: Ints, row_P: Ints) -
         local_of_Q = np.full(len(tensor_Q), -1)
         local_of_Q[mine] = np.arange(len(mine))
         value = int(tensor_Q[first])
-        wanted = tensors.destinations.tensor_of[value][0]
+        value_tensor = tensors.destinations.tensor_of[value][0]
         of_kind_P = kind_Q[region_P] == kind
         quantisations.append(
             Quantisation(
-                dtype=wanted.dtype,
-                block=wanted.block,
+                dtype=value_tensor.dtype,
+                block=value_tensor.block,
                 scales_dtype=DTYPES[scales_dtype_G[value]],
                 staging=staging[-1].name,
                 staging_dtype=DTYPES[dtype_Q[first]],

@@ -50,7 +50,7 @@ class TransportChoices:
         is_new_N = transport_N < 0
         if is_new_N.any():
             for kind, route in set(zip(kind_N[is_new_N].tolist(), route_N[is_new_N].tolist(), strict=True)):
-                found = registry.choose(KINDS_OF_MEMORY[kind], _ROUTES[route], sent_only=self._sent_only)
-                self._transport_KR[kind, route], self._preference_KR[kind, route] = found
+                choice = registry.choose(KINDS_OF_MEMORY[kind], _ROUTES[route], sent_only=self._sent_only)
+                self._transport_KR[kind, route], self._preference_KR[kind, route] = choice
             transport_N = self._transport_KR[kind_N, route_N]
         return transport_N, self._preference_KR[kind_N, route_N]

@@ -40,9 +40,11 @@ class ReplicaSet(msgspec.Struct, frozen=True, eq=False):
     is_near: bool
     """Whether receivers copy for themselves."""
 
-    def is_same(self, other: ReplicaSet) -> bool:
+    def is_same(self, replicas: ReplicaSet) -> bool:
         """Return whether the other set has the same trainers and transports."""
-        return np.array_equal(self.member_R, other.member_R) and np.array_equal(self.transport_R, other.transport_R)
+        return np.array_equal(self.member_R, replicas.member_R) and np.array_equal(
+            self.transport_R, replicas.transport_R
+        )
 
 
 class ReplicaSets:
@@ -194,30 +196,33 @@ def patterns(
         device = "gpu" if is_far and layout.device != "cpu" else layout.device
         engines.setdefault(layout.host, []).append((class_of[engine], device, engine))
     alike: dict[tuple[str, tuple[tuple[int, str], ...]], list[tuple[str, ...]]] = {}
-    for host, there in engines.items():
-        there.sort(key=lambda slot: slot[:2])
+    for host, slots in engines.items():
+        slots.sort(key=lambda slot: slot[:2])
         near = host if replica_sets.has_trainers(host) else ""
-        alike.setdefault((near, tuple(slot[:2] for slot in there)), []).append(tuple(slot[2] for slot in there))
+        alike.setdefault((near, tuple(slot[:2] for slot in slots)), []).append(tuple(slot[2] for slot in slots))
     # Numbers of replica sets follow the order of the nodes. What only depends on classes is found once for all nodes.
-    found = {place: [replica_sets.on(place[0], device) for _, device in place[1]] for place in alike}
+    replicas_of_place = {place: [replica_sets.on(place[0], device) for _, device in place[1]] for place in alike}
     is_near_S = np.array([replicas.is_near for replicas in replica_sets.all], bool)
     spared = np.array([bool(registry.in_place_of(transport.name)) for transport in registry.numbered()])
     can_alias_S = np.array([allow_alias and spared[s.transport_R].any() for s in replica_sets.all], bool)
     places: dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, str], ...]]]] = {}
     for place in alike:
         places.setdefault(tuple(number for number, _ in place[1]), []).append(place)
-    made: dict[tuple[str, tuple[tuple[int, str], ...]], SharingPattern] = {}
+    pattern_of_place: dict[tuple[str, tuple[tuple[int, str], ...]], SharingPattern] = {}
     for numbers, there_too in places.items():
         needs = _needs([shards[number] for number in numbers])
         box_R = np.concatenate([shards[number].box_N for number in numbers])
         set_R = set_B[box_R]
         for place in there_too:
             replicas_R = np.concatenate(
-                [replicas_S[own] for replicas_S, own in zip(found[place], np.split(set_R, needs.ends), strict=True)]
+                [
+                    replicas_S[set_N]
+                    for replicas_S, set_N in zip(replicas_of_place[place], np.split(set_R, needs.ends), strict=True)
+                ]
             )
             hosts = tuple(alike[place])
-            made[place] = _pattern(numbers, hosts, needs, replicas_R, is_near_S, can_alias_S, grain=grain)
-    return [made[place] for place in alike]
+            pattern_of_place[place] = _pattern(numbers, hosts, needs, replicas_R, is_near_S, can_alias_S, grain=grain)
+    return [pattern_of_place[place] for place in alike]
 
 
 class _Needs(msgspec.Struct, frozen=True, eq=False):
@@ -291,22 +296,22 @@ def _pattern(
     kept_R = np.flatnonzero(alone_R | needs.is_first_R)
     sharers_R = np.where(alone_R, needs.slot_R, needs.sharers_R + num_slots)[kept_R]
     order = _order(sharers_R * len(is_near_S) + replicas_R[kept_R])
-    chosen = kept_R[order]
+    selected_R = kept_R[order]
     sharers_R, replicas_R, slot_R, row_R, group_R = (
         sharers_R[order],
-        *(column[chosen] for column in (replicas_R, needs.slot_R, needs.row_R, needs.group_R)),
+        *(column[selected_R] for column in (replicas_R, needs.slot_R, needs.row_R, needs.group_R)),
     )
-    is_first_R = np.ones(len(chosen), bool)
+    is_first_R = np.ones(len(selected_R), bool)
     is_first_R[1:] = (sharers_R[1:] != sharers_R[:-1]) | (replicas_R[1:] != replicas_R[:-1])
     first_L = np.flatnonzero(is_first_R)
-    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = (column[chosen] for column in needs.sizes)
+    num_bytes_R, axis_R, step_R, storage_R, widening_R, reading_R = (column[selected_R] for column in needs.sizes)
     high_R = np.cumsum(num_bytes_R)
     low_R = high_R - num_bytes_R
     edge_R, unit_R = low_R, np.where(num_bytes_R < 2 * grain, num_bytes_R, step_R)
     if can_alias_S.any():
         now = low_R, high_R, edge_R, unit_R
         edge_R, unit_R = _keep_together(can_alias_S[replicas_R], is_first_R, storage_R, now)
-    is_shared_R = ~alone_R[chosen] & needs.is_shared_R[chosen]
+    is_shared_R = ~alone_R[selected_R] & needs.is_shared_R[selected_R]
     is_shared_K = np.zeros(len(needs.row_KS), bool)
     is_shared_K[group_R[is_shared_R]] = True
     number_K = np.cumsum(is_shared_K) - 1
@@ -327,7 +332,9 @@ def _pattern(
         reading_R=reading_R.astype(np.int32),
         row_KS=needs.row_KS[is_shared_K].astype(np.int32),
         low_L=low_R[first_L],
-        high_L=high_R[np.concatenate([first_L[1:], [len(chosen)]]).astype(np.int64) - 1] if len(chosen) else low_R,
+        high_L=high_R[np.concatenate([first_L[1:], [len(selected_R)]]).astype(np.int64) - 1]
+        if len(selected_R)
+        else low_R,
         replicas_L=replicas_R[first_L],
         sharers_L=tuple(every[number] for number in sharers_R[first_L].tolist()),
     )

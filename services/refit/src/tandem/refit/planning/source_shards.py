@@ -68,20 +68,20 @@ def collect(sources: Mapping[str, Layout], tensors: PairedTensors) -> SourceShar
         pieces = layout.pieces
         tensor_P = tensors.sources.by_member[member][pieces.tensor_P]
         row_P = np.flatnonzero(needed_G[tensor_P])
-        held = pieces.rows(row_P)
-        kind = np.array([_KINDS[type(s.address)] for s in layout.storages], np.int64)[held.storage_P]
-        found = (
+        held_pieces = pieces.rows(row_P)
+        kind = np.array([_KINDS[type(s.address)] for s in layout.storages], np.int64)[held_pieces.storage_P]
+        member_columns = (
             np.full(len(row_P), index),
             row_P,
             kind,
-            held.storage_P,
-            held.offset_P,
-            pad_dims(held.strides_PD, num_dims, 0),
+            held_pieces.storage_P,
+            held_pieces.offset_P,
+            pad_dims(held_pieces.strides_PD, num_dims, 0),
             tensor_P[row_P],
-            pad_dims(held.start_PD, num_dims, 0),
-            pad_dims(held.shape_PD, num_dims, 1),
+            pad_dims(held_pieces.start_PD, num_dims, 0),
+            pad_dims(held_pieces.shape_PD, num_dims, 1),
         )
-        for column, values in zip(columns, found, strict=True):
+        for column, values in zip(columns, member_columns, strict=True):
             column.append(values)
     dims = (5, 7, 8)
     empty = [np.zeros((0, num_dims) if i in dims else 0, np.int64) for i in range(9)]
@@ -115,12 +115,12 @@ def _check_disjoint(boxes: BoxIndex, members: tuple[str, ...], member_B: Ints, t
     overlap = boxes.overlap()
     if overlap is None:
         return
-    said = [
+    descriptions = [
         f"{members[member_B[row]]} holds "
         f"{tensors.names.describe(int(boxes.tensor_B[row]), boxes.start_BD[row], boxes.shape_BD[row])}"
         for row in sorted(overlap, key=lambda row: int(member_B[row]))
     ]
-    raise RefitError(f"{said[0]} and {said[1]}: slices of two ranks must be equal or disjoint")
+    raise RefitError(f"{descriptions[0]} and {descriptions[1]}: slices of two ranks must be equal or disjoint")
 
 
 def _replica_sets(first_B: Ints, member_H: Ints, kind_H: Ints) -> tuple[Ints, tuple[tuple[Ints, Ints], ...]]:

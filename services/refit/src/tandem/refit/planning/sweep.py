@@ -67,13 +67,13 @@ def group_rows(*columns: Ints) -> tuple[Ints, Ints]:
     return first_G, group_N.reshape(-1)
 
 
-def slabs(count_N: Ints, most: int = MOST_PAIRS) -> Iterator[slice]:
-    """Yield ranges of rows with counts that add up to at most about `most`."""
+def slabs(count_N: Ints, max_pairs: int = MOST_PAIRS) -> Iterator[slice]:
+    """Yield ranges of rows with counts that add up to at most about `max_pairs`."""
     ends_N = np.cumsum(count_N)
     start = 0
     while start < len(count_N):
-        done = ends_N[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends_N, done + most, "right")))
+        pairs_before = ends_N[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends_N, pairs_before + max_pairs, "right")))
         yield slice(start, stop)
         start = stop
 
@@ -129,9 +129,9 @@ class BoxIndex:
         if not len(rows):
             return None
         for met in self.meet(self.tensor_B[rows], self.start_BD[rows], self.shape_BD[rows]):
-            other = np.flatnonzero(rows[met.want_N] != met.box_N)
-            if len(other):
-                pair = int(rows[met.want_N[other[0]]]), int(met.box_N[other[0]])
+            overlapping = np.flatnonzero(rows[met.want_N] != met.box_N)
+            if len(overlapping):
+                pair = int(rows[met.want_N[overlapping[0]]]), int(met.box_N[overlapping[0]])
                 return min(pair), max(pair)
         return None
 

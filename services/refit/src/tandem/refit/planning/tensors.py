@@ -31,18 +31,18 @@ class TensorTable(msgspec.Struct, frozen=True, eq=False):
 
 
 _MOST_KEPT = 16
-_kept: dict[int, TensorTable] = {}
+_tables: dict[int, TensorTable] = {}
 _lock = threading.Lock()
 
 
 def tensor_table(tensors: tuple[Tensor, ...]) -> TensorTable:
     """Return the tensors as columns; ranks that share one tuple share one table."""
     with _lock:
-        table = _kept.get(id(tensors))  # the table holds the tuple, so its id is not reused
+        table = _tables.get(id(tensors))  # the table holds the tuple, so its id is not reused
         if table is None or table.tensors is not tensors:
-            while len(_kept) >= _MOST_KEPT:
-                del _kept[next(iter(_kept))]
-            table = _kept[id(tensors)] = make_table(tensors)
+            while len(_tables) >= _MOST_KEPT:
+                del _tables[next(iter(_tables))]
+            table = _tables[id(tensors)] = make_table(tensors)
         return table
 
 

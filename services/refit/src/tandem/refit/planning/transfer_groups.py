@@ -24,8 +24,8 @@ def transfer_groups(transfers: Sequence[LinkTransfer], layouts: Mapping[str, Lay
     senders: dict[str, set[str]] = {}
     first_shard: dict[str, str] = {}
 
-    def join(one: str, other: str) -> None:
-        mine, theirs = (cluster.setdefault(shard, {shard}) for shard in (one, other))
+    def join(first: str, second: str) -> None:
+        mine, theirs = (cluster.setdefault(shard, {shard}) for shard in (first, second))
         if theirs is not mine:
             mine |= theirs
             cluster.update(dict.fromkeys(theirs, mine))
@@ -39,14 +39,14 @@ def transfer_groups(transfers: Sequence[LinkTransfer], layouts: Mapping[str, Lay
             senders.setdefault(receiver, set()).add(transfer.source)
         else:
             join(receiver, transfer.source)
-    made: list[TransferGroup] = []
-    done: set[str] = set()
+    groups: list[TransferGroup] = []
+    grouped: set[str] = set()
     for receiver in layouts:
-        receivers = cluster.get(receiver, set()) - done
+        receivers = cluster.get(receiver, set()) - grouped
         if receivers:
-            done |= receivers
+            grouped |= receivers
             sending = set().union(*(senders.get(member, ()) for member in receivers)) - receivers
             ranks = [m for m in layouts if m in receivers] + [m for m in layouts if m in sending]
             is_on_cpu = any(layouts[member].device == "cpu" for member in ranks)
-            made.append(TransferGroup(f"to {process_of(receiver)}", tuple(ranks), "cpu" if is_on_cpu else "cuda"))
-    return tuple(made)
+            groups.append(TransferGroup(f"to {process_of(receiver)}", tuple(ranks), "cpu" if is_on_cpu else "cuda"))
+    return tuple(groups)

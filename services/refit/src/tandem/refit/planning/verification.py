@@ -35,41 +35,46 @@ def verifications(
     order = np.lexsort((source_shards.row_H[chosen_H], member_H))
     rows_H = source_shards.row_H[chosen_H][order]
     first_M = np.searchsorted(member_H[order], np.arange(len(sources) + 1))
-    known: dict[int, tuple[str, ...]] = {}
-    made: dict[str, ProcessVerification] = {}
+    dtypes_by_id: dict[int, tuple[str, ...]] = {}
+    by_member: dict[str, ProcessVerification] = {}
     for index, (member, layout) in enumerate(sources.items()):
-        dtypes = _dtypes(layout, tensors.sources, member, dtype_G, known)
-        made[member] = ProcessVerification(rows_H[first_M[index] : first_M[index + 1]], dtypes)
+        dtypes = _dtypes(layout, tensors.sources, member, dtype_G, dtypes_by_id)
+        by_member[member] = ProcessVerification(rows_H[first_M[index] : first_M[index + 1]], dtypes)
     shared: dict[tuple[int, int], Ints] = {}
     for member, layout in destinations.items():
         key = id(layout.pieces), id(layout.tensors)
         if key not in shared:
             numbers_P = tensors.destinations.by_member[member][layout.pieces.tensor_P]
             shared[key] = np.flatnonzero(dtype_G[numbers_P] >= 0)
-        made[member] = ProcessVerification(shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, known))
-    return made
+        by_member[member] = ProcessVerification(
+            shared[key], _dtypes(layout, tensors.destinations, member, dtype_G, dtypes_by_id)
+        )
+    return by_member
 
 
 def joined(parts: Sequence[tuple[FrozenPart, Mapping[str, ProcessVerification]]]) -> dict[str, ProcessVerification]:
     """Return the verification of every process for all parts of a plan together."""
-    made: dict[str, ProcessVerification] = {}
+    merged: dict[str, ProcessVerification] = {}
     for part, verified in parts:
-        for member, each in verified.items():
-            before = made.get(member, NOTHING)
-            rows = each.rows if part.rows is None else part.rows[member][each.rows]
-            dtypes = tuple(one or other for one, other in zip(before.dtypes or each.dtypes, each.dtypes, strict=True))
-            both = (before.rows, rows) if part.is_frozen else (rows, before.frozen_rows)
-            made[member] = ProcessVerification(both[0], dtypes, both[1])
-    return made
+        for member, verification in verified.items():
+            before = merged.get(member, NOTHING)
+            rows = verification.rows if part.rows is None else part.rows[member][verification.rows]
+            dtypes = tuple(
+                earlier or later
+                for earlier, later in zip(before.dtypes or verification.dtypes, verification.dtypes, strict=True)
+            )
+            row_sets = (before.rows, rows) if part.is_frozen else (rows, before.frozen_rows)
+            merged[member] = ProcessVerification(row_sets[0], dtypes, row_sets[1])
+    return merged
 
 
 def _dtypes(
-    layout: Layout, side: SideTensors, member: str, dtype_G: Ints, known: dict[int, tuple[str, ...]]
+    layout: Layout, side: SideTensors, member: str, dtype_G: Ints, dtypes_by_id: dict[int, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    if id(layout.tensors) not in known:
+    if id(layout.tensors) not in dtypes_by_id:
         names = (*DTYPES, "")
-        known[id(layout.tensors)] = tuple(names[code] for code in dtype_G[side.by_member[member]].tolist())
-    return known[id(layout.tensors)]
+        dtypes_by_id[id(layout.tensors)] = tuple(names[code] for code in dtype_G[side.by_member[member]].tolist())
+    return dtypes_by_id[id(layout.tensors)]
 
 
 def _choose(source_shards: SourceShards, dtype_G: Ints) -> Ints:

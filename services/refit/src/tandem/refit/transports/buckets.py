@@ -88,17 +88,17 @@ def _cut_large(copies: CopyColumns, limit: int) -> CopyColumns:
     row_K: list[Ints] = []
     start_K: list[Ints] = []
     shape_K: list[Ints] = []
-    num_dims, done = copies.shape_CD.shape[1], 0
+    num_dims, next_row = copies.shape_CD.shape[1], 0
     for row in large.tolist():
         shape = copies.shape_CD[row].tolist()
         boxes = list(_boxes(shape, int(num_bytes_C[row]) // math.prod(shape), limit))
-        row_K += [np.arange(done, row), np.full(len(boxes), row)]
-        start_K += [np.zeros((row - done, num_dims), np.int64), np.array([start for start, _ in boxes])]
-        shape_K += [copies.shape_CD[done:row], np.array([shape for _, shape in boxes])]
-        done = row + 1
-    row_K.append(np.arange(done, len(copies)))
-    start_K.append(np.zeros((len(copies) - done, num_dims), np.int64))
-    shape_K.append(copies.shape_CD[done:])
+        row_K += [np.arange(next_row, row), np.full(len(boxes), row)]
+        start_K += [np.zeros((row - next_row, num_dims), np.int64), np.array([start for start, _ in boxes])]
+        shape_K += [copies.shape_CD[next_row:row], np.array([shape for _, shape in boxes])]
+        next_row = row + 1
+    row_K.append(np.arange(next_row, len(copies)))
+    start_K.append(np.zeros((len(copies) - next_row, num_dims), np.int64))
+    shape_K.append(copies.shape_CD[next_row:])
     cut, start_KD = copies.rows(np.concatenate(row_K)), np.concatenate(start_K)
     return CopyColumns(
         cut.tensor_C,

@@ -88,14 +88,14 @@ class _Bytes:
 class ForeignAllocation:
     """An allocation of another process, open until it is garbage-collected."""
 
-    def __init__(self, handle: bytes, device: torch.device, what: str) -> None:
-        """Open it. Raises `RefitError` with a message that begins with `what`."""
+    def __init__(self, handle: bytes, device: torch.device, failure: str) -> None:
+        """Open it. Raises `RefitError` with a message that begins with `failure`."""
         self._device = device
         self._activated = functools.partial(_activated, device)
         address = ctypes.c_uint64()
         with self._activated():
             raw = _Handle.from_buffer_copy(handle)
-            _check(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS), what)
+            _check(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS), failure)
         self.address = address.value
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
@@ -119,15 +119,15 @@ def open_storage(storage: Storage, source: str, member: str, device: torch.devic
     The allocation is closed with the last tensor that views it. Raises `RefitError`, which names `member`.
     """
     address = storage.address
-    what = f"{member} cannot open {storage.name!r} of {source}"
+    failure = f"{member} cannot open {storage.name!r} of {source}"
     if not isinstance(address, CudaMemory):
-        raise RefitError(f"{what}: it is private to that process")
+        raise RefitError(f"{failure}: it is private to that process")
     if not is_alive(address.pid):
-        raise RefitError(f"{what}: its process {address.pid} is gone")
+        raise RefitError(f"{failure}: its process {address.pid} is gone")
     key = address.pid, address.handle
     allocation = _open_allocations.get(key)
     if allocation is None:
-        allocation = _open_allocations[key] = ForeignAllocation(address.handle, device, what)
+        allocation = _open_allocations[key] = ForeignAllocation(address.handle, device, failure)
     return allocation.view(address.offset, storage.num_bytes)
 
 
@@ -142,12 +142,12 @@ def share(tensor: torch.Tensor) -> CudaMemory:
     if storage.device.type != "cuda" or storage.nbytes() == 0:
         raise RefitError(f"a storage of {storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC")
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    what = f"{storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC"
+    failure = f"{storage.nbytes()} bytes on {storage.device} cannot be shared through CUDA IPC"
     with _activated(storage.device):
         pointer = ctypes.c_uint64(storage.data_ptr())
-        _check(_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer), what)
+        _check(_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer), failure)
         # Memory from the allocator's expandable segments has no IPC handle.
-        hint = f"{what}; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rules it out"
+        hint = f"{failure}; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True rules it out"
         _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), base), hint)
     offset = storage.data_ptr() - base.value
     kind = CudaMemory if has_peers(storage.device) else UnpeeredCudaMemory
@@ -158,9 +158,9 @@ def has_peers(device: torch.device) -> bool:
     """Return whether all other visible GPUs can access the memory of one; trainers see all GPUs of their host."""
     import torch
 
-    own = torch.cuda.current_device() if device.index is None else device.index
-    others = (other for other in range(torch.cuda.device_count()) if other != own)
-    return all(torch.cuda.can_device_access_peer(other, own) for other in others)
+    own_index = torch.cuda.current_device() if device.index is None else device.index
+    peers = (peer for peer in range(torch.cuda.device_count()) if peer != own_index)
+    return all(torch.cuda.can_device_access_peer(peer, own_index) for peer in peers)
 
 
 def device_uuid(device: torch.device) -> str:
@@ -208,8 +208,8 @@ def _driver() -> Any:
     return driver
 
 
-def _check(status: int, what: str) -> None:
+def _check(status: int, failure: str) -> None:
     if status:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(name))
-        raise RefitError(f"{what}: {(name.value or b'CUDA error').decode()} ({status})")
+        raise RefitError(f"{failure}: {(name.value or b'CUDA error').decode()} ({status})")

@@ -168,8 +168,12 @@ class MessageSnapshots:
 
     def of(self, bound: BoundMessage, lock: threading.Lock) -> MessageSnapshot:
         """Return the snapshot of a message."""
-        own = bound.message.bytes_
-        place = (bound.copier.places() if bound.copier else own.data_ptr(), own.numel(), own.device)
+        message_bytes = bound.message.bytes_
+        place = (
+            bound.copier.places() if bound.copier else message_bytes.data_ptr(),
+            message_bytes.numel(),
+            message_bytes.device,
+        )
         if place not in self._by_place:
             self._by_place[place] = MessageSnapshot(bound, lock, self._largest)
         return self._by_place[place]
@@ -233,8 +237,8 @@ class _SendingEnd(_Difference):
         self._after = _fresh_number()
 
     def greet(self) -> None:
-        held = int(self.hello.view(torch.int64).item())
-        if held == _NOTHING_HELD or held != self._before:
+        held_number = int(self.hello.view(torch.int64).item())
+        if held_number == _NOTHING_HELD or held_number != self._before:
             self._before, self._sent = _NOTHING_HELD, [_NOTHING_HELD] * len(self._snapshots)
 
     def header(self, wave: int) -> torch.Tensor:
@@ -353,8 +357,8 @@ class DifferenceExchange(ChannelExchange):
 
         Raises `RefitError`, after closing the group so that peers fail too.
         """
-        wanted = self.wanted(only)
-        channels = [channel for channel in self._differing if channel in wanted]
+        wanted_channels = self.wanted(only)
+        channels = [channel for channel in self._differing if channel in wanted_channels]
         num_waves = max((len(channel.messages) for channel in channels), default=0)
         flying: list[_Flying] = []
         if group.queue is not None:

@@ -91,17 +91,17 @@ def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Messa
 
     Both are vectors of one length, one type, which is one of `INTEGERS`, and one device.
     """
-    taken = _take_changed(old, new, min(_MANY, 1.25 * largest))
+    changed = _take_changed(old, new, min(_MANY, 1.25 * largest))
     length, size = new.numel(), new.element_size()
-    if taken is None:
+    if changed is None:
         return whole(old.copy_(new))
-    found, values = taken
-    num = found.numel()
+    positions, values = changed
+    num = positions.numel()
     if not num:
         return MessageDifference(EncodingKind.NOTHING, 0, 0, new.new_empty(0, dtype=torch.uint8))
     kind, numbers = EncodingKind.BITMAP, None
     if _FEW * num < length:
-        kind, numbers = _gaps(found)
+        kind, numbers = _gaps(positions)
     num_gaps = 0 if numbers is None else numbers.numel()
     needed = num_bytes(kind, num, num_gaps, size, length)
     if needed >= length * size or num > largest * length:
@@ -112,29 +112,29 @@ def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Messa
     behind = written[_padded(num * size) :]
     if numbers is None:
         is_changed = torch.zeros(-(-length // 8) * 8, dtype=torch.bool, device=new.device)
-        behind.copy_(_to_bits(is_changed.scatter_(0, found, True)))
+        behind.copy_(_to_bits(is_changed.scatter_(0, positions, True)))
     else:
         behind.copy_(numbers.view(torch.uint8))
     return MessageDifference(kind, num, num_gaps, written)
 
 
-def _gaps(found: torch.Tensor) -> tuple[EncodingKind, torch.Tensor]:
+def _gaps(positions: torch.Tensor) -> tuple[EncodingKind, torch.Tensor]:
     """Return the gaps before positions as one or two bytes each, whichever are fewer."""
-    gaps = torch.diff(found.to(torch.int32), prepend=found.new_full((1,), -1, dtype=torch.int32)).sub_(1)
+    gaps = torch.diff(positions.to(torch.int32), prepend=positions.new_full((1,), -1, dtype=torch.int32)).sub_(1)
     by_kind: dict[EncodingKind, tuple[int, torch.Tensor, torch.Tensor]] = {}
     for kind in (EncodingKind.GAPS_8, EncodingKind.GAPS_16):
         skips = gaps.to(torch.float64).add_(0.5).mul_(1 / _ESCAPES[kind]).to(torch.int32)  # as // is, but many at once
-        rest = gaps - skips * _ESCAPES[kind]
+        remainders = gaps - skips * _ESCAPES[kind]
         places = torch.cumsum(skips.add_(1), 0)  # of what follows each gap
-        by_kind[kind] = int(places[-1]), places, rest
-        if by_kind[kind][0] * int(kind) <= 2 * len(found):
+        by_kind[kind] = int(places[-1]), places, remainders
+        if by_kind[kind][0] * int(kind) <= 2 * len(positions):
             break  # two bytes for each cannot be fewer
-    kind = min(by_kind, key=lambda each: by_kind[each][0] * int(each))
-    (num_gaps, places, rest), dtype = by_kind[kind], torch.uint8 if kind is EncodingKind.GAPS_8 else torch.int16
-    if num_gaps == len(found):
-        return kind, rest.to(dtype)
-    numbers = torch.full((num_gaps,), -1, dtype=torch.int16, device=found.device).to(dtype)
-    return kind, numbers.scatter_(0, places.sub_(1), rest.to(dtype))
+    kind = min(by_kind, key=lambda candidate: by_kind[candidate][0] * int(candidate))
+    (num_gaps, places, remainders), dtype = by_kind[kind], torch.uint8 if kind is EncodingKind.GAPS_8 else torch.int16
+    if num_gaps == len(positions):
+        return kind, remainders.to(dtype)
+    numbers = torch.full((num_gaps,), -1, dtype=torch.int16, device=positions.device).to(dtype)
+    return kind, numbers.scatter_(0, places.sub_(1), remainders.to(dtype))
 
 
 def apply(change: MessageDifference, target: torch.Tensor) -> None:
@@ -150,16 +150,16 @@ def apply(change: MessageDifference, target: torch.Tensor) -> None:
         return
     values, behind = written[: num * size].view(target.dtype), written[_padded(num * size) :]
     if kind is EncodingKind.BITMAP:
-        found = _positions(_from_bits(behind))
+        positions = _positions(_from_bits(behind))
     else:
         numbers = (
             behind.to(torch.int32) if kind is EncodingKind.GAPS_8 else behind.view(torch.int16).to(torch.int32) & 0xFFFF
         )
         is_end = numbers != _ESCAPES[kind]
-        found = torch.cumsum(numbers.add_(is_end), 0).sub_(1).index_select(0, _positions(is_end))
-    if found.numel() != num or (num and int(found[-1]) >= length):  # they ascend, whatever the bytes are
+        positions = torch.cumsum(numbers.add_(is_end), 0).sub_(1).index_select(0, _positions(is_end))
+    if positions.numel() != num or (num and int(positions[-1]) >= length):  # they ascend, whatever the bytes are
         raise RefitError("a difference has positions that its message has not")
-    target.scatter_(0, found, values)
+    target.scatter_(0, positions, values)
 
 
 def whole(message: torch.Tensor) -> MessageDifference:
@@ -186,10 +186,10 @@ def _take_changed(old: torch.Tensor, new: torch.Tensor, many: float) -> tuple[to
     part for each thread that torch may use.
     """
     if new.device.type != "cpu":
-        found = _positions(new != old)
-        values = new.index_select(0, found)
-        old.scatter_(0, found, values)
-        return found, values
+        positions = _positions(new != old)
+        values = new.index_select(0, positions)
+        old.scatter_(0, positions, values)
+        return positions, values
     old_N, new_N = old.numpy(), new.numpy()
     num = min(torch.get_num_threads(), len(new_N) // _FEWEST_INTEGERS)
     if num < 2:
@@ -201,11 +201,11 @@ def _take_changed(old: torch.Tensor, new: torch.Tensor, many: float) -> tuple[to
             parts = list(
                 pool.map(lambda at: _take_part(old_N[at : at + step], new_N[at : at + step], at, many), firsts)
             )
-    done = [part for part in parts if part is not None]
-    if len(done) < len(parts):
+    taken_parts = [part for part in parts if part is not None]
+    if len(taken_parts) < len(parts):
         return None
-    positions_N = np.concatenate([each for part in done for each in part.positions])
-    values_N = np.concatenate([each for part in done for each in part.values])
+    positions_N = np.concatenate([each for part in taken_parts for each in part.positions])
+    values_N = np.concatenate([each for part in taken_parts for each in part.values])
     return torch.from_numpy(positions_N), torch.from_numpy(values_N)
 
 
@@ -218,13 +218,13 @@ def _take_part(old_N: NDArray[Any], new_N: NDArray[Any], offset: int, many: floa
         old_S, new_S = old_N[first : first + step], new_N[first : first + step]
         np.not_equal(new_S, old_S, out=differs_S[: len(new_S)])
         differs_S[len(new_S) :] = False
-        here = _true(differs_S)
-        if not first and len(here) > many * len(new_S):
+        block_positions = _true(differs_S)
+        if not first and len(block_positions) > many * len(new_S):
             return None
-        values_of.append(new_S.take(here))
-        old_S[here] = values_of[-1]
-        here += offset + first
-        positions.append(here)
+        values_of.append(new_S.take(block_positions))
+        old_S[block_positions] = values_of[-1]
+        block_positions += offset + first
+        positions.append(block_positions)
     return _Taken(positions, values_of)
 
 
@@ -236,8 +236,8 @@ def _true(is_true_S: NDArray[np.bool_]) -> NDArray[np.int64]:
     """
     if len(is_true_S) < _SHORT:
         return np.flatnonzero(is_true_S)
-    rest = len(is_true_S) % 8
-    eights = is_true_S[: len(is_true_S) - rest].view(np.int64)
+    num_tail = len(is_true_S) % 8
+    eights = is_true_S[: len(is_true_S) - num_tail].view(np.int64)
     has_true = eights != 0
     if np.count_nonzero(has_true) > _CROWDED * len(eights):
         return np.flatnonzero(is_true_S)
@@ -247,7 +247,11 @@ def _true(is_true_S: NDArray[np.bool_]) -> NDArray[np.int64]:
     positions <<= 3
     within &= 7
     positions += within
-    return np.append(positions, np.flatnonzero(is_true_S[-rest:]) + len(is_true_S) - rest) if rest else positions
+    return (
+        np.append(positions, np.flatnonzero(is_true_S[-num_tail:]) + len(is_true_S) - num_tail)
+        if num_tail
+        else positions
+    )
 
 
 def _positions(is_true: torch.Tensor) -> torch.Tensor:

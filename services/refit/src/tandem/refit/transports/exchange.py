@@ -95,13 +95,13 @@ class BoundChannel:
         slots = [torch.empty(largest, dtype=torch.uint8, device=end.device) for _ in range(DEPTH if largest else 0)]
         places, rank = buckets.place_K.tolist(), end.transfer_group.members.index(self.peer)
         for wave, rows in enumerate(rows_B):
-            own, copier = [views[row] for row in rows], None
+            wave_views, copier = [views[row] for row in rows], None
             if in_place_B[wave]:
-                bytes_ = own[0].reshape(-1).view(torch.uint8)
+                bytes_ = wave_views[0].reshape(-1).view(torch.uint8)
             else:
                 bytes_ = slots[wave % DEPTH][: buckets.num_bytes_B[wave]]
                 packed = [_packed(bytes_, places[row], types[row], views[row].shape) for row in rows]
-                copier = BoundCopier(packed, own) if self.is_send else BoundCopier(own, packed)
+                copier = BoundCopier(packed, wave_views) if self.is_send else BoundCopier(wave_views, packed)
             tag = self.transfer.round * TAGS_A_ROUND + wave
             name = self.transfer.tensors[copies.tensor_C[rows[0]]]
             item_size = min(types[row].itemsize for row in rows)
@@ -146,16 +146,16 @@ class ChannelExchange:
     def group(self) -> ConnectedGroup:
         """Return the group in use now. Raises `RefitError` if it is not connected."""
         end = self._end
-        found = self._groups.get(end.transfer_group.name)
-        if found is None or found.transfer_group.members != end.transfer_group.members:
+        connected = self._groups.get(end.transfer_group.name)
+        if connected is None or connected.transfer_group.members != end.transfer_group.members:
             raise RefitError(
                 f"{end.member} is not connected to transfer group {end.transfer_group.name!r} of "
                 f"{', '.join(end.transfer_group.members)}"
             )
-        if found.device != end.device:  # parameters on a GPU, group on CPUs: messages go where the group is
-            self._end = end._replace(device=found.device)
+        if connected.device != end.device:  # parameters on a GPU, group on CPUs: messages go where the group is
+            self._end = end._replace(device=connected.device)
             self.channels = self._bind()
-        return found
+        return connected
 
     def steps(
         self, group: ConnectedGroup, deadline: float, only: Collection[str] | None, counted: dict[str, int]
@@ -211,12 +211,12 @@ class ChannelExchange:
         counted[channel.link] = counted.get(channel.link, 0) + bound.message.bytes_.numel()
 
 
-def told(group: ConnectedGroup, channel: BoundChannel, wave: int, why: str) -> str:
+def told(group: ConnectedGroup, channel: BoundChannel, wave: int, reason: str) -> str:
     """Return an error message: which process failed at which message, and why."""
     tensor = channel.messages[wave].tensor
     doing = f"sending {tensor} to {channel.peer}" if channel.is_send else f"receiving {tensor} from {channel.peer}"
-    where = f"(round {channel.transfer.round}, message {wave + 1} of {len(channel.messages)})"
-    return f"{group.member} failed while {doing} {where}: {why}"
+    place = f"(round {channel.transfer.round}, message {wave + 1} of {len(channel.messages)})"
+    return f"{group.member} failed while {doing} {place}: {reason}"
 
 
 def on_queue(group: ConnectedGroup) -> AbstractContextManager[object]:
@@ -238,15 +238,15 @@ def run_all(
     A group that fails is closed, and the others are served to the end; then `RefitError` reports every failure.
     """
     errors: list[Exception] = []
-    found = []
+    pairs = []
     for exchange in exchanges:
         if exchange.wanted(only):
             try:
-                found.append((exchange, exchange.group()))
+                pairs.append((exchange, exchange.group()))
             except RefitError as error:
                 errors.append(error)
-    on_cpu = [[pair] for pair in found if pair[1].queue is None]
-    on_gpu = sorted((pair for pair in found if pair[1].queue is not None), key=lambda pair: pair[1].transfer_group.name)
+    on_cpu = [[pair] for pair in pairs if pair[1].queue is None]
+    on_gpu = sorted((pair for pair in pairs if pair[1].queue is not None), key=lambda pair: pair[1].transfer_group.name)
     teams = [*on_cpu, on_gpu] if on_gpu else on_cpu
     # One thread per group, so that a slow or stuck one does not delay the others.
     threads = [threading.Thread(target=_run_team, args=(team, deadline, only, counted, errors)) for team in teams[1:]]
@@ -271,13 +271,13 @@ def _run_team(
     errors: list[Exception],
 ) -> None:
     """Run transfer groups in turns of one wave; append failures to `errors`."""
-    left = [exchange.steps(group, deadline, only, counted) for exchange, group in team]
-    while left:
-        for steps in list(left):
+    running = [exchange.steps(group, deadline, only, counted) for exchange, group in team]
+    while running:
+        for steps in list(running):
             try:
                 next(steps)
             except StopIteration:
-                left.remove(steps)
+                running.remove(steps)
             except Exception as error:
                 errors.append(error)
-                left.remove(steps)
+                running.remove(steps)

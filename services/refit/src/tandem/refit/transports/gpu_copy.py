@@ -25,9 +25,9 @@ _BLOCK = 1024
 class CopyKernels:
     """Launches over tables on the GPU; it keeps the tensors, so that their addresses stay valid."""
 
-    def __init__(self, launches: list[Callable[[], object]], kept: list[torch.Tensor]) -> None:
+    def __init__(self, launches: list[Callable[[], object]], tensors: list[torch.Tensor]) -> None:
         self._launches = launches
-        self._kept = kept
+        self._tensors = tensors
 
     def launch(self) -> None:
         """Queue all copies on the current stream."""
@@ -44,12 +44,12 @@ def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
         return None
     launches: list[Callable[[], object]] = []
     for (to, from_), rows in by_types(destinations, sources).items():
-        chosen = [destinations[row] for row in rows], [sources[row] for row in rows]
+        tensor_pair = [destinations[row] for row in rows], [sources[row] for row in rows]
         if to == from_ or (to in _CONVERTED and from_ in _CONVERTED):
-            for word, table in tiles(strided(*chosen), to.itemsize, from_.itemsize, converts=to != from_).items():
+            for word, table in tiles(strided(*tensor_pair), to.itemsize, from_.itemsize, converts=to != from_).items():
                 launches.append(_launch(table, word, to, from_, destinations[0].device))
         else:
-            launches.append(functools.partial(torch._foreach_copy_, *chosen))
+            launches.append(functools.partial(torch._foreach_copy_, *tensor_pair))
     return CopyKernels(launches, [*destinations, *sources])
 
 
@@ -57,11 +57,11 @@ def by_types(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> dict[tuple[torch.dtype, torch.dtype], list[int]]:
     """Return the indices of non-empty pairs by their element types."""
-    found: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    rows_by_types: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, (to, from_) in enumerate(zip(destinations, sources, strict=True)):
         if to.numel():
-            found.setdefault((to.dtype, from_.dtype), []).append(index)
-    return found
+            rows_by_types.setdefault((to.dtype, from_.dtype), []).append(index)
+    return rows_by_types
 
 
 def strided(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> StridedCopies:

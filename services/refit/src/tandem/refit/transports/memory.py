@@ -88,16 +88,16 @@ class NamedStorages:
         first_C = side.offset_C // size_C + np.array([flat.storage_offset() for flat in flats])[which_C]
         strides_CD = side.strides_CD // size_C[:, None]
         columns = (which_C.tolist(), side.shape_CD.tolist(), strides_CD.tolist(), first_C.tolist())
-        return [flats[which].as_strided(*where) for which, *where in zip(*columns, strict=True)]
+        return [flats[which].as_strided(*geometry) for which, *geometry in zip(*columns, strict=True)]
 
     def tensor(self, name: str, dtype: str, wanted_for: str) -> torch.Tensor:
         """Return a whole storage as given. Raises `RefitError` if it is missing or has another type."""
-        held = self._storages.get(name)
-        if held is None:
+        storage = self._storages.get(name)
+        if storage is None:
             raise RefitError(f"{self._who} has no parameter {name!r}, which the plan for {wanted_for} needs")
-        if held.dtype not in (getattr(torch, dtype), torch.uint8):
-            raise RefitError(f"{self._who} has {name!r} as {held.dtype}, the plan for {wanted_for} as {dtype}")
-        return held
+        if storage.dtype not in (getattr(torch, dtype), torch.uint8):
+            raise RefitError(f"{self._who} has {name!r} as {storage.dtype}, the plan for {wanted_for} as {dtype}")
+        return storage
 
     def flat(self, name: str, dtype: str, wanted_for: str) -> torch.Tensor:
         """Return a whole storage as a vector of elements."""
@@ -105,10 +105,10 @@ class NamedStorages:
 
     def _flat(self, name: str, code: int, wanted_for: str) -> torch.Tensor:
         if (name, code) not in self._flats:
-            held = self.tensor(name, DTYPES[code], wanted_for).detach()
-            flat = held.as_strided((held.numel(),), (1,))
-            if held.dtype != torch_dtype(code):
-                whole = flat.numel() // ITEM_SIZES[DTYPES[code]] * ITEM_SIZES[DTYPES[code]]
-                flat = flat[:whole].view(torch_dtype(code))
+            storage = self.tensor(name, DTYPES[code], wanted_for).detach()
+            flat = storage.as_strided((storage.numel(),), (1,))
+            if storage.dtype != torch_dtype(code):
+                num_elements = flat.numel() // ITEM_SIZES[DTYPES[code]] * ITEM_SIZES[DTYPES[code]]
+                flat = flat[:num_elements].view(torch_dtype(code))
             self._flats[name, code] = flat
         return self._flats[name, code]

@@ -60,7 +60,7 @@ class GroupMessage(NamedTuple):
 class GroupKeys(NamedTuple):
     """The keys with which the processes of a transfer group authenticate each other."""
 
-    own: KeyPair
+    key_pair: KeyPair
     public: Mapping[str, str]
     """Public key of each process, by its name."""
 
@@ -154,9 +154,9 @@ class ConnectedGroup:
         return _Guarded(message, data, self._post(self._byte, peer, tag + 1, is_send=False), None)
 
     def _wait_guarded(self, work: _Guarded, deadline: float) -> None:
-        for each in (work.guard, work.data, work.behind):
-            if each is not None:
-                each.wait(left(deadline))
+        for part in (work.guard, work.data, work.behind):
+            if part is not None:
+                part.wait(left(deadline))
         if not work.message.is_send:
             back = self._post(self._byte, work.message.peer, work.message.tag * 3 + 2, is_send=True)
             back.wait(left(deadline))  # takes only as long as the write: the peer is ready for it
@@ -200,7 +200,7 @@ def connect(
     """
     deadline = time.monotonic() + timeout_s
     announce(transfer_group, member, store)
-    own, rank = (
+    group_device, rank = (
         device if transfer_group.device_type == "cuda" else torch.device("cpu"),
         transfer_group.members.index(member),
     )
@@ -208,14 +208,14 @@ def connect(
     try:
         await_members(transfer_group, member, prefixed, timeout_s)
         backend: Any
-        if own.type == "cpu":
+        if group_device.type == "cpu":
             backend = _gloo(prefixed, rank, transfer_group, left(deadline))
         else:
-            backend = _nccl(prefixed, rank, transfer_group, left(deadline), own)
+            backend = _nccl(prefixed, rank, transfer_group, left(deadline), group_device)
     except RuntimeError as error:
-        what = f"could not connect transfer group {transfer_group.name!r}"
-        raise RefitError(f"{member} {what}: {_reason(str(error))}") from error
-    return ConnectedGroup(transfer_group, member, own, backend)
+        failure = f"could not connect transfer group {transfer_group.name!r}"
+        raise RefitError(f"{member} {failure}: {_reason(str(error))}") from error
+    return ConnectedGroup(transfer_group, member, group_device, backend)
 
 
 def poll(is_done: Any, deadline: float) -> bool:
@@ -252,9 +252,9 @@ def _gloo(store: Store, rank: int, transfer_group: TransferGroup, timeout: timed
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Connect pairs at once. A group that connects them at their first message waits, when it is closed, for its sockets
     # to fall silent; after a peer died in the middle of a message they never do.
-    known = {each.getsockname() for each in listening()}
+    known_addresses = {each.getsockname() for each in listening()}
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store), lazy_init=False)]
-    defer_silent(each for each in listening() if each.getsockname() not in known)
+    defer_silent(each for each in listening() if each.getsockname() not in known_addresses)
     options._timeout = min(timeout, _PAIR_TIMEOUT)
     return ProcessGroupGloo(store, rank, len(transfer_group.members), options)
 
@@ -311,5 +311,5 @@ def _reason(error: str) -> str:
     """Return the relevant part of a message from gloo or NCCL."""
     if re.search("[Tt]imed out|NCCL timeout", error):
         return "the deadline passed"
-    told = re.sub(r"^\[[^\]]*\] *", "", error).splitlines()[0].partition(". This is typically")[0]
-    return f"the connection was lost ({told})"
+    message = re.sub(r"^\[[^\]]*\] *", "", error).splitlines()[0].partition(". This is typically")[0]
+    return f"the connection was lost ({message})"

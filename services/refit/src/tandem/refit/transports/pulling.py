@@ -37,10 +37,10 @@ class PulledTransfers:
         for transfer in transfers:
             at, names = transfer.copies, [storage.name for storage in transfer.source_storages]
             opened = {storage.name: open_storage(storage, transfer.source, end) for storage in transfer.source_storages}
-            there = NamedStorages(f"{end.member}: {transfer.source}", opened)
-            here = destination_side(at, transfer.destination_storages)
-            destinations += end.memory.views(here, transfer.tensors, at.tensor_C)
-            sources += there.views(source_side(at, names), transfer.tensors, at.tensor_C)
+            source_memory = NamedStorages(f"{end.member}: {transfer.source}", opened)
+            destination = destination_side(at, transfer.destination_storages)
+            destinations += end.memory.views(destination, transfer.tensors, at.tensor_C)
+            sources += source_memory.views(source_side(at, names), transfer.tensors, at.tensor_C)
         self._copier = BoundCopier(destinations, sources)
         self.num_copies = len(destinations)
         self.num_bytes = sum(num_bytes for _, num_bytes in self._num_bytes)

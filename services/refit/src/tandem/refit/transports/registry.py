@@ -45,12 +45,12 @@ def choose(memory: type[Address], route: Route, *, sent_only: bool = False) -> t
         RefitError: no transport reaches the destination.
 
     """
-    found = [
+    candidates = [
         (each.preference(route), -number)
         for number, each in enumerate(TRANSPORTS.values())
         if not each.in_place_of and (each.is_sent or not sent_only) and each.reaches(memory, route)
     ]
-    if not found:
+    if not candidates:
         raise RefitError(f"no transport brings bytes out of {memory.__name__} {route}")
-    preference, number = max(found)
+    preference, number = max(candidates)
     return -number, preference

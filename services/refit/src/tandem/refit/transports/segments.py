@@ -60,7 +60,7 @@ def tiles(copies: StridedCopies, destination_size: int, source_size: int, *, con
     all_bits_M = np.bitwise_or.reduce([*spans, flat.num_columns_M * item_size])
     widest_M = np.minimum(all_bits_M & -all_bits_M, WORD_SIZES[0])  # the largest power of two that divides all of them
     word_M = np.where(is_run_M, widest_M, item_size)
-    chosen = {}
+    tiles_by_word = {}
     for word in np.unique(word_M).tolist():
         rows = flat.rows(word_M == word)
         is_run_N = is_run_M[word_M == word]
@@ -70,8 +70,8 @@ def tiles(copies: StridedCopies, destination_size: int, source_size: int, *, con
             destination_column_M=np.where(is_run_N, word, rows.destination_column_M),
             source_column_M=np.where(is_run_N, word, rows.source_column_M),
         )
-        chosen[word] = _strides_over(_cut(joined), word, word)
-    return chosen
+        tiles_by_word[word] = _strides_over(_cut(joined), word, word)
+    return tiles_by_word
 
 
 def _merge_dims(copies: StridedCopies) -> StridedCopies:

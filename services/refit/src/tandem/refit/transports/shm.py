@@ -91,25 +91,25 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
     The mapping ends with the last tensor that views it. Raises `RefitError`, which names `member`, if the storage
     cannot be opened because its process is gone or belongs to another user.
     """
-    what = f"{storage.name!r} of {source}"
+    label = f"{storage.name!r} of {source}"
     if not isinstance(storage.address, SharedMemory):
-        raise RefitError(f"{member} cannot open {what}: it is private to that process")
+        raise RefitError(f"{member} cannot open {label}: it is private to that process")
     path = f"/proc/{storage.address.pid}/fd/{storage.address.fd}"
     try:
         fd = _with_descriptor(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         raise RefitError(
-            f"{member} cannot open {what}: {_why(error, storage.address)}; memory is shared by processes that run on "
+            f"{member} cannot open {label}: {_why(error, storage.address)}; memory is shared by processes that run on "
             "one machine, in one container, as one user"
         ) from error
     try:
         status = os.fstat(fd)
         if status.st_ino != storage.address.inode or status.st_size < storage.num_bytes:
-            raise RefitError(f"{member} cannot open {what}: the memory it was planned for is gone")
+            raise RefitError(f"{member} cannot open {label}: the memory it was planned for is gone")
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults in the first refit
         mapped = _with_descriptor(lambda: mmap.mmap(fd, storage.num_bytes, flags, mmap.PROT_READ))  # a copy of `fd`
     except OSError as error:
-        raise RefitError(f"{member} cannot map {what}: {error.strerror}") from error
+        raise RefitError(f"{member} cannot map {label}: {error.strerror}") from error
     finally:
         os.close(fd)
     import torch

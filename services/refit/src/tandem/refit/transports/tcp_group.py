@@ -77,8 +77,8 @@ class TcpGroup(ConnectedGroup):
         if is_open:
             is_idle = not any(self._sent.values()) and not self._refused and not self._peers.lost
             self._peers.close(_LINGER_S if is_idle else 0.0)
-            for each in (self._sent, self._wanted, self._early):
-                each.clear()
+            for queues in (self._sent, self._wanted, self._early):
+                queues.clear()
 
     def _start_guarded(self, message: GroupMessage) -> Any:
         """Send a message, or prepare to receive it; raise `RuntimeError` if the peer is lost."""
@@ -122,8 +122,8 @@ class TcpGroup(ConnectedGroup):
             self._sent[key].popleft().is_done = True
         elif kind != _PIECE or len(frames) != 2:
             self._refuse(peer, f"what is no message of a stream (kind {kind}, {len(frames)} frames)")
-        elif wanted := self._wanted.get(key):
-            self._place(wanted[0], frames)
+        elif expected := self._wanted.get(key):
+            self._place(expected[0], frames)
         else:
             self._early.setdefault(key, deque()).append(frames)
             self._early_bytes[peer] = self._early_bytes.get(peer, 0) + len(frames[1])
@@ -137,8 +137,8 @@ class TcpGroup(ConnectedGroup):
         peer, total = work.message.peer, work.memory.size
         length = min(_PIECE_BYTES, total - work.num_taken)
         if (size, offset, len(frames[1])) != (total, work.num_taken, length):
-            what = f"{len(frames[1])} bytes at {offset} of a message of {size}"
-            return self._refuse(peer, f"{what}, where {length} at {work.num_taken} of {total} were to come")
+            description = f"{len(frames[1])} bytes at {offset} of a message of {size}"
+            return self._refuse(peer, f"{description}, where {length} at {work.num_taken} of {total} were to come")
         work.memory[offset : offset + length] = np.frombuffer(frames[1], np.uint8)
         work.num_taken += length
         if work.num_taken == total:
@@ -147,8 +147,8 @@ class TcpGroup(ConnectedGroup):
             self._peers.send(peer, [_HEADER.pack(_TAKEN, tag, total, 0)])
         return None
 
-    def _refuse(self, peer: int, what: str) -> None:
-        self._refused = f"{self.transfer_group.members[peer]} sent {what}"
+    def _refuse(self, peer: int, description: str) -> None:
+        self._refused = f"{self.transfer_group.members[peer]} sent {description}"
 
 
 def connect(transfer_group: TransferGroup, member: str, store: Store, keys: GroupKeys, timeout_s: float) -> TcpGroup:
@@ -159,29 +159,29 @@ def connect(transfer_group: TransferGroup, member: str, store: Store, keys: Grou
     deadline, members = time.monotonic() + timeout_s, transfer_group.members
     announce(transfer_group, member, store)
     rank, prefixed = members.index(member), PrefixStore(transfer_group.name, store)
-    what = f"{member} could not connect transfer group {transfer_group.name!r} over TCP"
+    failure = f"{member} could not connect transfer group {transfer_group.name!r} over TCP"
     if unknown := [name for name in members if process_of(name) not in keys.public]:
-        raise RefitError(f"{what}: the coordinator knows no key of {', '.join(unknown)}")
+        raise RefitError(f"{failure}: the coordinator knows no key of {', '.join(unknown)}")
     publics = [keys.public[process_of(name)] for name in members]
     peers: PeerConnections | None = None
     try:
         await_members(transfer_group, member, prefixed, timeout_s)
         peers = PeerConnections(
-            rank, members, publics, keys.own, address_towards(store), max_bytes=_PIECE_BYTES + _OVERHEAD_BYTES
+            rank, members, publics, keys.key_pair, address_towards(store), max_bytes=_PIECE_BYTES + _OVERHEAD_BYTES
         )
         prefixed.set(f"{rank} listens at", peers.at)
         peers.join(_places(prefixed, range(rank + 1, len(members)), deadline), deadline)
     except (RuntimeError, WireError, UnicodeDecodeError) as error:
         if peers is not None:
             peers.close()
-        raise RefitError(f"{what}: {str(error).splitlines()[0]}") from error
+        raise RefitError(f"{failure}: {str(error).splitlines()[0]}") from error
     return TcpGroup(transfer_group, member, peers)
 
 
 def _places(store: Store, ranks: Sequence[int], deadline: float) -> dict[int, str]:
     """Return where processes listen."""
-    found: dict[int, str] = {}
+    addresses: dict[int, str] = {}
     for rank in ranks:
         store.wait([f"{rank} listens at"], left(deadline))
-        found[rank] = store.get(f"{rank} listens at").decode()
-    return found
+        addresses[rank] = store.get(f"{rank} listens at").decode()
+    return addresses
