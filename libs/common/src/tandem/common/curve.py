@@ -63,20 +63,20 @@ class AdmittedKeys:
             self._keys -= {key}
 
 
-def hear_processes(socket: zmq.Socket[bytes], own: KeyPair) -> None:
-    """Make a socket, before it binds, prove `own` and admit only the keys of its context's gatekeeper."""
+def hear_processes(socket: zmq.Socket[bytes], key_pair: KeyPair) -> None:
+    """Make a socket, before it binds, prove `key_pair` and admit only the keys of its context's gatekeeper."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
+    socket.setsockopt_string(zmq.CURVE_SECRETKEY, key_pair.secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper, refuse every connection
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
-def prove(socket: zmq.Socket[bytes], own: KeyPair, server: str) -> None:
-    """Make a socket, before it connects, prove `own` and accept only a server that proves the key `server`."""
+def prove(socket: zmq.Socket[bytes], key_pair: KeyPair, server: str) -> None:
+    """Make a socket, before it connects, prove `key_pair` and accept only a server that proves the key `server`."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, server)
-    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
-    socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
+    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, key_pair.public)
+    socket.setsockopt_string(zmq.CURVE_SECRETKEY, key_pair.secret)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 

@@ -22,11 +22,11 @@ def raise_limit() -> int:
 
 def notice() -> str | None:
     """Return a warning about this host's hard limit; None where it is high enough."""
-    most = could_be_raised_to()
-    if most >= LEAST:
+    hard_limit = could_be_raised_to()
+    if hard_limit >= LEAST:
         return None
     return (
-        f"a process may have {most} files and connections open on this host (hard limit), which large runs or "
+        f"a process may have {hard_limit} files and connections open on this host (hard limit), which large runs or "
         f"outside connections can exhaust: ulimit -Hn {LEAST}, or LimitNOFILE={LEAST} of the unit"
     )
 

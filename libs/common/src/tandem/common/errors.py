@@ -72,10 +72,10 @@ class DamagedJournal(RunFolderError):
 class WireError(TandemError):
     """The message is malformed or violates the protocol; the text begins with the name of the message or field."""
 
-    def __init__(self, what: str, command_id: int | None = None) -> None:
+    def __init__(self, text: str, command_id: int | None = None) -> None:
         self.command_id = command_id
         """Id of the command that the message is or answers, if it could be read."""
-        super().__init__(what)
+        super().__init__(text)
 
 
 class VersionMismatch(WireError):
@@ -96,11 +96,11 @@ class NotAdmitted(TandemError):
 class ServiceError(TandemError):
     """A process of the run failed."""
 
-    def __init__(self, process: str, phase: str, what: str) -> None:
+    def __init__(self, process: str, phase: str, problem: str) -> None:
         self.process = process
         self.phase = phase
-        self.what = what
-        super().__init__(f"{process} failed while {phase}: {what}")
+        self.what = problem
+        super().__init__(f"{process} failed while {phase}: {problem}")
 
 
 class ServiceLost(ServiceError):
@@ -118,9 +118,9 @@ class Standstill(ServiceError):
 class CommandFailed(ServiceError):
     """A process answered a command with an error."""
 
-    def __init__(self, process: str, phase: str, what: str, *, is_its_own: bool = False) -> None:
+    def __init__(self, process: str, phase: str, problem: str, *, is_its_own: bool = False) -> None:
         """Set `is_its_own` if the reason lies in the process, so that a replacement may succeed."""
-        super().__init__(process, phase, what)
+        super().__init__(process, phase, problem)
         self.is_final = not is_its_own
 
 

@@ -15,7 +15,7 @@ from tandem.common import web
 from tandem.common.signals import uninterrupted
 
 
-def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
+def settings(app: ASGIApp, *, end_s: float, **overrides: Any) -> uvicorn.Config:
     """Return uvicorn's settings for `app`; unfinished answers have `end_s` seconds at the end.
 
     All servers bound idle connections and headers (`web.TimedHttpProtocol`), answer wrong keys late, say nothing of
@@ -33,7 +33,7 @@ def settings(app: ASGIApp, *, end_s: float, **others: Any) -> uvicorn.Config:
         "loop": "asyncio",
         "timeout_graceful_shutdown": int(end_s),
     }
-    return uvicorn.Config(web.SlowRefusals(app), **{**shared, **others})
+    return uvicorn.Config(web.SlowRefusals(app), **{**shared, **overrides})
 
 
 @contextlib.contextmanager

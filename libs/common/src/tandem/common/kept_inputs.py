@@ -46,10 +46,10 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
     code = [Path(path) for path in modules.values()]
     beside = [path for folder in {path.parent for path in code} for path in sorted(folder.glob("*.py"))]
     run_in_place = [Path(path).absolute() for path in programs]
-    wanted = [*code, *beside[:_MOST_SIBLINGS], *run_in_place, *(Path(path).absolute() for path in data)]
+    paths = [*code, *beside[:_MOST_SIBLINGS], *run_in_place, *(Path(path).absolute() for path in data)]
     files, stamps, num_bytes = dict[str, str](), dict[str, tuple[int, int]](), 0
     folder = run.absolute() / FOLDER
-    for path in dict.fromkeys(wanted):
+    for path in dict.fromkeys(paths):
         if irregular(str(path)) is not None or not path.is_file():
             continue
         size = path.stat().st_size
@@ -61,15 +61,15 @@ def keep(run: Path, modules: Mapping[str, str], data: Iterable[str], programs: I
     if not files and not stamps:
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    made = folder.with_name(f".{FOLDER}.{os.getpid()}")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
+    new_folder = folder.with_name(f".{FOLDER}.{os.getpid()}")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    new_folder.mkdir()
     for original, name in files.items():
-        shutil.copyfile(original, made / name)
+        shutil.copyfile(original, new_folder / name)
     manifest = InputManifest(modules=dict(modules), files=files, programs=tuple(map(str, run_in_place)), stamps=stamps)
-    (made / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    (new_folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
     shutil.rmtree(folder, ignore_errors=True)
-    made.rename(folder)
+    new_folder.rename(folder)
     read_manifest.cache_clear()
     return folder
 

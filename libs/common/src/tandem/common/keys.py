@@ -121,8 +121,8 @@ def read_admitted(run: Path) -> AdmittedProcesses | None:
     Raises `ConfigError` like `read_key_file`.
     """
     path = run.absolute() / FOLDER / ADMITTED_FILE
-    what = "list of a run's processes"
-    return _read(path, AdmittedProcesses, what, _MOST_BYTES_OF_ADMITTED) if path.exists() else None
+    file_kind = "list of a run's processes"
+    return _read(path, AdmittedProcesses, file_kind, _MOST_BYTES_OF_ADMITTED) if path.exists() else None
 
 
 def write_admitted(run: Path, admitted: AdmittedProcesses) -> None:
@@ -157,19 +157,19 @@ def _replace(path: Path, text: bytes) -> None:
     written.replace(path)
 
 
-def _read(path: Path, kind: type[_Kept], what: str, most_bytes: int = _MOST_BYTES) -> _Kept:
+def _read(path: Path, kind: type[_Kept], file_kind: str, most_bytes: int = _MOST_BYTES) -> _Kept:
     try:
         if odd := irregular(path):
-            raise ConfigError(f"{path} is {odd}, not a {what}")
+            raise ConfigError(f"{path} is {odd}, not a {file_kind}")
         with path.open("rb") as file:
             refuse_others(path, os.fstat(file.fileno()))
             text = file.read(most_bytes)
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the {file_kind} {path}: {error.strerror}") from error
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a {what}: {error}") from error
+        raise ConfigError(f"{path} is not a {file_kind}: {error}") from error
 
 
 def refuse_others(path: Path, status: os.stat_result) -> None:

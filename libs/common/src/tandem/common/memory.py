@@ -42,9 +42,9 @@ class MemoryMeter:
         if cuda is not None:
             reserved = cuda.max_memory_reserved()
             return MemoryUse(peak=cuda.max_memory_allocated(), held=cuda.memory_allocated(), reserved=reserved)
-        held = _kilobytes(_STATUS, "VmRSS")
-        peak = max(self._at_begin, held) if self._at_begin else _kilobytes(_STATUS, "VmHWM")
-        return MemoryUse(peak=peak, held=held)
+        resident = _kilobytes(_STATUS, "VmRSS")
+        peak = max(self._at_begin, resident) if self._at_begin else _kilobytes(_STATUS, "VmHWM")
+        return MemoryUse(peak=peak, held=resident)
 
 
 def available_bytes() -> int:
@@ -63,9 +63,9 @@ def available_bytes() -> int:
 
 
 def _kilobytes(path: Path, field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
-    assert found is not None, f"{path} has no {field}"
-    return int(found[1]) * 1024
+    match = re.search(rf"^{field}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    assert match is not None, f"{path} has no {field}"
+    return int(match[1]) * 1024
 
 
 def _cuda() -> Any:

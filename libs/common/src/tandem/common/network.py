@@ -68,10 +68,12 @@ def listening() -> Iterator[socket.socket]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as each:
-                    is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
-                    if is_tcp and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        yield each
+                with socket.socket(fileno=os.dup(int(name))) as listener:
+                    is_tcp = (
+                        listener.family in (socket.AF_INET, socket.AF_INET6) and listener.type == socket.SOCK_STREAM
+                    )
+                    if is_tcp and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        yield listener
 
 
 def defer_silent(listeners: Iterable[socket.socket]) -> None:
@@ -102,11 +104,11 @@ def _interface_of(address: str) -> str:
 
 def _interface_of_6(address: str) -> str:
     """Return the same for an IPv6 address, from Linux's table of addresses."""
-    wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+    hex_address = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
     with contextlib.suppress(OSError), open(_ADDRESSES_6, encoding="ascii") as table:
         for line in table:
-            found, *_, name = line.split()
-            if found == wanted:
+            listed_address, *_, name = line.split()
+            if listed_address == hex_address:
                 return name
     return ""
 

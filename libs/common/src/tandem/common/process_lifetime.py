@@ -70,10 +70,10 @@ def descendants(pid: int) -> list[int]:
     for child in filter(str.isdigit, os.listdir("/proc")):
         if (status := _status(int(child))) is not None:
             children[status.parent].append(int(child))
-    found = [pid]
-    for parent in found:
-        found += children.pop(parent, [])
-    return found[1:]
+    pids = [pid]
+    for parent in pids:
+        pids += children.pop(parent, [])
+    return pids[1:]
 
 
 def is_stopped(pid: int) -> bool:
@@ -188,8 +188,8 @@ def _end_former(children: dict[int, str]) -> None:
     """Kill the former descendants of a dead process; the start time of each guards against reused ids."""
     for pid, began in children.items():
         if pid != os.getpid() and (status := _status(pid)) is not None and status.began == began:
-            for each in (pid, *descendants(pid)):
-                _kill(each)
+            for victim in (pid, *descendants(pid)):
+                _kill(victim)
 
 
 def _end_started_by(name: str) -> None:
@@ -205,12 +205,12 @@ def _end_started_by(name: str) -> None:
 
 
 def _started_by(name: str) -> list[int]:
-    found, variable = [], f"{_STARTED_BY}={name}".encode()
+    pids, variable = [], f"{_STARTED_BY}={name}".encode()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
             if variable in file.read().split(b"\0") and pid != os.getpid():
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def _name_of(pid: int) -> str:
@@ -238,8 +238,8 @@ def _is_exiting(pid: int) -> bool:
     return (status := _status(pid)) is None or bool(status.flags & _EXITING)
 
 
-def _close_all_but(*kept: int) -> None:
-    for low, high in itertools.pairwise([*sorted(kept), os.sysconf("SC_OPEN_MAX")]):
+def _close_all_but(*descriptors: int) -> None:
+    for low, high in itertools.pairwise([*sorted(descriptors), os.sysconf("SC_OPEN_MAX")]):
         os.closerange(low + 1, high)
 
 

@@ -34,42 +34,42 @@ def raised_at(trace: TracebackType | None, folder: str) -> str:
     frames = traceback.extract_tb(trace)[1:]  # the first frame is the caller's
     if not frames:
         return ""
-    own = [frame for frame in frames if folder and os.path.dirname(os.path.abspath(frame.filename)) == folder]
-    frame = (own or frames)[-1]
+    user_frames = [frame for frame in frames if folder and os.path.dirname(os.path.abspath(frame.filename)) == folder]
+    frame = (user_frames or frames)[-1]
     path = Path(frame.filename)
     with_folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f" ({with_folder}:{frame.lineno}, in {frame.name})"
 
 
-def finite_number(given: object, what: str) -> float:
+def finite_number(value: object, name: str) -> float:
     """Return a number that training can compute with; text, booleans and other types are errors.
 
-    Raises `RewardError`, which begins with `what`.
+    Raises `RewardError`, which begins with `name`.
     """
     number = math.nan
     # NumPy's floating and integer scalars are instances of Real, and its booleans are not.
-    if type(given) is not bool and isinstance(given, numbers.Real):
+    if type(value) is not bool and isinstance(value, numbers.Real):
         try:
-            number = float(given)
+            number = float(value)
         except OverflowError:
             number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"{what} is {shown(given)}, not a finite number")
+        raise RewardError(f"{name} is {shown(value)}, not a finite number")
     if beyond(number):
-        raise RewardError(f"{what} is {beyond(number, shown(given))}")
+        raise RewardError(f"{name} is {beyond(number, shown(value))}")
     return number
 
 
-def beyond(number: float, said: str = "") -> str:
-    """Return why a run cannot compute with a number, given as `said`; empty if it can."""
+def beyond(number: float, text: str = "") -> str:
+    """Return why a run cannot compute with a number, given as `text`; empty if it can."""
     if abs(number) <= LARGEST:
         return ""
-    return f"{line(said) or repr(number)}, not a number from {-LARGEST:g} to {LARGEST:g}"
+    return f"{line(text) or repr(number)}, not a number from {-LARGEST:g} to {LARGEST:g}"
 
 
-def shown(given: object) -> str:
+def shown(value: object) -> str:
     """Return the `repr` of a value for an error; the value's own class may fail to give one."""
     try:
-        return repr(given)
+        return repr(value)
     except Exception:
-        return f"a {type(given).__name__}"
+        return f"a {type(value).__name__}"

@@ -39,14 +39,14 @@ def intercept(model: torch.nn.Module, choose: Choose) -> tuple[int, ...]:
 
 
 def _routers_of(model: torch.nn.Module) -> dict[int, Any]:
-    found = {}
+    routers = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(name)
         if layer is not None and _ROUTER.search(type(module).__name__):
-            found[int(layer[1])] = module
-    if not found:
+            routers[int(layer[1])] = module
+    if not routers:
         raise ModelError(f"{type(model).__name__} has no Transformers-style routers, so no choices to replay")
-    return found
+    return routers
 
 
 def _route(router: Any, forward: Callable[..., Any], choose: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:

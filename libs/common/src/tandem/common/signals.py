@@ -59,9 +59,9 @@ def interrupt_when_asked() -> None:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _raised.append(number)
-        for each in _heard():
-            if each != signal.SIGINT:
-                signal.signal(each, _go_on)
+        for heard_number in _heard():
+            if heard_number != signal.SIGINT:
+                signal.signal(heard_number, _go_on)
         raise KeyboardInterrupt
 
     _raised.clear()
@@ -122,9 +122,9 @@ def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if requests.is_for_good(number):
-            for each in numbers:
-                if each != signal.SIGINT:
-                    signal.signal(each, _go_on)
+            for handled_number in numbers:
+                if handled_number != signal.SIGINT:
+                    signal.signal(handled_number, _go_on)
             raise KeyboardInterrupt
         leave()
 
@@ -139,15 +139,15 @@ def uninterrupted() -> Iterator[None]:
 
     To block them would not do: then another thread takes them, and Python interrupts the main thread all the same.
     """
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _ENDING}
+    deferred: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: deferred.append(number)) for number in _ENDING}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for each in came:
-            signal.raise_signal(each)
+        for deferred_number in deferred:
+            signal.raise_signal(deferred_number)
 
 
 @contextlib.contextmanager

@@ -18,13 +18,13 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
-def shortened(text: str, most: int = _MOST) -> str:
-    """Return a visible text of at most `most` characters, with a note of the full length if it was cut."""
-    shown = visible(text[:most])
-    if len(text) <= most and len(shown) <= most:
+def shortened(text: str, max_length: int = _MOST) -> str:
+    """Return a visible text of at most `max_length` characters, with a note of the full length if it was cut."""
+    shown = visible(text[:max_length])
+    if len(text) <= max_length and len(shown) <= max_length:
         return shown
     note = f"... ({len(text)} characters in all)"
-    return shown[: max(0, most - len(note))] + note
+    return shown[: max(0, max_length - len(note))] + note
 
 
 def last_lines(file: Path, count: int) -> list[str]:

@@ -92,23 +92,23 @@ class TimedHttpProtocol(H11Protocol):
 
         Those on which something has come are not idle: many connections may be accepted before any is read.
         """
-        most = min(_MOST_IDLE, descriptors.limit() // _SHARE_IDLE)
+        max_idle = min(_MOST_IDLE, descriptors.limit() // _SHARE_IDLE)
         if self.limit_concurrency is not None:  # above it uvicorn refuses all requests
-            most = min(most, self.limit_concurrency // 2)
-        if len(self.connections) <= most or self.client is None:
+            max_idle = min(max_idle, self.limit_concurrency // 2)
+        if len(self.connections) <= max_idle or self.client is None:
             return
         idle = [
-            each
-            for each in self.connections
-            if isinstance(each, TimedHttpProtocol)
-            and each.client is not None
-            and each.client[0] == self.client[0]
-            and each.is_idle
-            and not each.transport.is_closing()
+            connection
+            for connection in self.connections
+            if isinstance(connection, TimedHttpProtocol)
+            and connection.client is not None
+            and connection.client[0] == self.client[0]
+            and connection.is_idle
+            and not connection.transport.is_closing()
         ]
-        for each in sorted(idle, key=lambda each: each._began)[: max(0, len(idle) - most)]:
-            if not _has_come(each.transport):
-                each.transport.abort()
+        for connection in sorted(idle, key=lambda connection: connection._began)[: max(0, len(idle) - max_idle)]:
+            if not _has_come(connection.transport):
+                connection.transport.abort()
 
 
 def _has_come(transport: asyncio.Transport) -> bool:

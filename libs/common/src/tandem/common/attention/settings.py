@@ -23,11 +23,11 @@ def unstable_rotation(config: Any, max_length: int) -> str | None:
     Lengths up to `max_length` are considered. `config` is a model's text configuration in Transformers.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in parameters.values() if isinstance(next(iter(parameters.values()), None), dict) else (parameters,):
-        kind = each.get("rope_type")
+    for rotation in parameters.values() if isinstance(next(iter(parameters.values()), None), dict) else (parameters,):
+        kind = rotation.get("rope_type")
         limit = None
         if kind == "longrope":
-            limit = each.get("original_max_position_embeddings") or config.max_position_embeddings
+            limit = rotation.get("original_max_position_embeddings") or config.max_position_embeddings
         elif kind == "dynamic":
             limit = config.max_position_embeddings
         if limit is not None and max_length > limit:

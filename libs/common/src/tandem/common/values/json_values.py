@@ -75,14 +75,14 @@ def encode_json(
 ) -> bytes:
     """Return a value as JSON, with numbers as they were written; `plain` converts what JSON lacks."""
 
-    def convert(other: Any) -> Any:
-        if isinstance(other, WrittenFloat):
-            return msgspec.Raw(other.digits.encode())
-        if isinstance(other, LargeInteger):
-            return int(other)
+    def convert(instance: Any) -> Any:
+        if isinstance(instance, WrittenFloat):
+            return msgspec.Raw(instance.digits.encode())
+        if isinstance(instance, LargeInteger):
+            return int(instance)
         if plain is None:
-            raise TypeError(f"JSON has no {type(other).__name__}")
-        return plain(other)
+            raise TypeError(f"JSON has no {type(instance).__name__}")
+        return plain(instance)
 
     return msgspec.json.encode(value, enc_hook=convert, order=order)
 
@@ -94,11 +94,11 @@ def plain_object(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     written: set[str] = set()
 
-    def convert(other: Any) -> Any:
-        if isinstance(other, WrittenFloat):
-            written.add(other.digits)
-            return msgspec.Raw(other.digits.encode())
-        return int(other) if isinstance(other, LargeInteger) else str(other)
+    def convert(instance: Any) -> Any:
+        if isinstance(instance, WrittenFloat):
+            written.add(instance.digits)
+            return msgspec.Raw(instance.digits.encode())
+        return int(instance) if isinstance(instance, LargeInteger) else str(instance)
 
     encoded = msgspec.json.encode(dict(values), enc_hook=convert)
     plain: dict[str, Any] = _plain_decoder.decode(encoded)

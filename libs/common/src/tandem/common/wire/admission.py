@@ -49,10 +49,10 @@ class AdmissionRequests:
         """Register a key with the coordinator, at a socket that proves the one for joining."""
         self.ask(dealer, msgspec.structs.replace(hello, registers=public_key), KeyAccepted)
 
-    def ask(self, dealer: zmq.Socket[bytes], hello: Hello, wanted: type[Answer]) -> Answer:
+    def ask(self, dealer: zmq.Socket[bytes], hello: Hello, answer_type: type[Answer]) -> Answer:
         """Connect, say hello and return the answer."""
         is_waiting, self._is_waiting = self._is_waiting, None
-        admission: MessageCodec[Any] = MessageCodec(wanted | Refused | Heartbeat | Shutdown)
+        admission: MessageCodec[Any] = MessageCodec(answer_type | Refused | Heartbeat | Shutdown)
         with contextlib.closing(_Handshake(dealer, self._coordinator, self._keys_of, encode(hello))) as handshake:
             try:
                 dealer.connect(self._coordinator)
@@ -75,7 +75,7 @@ class AdmissionRequests:
                     case Heartbeat():
                         continue
                     case answer:
-                        assert isinstance(answer, wanted)
+                        assert isinstance(answer, answer_type)
                         return answer
         raise NotAdmitted(
             f"{self._service} could not join: no answer from {self._coordinator} within {self._timeout_s:g} s; is a "

@@ -27,10 +27,10 @@ class CallerConnections:
     connection, upon which the caller sends its request again.
     """
 
-    def __init__(self, listeners: Mapping[str, Listener], own: KeyPair, *, max_bytes: int) -> None:
+    def __init__(self, listeners: Mapping[str, Listener], key_pair: KeyPair, *, max_bytes: int) -> None:
         """Start to connect to listeners, given by name. Raises `WireError` for an invalid address or key.
 
-        `own` authenticates this process to all of them. A peer that sends a frame of more than `max_bytes` is
+        `key_pair` authenticates this process to all of them. A peer that sends a frame of more than `max_bytes` is
         disconnected.
         """
         self._context = zmq.Context()
@@ -49,10 +49,10 @@ class CallerConnections:
                 zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
             )
             self._monitors[monitor] = name
-            for each in (socket, monitor):
-                self._poller.register(each, zmq.POLLIN)
+            for zmq_socket in (socket, monitor):
+                self._poller.register(zmq_socket, zmq.POLLIN)
             try:
-                curve.prove(socket, own, listener.public_key)
+                curve.prove(socket, key_pair, listener.public_key)
                 socket.connect(listener.address)
             except zmq.ZMQError as error:
                 self.close()
@@ -98,6 +98,6 @@ class CallerConnections:
         """Close all connections at once."""
         for socket in self._sockets.values():
             socket.disable_monitor()
-        for each in (*self._sockets.values(), *self._monitors):
-            each.close(linger=0)
+        for zmq_socket in (*self._sockets.values(), *self._monitors):
+            zmq_socket.close(linger=0)
         self._context.term()

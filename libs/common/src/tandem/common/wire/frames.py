@@ -117,11 +117,11 @@ def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
         raise WireError("empty message")
     if len(frames) > 2 + _MOST_ARRAYS:
         raise WireError(f"{len(frames)} frames, but a message has at most {_MOST_ARRAYS} arrays")
-    for name, frame, most in zip(
+    for name, frame, max_bytes in zip(
         ("header", "list of arrays"), frames, (_MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES), strict=False
     ):
-        if len(frame) > most:
-            raise WireError(f"a {name} of {len(frame)} bytes, but the limit is {most}")
+        if len(frame) > max_bytes:
+            raise WireError(f"a {name} of {len(frame)} bytes, but the limit is {max_bytes}")
 
 
 def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
@@ -130,12 +130,12 @@ def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
         tag = tag_decoder.decode(frame)
     except UNDECODABLE:
         return WireError(f"not a message of this link: {error}")
-    where = _WHERE.fullmatch(str(error))
-    if not isinstance(error, msgspec.ValidationError) or where is None or where[3] == "type":
+    match = _WHERE.fullmatch(str(error))
+    if not isinstance(error, msgspec.ValidationError) or match is None or match[3] == "type":
         return WireError(f"not a message of this link: {error}", tag.command_id)
-    field = f".{where[3]}" if where[3] else ""
-    of_key = "for a key: " if where[2] else ""
-    return WireError(f"{tag.type}{field}: {of_key}{where[1]}", tag.command_id)
+    field = f".{match[3]}" if match[3] else ""
+    of_key = "for a key: " if match[2] else ""
+    return WireError(f"{tag.type}{field}: {of_key}{match[1]}", tag.command_id)
 
 
 def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:

@@ -62,9 +62,9 @@ class Gatekeeper:
 
     def _answer(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, self._monitor):
-            if each is not None:
-                poller.register(each, zmq.POLLIN)
+        for zmq_socket in (self._socket, self._monitor):
+            if zmq_socket is not None:
+                poller.register(zmq_socket, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll())
@@ -77,9 +77,9 @@ class Gatekeeper:
                 if self._socket in ready:
                     self._socket.send_multipart(self._verdict(self._socket.recv_multipart()))
         except zmq.ContextTerminated:
-            for each in (self._socket, self._monitor):
-                if each is not None:
-                    each.close()
+            for zmq_socket in (self._socket, self._monitor):
+                if zmq_socket is not None:
+                    zmq_socket.close()
 
     def _verdict(self, question: list[bytes]) -> list[bytes]:
         version, request, _domain, _address, _identity, mechanism, *credentials = question
@@ -112,10 +112,10 @@ class _Unproven:
             return
         self._addresses[descriptor] = address
         self._num[address] += 1
-        most = max(1, min(_MOST_UNPROVEN, descriptors.limit() // _SHARE_UNPROVEN))
-        while self._num[address] > most:
-            self._cut(next(each for each, its in self._addresses.items() if its == address))
-        while len(self._addresses) > 2 * most:
+        max_unproven = max(1, min(_MOST_UNPROVEN, descriptors.limit() // _SHARE_UNPROVEN))
+        while self._num[address] > max_unproven:
+            self._cut(next(each for each, peer_address in self._addresses.items() if peer_address == address))
+        while len(self._addresses) > 2 * max_unproven:
             self._cut(next(iter(self._addresses)))
 
     def remove(self, descriptor: int) -> None:
@@ -161,9 +161,9 @@ def _peer(connection: socket.socket | None) -> str | None:
 def _has_proven(connection: socket.socket) -> bool:
     """Tell by the bytes sent whether a key was accepted; True where the kernel does not report them."""
     try:
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES_SENT + 8)
+        tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES_SENT + 8)
     except OSError:
         return True
-    if len(told) < _TCP_INFO_BYTES_SENT + 8:
+    if len(tcp_info) < _TCP_INFO_BYTES_SENT + 8:
         return True
-    return bool(struct.unpack_from("=Q", told, _TCP_INFO_BYTES_SENT)[0] > _SENT_TO_UNPROVEN)
+    return bool(struct.unpack_from("=Q", tcp_info, _TCP_INFO_BYTES_SENT)[0] > _SENT_TO_UNPROVEN)

@@ -35,19 +35,19 @@ class Hub:
     """A ROUTER socket: the coordinator's, or that of a rollout's samples. Used by one thread."""
 
     def __init__(
-        self, address: str, own: KeyPair, admitted: AdmittedKeys, *, max_bytes: int = MOST_BYTES_OF_REPLY
+        self, address: str, key_pair: KeyPair, admitted: AdmittedKeys, *, max_bytes: int = MOST_BYTES_OF_REPLY
     ) -> None:
         """Bind the socket. Raises `ConfigError` if the address is taken or invalid.
 
         Args:
             address: address to listen on.
-            own: key pair that clients verify.
+            key_pair: key pair that clients verify.
             admitted: keys of the clients to accept.
             max_bytes: size limit of a frame; a client that sends a larger one is disconnected.
         """
         self._context = zmq.Context()
         self._admitted = admitted
-        self._socket = router(self._context, own, max_bytes)
+        self._socket = router(self._context, key_pair, max_bytes)
         self._waker: Waker | None = None
         self._awaited: zmq.Socket[bytes] | zmq.Poller = self._socket
         self._gatekeeper = Gatekeeper(self._context, admitted, self._socket)
@@ -55,9 +55,9 @@ class Hub:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            why = "the port is in use" if error.errno == zmq.EADDRINUSE else error.strerror
-            raise ConfigError(f"cluster.address: cannot listen on {address!r}: {why}") from error
-        self.at = Listener(address=self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public_key=own.public)
+            reason = "the port is in use" if error.errno == zmq.EADDRINUSE else error.strerror
+            raise ConfigError(f"cluster.address: cannot listen on {address!r}: {reason}") from error
+        self.at = Listener(address=self._socket.getsockopt_string(zmq.LAST_ENDPOINT), public_key=key_pair.public)
         """Address and public key for clients."""
 
     @property
@@ -93,8 +93,8 @@ class Hub:
         if self._waker is None:
             self._waker = Waker()
             self._awaited = poller = zmq.Poller()
-            for what in (self._socket, self._waker.fileno()):
-                poller.register(what, zmq.POLLIN)
+            for event_source in (self._socket, self._waker.fileno()):
+                poller.register(event_source, zmq.POLLIN)
         return self._waker.wake
 
     def close(self) -> None:

@@ -59,8 +59,8 @@ class Link(Generic[Incoming]):
         self._woken = self._waker.fileno()
         """Descriptor that is ready after a `wake`."""
         self._poller = zmq.Poller()
-        for what in (self._incoming, self._woken):
-            self._poller.register(what, zmq.POLLIN)
+        for event_source in (self._incoming, self._woken):
+            self._poller.register(event_source, zmq.POLLIN)
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
 

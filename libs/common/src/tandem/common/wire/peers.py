@@ -37,7 +37,7 @@ class PeerConnections:
     """One process's connections to all others of its group. Used by one thread at a time."""
 
     def __init__(
-        self, rank: int, names: Sequence[str], keys: Sequence[Key], own: KeyPair, host: str, *, max_bytes: int
+        self, rank: int, names: Sequence[str], keys: Sequence[Key], key_pair: KeyPair, host: str, *, max_bytes: int
     ) -> None:
         """Listen on a free port of `host`, unless no process has a lower rank. Raises `WireError`.
 
@@ -45,11 +45,11 @@ class PeerConnections:
             rank: of this process.
             names: names of all processes of the group, by rank.
             keys: their public keys.
-            own: key pair of this process.
+            key_pair: key pair of this process.
             host: address to listen on.
             max_bytes: size limit of a frame; a peer that sends a larger one is disconnected.
         """
-        self._rank, self._names, self._keys, self._own = rank, tuple(names), tuple(keys), own
+        self._rank, self._names, self._keys, self._own = rank, tuple(names), tuple(keys), key_pair
         self._options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,  # callers bound what they send at once
@@ -139,8 +139,8 @@ class PeerConnections:
             self._dealers[rank].disable_monitor()
             monitor.close()
         self._monitors.clear()
-        for each in (*self._dealers.values(), *([self._router] if self._router else [])):
-            each.close(int(linger_s * 1000))
+        for zmq_socket in (*self._dealers.values(), *([self._router] if self._router else [])):
+            zmq_socket.close(int(linger_s * 1000))
         self._context.term()
         if self._gatekeeper is not None:
             self._gatekeeper.join()
@@ -171,8 +171,8 @@ class PeerConnections:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         monitor = dealer.get_monitor_socket(events, f"inproc://peer-{rank}")
         self._monitors[monitor] = rank
-        for each in (dealer, monitor):
-            self._poller.register(each, zmq.POLLIN)
+        for zmq_socket in (dealer, monitor):
+            self._poller.register(zmq_socket, zmq.POLLIN)
         try:
             curve.prove(dealer, self._own, self._keys[rank])
             dealer.connect(address)
@@ -236,5 +236,5 @@ class PeerConnections:
             for rank in self._identities:
                 self.send(rank, [_BEAT])
 
-    def _lose(self, rank: int, why: str) -> None:
-        self.lost.setdefault(rank, f"{self._names[rank]} {why}")
+    def _lose(self, rank: int, reason: str) -> None:
+        self.lost.setdefault(rank, f"{self._names[rank]} {reason}")

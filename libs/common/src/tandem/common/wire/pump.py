@@ -129,8 +129,8 @@ class FramePump:
         """End the process if it has no coordinator any more, or does not end when told to."""
         silent_s, patience_s = now - self._last_seen, self._welcome.heartbeat_timeout_s
         if silent_s > patience_s + self._welcome.orphan_timeout_s:
-            why = f"the coordinator was silent for {silent_s:.0f} s while {self.phase}"
-            self._end_process(why, _EXIT_COORDINATOR_LOST)
+            reason = f"the coordinator was silent for {silent_s:.0f} s while {self.phase}"
+            self._end_process(reason, _EXIT_COORDINATOR_LOST)
         if silent_s > patience_s and not self._is_waiting:
             self._is_waiting = True
             self._say(
@@ -138,8 +138,8 @@ class FramePump:
                 f"{self._welcome.orphan_timeout_s:g} s"
             )
         if now > self._end_by:
-            why = f"still {self.phase} {SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
-            self._end_process(why, self._end_code)
+            reason = f"still {self.phase} {SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
+            self._end_process(reason, self._end_code)
 
     def _forward_incoming(self, now: float) -> None:
         """Pass one message on to the process, unless it is about the connection alone."""
@@ -150,9 +150,9 @@ class FramePump:
                 case "Heartbeat":
                     return
                 case "TrainerKeys":
-                    told = _trainer_keys_decoder.decode(header)
-                    self._trainers.replace(told.public_keys)
-                    self._trainer_keys = told.number
+                    trainer_keys = _trainer_keys_decoder.decode(header)
+                    self._trainers.replace(trainer_keys.public_keys)
+                    self._trainer_keys = trainer_keys.number
                     return
                 case "Welcome":
                     self._take_welcome(_welcome_decoder.decode(header), now)
@@ -193,10 +193,10 @@ class FramePump:
             self._end_by, self._end_code = now + SHUTDOWN_GRACE_S, exit_code(shutdown)
             self._arrived.send_multipart(encode(shutdown))
 
-    def _say(self, what: str) -> None:
+    def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            print(f"{self._welcome.name}: {what}", file=sys.stderr, flush=True)
+            print(f"{self._welcome.name}: {text}", file=sys.stderr, flush=True)
 
-    def _end_process(self, why: str, code: int) -> None:
-        self._say(f"ending: {why}")
+    def _end_process(self, reason: str, code: int) -> None:
+        self._say(f"ending: {reason}")
         os._exit(code)

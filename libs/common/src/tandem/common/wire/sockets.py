@@ -12,7 +12,7 @@ _MOST_WAITING = 1000
 """Most received messages that wait on one connection."""
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]], own: KeyPair, max_bytes: int) -> zmq.Socket[bytes]:
+def router(context: zmq.Context[zmq.Socket[bytes]], key_pair: KeyPair, max_bytes: int) -> zmq.Socket[bytes]:
     """Return a ROUTER socket that proves its key, for clients that another program admits."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 1000)
@@ -26,12 +26,12 @@ def router(context: zmq.Context[zmq.Socket[bytes]], own: KeyPair, max_bytes: int
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    curve.hear_processes(socket, own)
+    curve.hear_processes(socket, key_pair)
     return socket
 
 
 def dealer_of_link(
-    context: zmq.Context[zmq.Socket[bytes]], identity: str, own: KeyPair, coordinator: str
+    context: zmq.Context[zmq.Socket[bytes]], identity: str, key_pair: KeyPair, coordinator: str
 ) -> zmq.Socket[bytes]:
     """Return a DEALER socket that proves a key to the coordinator, which must prove its own."""
     dealer = context.socket(zmq.DEALER)
@@ -40,7 +40,7 @@ def dealer_of_link(
     dealer.setsockopt(zmq.SNDHWM, 0)
     dealer.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     dealer.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES_OF_ORDER)
-    curve.prove(dealer, own, coordinator)
+    curve.prove(dealer, key_pair, coordinator)
     return dealer
 
 
