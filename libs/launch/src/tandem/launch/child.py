@@ -72,9 +72,9 @@ class LaunchedProcess(msgspec.Struct, frozen=True, kw_only=True):
     def describe_death(self) -> str:
         """Describe how it ended, with the last lines of its log."""
         code = self.process.wait(0.0)
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         lines = last_lines(self.log, _LOG_TAIL_LINES)
-        return f"{how}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
+        return f"{ending}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
 
 
 class WatchedProcesses:

@@ -23,9 +23,9 @@ def launched_processes(config: Config) -> dict[ServiceKind, int]:
         return expected
     if launch == "none":
         return dict.fromkeys(expected, 0)
-    wanted: dict[ServiceKind, int] = {
+    num_launched: dict[ServiceKind, int] = {
         "refit": int(launch.refit),
         "trainer": launch.trainers,
         "rollout": launch.rollouts,
     }
-    return {kind: wanted[kind] for kind in expected}
+    return {kind: num_launched[kind] for kind in expected}

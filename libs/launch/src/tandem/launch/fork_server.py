@@ -155,14 +155,14 @@ class ServiceForkServer:
             contextlib.suppress(OSError),
             reaper() if spawn_spec.parent == os.getpid() else contextlib.nullcontext(),
             _in_memory("birth", msgspec.json.encode(spawn_spec)) as order,
-            _in_memory("keys", keys) as kept,
+            _in_memory("keys", keys) as keys_file,
         ):
-            descriptors = [file.fileno() for file in (order, out, errors, kept)]
+            descriptors = [file.fileno() for file in (order, out, errors, keys_file)]
             socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
             is_in_time = self._answers_within(min(_FORK_S, self._deadline_s) if was_there else self._deadline_s)
             if not is_in_time and not was_there and not is_stopped(self._process.pid):
-                what = f"it did not fork {spawn_spec.module} within {self._deadline_s:g} s"
-                raise DeadlineExceeded(_NAME, "importing modules", what)
+                problem = f"it did not fork {spawn_spec.module} within {self._deadline_s:g} s"
+                raise DeadlineExceeded(_NAME, "importing modules", problem)
             if not is_in_time:
                 # A process that cannot answer any more ends; one that has just answered must not be started twice.
                 self._orders.shutdown(socket.SHUT_RD)

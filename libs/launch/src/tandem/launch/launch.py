@@ -56,11 +56,11 @@ class OwnCredentials:
 
     def __call__(self, number: int) -> ProcessCredentials:
         """Return the credentials of one process."""
-        own = new_key_pair()
-        self._admitted.add(own.public)  # before the process exists, so that it is never refused
-        keys = ProcessKeys(coordinator=self._coordinator.public_key, own=own, is_joining=False)
+        key_pair = new_key_pair()
+        self._admitted.add(key_pair.public)  # before the process exists, so that it is never refused
+        keys = ProcessKeys(coordinator=self._coordinator.public_key, own=key_pair, is_joining=False)
         return ProcessCredentials(
-            arguments=("--coordinator", self._coordinator.address), keys=encode(keys), public_key=own.public
+            arguments=("--coordinator", self._coordinator.address), keys=encode(keys), public_key=key_pair.public
         )
 
 

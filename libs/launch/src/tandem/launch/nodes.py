@@ -62,9 +62,11 @@ def node_of(config: Config, number: int) -> NodeShare:
     nodes = nodes_of(config)
     if 1 <= number < len(nodes):
         return nodes[number]
-    others = "no other node" if len(nodes) == 1 else "nodes 1" + (f" to {len(nodes) - 1}" if len(nodes) > 2 else "")
+    other_nodes = (
+        "no other node" if len(nodes) == 1 else "nodes 1" + (f" to {len(nodes) - 1}" if len(nodes) > 2 else "")
+    )
     raise ConfigError(
-        f"node {number}: beside the first node, which runs the coordinator, cluster.num_nodes gives {others}"
+        f"node {number}: beside the first node, which runs the coordinator, cluster.num_nodes gives {other_nodes}"
     )
 
 
@@ -84,8 +86,8 @@ def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[i
     for index in range(total):
         node = _first_gpu(config, key, index) // cluster.gpus_per_node
         if node >= cluster.num_nodes:
-            there = cluster.num_nodes * cluster.gpus_per_node
-            raise ConfigError(f"cluster.{key}: {total} need more than the {there} GPUs of the cluster")
+            num_gpus = cluster.num_nodes * cluster.gpus_per_node
+            raise ConfigError(f"cluster.{key}: {total} need more than the {num_gpus} GPUs of the cluster")
         shares[node] += (index,)
     if len(shares[0]) != launched:
         raise ConfigError(

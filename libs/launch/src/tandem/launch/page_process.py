@@ -71,15 +71,15 @@ class PageProcess:
         """Return how it died, and restart it; empty while it lives, and once it has died too often."""
         if self._process is None or (code := self._process.poll()) is None:
             return ""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         self._started_at = within(_WINDOW_S, time.monotonic(), self._started_at)
         if len(self._started_at) <= _MOST_STARTS:
             self._process = self._start()
-            return f"the page {how}; it is started again"
+            return f"the page {ending}; it is started again"
         self._process = None
         self._listener.close()
         lines = last_lines(self._log, _TAIL_LINES)
-        return f"the page {how}; the run goes on without it. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
+        return f"the page {ending}; the run goes on without it. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
 
     def close(self) -> None:
         """End the process."""

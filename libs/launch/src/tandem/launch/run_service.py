@@ -158,8 +158,8 @@ def _answer_commands(link: Link[Any], context: ServiceContext, service: Runnable
                     except Exception as error:
                         context.fail(command.command_id, error)
                 busy = service.work()
-            case other:
-                raise WireError(f"{context.name} did not expect {type(other).__name__}")
+            case unexpected:
+                raise WireError(f"{context.name} did not expect {type(unexpected).__name__}")
 
 
 def _parser(kind: ServiceKind) -> argparse.ArgumentParser:

@@ -76,8 +76,8 @@ class ServiceContext:
         if now < self._say_leaving_at:
             return
         if self._say_leaving_at == -math.inf:
-            how = "it finishes its work; a second signal ends it at once"
-            print(f"{self.name} was told to leave: {how}", flush=True)
+            notice = "it finishes its work; a second signal ends it at once"
+            print(f"{self.name} was told to leave: {notice}", flush=True)
         self._say_leaving_at = now + self._heartbeat_s
         self._link.send(encode(Leaving()))
 

@@ -48,7 +48,7 @@ def batch_script(config: Config, source: Path, overrides: Sequence[str], job: Sl
         raise ConfigError(
             f"logger.log_dir: {config.logger.log_dir}, but all nodes of a job must see it: it cannot be in /tmp"
         )
-    given = [str(source.resolve()), *overrides]
+    arguments = [str(source.resolve()), *overrides]
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {option}" for option in _directives(config, job)),
         nodes="\n".join(f"#   node {node.number}: {_described(node)}" for node in nodes),
@@ -56,8 +56,8 @@ def batch_script(config: Config, source: Path, overrides: Sequence[str], job: Sl
         setup="".join(f"{line}\n" for line in job.setup),
         run=shlex.quote(str(Path(config.logger.log_dir).resolve())),
         journal=JOURNAL_NAME,
-        given=shlex.join(given),
-        others=_OTHERS.format(count=len(nodes) - 1, given=shlex.join(given)) if len(nodes) > 1 else "",
+        given=shlex.join(arguments),
+        others=_OTHERS.format(count=len(nodes) - 1, given=shlex.join(arguments)) if len(nodes) > 1 else "",
     )
 
 

@@ -101,10 +101,10 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-def say(end: socket.socket, what: FromCoordinator | InitialState | ProcessEnd) -> None:
+def say(end: socket.socket, message: FromCoordinator | InitialState | ProcessEnd) -> None:
     """Send a message to the other end, if it is there and listens."""
     with contextlib.suppress(OSError):
-        end.send(msgspec.json.encode(what))
+        end.send(msgspec.json.encode(message))
 
 
 def hear(end: socket.socket) -> bytes:

@@ -56,9 +56,9 @@ _LOOK_S, _LOOKED_S = 0.1, 1.0
 class _End(NamedTuple):
     """The end of a coordinator."""
 
-    why: str
+    reason: str
     """Reason, for the next coordinator."""
-    told: str
+    description: str
     """Reason, for the user."""
     is_its_own: bool = False
     """Whether the coordinator failed by itself."""
@@ -102,20 +102,20 @@ class Supervisor:
         self._whole: int | None = None
         """Step of the newest whole checkpoint, if the coordinator found a later one damaged."""
 
-    def run(self, how: Sequence[str]) -> int:
-        """Bring the run to its end; `how` are the words for how it begins. Return the exit code."""
+    def run(self, start_words: Sequence[str]) -> int:
+        """Bring the run to its end; `start_words` are the words for how it begins. Return the exit code."""
         from tandem.launch.restarts import within
 
-        before, why = self._run_id(), ""
+        before, reason = self._run_id(), ""
         adopt_orphans()
         with signals.heard(self._pass_on):
             while True:
                 began = time.monotonic()
-                code = self._run_once(how, why)
+                code = self._run_once(start_words, reason)
                 if code in (OK, BAD_INPUT, INTERRUPTED) or (code > 0 and self._is_final):
                     return code
                 end = self._describe(code)
-                why = end.why
+                reason = end.reason
                 self._await_the_others()
                 if self._asked:
                     return code if code > 0 else INTERRUPTED
@@ -127,30 +127,32 @@ class Supervisor:
                 # The run goes on with the configuration that it began with, whatever its file says by now.
                 began_in = ["--began-in", str(self._folder)] if self._has_begun else []
                 if self._whole is not None:
-                    how, self._whole = ["--resume", "--from", str(self._whole), *began_in], None
-                elif self._has_begun or "--resume" in how or self._run_id() != before:  # else it died before the run
-                    how = ["--resume", *began_in]
-                from_step = f", from the checkpoint of step {how[2]}" if "--from" in how[1:2] else ""
+                    start_words, self._whole = ["--resume", "--from", str(self._whole), *began_in], None
+                elif (
+                    self._has_begun or "--resume" in start_words or self._run_id() != before
+                ):  # else it died before the run
+                    start_words = ["--resume", *began_in]
+                from_step = f", from the checkpoint of step {start_words[2]}" if "--from" in start_words[1:2] else ""
                 pause_s = self._next_pause_s(now - began) if end.is_its_own else 0.0
                 when = f" in {pause_s:g} s" if pause_s else ""
-                print(f"the coordinator {end.told}; it is started again{when}{from_step}", flush=True)
+                print(f"the coordinator {end.description}; it is started again{when}{from_step}", flush=True)
                 if not self._rest(pause_s):
                     return code if code > 0 else INTERRUPTED
         times = f"; processes were replaced {self._most} times before" if self._most else ""
-        print(f"error: the coordinator {end.told}{times} (cluster.max_replacements)", file=sys.stderr)
+        print(f"error: the coordinator {end.description}{times} (cluster.max_replacements)", file=sys.stderr)
         return FAILED
 
     def _describe(self, code: int) -> _End:
         """Describe the end of a coordinator; `code` is its exit code, negative for a signal."""
         if self._silent_s is not None:
-            why = f"no sign of life for {self._silent_s:.0f} s"
-            return _End(why, f"was killed: {why}")
+            reason = f"no sign of life for {self._silent_s:.0f} s"
+            return _End(reason, f"was killed: {reason}")
         if code < 0:
-            why = f"killed by {signal.Signals(-code).name}"
-            return _End(why, f"was {why}")
+            reason = f"killed by {signal.Signals(-code).name}"
+            return _End(reason, f"was {reason}")
         if self._whole is not None:
-            why = "its newest checkpoint is damaged"
-            return _End(why, f"was ended: {why}")
+            reason = "its newest checkpoint is damaged"
+            return _End(reason, f"was ended: {reason}")
         return _End(f"exit code {code}", f"has failed with exit code {code}", is_its_own=True)
 
     def _next_pause_s(self, lived_s: float) -> float:
@@ -166,10 +168,10 @@ class Supervisor:
             time.sleep(_LOOK_S)
         return not self._asked
 
-    def _run_once(self, how: Sequence[str], why: str) -> int:
+    def _run_once(self, start_words: Sequence[str], reason: str) -> int:
         """Run a coordinator to its end; return its exit code, negative for a signal.
 
-        `why` is the reason for which the previous one was lost.
+        `reason` is the reason for which the previous one was lost.
         """
         from tandem.common.wire import ThreadStalls
         from tandem.launch.supervision import InitialState, say, socket_pair
@@ -177,12 +179,12 @@ class Supervisor:
         ours, theirs = socket_pair()
         with ours:
             with theirs:
-                kept = {name: pid for pid, name in self._kept.items()}
-                say(ours, InitialState(why, kept, tuple(self._replaced_at)))
+                kept_pids = {name: pid for pid, name in self._kept.items()}
+                say(ours, InitialState(reason, kept_pids, tuple(self._replaced_at)))
                 owner = ["--supervised-by", str(os.getpid()), "--supervision-fd", str(theirs.fileno())]
                 # In a group of its own: a signal from the terminal then reaches it once, through this process.
                 process = subprocess.Popen(
-                    [*self._program, *self._words, *how, *owner], process_group=0, pass_fds=[theirs.fileno()]
+                    [*self._program, *self._words, *start_words, *owner], process_group=0, pass_fds=[theirs.fileno()]
                 )
             self._pid, self._within_s, self._silent_s, self._is_final = process.pid, self._start_s, None, False
             self._alive_by = time.monotonic() + self._start_s
@@ -217,20 +219,20 @@ class Supervisor:
         from tandem.launch.supervision import Alive, Final, GoBack, ProcessEnd, Replaced, hear, say, to_supervisor
 
         while message := hear(coordinator):
-            said = to_supervisor.decode(message)
-            if isinstance(said, Alive):
-                self._within_s, self._alive_by = said.within_s, time.monotonic() + said.within_s
-                self._has_begun |= said.is_in_loop
-            elif isinstance(said, Replaced):
-                self._replaced_at += [time.monotonic()] * said.count
-            elif isinstance(said, GoBack):
-                self._whole = said.step
-            elif isinstance(said, Final):
+            report = to_supervisor.decode(message)
+            if isinstance(report, Alive):
+                self._within_s, self._alive_by = report.within_s, time.monotonic() + report.within_s
+                self._has_begun |= report.is_in_loop
+            elif isinstance(report, Replaced):
+                self._replaced_at += [time.monotonic()] * report.count
+            elif isinstance(report, GoBack):
+                self._whole = report.step
+            elif isinstance(report, Final):
                 self._is_final = True
-            elif said.pid in self._ended:
-                say(coordinator, ProcessEnd(said.pid, self._ended[said.pid][0]))
+            elif report.pid in self._ended:
+                say(coordinator, ProcessEnd(report.pid, self._ended[report.pid][0]))
             else:
-                self._kept[said.pid] = said.name
+                self._kept[report.pid] = report.name
 
     def _await_the_others(self) -> None:
         """Wait until the children of a dead coordinator are gone, except those that are kept: the kernel ends them."""
@@ -238,14 +240,14 @@ class Supervisor:
         while True:
             for pid, _ in _reaped():
                 self._kept.pop(pid, None)
-            kept = {each for pid in self._kept for each in (pid, *descendants(pid))}
-            others = [pid for pid in descendants(os.getpid()) if pid not in kept]
-            if not others:
+            kept_pids = {each for pid in self._kept for each in (pid, *descendants(pid))}
+            orphans = [pid for pid in descendants(os.getpid()) if pid not in kept_pids]
+            if not orphans:
                 return
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        for pid in others:
+        for pid in orphans:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -266,8 +268,8 @@ class Supervisor:
 
 def _reaped() -> list[tuple[int, int]]:
     """Collect the children that have ended, with their exit codes."""
-    found = []
+    exits = []
     with contextlib.suppress(ChildProcessError):  # there is no child any more
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
-    return found
+            exits.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
+    return exits

@@ -52,14 +52,14 @@ def new_run_keys() -> RunKeys:
 class ListeningSocket:
     """The coordinator's socket, and the keys that it admits: at first only the joining key."""
 
-    def __init__(self, address: str, keys: RunKeys, key_file: Path, known: Iterable[Key] = ()) -> None:
+    def __init__(self, address: str, keys: RunKeys, key_file: Path, known_keys: Iterable[Key] = ()) -> None:
         """Bind. Raise `ConfigError` if the address is taken or is invalid.
 
-        `key_file` will have the keys for services. `known` keys are admitted from the first moment on.
+        `key_file` will have the keys for services. `known_keys` are admitted from the first moment on.
         """
         self.joining_key = keys.joining.public
         """A process that proves it may register a key of its own."""
-        self.admitted = AdmittedKeys([self.joining_key, *known])
+        self.admitted = AdmittedKeys([self.joining_key, *known_keys])
         self.hub = wire.Hub(address, keys.coordinator, self.admitted)
         self._key_file = key_file
 
@@ -80,13 +80,17 @@ class RunAdmission:
     """Lets processes into a run."""
 
     def __init__(
-        self, listening: ListeningSocket, names: ReservedNames, known: KnownProcesses | None, run: RunDescription
+        self,
+        listening: ListeningSocket,
+        names: ReservedNames,
+        known_processes: KnownProcesses | None,
+        run: RunDescription,
     ) -> None:
-        """`known` is kept up to date with the admitted processes."""
+        """`known_processes` is kept up to date with the admitted processes."""
         self._hub = listening.hub
         self._joining_key = listening.joining_key
         self._names = names
-        self._known = known
+        self._known = known_processes
         self._run = run
 
     def admit(self, peer: wire.HubPeer, frames: wire.Frames, present: Container[str]) -> RegisteredProcess | None:

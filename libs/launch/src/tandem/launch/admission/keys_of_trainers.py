@@ -32,9 +32,9 @@ class KeysOfTrainers:
 
     def tell(self) -> None:
         """Tell engines which trainers may fetch samples."""
-        told = wire.encode(TrainerKeys(number=self._number, public_keys=self.admitted.keys()))
+        message = wire.encode(TrainerKeys(number=self._number, public_keys=self.admitted.keys()))
         for process in self._processes.values():
             if process.hello.service == "rollout" and process.trainer_keys < self._number:
-                self._hub.send(process.peer, told)
+                self._hub.send(process.peer, message)
                 process.trainer_keys = self._number
         self.are_told = True

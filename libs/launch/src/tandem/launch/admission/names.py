@@ -80,11 +80,11 @@ class ReservedNames:
         first = [name for name in self._awaited if name.startswith(f"{hello.service}-")]
         if hello.index is not None:
             places, first = range(hello.index, hello.index + (hello.index in places)), []
-        wanted = range(min(places.stop, self._expected.get(hello.service, 0)))[places.start :]
-        names = [*first, *(f"{hello.service}-{index}" for index in wanted)]
+        expected_indices = range(min(places.stop, self._expected.get(hello.service, 0)))[places.start :]
+        names = [*first, *(f"{hello.service}-{index}" for index in expected_indices)]
         # A process that is expected back may not come, unless it was just started.
         vague = [name for name in names if name in self._expected_back and name not in self._is_launched]
-        more = (f"{hello.service}-{index}" for index in range(max(places.start, wanted.stop), places.stop))
+        more = (f"{hello.service}-{index}" for index in range(max(places.start, expected_indices.stop), places.stop))
         free, beyond = (
             (name for name in group if name not in present and name not in reserved) for group in (names, more)
         )
@@ -105,18 +105,18 @@ class ReservedNames:
         if is_awaited:
             self._awaited[name] = None
         self._give_up(name)
-        for key in [key for key, kept in self._reserved.items() if kept == name]:
+        for key in [key for key, reserved_name in self._reserved.items() if reserved_name == name]:
             del self._reserved[key]
             self._admitted.remove(key)
 
     def refusal(self, hello: Hello) -> Refused:
         """Describe why there is no place for a process."""
-        wanted = len(self._places.get(hello.service, range(0)))
-        most = " (cluster.max_rollouts)" if wanted > self._expected.get(hello.service, 0) else ""
-        processes = f"{wanted} {hello.service} process{'' if wanted == 1 else 'es'}{most}"
+        num_places = len(self._places.get(hello.service, range(0)))
+        limit_note = " (cluster.max_rollouts)" if num_places > self._expected.get(hello.service, 0) else ""
+        processes = f"{num_places} {hello.service} process{'' if num_places == 1 else 'es'}{limit_note}"
         if hello.index is None:
             return Refused(reason=f"the run has its {processes} already")
-        if hello.index < wanted:
+        if hello.index < num_places:
             return Refused(reason=f"{hello.service}-{hello.index} is in the run already")
         reason = f"there is no {hello.service}-{hello.index}: the run has {processes}, counted from 0"
         return Refused(reason=reason, is_for_good=True)

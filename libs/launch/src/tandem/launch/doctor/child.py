@@ -29,25 +29,25 @@ def outcomes(
     A step fails if its process dies, or if it takes longer than `deadline_s`. A new process then carries out the
     others, but for those that need the step that has failed.
     """
-    left = list(steps)
-    while left:
-        why = "it did not begin"
-        with _Child(program, num_threads, left) as child:
-            while left:
-                said = child.read(deadline_s)
-                if said is None:
-                    why = child.why(deadline_s)
+    steps_left = list(steps)
+    while steps_left:
+        reason = "it did not begin"
+        with _Child(program, num_threads, steps_left) as child:
+            while steps_left:
+                line = child.read(deadline_s)
+                if line is None:
+                    reason = child.why(deadline_s)
                     break
-                if said.outcome is not None:
-                    yield said.outcome
-                    left.remove(said.step)
-        if not left:
+                if line.outcome is not None:
+                    yield line.outcome
+                    steps_left.remove(line.step)
+        if not steps_left:
             return
-        failed = left.pop(0)
-        yield StepOutcome((DoctorFinding(steps[failed].finding, "missing", why),))
-        for name in [name for name in left if failed in steps[name].needs]:
+        failed = steps_left.pop(0)
+        yield StepOutcome((DoctorFinding(steps[failed].finding, "missing", reason),))
+        for name in [name for name in steps_left if failed in steps[name].needs]:
             yield StepOutcome((DoctorFinding(steps[name].finding, "skipped", f"{steps[failed].finding} has failed"),))
-            left.remove(name)
+            steps_left.remove(name)
 
 
 class _Child:

@@ -45,8 +45,8 @@ def needed_by(config: Config | None) -> frozenset[str]:
 
 def _network(peer: str | None) -> StepOutcome:
     rate = measure_loopback() if peer is None else measure_peer(peer)
-    where = "within this host" if peer is None else f"to {peer}"
-    says = f"{rate.sent:.2f} GB/s sent, {rate.received:.2f} GB/s received {where}, one TCP connection"
+    route = "within this host" if peer is None else f"to {peer}"
+    says = f"{rate.sent:.2f} GB/s sent, {rate.received:.2f} GB/s received {route}, one TCP connection"
     if peer is None:
         advice = "between nodes: coordinator doctor --listen HOST:PORT there, --peer HOST:PORT here"
         return StepOutcome((DoctorFinding("network", "ok", says, advice),))

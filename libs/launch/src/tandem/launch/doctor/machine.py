@@ -69,11 +69,11 @@ def _huge_pages() -> DoctorFinding:
         text = _HUGE_PAGES.read_text()
     except OSError:
         return DoctorFinding("huge pages", "skipped", "the kernel does not say")
-    chosen = text.partition("[")[2].partition("]")[0]
-    if chosen == "never":
+    mode = text.partition("[")[2].partition("]")[0]
+    if mode == "never":
         advice = f"echo madvise > {_HUGE_PAGES}, as root: memory is copied and touched faster"
         return DoctorFinding("huge pages", "warning", "switched off", advice)
-    return DoctorFinding("huge pages", "ok", f"transparent: {chosen}")
+    return DoctorFinding("huge pages", "ok", f"transparent: {mode}")
 
 
 def _files() -> DoctorFinding:
@@ -112,14 +112,14 @@ def _clocks() -> DoctorFinding:
 def _synchronised() -> DoctorFinding:
     """Ask the kernel whether its clock is synchronised; asking takes no privilege."""
     name = "clock sync"
-    asked = (ctypes.c_byte * 512)()  # ``struct timex`` with room to spare; its first field, modes, is 0: change nothing
+    timex = (ctypes.c_byte * 512)()  # ``struct timex`` with room to spare; its first field, modes, is 0: change nothing
     try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(asked)
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
     except (OSError, AttributeError):
         state = -1
     if state == -1:
         return DoctorFinding(name, "skipped", "the kernel does not say")
-    status = ctypes.c_int.from_buffer(asked, _status_offset()).value
+    status = ctypes.c_int.from_buffer(timex, _status_offset()).value
     if status & _UNSYNCHRONISED:
         advice = "on several nodes, run chrony or systemd-timesyncd on the hosts"
         return DoctorFinding(name, "warning", "nothing keeps the clock right (NTP)", advice)
@@ -133,15 +133,15 @@ def _status_offset() -> int:
 
 
 def _disk(folder: Path) -> DoctorFinding:
-    whole = folder.absolute()
-    there = next(path for path in (whole, *whole.parents) if path.exists())
+    absolute_folder = folder.absolute()
+    existing_folder = next(path for path in (absolute_folder, *absolute_folder.parents) if path.exists())
     try:
-        disk = shutil.disk_usage(there)
+        disk = shutil.disk_usage(existing_folder)
     except OSError as error:
-        return DoctorFinding("disk", "missing", f"{there}: {error.strerror}", "choose another folder")
-    says = f"{disk.free / _GB:.1f} GB free for {whole}"
-    if not os.access(there, os.W_OK):
-        return DoctorFinding("disk", "missing", f"{there} cannot be written", "choose another folder")
+        return DoctorFinding("disk", "missing", f"{existing_folder}: {error.strerror}", "choose another folder")
+    says = f"{disk.free / _GB:.1f} GB free for {absolute_folder}"
+    if not os.access(existing_folder, os.W_OK):
+        return DoctorFinding("disk", "missing", f"{existing_folder} cannot be written", "choose another folder")
     if disk.free < _LEAST_DISK_GB * _GB:
         return DoctorFinding(
             "disk", "warning", says, "checkpoints and samples need room: see logger.samples and keep_top_k"

@@ -59,7 +59,9 @@ def _topology(gpus: list[GpuLinks]) -> DoctorFinding:
         return DoctorFinding("GPU links", "ok", "there is one GPU")
     if len(set(ways.values())) == 1:
         return DoctorFinding("GPU links", "ok", f"between any two: {next(iter(ways.values()))}")
-    return DoctorFinding("GPU links", "ok", ", ".join(f"{one}-{other}: {way}" for (one, other), way in ways.items()))
+    return DoctorFinding(
+        "GPU links", "ok", ", ".join(f"{first}-{second}: {way}" for (first, second), way in ways.items())
+    )
 
 
 def _torch() -> StepOutcome:
@@ -103,15 +105,17 @@ def _package(name: str, module: str, distributions: tuple[str, ...], extra: str)
     try:
         importlib.import_module(module)
     except Exception as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        says = f"{_joined(versions)}, which cannot be imported: {why[:300]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        says = f"{_joined(versions)}, which cannot be imported: {reason[:300]}"
         return StepOutcome(
             (DoctorFinding(name, "missing", says, "install it again, with the torch version it was built for"),)
         )
     tested = {each: _tested_version(each) for each in versions}
-    others = {each: version for each, version in tested.items() if version and version != versions[each].split("+")[0]}
-    if others:
-        says = f"{_joined(versions)}; tested with {_joined(others)}"
+    differing = {
+        each: version for each, version in tested.items() if version and version != versions[each].split("+")[0]
+    }
+    if differing:
+        says = f"{_joined(versions)}; tested with {_joined(differing)}"
         return StepOutcome((DoctorFinding(name, "warning", says, install_command(extra)),))
     return StepOutcome((DoctorFinding(name, "ok", _joined(versions)),))
 
@@ -161,6 +165,6 @@ def carry_out(steps: Mapping[str, DoctorStep], arguments: Sequence[str]) -> None
             try:
                 outcome = steps[name].carry_out()
             except Exception as error:
-                why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                outcome = StepOutcome((DoctorFinding(steps[name].finding, "missing", why[:300]),))
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                outcome = StepOutcome((DoctorFinding(steps[name].finding, "missing", reason[:300]),))
             lines.write(msgspec.json.encode(OutputLine(name, outcome)) + b"\n")

@@ -69,8 +69,8 @@ def problems(config: Config, kind: str) -> Iterator[str]:
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # the module is the user's
-            said = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-            yield f"{key}: cannot import {path!r}: {said}"
+            message = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+            yield f"{key}: cannot import {path!r}: {message}"
             continue
         if not hasattr(module, name):
             yield f"{key}: cannot import {path!r}: {module_name} has no {name!r}{nearest(name, vars(module))}"
@@ -86,20 +86,20 @@ def _loss_problems(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _environment_problems(config: Config, key: str, path: str, made: Any) -> Iterator[str]:
+def _environment_problems(config: Config, key: str, path: str, factory: Any) -> Iterator[str]:
     entry = key.removesuffix(".class")
     settings = config.env[entry.removeprefix("env.")]
     arguments = dict(settings.kwargs) | ({"cfg": settings.cfg} if settings.cfg else {})
-    if not callable(made):
+    if not callable(factory):
         yield f"{key}: {path} is not a class"
         return
     try:
-        inspect.signature(made).bind(**arguments)
+        inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         yield f"{entry}: TypeError: {error}"
     except ValueError:  # a class written in C has no signature
         pass
-    if inspect.isclass(made) and not any(callable(getattr(made, method, None)) for method in ("score", "step")):
+    if inspect.isclass(factory) and not any(callable(getattr(factory, method, None)) for method in ("score", "step")):
         yield f"{key}: {path} has no method score(problem, response) and none step(problem, conversation)"
 
 

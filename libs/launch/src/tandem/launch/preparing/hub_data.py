@@ -39,18 +39,18 @@ def find_data(config: Config, mode: Mode) -> tuple[Config, list[str]]:
     finding = _Finding(_recorded(config, mode))
     finding.problems += missing_files(config)
     data = config.data
-    found = msgspec.structs.replace(
+    pinned_data = msgspec.structs.replace(
         finding.find("data", data) if not data.train else data,
         train=_all(finding, "train", data.train),
         validation=_all(finding, "validation", data.validation),
     )
     if data.train:  # the section itself has the keys of the first
-        found = msgspec.structs.replace(found, commit=found.train[0].commit)
+        pinned_data = msgspec.structs.replace(pinned_data, commit=pinned_data.train[0].commit)
     if len(finding.problems) == 1:
         raise DataError(finding.problems[0])
     if finding.problems:
         raise ConfigError(*finding.problems)
-    return msgspec.structs.replace(config, data=found), finding.notices
+    return msgspec.structs.replace(config, data=pinned_data), finding.notices
 
 
 def missing_data(config: Config, mode: Mode, say: Callable[[str], None]) -> None:
@@ -79,10 +79,10 @@ def data_files(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the files that the run reads, with their keys."""
     data = config.data
     for side, sets in (("train", data.train), ("validation", data.validation)):
-        for index, each in enumerate(sets):
-            if each.data_path is not None and is_local(str(each.dataset_name)):
-                key = "data_path" if each.data_files is None else "data_files"
-                for path in _files_at(each.data_path, str(each.dataset_name)):
+        for index, data_set in enumerate(sets):
+            if data_set.data_path is not None and is_local(str(data_set.dataset_name)):
+                key = "data_path" if data_set.data_files is None else "data_files"
+                for path in _files_at(data_set.data_path, str(data_set.dataset_name)):
                     yield f"data.{side}[{index}].{key}", path
     if not is_local(data.dataset_name):
         return
@@ -131,18 +131,18 @@ class _Finding:
 
     def find(self, key: str, section: Section) -> Section:
         """Return a section with the commit of its dataset."""
-        asked = _asked(section)
-        if asked is None or section.commit is not None:
+        reference = _asked(section)
+        if reference is None or section.commit is not None:
             return section
-        if asked not in self._commits:
+        if reference not in self._commits:
             try:
-                self._commits[asked] = self._commit(key, hub.HubReference(*asked))
+                self._commits[reference] = self._commit(key, hub.HubReference(*reference))
             except ModelError as error:
-                self._commits[asked] = None
-                where = f"{key}.dataset_name: cannot load {asked[0]!r}, split {section.split!r}"
-                near = nearest(asked[0], [*NAMED, *hub.cached_names("dataset")])
-                self.say(f"{where}: {error}{near}")
-        return msgspec.structs.replace(section, commit=self._commits[asked])
+                self._commits[reference] = None
+                prefix = f"{key}.dataset_name: cannot load {reference[0]!r}, split {section.split!r}"
+                near = nearest(reference[0], [*NAMED, *hub.cached_names("dataset")])
+                self.say(f"{prefix}: {error}{near}")
+        return msgspec.structs.replace(section, commit=self._commits[reference])
 
     def _commit(self, key: str, reference: hub.HubReference) -> str | None:
         try:
@@ -175,7 +175,7 @@ def _recorded(config: Config, mode: Mode) -> dict[Asked, str | None]:
         return {}
     with read_journal(Path(config.logger.log_dir)) as journal:
         data = config_from_json(journal.config_json).data
-    return {asked: section.commit for section, asked in _sections(data) if asked is not None}
+    return {reference: section.commit for section, reference in _sections(data) if reference is not None}
 
 
 def _sections(data: DataConfig) -> Iterator[tuple[DataConfig | DataSet, Asked | None]]:

@@ -36,14 +36,14 @@ def find_on_hub(
         ConfigError: several are neither.
     """
     finding = _Finding(config, _recorded(config, mode), earlier, fetches_weights)
-    found = change_model_names(config, finding.find)
+    resolved = change_model_names(config, finding.find)
     if len(finding.problems) == 1:
         raise ModelError(finding.problems[0])
     if finding.problems:
         raise ConfigError(*finding.problems)
-    if found is not config and (broken := broken_rules(found).found):  # by sizes that were not known before
+    if resolved is not config and (broken := broken_rules(resolved).found):  # by sizes that were not known before
         raise ConfigError(*map(str, broken))
-    return found, finding.notices
+    return resolved, finding.notices
 
 
 def missing_models(config: Config, mode: Mode, earlier: Config | None, say: Callable[[str], None]) -> None:
@@ -81,7 +81,7 @@ class _Finding:
             return name
         revision = section.revision if isinstance(section, ModelConfig) else None
         if revision is None:  # such as a tokenizer: it has the commit of the model of this name
-            revision = next((asked for known, asked in self._known if known == name), None)
+            revision = next((known_revision for known_name, known_revision in self._known if known_name == name), None)
         if (name, revision) not in self._known:
             try:
                 self._known[name, revision] = self._find(key, name, section)
@@ -94,20 +94,20 @@ class _Finding:
         cached = hub.name_in_cache(name)
         if cached is None and (Path(name).exists() or self._is_made(name, section)):
             return name
-        asked = cached or hub.reference_in(name)
-        if asked is None:
+        reference = cached or hub.reference_in(name)
+        if reference is None:
             return name
         if isinstance(section, ModelConfig) and section.revision is not None and cached is None:
-            if asked.revision not in (None, section.revision):
-                raise ModelError(f"revision is {section.revision!r}, and the name says {asked.revision!r}")
-            asked = hub.HubReference(asked.repo, section.revision)
+            if reference.revision not in (None, section.revision):
+                raise ModelError(f"revision is {section.revision!r}, and the name says {reference.revision!r}")
+            reference = hub.HubReference(reference.repo, section.revision)
         before = self._recorded.get(key)
-        if before is not None and before.repo == asked.repo and not asked.is_pinned:
-            asked = before
-        folder = hub.folder_of(asked)
-        if asked.is_pinned and hub.is_whole(folder):
+        if before is not None and before.repo == reference.repo and not reference.is_pinned:
+            reference = before
+        folder = hub.folder_of(reference)
+        if reference.is_pinned and hub.is_whole(folder):
             return str(folder)
-        snapshot = hub.resolve(asked)
+        snapshot = hub.resolve(reference)
         if self._only_looks:
             return name
         hub.fetch_description(snapshot)
@@ -139,8 +139,8 @@ class _Finding:
         if self._earlier is None:
             return False
         path, earlier = Path(name).absolute(), self._earlier
-        made = (earlier.policy.model_name, earlier.logger.log_dir, earlier.checkpointing.checkpoint_dir)
-        return any(path.is_relative_to(Path(folder).absolute()) for folder in made)
+        folders = (earlier.policy.model_name, earlier.logger.log_dir, earlier.checkpointing.checkpoint_dir)
+        return any(path.is_relative_to(Path(folder).absolute()) for folder in folders)
 
     def _missing(self, key: str, name: str, error: ModelError) -> str:
         """Describe a model that is neither a folder nor on the Hub; if a folder is meant, the Hub is not."""
@@ -161,16 +161,16 @@ def _beside(path: Path) -> Iterator[str]:
 
 def _recorded(config: Config, mode: Mode) -> dict[str, hub.HubReference]:
     """Return the commits that a resumed run began with, by key."""
-    found: dict[str, hub.HubReference] = {}
+    references: dict[str, hub.HubReference] = {}
     if mode != "resume" or not has_begun(config):
-        return found
+        return references
     with read_journal(Path(config.logger.log_dir)) as journal:
         recorded = config_from_json(journal.config_json)
 
     def note(key: str, name: str, _: msgspec.Struct) -> str:
         if (reference := hub.name_in_cache(name)) is not None:
-            found[key] = reference
+            references[key] = reference
         return name
 
     change_model_names(recorded, note)
-    return found
+    return references

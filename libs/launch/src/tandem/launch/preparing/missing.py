@@ -37,7 +37,7 @@ def with_missing(error: ConfigError, path: str, overrides: list[str], mode: Mode
 
 def _missing(path: str, part: ValidPart, mode: Mode) -> list[str]:
     """Return a line, which begins with file and key, for each thing that does not exist."""
-    found: list[str] = []
+    problems: list[str] = []
     ends_at = time.monotonic() + LOOK_S
     make_importable(path)
     try:
@@ -45,18 +45,18 @@ def _missing(path: str, part: ValidPart, mode: Mode) -> list[str]:
         with tempfile.TemporaryDirectory() as scratch, imported_apart(part.config, Path(scratch), LOOK_S) as imported:
             _together(
                 ends_at,
-                lambda: missing_data(part.config, mode, found.append),
-                lambda: missing_models(part.config, mode, earlier, found.append),
+                lambda: missing_data(part.config, mode, problems.append),
+                lambda: missing_models(part.config, mode, earlier, problems.append),
             )
             try:
                 imported()
             except ConfigError as error:
-                found += [line for line in error.problems if _NO_IMPORT in line]
+                problems += [line for line in error.problems if _NO_IMPORT in line]
     except ConfigError as error:
-        found += [f"prerequisite: {line}" for line in error.problems]
+        problems += [f"prerequisite: {line}" for line in error.problems]
     except (TandemError, *_CANNOT_LOOK):
         pass
-    return [f"{part.source_of(line.partition(': ')[0])}: {line}" for line in [*found]]
+    return [f"{part.source_of(line.partition(': ')[0])}: {line}" for line in [*problems]]
 
 
 def _together(ends_at: float, *looks: Callable[[], None]) -> None:

@@ -17,8 +17,8 @@ def model_problem(config: Config) -> str | None:
     """Describe the problem with the model's folder; None if it exists or is to be made from scratch."""
     folder = Path(config.policy.model_name)
     if folder.exists():
-        if (why := why_no_model(folder)) is not None:
-            return f"policy.model_name: {why}"
+        if (reason := why_no_model(folder)) is not None:
+            return f"policy.model_name: {reason}"
         if not (folder / "config.json").exists():
             return f"policy.model_name: {str(folder)!r} holds no config.json, so it is not a model"
     elif config.policy.new_model is None:
@@ -56,19 +56,19 @@ def model_differences(config: Config) -> str:
     new, folder = config.policy.new_model, Path(config.policy.model_name)
     if new is None or not folder.exists():
         return ""
-    there = _read(folder / "config.json")
-    differing = [f"config.{key}" for key, value in new.config.items() if _differs(there.get(key, ...), value)]
+    existing = _read(folder / "config.json")
+    differing = [f"config.{key}" for key, value in new.config.items() if _differs(existing.get(key, ...), value)]
     vocabulary = _read(folder / "tokenizer.json").get("model", {}).get("vocab", {})
     if {token for token in vocabulary if len(token) == 1} != set(new.characters):
         differing.append("characters")
     return ", ".join(differing)
 
 
-def _differs(there: Any, wanted: Any) -> bool:
+def _differs(existing: Any, configured: Any) -> bool:
     """Return whether a value differs, or a field of it that is wanted."""
-    if isinstance(there, dict) and isinstance(wanted, dict):
-        return any(_differs(there.get(key, ...), value) for key, value in wanted.items())
-    return bool(there != wanted)
+    if isinstance(existing, dict) and isinstance(configured, dict):
+        return any(_differs(existing.get(key, ...), value) for key, value in configured.items())
+    return bool(existing != configured)
 
 
 def _read(path: Path) -> dict[str, Any]:

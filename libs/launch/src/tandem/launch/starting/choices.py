@@ -122,13 +122,13 @@ def _check_teacher(choices: UserChoices) -> None:
         raise ConfigError(f"--teacher {teacher}: a new model has a tokenizer of its own: give --model FOLDER as well")
     if choices.model != NEW and teacher is None:
         raise ConfigError("--teacher: distillation needs one: the folder of a model with the same tokenizer")
-    if teacher is not None and (why := _why_no_model(teacher)) is not None:
-        raise ConfigError(f"--teacher {teacher}: {why}")
+    if teacher is not None and (problem := _why_no_model(teacher)) is not None:
+        raise ConfigError(f"--teacher {teacher}: {problem}")
 
 
-def check_name(option: str, value: str, known: Iterable[str]) -> None:
+def check_name(option: str, value: str, known_names: Iterable[str]) -> None:
     """Raise `ConfigError` for an unknown name."""
-    if value not in (names := [*known]):
+    if value not in (names := [*known_names]):
         raise ConfigError(f"--{option}: {value!r} is not one of {', '.join(names)}{nearest(value, names)}")
 
 
@@ -136,12 +136,12 @@ def check_model(model: str) -> None:
     """Raise `ConfigError` for a model that is neither a folder nor a name on the Hub."""
     if model == NEW:
         return
-    why = _why_no_model(model)
-    if why is not None:
+    problem = _why_no_model(model)
+    if problem is not None:
         folder = Path(model)
         beside = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ConfigError(
-            f"--model {model}: {why}: give a Hugging Face folder, a name on the Hub (org/name), or {NEW!r} for a "
+            f"--model {model}: {problem}: give a Hugging Face folder, a name on the Hub (org/name), or {NEW!r} for a "
             f"small one from scratch{nearest(folder.name, beside)}"
         )
 
@@ -218,24 +218,26 @@ def _fields(choices: UserChoices, rows: sources.Rows) -> dict[str, str]:
     keys = (
         ("prompt_key", "chosen_key", "rejected_key") if choices.algorithm in OF_PAIRS else ("input_key", "output_key")
     )
-    where, first = rows[0]
-    found = {key: next((name for name in _NAMES[key] if name in first), None) for key in keys}
-    missing = [key for key, name in found.items() if name is None]
+    first_place, first = rows[0]
+    names_by_key = {key: next((name for name in _NAMES[key] if name in first), None) for key in keys}
+    missing = [key for key, name in names_by_key.items() if name is None]
     if missing:
         called = "; ".join(f"{key.removesuffix('_key')}: {', '.join(_NAMES[key])}" for key in missing)
-        raise DataError(f"{where} has the fields {', '.join(first)}, and none of them has a usual name ({called})")
-    fields = {key: str(name) for key, name in found.items()}
+        raise DataError(
+            f"{first_place} has the fields {', '.join(first)}, and none of them has a usual name ({called})"
+        )
+    fields = {key: str(name) for key, name in names_by_key.items()}
     for place, row in rows:
         for key, name in fields.items():
             sources.field(place, row, key, name)
     return fields
 
 
-def max_length(found: DataProperties, choices: UserChoices) -> int:
+def max_length(properties: DataProperties, choices: UserChoices) -> int:
     """Return tokens enough for the longest prompt and its answer; a new tokenizer has a token a character."""
     if choices.model == NEW:
-        return -(-(found.longest + _ROOM) // 64) * 64
+        return -(-(properties.longest + _ROOM) // 64) * 64
     model: Any = msgspec.json.decode((_described(choices.model) / "config.json").read_bytes())
-    most = model.get("max_position_embeddings")
-    wanted = max(1024, -(-(found.longest + _ROOM) // 64) * 64)
-    return min(wanted, most) if isinstance(most, int) else wanted
+    max_positions = model.get("max_position_embeddings")
+    length = max(1024, -(-(properties.longest + _ROOM) // 64) * 64)
+    return min(length, max_positions) if isinstance(max_positions, int) else length

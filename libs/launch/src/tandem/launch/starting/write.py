@@ -41,24 +41,24 @@ def _is_there(path: Path) -> ConfigError:
     return ConfigError(f"{path} already exists, and is not overwritten: name another file")
 
 
-def starting_configurations(choices: UserChoices, found: DataProperties, path: Path) -> dict[Path, str]:
+def starting_configurations(choices: UserChoices, properties: DataProperties, path: Path) -> dict[Path, str]:
     """Return the texts of configuration files, of which `path` is the last.
 
     A model from scratch gives no useful response to reinforce. SFT therefore comes first, with a file of its own.
     """
     if choices.algorithm not in ROLLS_OUT or choices.model != NEW:
-        return {path: _configuration(choices, found, path, None)}
+        return {path: _configuration(choices, properties, path, None)}
     first = path.with_name(f"{path.stem}_sft.yaml")
     of_first = msgspec.structs.replace(choices, algorithm="sft", lora=False)
     keeps_all = choices.algorithm == "distillation"
     return {
-        first: _configuration(of_first, found, first, None, keeps_all=keeps_all),
-        path: _configuration(choices, found, path, first),
+        first: _configuration(of_first, properties, first, None, keeps_all=keeps_all),
+        path: _configuration(choices, properties, path, first),
     }
 
 
 def _configuration(
-    choices: UserChoices, found: DataProperties, path: Path, prerequisite: Path | None, *, keeps_all: bool = False
+    choices: UserChoices, properties: DataProperties, path: Path, prerequisite: Path | None, *, keeps_all: bool = False
 ) -> str:
     """Return the text of a configuration file; a prerequisite, if given, makes its model."""
     source = f"the task {choices.task}" if choices.task else f"{choices.file}"
@@ -81,10 +81,10 @@ def _configuration(
         "algorithm": (choices.algorithm, f"what the run does: {ALGORITHMS[choices.algorithm]}"),
         choices.algorithm: _algorithm(choices),
         **({"loss_fn": _LOSS} if choices.algorithm in ("grpo", "ppo") else {}),
-        "policy": _policy(choices, found, model, is_made_here=choices.model == NEW and prerequisite is None),
+        "policy": _policy(choices, properties, model, is_made_here=choices.model == NEW and prerequisite is None),
         **({"value": _VALUE} if choices.algorithm == "ppo" else {}),
         **({"teacher": _teacher(str(teacher))} if choices.algorithm == "distillation" else {}),
-        "data": _data(choices, found),
+        "data": _data(choices, properties),
         **({"env": _env(choices)} if choices.algorithm in ROLLS_OUT else {}),
         "checkpointing": {
             "save_period": (_SAVE_PERIOD, "steps between checkpoints; the last step is always saved"),
@@ -165,8 +165,8 @@ def _algorithm(choices: UserChoices) -> dict[str, Entry]:
     return entries
 
 
-def _policy(choices: UserChoices, found: DataProperties, model: str, *, is_made_here: bool) -> dict[str, Entry]:
-    length = max_length(found, choices)
+def _policy(choices: UserChoices, properties: DataProperties, model: str, *, is_made_here: bool) -> dict[str, Entry]:
+    length = max_length(properties, choices)
     is_new = choices.model == NEW
     batch = 128 if choices.algorithm in ROLLS_OUT else 32
     rate = _LEARNING_RATES[choices.algorithm][0 if is_new else 1] * (_OF_ADAPTERS if choices.lora and not is_new else 1)
@@ -174,7 +174,7 @@ def _policy(choices: UserChoices, found: DataProperties, model: str, *, is_made_
         "model_name": (model, "folder of the model, in Hugging Face's format, or its name on the Hub"),
     }
     if is_made_here:
-        policy["new_model"] = _new_model(found, length)
+        policy["new_model"] = _new_model(properties, length)
     policy |= {
         "precision": (
             "float32" if choices.engine == "transformers" else "bfloat16",
@@ -223,9 +223,9 @@ def _generation(choices: UserChoices, length: int) -> dict[str, Entry]:
     }
 
 
-def _new_model(found: DataProperties, length: int) -> dict[str, Entry]:
+def _new_model(properties: DataProperties, length: int) -> dict[str, Entry]:
     return {
-        "characters": (found.characters, "characters of its tokenizer: each is a token"),
+        "characters": (properties.characters, "characters of its tokenizer: each is a token"),
         "config": (
             {
                 "model_type": "qwen3",
@@ -243,7 +243,7 @@ def _new_model(found: DataProperties, length: int) -> dict[str, Entry]:
     }
 
 
-def _data(choices: UserChoices, found: DataProperties) -> dict[str, Entry]:
+def _data(choices: UserChoices, properties: DataProperties) -> dict[str, Entry]:
     data: dict[str, Entry]
     if choices.task is not None:
         data = {
@@ -257,9 +257,9 @@ def _data(choices: UserChoices, found: DataProperties) -> dict[str, Entry]:
         data = {
             "dataset_name": ("PreferenceDataset" if is_of_pairs else "jsonl", "rows of a local file, JSONL or CSV"),
             "train_data_path": (choices.file, "the file; relative to where the command is run"),
-            **{key: (name, _FIELDS[key]) for key, name in found.fields.items()},
+            **{key: (name, _FIELDS[key]) for key, name in properties.fields.items()},
         }
-    data["num_validation"] = (found.num_held_out, "held out: validated on, and never trained on")
+    data["num_validation"] = (properties.num_held_out, "held out: validated on, and never trained on")
     if choices.algorithm not in OF_PAIRS or choices.task is not None:
         data["prompt_template"] = ("{question}", "what the user says to the model")
     if choices.algorithm == "sft" or (choices.algorithm in OF_PAIRS and choices.task is not None):

@@ -70,7 +70,7 @@ def _choices(arguments: argparse.Namespace) -> UserChoices:
     from tandem.launch.starting import choices as chosen
 
     asks = sys.stdin.isatty()
-    check = partial(chosen.check_name, "algorithm", known=chosen.ALGORITHMS)
+    check = partial(chosen.check_name, "algorithm", known_names=chosen.ALGORITHMS)
     algorithm = _choose(arguments.algorithm, "algorithm", chosen.ALGORITHMS, "grpo", check, asks=asks)
     file, task = arguments.data, arguments.task
     if file is None and task is None:
@@ -85,10 +85,10 @@ def _choices(arguments: argparse.Namespace) -> UserChoices:
     offered = {chosen.NEW: "a small one, from scratch; or the folder of a Hugging Face model"}
     model = _choose(arguments.model, "model", offered, chosen.NEW, chosen.check_model, asks=asks)
     rolls_out = algorithm in chosen.ROLLS_OUT
-    check = partial(chosen.check_name, "engine", known=chosen.ENGINES)
+    check = partial(chosen.check_name, "engine", known_names=chosen.ENGINES)
     engine = _choose(arguments.engine, "engine", chosen.ENGINES, "transformers", check, asks=asks and rolls_out)
     scores = asks and rolls_out and file is not None
-    check = partial(chosen.check_name, "environment", known=chosen.ENVIRONMENTS)
+    check = partial(chosen.check_name, "environment", known_names=chosen.ENVIRONMENTS)
     environment = _choose(arguments.environment, "environment", chosen.ENVIRONMENTS, "exact_match", check, asks=scores)
     return chosen.UserChoices(
         algorithm=algorithm,
