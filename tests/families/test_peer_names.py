@@ -74,4 +74,4 @@ def test_every_field_of_verl_has_an_answer(name: str) -> None:
         (setting,) = peer_keys(f"{section}.{field}", 1)
         assert setting.peer == "verl"
         assert setting.hint.startswith("; ")
-    assert section in ALGORITHMS or any(peer_keys(f"{section}.{field}", 1)[0].here for field in fields)
+    assert section in ALGORITHMS or any(peer_keys(f"{section}.{field}", 1)[0].equivalent for field in fields)

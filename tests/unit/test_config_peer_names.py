@@ -115,7 +115,7 @@ def test_what_a_row_says_exists_here(peer: str, name: str, here: str) -> None:
     if here.partition(" ")[0].rpartition(".")[2] == name:
         return  # a key of that name is found without the table
     (setting,) = peer_keys(name, 1)
-    assert setting.here == here
+    assert setting.equivalent == here
 
 
 def test_other_names_are_no_peers() -> None:

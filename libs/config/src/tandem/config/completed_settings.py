@@ -67,8 +67,8 @@ def completing_settings(shell: str) -> str:
 
 def _settings() -> tuple[list[str], dict[str, list[str]]]:
     """Return the keys that have a value of their own, and the values of those that have few."""
-    found = dict(choices_of_keys())
+    choices = dict(choices_of_keys())
     for row in NOT_SUPPORTED_YET:  # offer no value that would be rejected
-        if all(word in found.get(row.key, []) for word in row.off):
-            found[row.key] = [str(word) for word in row.off]
-    return [*found], {key: words for key, words in found.items() if words}
+        if all(word in choices.get(row.key, []) for word in row.off):
+            choices[row.key] = [str(word) for word in row.off]
+    return [*choices], {key: words for key, words in choices.items() if words}

@@ -64,62 +64,66 @@ def config_type() -> StructType:
     return described
 
 
-def conform(value: Any, wanted: Type, key: str) -> Any:
-    """Fit a value to the type `wanted`. Raises `InvalidValue` for the keys at and below `key` that do not fit."""
-    match wanted:
+def conform(value: Any, expected_type: Type, key: str) -> Any:
+    """Fit a value to `expected_type`. Raises `InvalidValue` for the keys at and below `key` that do not fit."""
+    match expected_type:
         case StructType():
-            return _struct(value, wanted, key)
+            return _struct(value, expected_type, key)
         case UnionType():
-            return _union(value, wanted, key)
+            return _union(value, expected_type, key)
         case LiteralType():
-            if not _is_choice(value, wanted):
-                choices = sorted(str(choice) for choice in wanted.values)
+            if not _is_choice(value, expected_type):
+                choices = sorted(str(choice) for choice in expected_type.values)
                 listed = ", ".join(choices)
                 raise InvalidValue(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
             return _word(value)
         case VarTupleType():
             if not isinstance(value, list | tuple):
-                raise _mismatch(value, wanted, key)
-            return list(_each({f"{key}[{index}]": item for index, item in enumerate(value)}, wanted.item_type).values())
+                raise _mismatch(value, expected_type, key)
+            return list(
+                _conform_all(
+                    {f"{key}[{index}]": item for index, item in enumerate(value)}, expected_type.item_type
+                ).values()
+            )
         case DictType(value_type=AnyType()):
-            return _free(_mapping(value, wanted, key), key)
+            return _free(_mapping(value, expected_type, key), key)
         case DictType():
-            mapping = _mapping(value, wanted, key)
-            fitted = _each({f"{key}.{name}": item for name, item in mapping.items()}, wanted.value_type)
+            mapping = _mapping(value, expected_type, key)
+            fitted = _conform_all({f"{key}.{name}": item for name, item in mapping.items()}, expected_type.value_type)
             return dict(zip(mapping, fitted.values(), strict=True))
         case AnyType():
             return _free(value, key)
         case _:
-            return _scalar(value, wanted, key)
+            return _scalar(value, expected_type, key)
 
 
-def completed(value: Any, wanted: Type, leaving: Container[str] = (), key: str = "") -> Any:
+def completed(value: Any, expected_type: Type, leaving: Container[str] = (), key: str = "") -> Any:
     """Return settings in which each key that is required and not set, but for some, has a stand-in of its type."""
-    if not isinstance(value, dict) or not isinstance(wanted, StructType):
+    if not isinstance(value, dict) or not isinstance(expected_type, StructType):
         return value
-    whole = dict(value)
-    for field in wanted.fields:
+    settings = dict(value)
+    for field in expected_type.fields:
         name, path = field.encode_name, _join(key, field.encode_name)
         if name in value:
             inner = next(iter(struct_types(field.type)), field.type)
-            whole[name] = completed(value[name], inner, leaving, path)
+            settings[name] = completed(value[name], inner, leaving, path)
         elif field.required and path not in leaving:
-            whole[name] = (
+            settings[name] = (
                 completed({}, field.type, leaving, path)
                 if isinstance(field.type, StructType)
                 else _stand_in(field.type)
             )
-    return whole
+    return settings
 
 
-def _stand_in(wanted: Type) -> Any:
-    match wanted:
+def _stand_in(field_type: Type) -> Any:
+    match field_type:
         case LiteralType():
-            return min(wanted.values, key=str)
+            return min(field_type.values, key=str)
         case BoolType():
             return False
         case IntType() | FloatType():
-            return max(1, wanted.ge or 0)
+            return max(1, field_type.ge or 0)
         case StrType():
             return STAND_IN
         case VarTupleType():
@@ -130,26 +134,26 @@ def _stand_in(wanted: Type) -> Any:
             return None
 
 
-def describe_type(wanted: Type) -> str:
+def describe_type(field_type: Type) -> str:
     """Return the values that a type allows, in plain words."""
-    match wanted:
+    match field_type:
         case NoneType():
             return "null"
         case BoolType():
             return "true or false"
         case IntType() | FloatType():
-            noun = "an integer" if isinstance(wanted, IntType) else "a number"
-            bounds = _bounds(wanted)
+            noun = "an integer" if isinstance(field_type, IntType) else "a number"
+            bounds = _bounds(field_type)
             return f"{noun} {bounds}" if bounds else noun
         case StrType():
             return "text"
         case LiteralType():
-            return ", ".join(sorted(str(choice) for choice in wanted.values))
+            return ", ".join(sorted(str(choice) for choice in field_type.values))
         case VarTupleType():
-            item = describe_type(wanted.item_type)
+            item = describe_type(field_type.item_type)
             return f"a list of {item.replace('an integer', 'integers').replace('a mapping', 'mappings')}"
         case UnionType():
-            ordered = sorted(wanted.types, key=lambda member: isinstance(member, NoneType))
+            ordered = sorted(field_type.types, key=lambda member: isinstance(member, NoneType))
             return " or ".join(describe_type(member) for member in ordered)
         case _:
             return "a mapping"
@@ -166,31 +170,31 @@ def all_keys(described: StructType, prefix: str = "") -> Iterator[str]:
 def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
     """Yield each key that is not a section, with the words that it may be, or none where any value is possible."""
 
-    def words(wanted: Type) -> list[str]:
-        match wanted:
+    def words(field_type: Type) -> list[str]:
+        match field_type:
             case BoolType():
                 return ["true", "false"]
             case LiteralType():
-                return [str(value) for value in wanted.values]
+                return [str(value) for value in field_type.values]
             case UnionType():
-                return [word for member in wanted.types for word in words(member)]
+                return [word for member in field_type.types for word in words(member)]
             case _:
                 return []
 
-    def each(described: StructType, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    def walk(described: StructType, prefix: str) -> Iterator[tuple[str, list[str]]]:
         for field in described.fields:
             inner = struct_types(field.type)
             if not inner:
                 yield f"{prefix}{field.encode_name}", words(field.type)
             for struct in inner:
-                yield from each(struct, f"{prefix}{field.encode_name}.")
+                yield from walk(struct, f"{prefix}{field.encode_name}.")
 
-    return each(config_type(), "")
+    return walk(config_type(), "")
 
 
-def struct_types(wanted: Type) -> list[StructType]:
+def struct_types(field_type: Type) -> list[StructType]:
     """Return the struct of a field's type, if it is one directly or in a union with null or choices."""
-    members = wanted.types if isinstance(wanted, UnionType) else (wanted,)
+    members = field_type.types if isinstance(field_type, UnionType) else (field_type,)
     return [member for member in members if isinstance(member, StructType)]
 
 
@@ -199,20 +203,20 @@ def field_of(described: Any, name: str) -> Any:
     return next((field for field in described.fields if field.encode_name == name), None)
 
 
-def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
-    mapping = _mapping(value, wanted, key)
-    fields = {field.encode_name: field for field in wanted.fields}
+def _struct(value: Any, struct_type: StructType, key: str) -> dict[str, Any]:
+    mapping = _mapping(value, struct_type, key)
+    fields = {field.encode_name: field for field in struct_type.fields}
     problems = ProblemCollector()
-    others = [name for name in mapping if name not in fields]
+    unknown_names = [name for name in mapping if name not in fields]
     # verl has a section of the name of a key here, `algorithm`.
     sections = [name for name in mapping if name in fields and _is_section(mapping[name], fields[name].type)]
-    of_peers = {name: peer_keys(_join(key, str(name)), mapping[name]) for name in (*others, *sections)}
-    suggestions = {name: _suggestion(name, key, list(fields)) for name in others if not of_peers[name]}
-    for each in itertools.chain(*of_peers.values()):
-        unknown = UnknownKey(is_misplaced=bool(each.here) or each.peer == "verl")
-        problems.found.append(InvalidValue(each.path, f"unknown key{each.hint}", unknown=unknown))
+    of_peers = {name: peer_keys(_join(key, str(name)), mapping[name]) for name in (*unknown_names, *sections)}
+    suggestions = {name: _suggestion(name, key, list(fields)) for name in unknown_names if not of_peers[name]}
+    for peer_key in itertools.chain(*of_peers.values()):
+        unknown = UnknownKey(is_misplaced=bool(peer_key.equivalent) or peer_key.peer == "verl")
+        problems.found.append(InvalidValue(peer_key.path, f"unknown key{peer_key.hint}", unknown=unknown))
     for name, hint in suggestions.items():
-        unknown = unknown_key(_join(key, name), mapping[name], {known: fields[known].default for known in fields})
+        unknown = unknown_key(_join(key, name), mapping[name], {sibling: fields[sibling].default for sibling in fields})
         problems.found.append(InvalidValue(_join(key, name), f"unknown key{hint}", unknown=unknown))
     result: dict[str, Any] = {}
     for name, field in fields.items():
@@ -225,30 +229,30 @@ def _struct(value: Any, wanted: StructType, key: str) -> dict[str, Any]:
             expected = describe_type(field.type)
             problems.found.append(InvalidValue(_join(key, name), f"{_REQUIRED}: expected {expected}"))
     settings = [*itertools.chain(*of_peers.values())]
-    problems.found = [each for each in problems.found if not _is_named(each, settings)]
+    problems.found = [problem for problem in problems.found if not _is_named(problem, settings)]
     problems.complain()
     return result
 
 
-def _is_section(value: Any, wanted: Type) -> bool:
+def _is_section(value: Any, field_type: Type) -> bool:
     """Tell whether a mapping was written where one of a few words is expected."""
-    return isinstance(value, dict) and isinstance(wanted, LiteralType)
+    return isinstance(value, dict) and isinstance(field_type, LiteralType)
 
 
 def _is_named(problem: InvalidValue, settings: Iterable[PeerKey]) -> bool:
     """Tell whether a key is only missing because it, or one within it, was written in a peer's words."""
-    here = [each.here.replace(",", " ") for each in settings]
+    equivalents = [each.equivalent.replace(",", " ") for each in settings]
     return problem.text.startswith(_REQUIRED) and any(
-        f"{each} ".startswith((f"{problem.key} ", f"{problem.key}.")) for each in here
+        f"{each} ".startswith((f"{problem.key} ", f"{problem.key}.")) for each in equivalents
     )
 
 
-def _each(values: dict[str, Any], wanted: Type) -> dict[str, Any]:
+def _conform_all(values: dict[str, Any], expected_type: Type) -> dict[str, Any]:
     """Fit values, given by key, to one type."""
     problems, fitted = ProblemCollector(), {}
     for key, value in values.items():
         with problems.collected():
-            fitted[key] = conform(value, wanted, key)
+            fitted[key] = conform(value, expected_type, key)
     problems.complain()
     return fitted
 
@@ -262,17 +266,17 @@ def unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> UnknownKey
     """
     prefix, _, name = key.rpartition(".")
     near = [
-        known
-        for known, default in siblings.items()
-        if _is_slip(name.lower().split("_"), known.split("_"))
-        if _likeness(name, known) > _NEARLY_SAME or not (isinstance(value, list | dict) and _is_scalar(default))
+        sibling
+        for sibling, default in siblings.items()
+        if _is_slip(name.lower().split("_"), sibling.split("_"))
+        if _likeness(name, sibling) > _NEARLY_SAME or not (isinstance(value, list | dict) and _is_scalar(default))
     ]
-    near.sort(key=lambda known: -_likeness(name.lower(), known))
+    near.sort(key=lambda sibling: -_likeness(name.lower(), sibling))
     return UnknownKey(
-        near=tuple(_join(prefix, known) for known in near),
+        near=tuple(_join(prefix, sibling) for sibling in near),
         is_misplaced=not isinstance(value, dict)
-        and any(known.endswith(f".{name}") for known in all_keys(config_type())),
-        is_idle=_is_idle(value) and all(_is_idle(siblings[known]) for known in near),
+        and any(config_key.endswith(f".{name}") for config_key in all_keys(config_type())),
+        is_idle=_is_idle(value) and all(_is_idle(siblings[sibling]) for sibling in near),
     )
 
 
@@ -285,33 +289,37 @@ def _is_idle(value: Any) -> bool:
     return value is None or value is False or value in (0, "", [], (), {})
 
 
-def _is_slip(words: list[str], known: list[str]) -> bool:
+def _is_slip(words: list[str], known_words: list[str]) -> bool:
     """Tell whether the words of a name are nearly those of a known one."""
-    if len(words) > len(known) and not Counter(known) - Counter(words):
+    if len(words) > len(known_words) and not Counter(known_words) - Counter(words):
         return False
-    if len(words) != len(known):
-        return _likeness("_".join(words), "_".join(known)) > _NAME_ALIKE
-    each_alike = all(_likeness(*pair) > _WORD_ALIKE for pair in zip(words, known, strict=True))
-    return each_alike or sorted(words) == sorted(known) or _likeness("_".join(words), "_".join(known)) > _NEARLY_SAME
+    if len(words) != len(known_words):
+        return _likeness("_".join(words), "_".join(known_words)) > _NAME_ALIKE
+    each_alike = all(_likeness(*pair) > _WORD_ALIKE for pair in zip(words, known_words, strict=True))
+    return (
+        each_alike
+        or sorted(words) == sorted(known_words)
+        or _likeness("_".join(words), "_".join(known_words)) > _NEARLY_SAME
+    )
 
 
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _likeness(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def _suggestion(name: str, key: str, siblings: list[str]) -> str:
     """Return a hint for an unknown key: the section where that name belongs, the nearest sibling, or all siblings."""
     near = nearest(name, siblings)
-    for known in all_keys(config_type()):
-        if known.rpartition(".")[2] == name and known not in _OF_DISTILLATION and (not near or key):
-            return f"; did you mean {known!r}?"
+    for config_key in all_keys(config_type()):
+        if config_key.rpartition(".")[2] == name and config_key not in _OF_DISTILLATION and (not near or key):
+            return f"; did you mean {config_key!r}?"
     return near or f"; {key or 'the top level'} knows {', '.join(siblings)}"
 
 
-def _union(value: Any, wanted: UnionType, key: str) -> Any:
-    if value is None and wanted.includes_none:
+def _union(value: Any, expected_type: UnionType, key: str) -> Any:
+    if value is None and expected_type.includes_none:
         return None
-    members = [member for member in wanted.types if not isinstance(member, NoneType)]
+    members = [member for member in expected_type.types if not isinstance(member, NoneType)]
     if len(members) == 1 and value is not None:
         return conform(value, members[0], key)
     has_choices = any(isinstance(member, LiteralType) for member in members)
@@ -324,12 +332,12 @@ def _union(value: Any, wanted: UnionType, key: str) -> Any:
             if isinstance(member, FloatType | IntType) and is_word and has_choices:
                 continue  # so that the error names the choices too
             return conform(value, member, key)
-    raise _mismatch(value, wanted, key)
+    raise _mismatch(value, expected_type, key)
 
 
-def _is_choice(value: Any, wanted: LiteralType) -> bool:
+def _is_choice(value: Any, expected_type: LiteralType) -> bool:
     """Tell whether a value is one of the choices."""
-    return _word(value) in wanted.values
+    return _word(value) in expected_type.values
 
 
 def _word(value: Any) -> Any:
@@ -337,43 +345,48 @@ def _word(value: Any) -> Any:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-def _scalar(value: Any, wanted: Type, key: str) -> Any:
-    match wanted:
+def _scalar(value: Any, expected_type: Type, key: str) -> Any:
+    match expected_type:
         case BoolType() if isinstance(value, bool):
             return value
         case StrType() if isinstance(value, str):
-            if wanted.min_length and not value:
+            if expected_type.min_length and not value:
                 raise InvalidValue(key, "is empty")
-            if wanted.pattern is not None and not re.search(wanted.pattern, value):
-                raise InvalidValue(key, f"{shown(value)} is malformed{_FORMS.get(wanted.pattern, '')}")
+            if expected_type.pattern is not None and not re.search(expected_type.pattern, value):
+                raise InvalidValue(key, f"{shown(value)} is malformed{_FORMS.get(expected_type.pattern, '')}")
             return value
         case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
-            return _within(int(value), wanted, key)
+            return _within(int(value), expected_type, key)
         case FloatType() if isinstance(value, str) and NUMBER.fullmatch(value):
-            return _within(float(value), wanted, key)
+            return _within(float(value), expected_type, key)
         case FloatType() if isinstance(value, int | float) and not isinstance(value, bool):
-            return _within(float(value), wanted, key)
+            return _within(float(value), expected_type, key)
         case _:
-            raise _mismatch(value, wanted, key)
+            raise _mismatch(value, expected_type, key)
 
 
-def _within(value: float, wanted: IntType | FloatType, key: str) -> float:
+def _within(value: float, number_type: IntType | FloatType, key: str) -> float:
     ok = (
         math.isfinite(value)
-        and (wanted.ge is None or value >= wanted.ge)
-        and (wanted.gt is None or value > wanted.gt)
-        and (wanted.le is None or value <= wanted.le)
-        and (wanted.lt is None or value < wanted.lt)
+        and (number_type.ge is None or value >= number_type.ge)
+        and (number_type.gt is None or value > number_type.gt)
+        and (number_type.le is None or value <= number_type.le)
+        and (number_type.lt is None or value < number_type.lt)
     )
-    if ok and isinstance(wanted, IntType) and abs(value) >= 2**63:
-        raise InvalidValue(key, f"expected {describe_type(wanted)}, got one of more than 64 bits")
+    if ok and isinstance(number_type, IntType) and abs(value) >= 2**63:
+        raise InvalidValue(key, f"expected {describe_type(number_type)}, got one of more than 64 bits")
     if not ok:
-        raise InvalidValue(key, f"expected {describe_type(wanted)}, got {value}")
+        raise InvalidValue(key, f"expected {describe_type(number_type)}, got {value}")
     return value
 
 
-def _bounds(wanted: IntType | FloatType) -> str:
-    named = [("at least", wanted.ge), ("greater than", wanted.gt), ("at most", wanted.le), ("less than", wanted.lt)]
+def _bounds(number_type: IntType | FloatType) -> str:
+    named = [
+        ("at least", number_type.ge),
+        ("greater than", number_type.gt),
+        ("at most", number_type.le),
+        ("less than", number_type.lt),
+    ]
     unreachable = 2**63 - 1
     return " and ".join(f"{words} {bound:g}" for words, bound in named if bound is not None and bound != unreachable)
 
@@ -397,17 +410,19 @@ def _free(value: Any, key: str) -> Any:
             )
 
 
-def _mapping(value: Any, wanted: Type | None, key: str) -> dict[str, Any]:
+def _mapping(value: Any, expected_type: Type | None, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidValue(key, f"expected {describe_type(wanted) if wanted else 'a mapping'}, got {shown(value)}")
+        raise InvalidValue(
+            key, f"expected {describe_type(expected_type) if expected_type else 'a mapping'}, got {shown(value)}"
+        )
     for name in value:
         if not isinstance(name, str):
             raise InvalidValue(key, f"the key {shown(name)} is not text; quote it")
     return value
 
 
-def _mismatch(value: Any, wanted: Type, key: str) -> InvalidValue:
-    return InvalidValue(key, f"expected {describe_type(wanted)}, got {shown(value)}")
+def _mismatch(value: Any, expected_type: Type, key: str) -> InvalidValue:
+    return InvalidValue(key, f"expected {describe_type(expected_type)}, got {shown(value)}")
 
 
 def _join(key: str, name: object) -> str:

@@ -49,34 +49,36 @@ def place_data_sets(tree: dict[str, Any]) -> None:
     sets: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
     problems = ProblemCollector()
     for side in _SIDES:
-        given = data.get(side)
-        entries = [given] if isinstance(given, dict) else (given or [])
+        listed = data.get(side)
+        entries = [listed] if isinstance(listed, dict) else (listed or [])
         if not isinstance(entries, list | tuple):
             text = f"expected a mapping, or a list of mappings, got {shown(entries)}"
             problems.found.append(InvalidValue(f"data.{side}", text))
             continue
         for index, entry in enumerate(entries):
             with problems.collected():
-                key = f"data.{side}" if isinstance(given, dict) else f"data.{side}[{index}]"
+                key = f"data.{side}" if isinstance(listed, dict) else f"data.{side}[{index}]"
                 sets[side].append(_complete(entry, shared, data, key))
     problems.complain()
     if "validation" in data and data["validation"] is None and not _holds_out(data, sets["train"]):
         data["num_validation"] = 0
     data |= sets
-    where, first = next(((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared))
+    first_key, first = next(
+        ((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared)
+    )
     if sets["train"]:
-        _overrule(tree, data, first["dataset_name"], where)
-    _agree(data, first, where)
+        _overrule(tree, data, first["dataset_name"], first_key)
+    _agree(data, first, first_key)
 
 
-def _overrule(tree: dict[str, Any], data: dict[str, Any], name: str, where: str) -> None:
+def _overrule(tree: dict[str, Any], data: dict[str, Any], name: str, first_key: str) -> None:
     """Replace the name of a single data set by that of the first one listed, as NeMo-RL does, and note it."""
-    given, ignored = data.get("dataset_name"), tree.get("ignored") or []
-    if isinstance(given, str) and given != name and isinstance(ignored, list | tuple):
+    single_name, ignored = data.get("dataset_name"), tree.get("ignored") or []
+    if isinstance(single_name, str) and single_name != name and isinstance(ignored, list | tuple):
         data["dataset_name"] = name
-        if given == STAND_IN:  # no file has it
+        if single_name == STAND_IN:  # no file has it
             return
-        tree["ignored"] = [*ignored, f"data.dataset_name ({given}) has no effect: {where} says {name}"]
+        tree["ignored"] = [*ignored, f"data.dataset_name ({single_name}) has no effect: {first_key} says {name}"]
 
 
 def _name_both_sides(data: dict[str, Any]) -> None:
@@ -85,15 +87,15 @@ def _name_both_sides(data: dict[str, Any]) -> None:
     named = NAMED.get(name)
     if named is None or not named.splits or any(data.get(side) for side in _SIDES):
         return
-    copy, other = data.pop("train_data_path", None), data.pop("val_data_path", None)
+    copy, val_copy = data.pop("train_data_path", None), data.pop("val_data_path", None)
     data["train"] = {"dataset_name": name, "data_path": copy}
     split = data.pop("val_split", None) or named.held_out
-    own, held_out = (place_of(name, each, None)[0] for each in (data.get("split"), split))
-    if other is None and own == held_out:
-        other = copy  # a copy of one repository has both splits
-    is_there = other is not None or copy is None
+    train_path, held_out = (place_of(name, each, None)[0] for each in (data.get("split"), split))
+    if val_copy is None and train_path == held_out:
+        val_copy = copy  # a copy of one repository has both splits
+    is_there = val_copy is not None or copy is None
     if is_there and not _holds_out(data, []) and data.get("num_validation") != 0:
-        data["validation"] = {"dataset_name": name, "data_path": other, "split": split}
+        data["validation"] = {"dataset_name": name, "data_path": val_copy, "split": split}
 
 
 def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:
@@ -116,32 +118,32 @@ def _described() -> StructType:
 
 def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str) -> dict[str, Any]:
     """Return a data set with its defaults; a key without any is null."""
-    known = shared | _fitted(entry, key)
-    path = known.get("data_path")
-    if known.get("dataset_name") is None:
+    data_set = shared | _fitted(entry, key)
+    path = data_set.get("data_path")
+    if data_set.get("dataset_name") is None:
         beside = data.get("dataset_name")
         if isinstance(beside, str) and (path is None or is_local(beside)):
-            known["dataset_name"] = beside
+            data_set["dataset_name"] = beside
         elif path is None:
             raise InvalidValue(f"{key}.dataset_name", "required, but not set: expected text")
         else:
-            known["dataset_name"] = _FILE_OF_ONES_OWN
-    if holds_texts(known["dataset_name"]):
-        known["data_path"] = known.get("data_files") or path
-    elif is_local(known["dataset_name"]) and path is not None and not path.endswith(FILES):
-        known |= {"dataset_name": path, "data_path": None}  # the path is a name on the Hub
-    named = NAMED.get(known["dataset_name"])
+            data_set["dataset_name"] = _FILE_OF_ONES_OWN
+    if holds_texts(data_set["dataset_name"]):
+        data_set["data_path"] = data_set.get("data_files") or path
+    elif is_local(data_set["dataset_name"]) and path is not None and not path.endswith(FILES):
+        data_set |= {"dataset_name": path, "data_path": None}  # the path is a name on the Hub
+    named = NAMED.get(data_set["dataset_name"])
     for name in OF_EACH_SET:
-        if name not in known:
-            known[name] = data.get(name)
-        if known[name] is None:
-            known[name] = named.keys.get(name) if named is not None else None
-        if known[name] is None:
-            known[name] = _OTHERWISE.get(name)
-    return known
+        if name not in data_set:
+            data_set[name] = data.get(name)
+        if data_set[name] is None:
+            data_set[name] = named.keys.get(name) if named is not None else None
+        if data_set[name] is None:
+            data_set[name] = _OTHERWISE.get(name)
+    return data_set
 
 
-def _agree(data: dict[str, Any], first: dict[str, Any], where: str) -> None:
+def _agree(data: dict[str, Any], first: dict[str, Any], first_key: str) -> None:
     """Set the keys of ``data`` itself to those of its first data set."""
     flat = {key: first.get(key) for key in OF_EACH_SET}
     flat |= {"train_data_path": first.get("data_path"), "environment": first.get("env_name")}
@@ -149,5 +151,5 @@ def _agree(data: dict[str, Any], first: dict[str, Any], where: str) -> None:
         if value is None:
             continue
         if data.get(key) not in (None, value):
-            raise InvalidValue(f"data.{key}", f"{shown(data[key])}, but {where} says {shown(value)}")
+            raise InvalidValue(f"data.{key}", f"{shown(data[key])}, but {first_key} says {shown(value)}")
         data[key] = value

@@ -95,9 +95,9 @@ def unfill(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _same_value(one: Any, other: Any) -> bool:
+def _same_value(first: Any, second: Any) -> bool:
     """Compare plain values, treating tuples like lists."""
-    return bool(_copied(list(one) if isinstance(one, tuple) else one) == other)
+    return bool(_copied(list(first) if isinstance(first, tuple) else first) == second)
 
 
 def _copied(node: Any) -> Any:
@@ -158,13 +158,13 @@ def _declared(look: Look, default: Callable[[Algorithm], Any]) -> Any:
 
 def _by_algorithm(default: Callable[[Algorithm], Any]) -> str:
     """Return a key's default for each algorithm as text, beginning with that of the first algorithm."""
-    first, *others = ALGORITHMS.values()
+    first, *more_algorithms = ALGORITHMS.values()
     titles: dict[Any, list[str]] = {}
-    for algorithm in others:
+    for algorithm in more_algorithms:
         if default(algorithm) != default(first):
             titles.setdefault(default(algorithm), []).append(algorithm.title)
-    told = ", ".join(f"{value} for {' and '.join(names)}" for value, names in titles.items())
-    return f"{default(first)}; {told}"
+    exceptions = ", ".join(f"{value} for {' and '.join(names)}" for value, names in titles.items())
+    return f"{default(first)}; {exceptions}"
 
 
 def _product(first: str, second: str) -> Callable[[Look], Any]:
@@ -175,8 +175,8 @@ def _product(first: str, second: str) -> Callable[[Look], Any]:
     return compute
 
 
-def _same(key: str, other: str) -> DerivedKey:
-    return DerivedKey(key=key, text=f"`{other}`", compute=_same_as(other))
+def _same(key: str, source_key: str) -> DerivedKey:
+    return DerivedKey(key=key, text=f"`{source_key}`", compute=_same_as(source_key))
 
 
 def warmup_length(warmup: Any, num_steps: Any, num_passes: Any) -> int:
@@ -258,10 +258,10 @@ def _like_the_policy(section: str) -> tuple[DerivedKey, ...]:
 
 def _tokens(section: str, key: str, batch: str) -> DerivedKey:
     key, length, batch = (f"{section}.{name}" for name in (key, "max_total_sequence_length", batch))
-    whole = _product(length, batch)
+    product = _product(length, batch)
 
     def compute(look: Look) -> Any:
-        tokens = whole(look)
+        tokens = product(look)
         algorithm = _algorithm_of(look)
         return tokens * algorithm.sequences_per_unit if tokens is not None and algorithm is not None else tokens
 
@@ -278,8 +278,10 @@ def _of_dataset(key: str, otherwise: str | None) -> DerivedKey:
             return None  # `data.validation` defines the held-out data
         return otherwise if named is None else named.keys.get(name, otherwise)
 
-    given = ", ".join(f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys)
-    return DerivedKey(key=key, text=f"{given}; else {f'`{otherwise}`' if otherwise else 'null'}", compute=compute)
+    by_data_set = ", ".join(
+        f"`{named.keys[name]}` for {dataset}" for dataset, named in NAMED.items() if name in named.keys
+    )
+    return DerivedKey(key=key, text=f"{by_data_set}; else {f'`{otherwise}`' if otherwise else 'null'}", compute=compute)
 
 
 def _env(look: Look) -> Any:
@@ -321,15 +323,15 @@ def _gpus(look: Look) -> tuple[int, int] | None:
     algorithm, of_others = _algorithm_of(look), _processes_of_others(look)
     if algorithm is None or not algorithm.rolls_out or look(f"{_COLOCATED}.enabled") is not False:
         return nodes * gpus - of_others, 0
-    key, each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
+    key, gpus_each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
     aside = look(f"{_COLOCATED}.resources.{key}")
-    return (nodes * gpus - of_others, aside * each) if isinstance(aside, int) else None
+    return (nodes * gpus - of_others, aside * gpus_each) if isinstance(aside, int) else None
 
 
 def _processes_of_others(look: Look) -> int:
     """Return the number of processes for models beside the policy."""
-    given = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
-    return sum(num for num in given if isinstance(num, int))
+    counts = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
+    return sum(num for num in counts if isinstance(num, int))
 
 
 def _processes_of_teachers(look: Look) -> Any:
@@ -368,24 +370,28 @@ def _trainers(look: Look) -> Any:
 def _rollouts(look: Look) -> Any:
     """Return the number of vLLM engines that fit on the GPUs for generation; 1 for engines without GPUs."""
     gpus = _gpus(look)
-    each = _product(f"{_VLLM}.tensor_parallel_size", f"{_VLLM}.pipeline_parallel_size")(look)
-    if gpus is None or not each or look("policy.generation.backend") != "vllm":
+    engine_size = _product(f"{_VLLM}.tensor_parallel_size", f"{_VLLM}.pipeline_parallel_size")(look)
+    if gpus is None or not engine_size or look("policy.generation.backend") != "vllm":
         return 1
-    return max(1, (gpus[1] or gpus[0]) // each)
+    return max(1, (gpus[1] or gpus[0]) // engine_size)
 
 
 def _launch(look: Look) -> Any:
     """Return ``all``, or the processes on the first of several nodes: ranks and engines are numbered through the
     nodes."""
-    nodes, here = look("cluster.num_nodes"), look("cluster.gpus_per_node")
+    nodes, gpus_per_node = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
-    sizes, of_others = (nodes, here, trainers, rollouts), _processes_of_others(look)
-    if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or here <= 0:
+    sizes, of_others = (nodes, gpus_per_node, trainers, rollouts), _processes_of_others(look)
+    if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or gpus_per_node <= 0:
         return "all"
     shared = look(f"{_COLOCATED}.enabled") is not False
-    with_engines = max(1, -(-(nodes * here - of_others) // here))  # engines are on the policy's nodes
-    each = max(1, -(-rollouts // with_engines)) if shared else 0
-    return {"trainers": min(trainers + of_others, here), "rollouts": min(rollouts, each), "refit": True}
+    with_engines = max(1, -(-(nodes * gpus_per_node - of_others) // gpus_per_node))  # engines are on the policy's nodes
+    rollouts_per_node = max(1, -(-rollouts // with_engines)) if shared else 0
+    return {
+        "trainers": min(trainers + of_others, gpus_per_node),
+        "rollouts": min(rollouts, rollouts_per_node),
+        "refit": True,
+    }
 
 
 def _normalizes(look: Look) -> Any:

@@ -77,9 +77,9 @@ def configuration_page() -> str:
 def field_docs(described: StructType) -> dict[str, str]:
     """Return the docstring under each field of a struct, by key; empty where there is none."""
     by_name: dict[str, str] = {}
-    for each in reversed(described.cls.__mro__):
-        if issubclass(each, ConfigSection):
-            by_name |= _docs_within(each)
+    for section_class in reversed(described.cls.__mro__):
+        if issubclass(section_class, ConfigSection):
+            by_name |= _docs_within(section_class)
     return {field.encode_name: by_name[field.name] for field in described.fields}
 
 
@@ -115,23 +115,23 @@ def nested_structs(prefix: str, described: StructType) -> Iterator[tuple[str, St
             yield from ((key, inner) for inner in struct_types(field.type))
 
 
-def _sections(described: StructType, key: str, level: int, told: dict[type, str]) -> Iterator[str]:
-    """Yield a section and its inner sections; a struct in `told` is only referred to, by the key given there."""
+def _sections(described: StructType, key: str, level: int, key_by_struct: dict[type, str]) -> Iterator[str]:
+    """Yield a section and its inner sections; a struct in `key_by_struct` is only referred to, by its key there."""
     title = f"`{key}`" if key else "Top level"
-    if described.cls in told:
-        rows = _rows(described, key, besides=told[described.cls])
+    if described.cls in key_by_struct:
+        rows = _rows(described, key, besides=key_by_struct[described.cls])
         yield (
             f"{'#' * level} {title}\n\n"
-            f"Same as `{told[described.cls]}`{', except for these defaults:' if rows else '.'}\n"
+            f"Same as `{key_by_struct[described.cls]}`{', except for these defaults:' if rows else '.'}\n"
         )
         yield from _table_of(rows)
     else:
-        told[described.cls] = key
+        key_by_struct[described.cls] = key
         yield f"{'#' * level} {title}\n\n{_markdown(inspect.getdoc(described.cls) or '')}\n"
         as_told = key in MODELS and key != MODELS[0]
         yield from _table_of(_rows(described, key, besides=MODELS[0] if as_told else None))
     for name, inner in nested_structs(f"{key}." if key else "", described):
-        yield from _sections(inner, name, min(level + 1, 4) if key else 2, told)
+        yield from _sections(inner, name, min(level + 1, 4) if key else 2, key_by_struct)
 
 
 def _table_of(rows: list[str]) -> Iterator[str]:
@@ -151,12 +151,13 @@ def _rows(described: StructType, key: str, *, besides: str | None) -> list[str]:
         if not isinstance(field.type, StructType)
     }
     derived = {rule.key: rule.text for rule in DERIVED}
-    whole, other = key.partition(".")[0], (besides or "").partition(".")[0]
+    section, other_section = key.partition(".")[0], (besides or "").partition(".")[0]
     return [
         row
         for name, row in rows.items()
         if besides is None
-        or derived.get(f"{key}.{name}", "").replace(f"{whole}.", f"{other}.") != derived.get(f"{besides}.{name}", "")
+        or derived.get(f"{key}.{name}", "").replace(f"{section}.", f"{other_section}.")
+        != derived.get(f"{besides}.{name}", "")
     ]
 
 

@@ -59,8 +59,8 @@ _OF_DATA_SET = ("val_batches", "val_global_batch_size", "val_micro_batch_size")
 
 def length_and_validation(algorithm: str) -> tuple[str, ...]:
     """Return the keys of an algorithm's section that say how long a run trains, and what it validates when."""
-    own = _OF_GENERATION if ALGORITHMS[algorithm].rolls_out else _OF_DATA_SET
-    return tuple(f"{algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs", *_VALIDATION, *own))
+    period_keys = _OF_GENERATION if ALGORITHMS[algorithm].rolls_out else _OF_DATA_SET
+    return tuple(f"{algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs", *_VALIDATION, *period_keys))
 
 
 FREE_ON_RESUME = (
@@ -90,13 +90,13 @@ def to_plain(config: Config) -> dict[str, Any]:
     The sections of other algorithms are left out.
     """
     plain: dict[str, Any] = msgspec.to_builtins(with_names(config))
-    for section in {each for others in SECTIONS.values() for each in others} - {*SECTIONS[config.algorithm]}:
+    for section in {each for names in SECTIONS.values() for each in names} - {*SECTIONS[config.algorithm]}:
         del plain[section]
     if config.declaration.loss_section != "loss_fn":
-        own = {key: plain["loss_fn"][key] for key in OF_ANY_LOSS}
+        shared_loss = {key: plain["loss_fn"][key] for key in OF_ANY_LOSS}
         del plain["loss_fn"]
-        if own["class"] is not None:
-            plain["loss_fn"] = own
+        if shared_loss["class"] is not None:
+            plain["loss_fn"] = shared_loss
     for name in MODELS:
         if plain.get(name) is not None:
             megatron = plain[name]["megatron_cfg"]

@@ -32,22 +32,22 @@ def without_foreign(
     if isinstance(version, float):  # written without quotes
         version = str(version)
         settings = {**settings, "nemo_rl_version": version}
-    found = look(settings)
+    outcome = look(settings)
     for _ in range(_MOST_LOOKS if is_newer(version) else 0):
-        if isinstance(found, Config):
+        if isinstance(outcome, Config):
             break
-        foreign = [each for each in found.problems if is_foreign(each, layers)]
+        foreign = [problem for problem in outcome.problems if is_foreign(problem, layers)]
         fewer = settings
-        foreign = [_as_written(each, settings) for each in foreign]
-        for each in foreign:
-            fewer = without(fewer, key_parts(each.key))
+        foreign = [_as_written(problem, settings) for problem in foreign]
+        for problem in foreign:
+            fewer = without(fewer, key_parts(problem.key))
         if fewer == settings:
             break
         listed = settings.get("ignored") or ()
-        told = [line for line in _lines(interpolated(settings), foreign) if line not in listed]
-        settings = {**fewer, "ignored": [*listed, *escaped(told)]}
-        found = look(settings)
-    return settings, found
+        new_lines = [line for line in _lines(interpolated(settings), foreign) if line not in listed]
+        settings = {**fewer, "ignored": [*listed, *escaped(new_lines)]}
+        outcome = look(settings)
+    return settings, outcome
 
 
 def _as_written(problem: InvalidValue, settings: dict[str, Any]) -> InvalidValue:

@@ -31,11 +31,11 @@ class RefusedSettings(NamedTuple):
 def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
     """Return settings without the keys that `look` finds a problem with, as far as they can be removed."""
     for _ in range(_MOST_LOOKS):
-        found = look(settings)
-        if isinstance(found, Config):
+        outcome = look(settings)
+        if isinstance(outcome, Config):
             break
         mended = settings
-        for problem in found.problems:
+        for problem in outcome.problems:
             mended = without(mended, key_parts(problem.key))
         if mended == settings:
             break
@@ -46,12 +46,12 @@ def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
 Look = Callable[[dict[str, Any]], Config | RefusedSettings]
 
 
-def with_hidden(found: RefusedSettings, settings: dict[str, Any], look: Look) -> RefusedSettings:
+def with_hidden(refused: RefusedSettings, settings: dict[str, Any], look: Look) -> RefusedSettings:
     """Return the problems found in settings, and those that they hid from `look`."""
-    unsupported, problems = found
-    told = _words([], unsupported)
-    shown = [each for each in problems if not _repeats(each, told)] if unsupported else [*problems]
-    told |= _words(problems)
+    unsupported, problems = refused
+    told_names = _words([], unsupported)
+    shown = [each for each in problems if not _repeats(each, told_names)] if unsupported else [*problems]
+    told_names |= _words(problems)
     for _ in range(_MOST_LOOKS):
         mended = settings
         for problem in problems:
@@ -64,28 +64,28 @@ def with_hidden(found: RefusedSettings, settings: dict[str, Any], look: Look) ->
             break
         if unsupported is None and again.unsupported is not None:
             unsupported = again.unsupported
-            told |= _words([], unsupported)
+            told_names |= _words([], unsupported)
         problems = again.problems
-        shown += [each for each in problems if not _repeats(each, told)]
-        told |= _words(problems)
+        shown += [each for each in problems if not _repeats(each, told_names)]
+        told_names |= _words(problems)
     return RefusedSettings(unsupported, tuple(shown))
 
 
-def _repeats(problem: InvalidValue, told: set[str]) -> bool:
+def _repeats(problem: InvalidValue, told_names: set[str]) -> bool:
     """Tell whether a problem is of a key that was told of, names one, or is of the section that lacks it."""
-    if any(problem.key == key.rpartition(".")[0] for key in told):
+    if any(problem.key == key.rpartition(".")[0] for key in told_names):
         return True
     named = {each.rstrip(".") for each in _KEY.findall(problem.text)}
-    return bool(told & {*_names(problem.key), *named, *(each.rpartition(".")[2] for each in named)})
+    return bool(told_names & {*_names(problem.key), *named, *(each.rpartition(".")[2] for each in named)})
 
 
 def _words(problems: Sequence[InvalidValue], unsupported: str | None = None) -> set[str]:
     """Return the names of all keys that problems are of, or are meant by them."""
-    keys = {*_KEY.findall((unsupported or "").partition(": ")[2]), *(each.key for each in problems)}
-    for each in problems:
-        if each.text.startswith("unknown key"):  # elsewhere it is a value that is suggested
-            parent = each.key.rpartition(".")[0]
-            keys |= {f"{parent}.{meant}" if parent else meant for meant in _SUGGESTED.findall(each.text)}
+    keys = {*_KEY.findall((unsupported or "").partition(": ")[2]), *(problem.key for problem in problems)}
+    for problem in problems:
+        if problem.text.startswith("unknown key"):  # elsewhere it is a value that is suggested
+            parent = problem.key.rpartition(".")[0]
+            keys |= {f"{parent}.{meant}" if parent else meant for meant in _SUGGESTED.findall(problem.text)}
     return {name for key in keys for name in _names(key)}
 
 
@@ -97,12 +97,12 @@ def _names(key: str) -> set[str]:
 
 def without(node: Any, parts: Sequence[str]) -> Any:
     """Return a copy of settings without a key; the settings themselves if they lack it."""
-    head, *rest = parts
+    head, *inner_parts = parts
     if isinstance(node, dict) and head in node:
-        if not rest:
+        if not inner_parts:
             return {key: value for key, value in node.items() if key != head}
-        return {**node, head: without(node[head], rest)}
-    if isinstance(node, list) and head.isdecimal() and int(head) < len(node) and rest:
+        return {**node, head: without(node[head], inner_parts)}
+    if isinstance(node, list) and head.isdecimal() and int(head) < len(node) and inner_parts:
         index = int(head)
-        return [*node[:index], without(node[index], rest), *node[index + 1 :]]
+        return [*node[:index], without(node[index], inner_parts), *node[index + 1 :]]
     return node

@@ -53,12 +53,13 @@ class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
                 return layer.source
         return self.main
 
-    def are_set_together(self, key: str, other: str) -> bool:
+    def are_set_together(self, first_key: str, second_key: str) -> bool:
         """Tell whether a single file, or the command line, sets both keys."""
-        sources, others = (
-            {layer.source for layer in self.layers if _sets(layer.settings, key_parts(each))} for each in (key, other)
+        first_sources, second_sources = (
+            {layer.source for layer in self.layers if _sets(layer.settings, key_parts(each))}
+            for each in (first_key, second_key)
         )
-        return not sources.isdisjoint(others)
+        return not first_sources.isdisjoint(second_sources)
 
     def is_set(self, key: str) -> bool:
         """Tell whether any layer sets `key`."""
@@ -107,9 +108,9 @@ def merge(base: Plain, over: Plain) -> Plain:
 
 def _read_chain(path: Path, children: tuple[Path, ...]) -> list[ConfigLayer]:
     """Read `path` and its ancestors, eldest first; `children` are the files that led here."""
-    here = path.resolve()
-    if here in children:
-        names = " -> ".join(os.path.relpath(child, children[0].parent) for child in (*children, here))
+    resolved = path.resolve()
+    if resolved in children:
+        names = " -> ".join(os.path.relpath(child, children[0].parent) for child in (*children, resolved))
         raise ConfigError(f"{path}: defaults: the file inherits from itself: {names}")
     settings = _read_file(path)
     prerequisite = settings.get("prerequisite")
@@ -124,7 +125,7 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[ConfigLayer]:
         parent = Path(os.path.normpath(path.parent / name))
         if why_no_path(parent) is not None or not parent.is_file():
             raise ConfigError(f"{path}: defaults: there is no file {shortened(parent)}{nearest_file(parent)}")
-        layers += _read_chain(parent, (*children, here))
+        layers += _read_chain(parent, (*children, resolved))
     _check_markers(path, settings, "")
     return [*layers, ConfigLayer(source=str(path), settings=settings)]
 
@@ -155,8 +156,8 @@ def _read_file(path: Path) -> Plain:
             raise ConfigError(f"{path}: cannot be read: {_TOO_DEEP}") from None
         raise ConfigError(f"{path}: {_syntax(error)}") from None
     except OmegaConfBaseException as error:
-        where = f"{path}: {error.full_key}" if error.full_key else path
-        raise ConfigError(f"{where}: cannot be resolved: {str(error).splitlines()[0]}") from None
+        location = f"{path}: {error.full_key}" if error.full_key else path
+        raise ConfigError(f"{location}: cannot be resolved: {str(error).splitlines()[0]}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: cannot be read: it does not hold YAML text") from None
     except OSError as error:
@@ -183,16 +184,16 @@ def nearest_file(path: Path) -> str:
     if why_no_path(path) is not None or path.exists():
         return ""
     folders = [folder for folder in (path.parent, path.parent / path.stem, Path("examples")) if folder.is_dir()]
-    found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.y*ml")}
-    matches = difflib.get_close_matches(path.stem, found, n=1, cutoff=0.6)
-    return f"; did you mean {str(found[matches[0]])!r}?" if matches else ""
+    files = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.y*ml")}
+    matches = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.6)
+    return f"; did you mean {str(files[matches[0]])!r}?" if matches else ""
 
 
 def _syntax(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    location = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     problem = getattr(error, "problem", None) or str(error)
-    return f"{where}not valid YAML: {' '.join(problem.split())}"
+    return f"{location}not valid YAML: {' '.join(problem.split())}"
 
 
 def _parse_override(override: str) -> tuple[list[str], Any]:
@@ -229,14 +230,14 @@ def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
     """Return a copy of `node` with `value` at the path `parts`; a number in the path indexes a list."""
     if not parts:
         return merge({"": node}, {"": value})[""]
-    head, *rest = parts
+    head, *inner_parts = parts
     if isinstance(node, list):
         if not head.isdecimal() or int(head) >= len(node):
             raise ConfigError(f"{COMMAND_LINE}: {override!r}: {head!r} is not an index into a list of {len(node)}")
         index = int(head)
-        return [*node[:index], _updated(node[index], rest, value, override), *node[index + 1 :]]
+        return [*node[:index], _updated(node[index], inner_parts, value, override), *node[index + 1 :]]
     branch = node if isinstance(node, dict) else {}
-    return {**branch, head: _updated(branch.get(head), rest, value, override)}
+    return {**branch, head: _updated(branch.get(head), inner_parts, value, override)}
 
 
 def _replaces(node: Any, parts: Sequence[str]) -> bool:

@@ -73,8 +73,8 @@ def _layers_of_any(path: str | Path, overrides: Sequence[str]) -> tuple[ConfigLa
         raise ConfigError(f"{layers.source_of(problem.key)}: {problem.key}: {problem.text}") from None
 
     def written(key: str) -> tuple[str, str]:
-        own = original_key(key)
-        return layers.source_of(own), own if layers.is_set(own) else key
+        eval_key = original_key(key)
+        return layers.source_of(eval_key), eval_key if layers.is_set(eval_key) else key
 
     layer = ConfigLayer(source=layers.main, settings=settings)
     return ConfigLayers(main=layers.main, layers=(layer,), merged=escaped(settings)), written
@@ -85,14 +85,14 @@ def build_config(settings: Mapping[str, Any], source: str = "configuration") -> 
     return build(layers_of(settings, source))
 
 
-def layers_of(given: str | Path | Mapping[str, Any] | Config, source: str = "config") -> ConfigLayers:
+def layers_of(configuration: str | Path | Mapping[str, Any] | Config, source: str = "config") -> ConfigLayers:
     """Return the lowest layer, given as a file, a mapping or a finished configuration.
 
     `source` is the name in errors if it is not a file.
     """
-    if isinstance(given, str | Path):
-        return read_layers(Path(given), ())
-    plain = escaped(_unfilled(given)) if isinstance(given, Config) else dict(given)
+    if isinstance(configuration, str | Path):
+        return read_layers(Path(configuration), ())
+    plain = escaped(_unfilled(configuration)) if isinstance(configuration, Config) else dict(configuration)
     return ConfigLayers(main=source, layers=(ConfigLayer(source=source, settings=plain),), merged=plain)
 
 
@@ -171,21 +171,21 @@ def _unfilled(config: Config) -> dict[str, Any]:
 def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None) -> Config:
     """Make a configuration; `written` returns the file and the name of a key where they are not those in `layers`."""
     look = functools.partial(_look_through, to_run=to_run)
-    merged, found = without_foreign(layers, look, interpolated)
-    if isinstance(found, Config):
-        return found
-    found = with_hidden(found, merged, look)
-    where = written or (lambda key: (layers.source_of(key), key))
-    foreign = {each for each in found.problems if is_foreign(each, layers)}
+    merged, outcome = without_foreign(layers, look, interpolated)
+    if isinstance(outcome, Config):
+        return outcome
+    outcome = with_hidden(outcome, merged, look)
+    locate = written or (lambda key: (layers.source_of(key), key))
+    foreign = {each for each in outcome.problems if is_foreign(each, layers)}
     is_told = is_newer(merged.get("nemo_rl_version"))  # a foreign key that another problem hid is no problem then
-    seen = [each for each in found.problems if not (is_told and each in foreign)] or found.problems
+    seen = [each for each in outcome.problems if not (is_told and each in foreign)] or outcome.problems
     problems = [each for each in seen if each.key not in _DERIVED or layers.is_set(each.key)]
     lines = [
-        ": ".join(filter(None, (*where(each.key), f"{each.text}{HOW_TO_IGNORE if each in foreign else ''}")))
-        for each in problems or (() if found.unsupported else seen)
+        ": ".join(filter(None, (*locate(each.key), f"{each.text}{HOW_TO_IGNORE if each in foreign else ''}")))
+        for each in problems or (() if outcome.unsupported else seen)
     ]
-    if found.unsupported:
-        raise NotSupportedYet(f"{layers.main}: {found.unsupported}", *dict.fromkeys(lines))
+    if outcome.unsupported:
+        raise NotSupportedYet(f"{layers.main}: {outcome.unsupported}", *dict.fromkeys(lines))
     raise ConfigError(*dict.fromkeys(lines))
 
 
@@ -219,8 +219,8 @@ def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
     try:
         if _is_literal(tree):
             return tree
-        whole = OmegaConf.create(merge(_defaults(config_type()), tree))
-        resolved = OmegaConf.to_container(whole, resolve=True)
+        with_defaults = OmegaConf.create(merge(_defaults(config_type()), tree))
+        resolved = OmegaConf.to_container(with_defaults, resolve=True)
     except OmegaConfBaseException as error:
         # OmegaConf wraps a resolver's error in a sentence of its own.
         reason = re.sub(r"\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0]).strip('"')
@@ -231,11 +231,11 @@ def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
     return interpolated
 
 
-def _without_variables(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _without_variables(tree: dict[str, Any], raw_tree: dict[str, Any]) -> dict[str, Any]:
     """Remove top-level keys that are not sections and that interpolations read."""
     sections = {field.encode_name for field in config_type().fields}
     variables = {key for key in tree if key not in sections and not isinstance(tree[key], dict)}
-    named = set(re.findall(r"\$\{(\w+)\}", repr(given))) if variables else set()
+    named = set(re.findall(r"\$\{(\w+)\}", repr(raw_tree))) if variables else set()
     return {key: value for key, value in tree.items() if key not in variables & named}
 
 
@@ -254,8 +254,8 @@ def _computed(name: str, function: Callable[[Any, Any], Any], *arguments: Any) -
     """Return the value of ``${name:a,b}``."""
     are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in arguments)
     if len(arguments) != 2 or not are_numbers:
-        given = ", ".join(shown(each) for each in arguments)
-        raise ValueError(f"{name} takes two numbers, got {given or 'none'}")
+        listed = ", ".join(shown(each) for each in arguments)
+        raise ValueError(f"{name} takes two numbers, got {listed or 'none'}")
     if name == "div" and not arguments[1]:
         raise ValueError(f"div cannot divide {arguments[0]} by 0")
     return function(*arguments)

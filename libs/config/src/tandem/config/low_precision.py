@@ -66,13 +66,15 @@ class LowPrecisionProducts(msgspec.Struct, frozen=True):
 
 def products_of(megatron: MegatronCfg) -> tuple[LowPrecisionProducts, ...]:
     """Return what a section requests; more than one is a mistake."""
-    found = []
+    products = []
     if megatron.fp8_cfg is not None and megatron.fp8_cfg.enabled:
-        found.append(LowPrecisionProducts("fp8", megatron.fp8_cfg.fp8, megatron.fp8_cfg.fp8_recipe, True))
+        products.append(LowPrecisionProducts("fp8", megatron.fp8_cfg.fp8, megatron.fp8_cfg.fp8_recipe, True))
     if megatron.fp4_cfg is not None and megatron.fp4_cfg.enabled:
-        found.append(LowPrecisionProducts("fp4", megatron.fp4_cfg.fp4, megatron.fp4_cfg.fp4_recipe, True))
-    given = megatron.forwarded
+        products.append(LowPrecisionProducts("fp4", megatron.fp4_cfg.fp4, megatron.fp4_cfg.fp4_recipe, True))
+    arguments = megatron.forwarded
     for name, default in (("fp8", DELAYED), ("fp4", "nvfp4")):
-        if given.get(name) is not None:
-            found.append(LowPrecisionProducts(name, given[name], given.get(f"{name}_recipe") or default, False))
-    return tuple(found)
+        if arguments.get(name) is not None:
+            products.append(
+                LowPrecisionProducts(name, arguments[name], arguments.get(f"{name}_recipe") or default, False)
+            )
+    return tuple(products)

@@ -30,8 +30,8 @@ def missing_megatron(config: Config) -> Iterator[InvalidValue]:
     for name in MODELS:
         model: ModelConfig | None = getattr(config, name)
         if model is not None and model.megatron_cfg.enabled and not is_installed():
-            what = f"true, but Megatron-Core is not installed: {install_command('megatron')}"
-            yield InvalidValue(f"{name}.megatron_cfg.enabled", what, is_of_machine=True)
+            text = f"true, but Megatron-Core is not installed: {install_command('megatron')}"
+            yield InvalidValue(f"{name}.megatron_cfg.enabled", text, is_of_machine=True)
 
 
 def unfit_megatron(config: Config) -> Config:
@@ -60,8 +60,8 @@ def _fit(key: str, model: ModelConfig, *, to_run: bool) -> MegatronCfg:
         return megatron
     if to_run and package_folder("transformer_engine") is None:
         for products in products_of(megatron):  # Megatron-Core would silently train without it
-            what = f"{products.value} needs Transformer Engine, which is not installed here"
-            raise InvalidValue(f"{key}.{products.key}", what)
+            text = f"{products.value} needs Transformer Engine, which is not installed here"
+            raise InvalidValue(f"{key}.{products.key}", text)
     elif to_run and megatron.forwarded.get("attention_backend") == "local":  # disables all its kernels
         raise InvalidValue(
             f"{key}.attention_backend", "local is for layers without Transformer Engine, which is installed"
@@ -84,23 +84,23 @@ def _unfit(key: str, model: ModelConfig) -> MegatronCfg:
     megatron = model.megatron_cfg
     if megatron.optimizer.get("clip_grad") != (model.max_grad_norm or 0.0):
         return megatron
-    own = {name: value for name, value in megatron.optimizer.items() if name != "clip_grad"}
-    return msgspec.structs.replace(megatron, optimizer=own)
+    optimizer = {name: value for name, value in megatron.optimizer.items() if name != "clip_grad"}
+    return msgspec.structs.replace(megatron, optimizer=optimizer)
 
 
-def _fitted(prefix: str, section: str, given: dict[str, Any]) -> dict[str, Any]:
-    known, prefix = arguments(section), f"{prefix}.{section}".rstrip(".")
+def _fitted(prefix: str, section: str, settings: dict[str, Any]) -> dict[str, Any]:
+    argument_types, prefix = arguments(section), f"{prefix}.{section}".rstrip(".")
     fitted, problems = {}, ProblemCollector()
-    for name, value in given.items():
+    for name, value in settings.items():
         key = f"{prefix}.{name}"
         with problems.collected():
             if name in RESERVED[section]:
                 raise InvalidValue(key, f"cannot be set here: {RESERVED[section][name]}")
-            if known and name not in known:
+            if argument_types and name not in argument_types:
                 siblings = {**_typed(section), **defaults(section)}
                 unknown, hint = unknown_key(key, value, siblings), nearest(name, list(siblings))
                 raise InvalidValue(key, f"Megatron-Core has no such argument{hint}", unknown=unknown)
-            fitted[name] = conform(value, known[name], key) if known else value
+            fitted[name] = conform(value, argument_types[name], key) if argument_types else value
     problems.complain()
     return fitted
 

@@ -48,9 +48,9 @@ def model_groups_of(config: Config) -> tuple[ModelGroup, ...]:
     """Return the model groups of a run, the policy's first."""
     sizes = config.processes_of
     ends = itertools.accumulate(sizes.values())
-    rest = tuple(model for model in config.holds if model == "policy" or model not in sizes)
+    policy_models = tuple(model for model in config.holds if model == "policy" or model not in sizes)
     return tuple(
-        ModelGroup(models=rest if model == "policy" else (model,), first=end - size, size=size)
+        ModelGroup(models=policy_models if model == "policy" else (model,), first=end - size, size=size)
         for (model, size), end in zip(sizes.items(), ends, strict=True)
     )
 

@@ -48,16 +48,16 @@ def with_folders(config: Config) -> Config:
 
 def is_used(config: Config, key: str) -> bool:
     """Tell whether a run reads the model named at a key."""
-    section, _, rest = key.partition(".")
+    section, _, subkey = key.partition(".")
     match section:
         case "policy":
-            if rest == _DRAFT:
+            if subkey == _DRAFT:
                 generation = config.policy.generation
                 is_vllms = config.declaration.rolls_out and generation.backend == "vllm"
                 return is_vllms and speculation.draft_of(generation.vllm_kwargs) is not None
-            return not rest.startswith("draft.") or config.policy.draft.enabled
+            return not subkey.startswith("draft.") or config.policy.draft.enabled
         case "env":
-            return rest.partition(".")[0] in config.reward_models
+            return subkey.partition(".")[0] in config.reward_models
         case "value":
             return "value" in config.holds
         case _:
@@ -110,13 +110,13 @@ def _with_draft(arguments: dict[str, Any], change: Change, section: msgspec.Stru
 
 
 def _changed(section: Section, change: Change, key: str) -> Section:
-    own = "name" if isinstance(section, TokenizerConfig) else "model_name"
+    name_field = "name" if isinstance(section, TokenizerConfig) else "model_name"
     changes: dict[str, Any] = {}
     for field in section.__struct_fields__:
         value = getattr(section, field)
         path = f"{key}.{field}" if key else field
         changed = value
-        if field == own and isinstance(value, str):
+        if field == name_field and isinstance(value, str):
             changed = change(path, value, section)
         elif isinstance(value, msgspec.Struct):
             changed = _changed(value, change, path)

@@ -16,7 +16,7 @@ class MootKey(msgspec.Struct, frozen=True):
     key: str
     off: tuple[Any, ...]
     """Neutral values."""
-    why: str
+    reason: str
 
 
 _STEPPING = "with colocated generation, the optimizer's state is on the device only during a training step"
@@ -139,23 +139,23 @@ MOOT = (
 
 def keys_of(row: MootKey, config: Config) -> list[str]:
     """Return the keys that a row is about in a configuration: those of every model that the run holds."""
-    section, _, rest = row.key.partition(".")
+    section, _, subkey = row.key.partition(".")
     if section in ALGORITHMS:
         return [row.key] if section == config.algorithm else []
     if section == "loss_fn":
-        is_moot = config.topk_logits_k and not (row.why == _ONE_TEACHER and config.joint_teachers)
+        is_moot = config.topk_logits_k and not (row.reason == _ONE_TEACHER and config.joint_teachers)
         return [row.key] if is_moot else []
     if section != "policy":
         return [row.key]
-    if rest.startswith("generation."):
+    if subkey.startswith("generation."):
         return [row.key] if config.generates else []
-    return [f"{name}.{rest}" for name in MODELS if _reads(config, name, rest)]
+    return [f"{name}.{subkey}" for name in MODELS if _reads(config, name, subkey)]
 
 
-def _reads(config: Config, name: str, rest: str) -> bool:
+def _reads(config: Config, name: str, subkey: str) -> bool:
     """Tell whether a run holds a model whose backend is the one that a key is for."""
     model = getattr(config, name)
     if model is None or (name != "policy" and name not in config.holds):
         return False
     backend = "megatron_cfg." if model.megatron_cfg.enabled else "dtensor_cfg."
-    return not rest.startswith(("megatron_cfg.", "dtensor_cfg.")) or rest.startswith(backend)
+    return not subkey.startswith(("megatron_cfg.", "dtensor_cfg.")) or subkey.startswith(backend)

@@ -45,8 +45,8 @@ def _pictured(held_out: str, **splits: tuple[str, str]) -> NamedDataset:
     )
 
 
-def _of_one(path: str, *names: str, **others: str) -> dict[str, tuple[str, str]]:
-    return {name: (path, name) for name in names} | {name: (path, split) for name, split in others.items()}
+def _of_one(path: str, *names: str, **splits_by_name: str) -> dict[str, tuple[str, str]]:
+    return {name: (path, name) for name in names} | {name: (path, split) for name, split in splits_by_name.items()}
 
 
 _CLEVR_TRAIN = ("MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "train")
@@ -116,11 +116,11 @@ def place_of(dataset_name: str, split: str | None, instead: str | None) -> tuple
     `instead` is a copy that the user has of a data set that is known by name.
     """
     named = NAMED.get(dataset_name)
-    path, own = (dataset_name if named is None else named.path), split or "train"
+    path, source_split = (dataset_name if named is None else named.path), split or "train"
     if named is not None and named.splits:
-        path, own = named.splits.get(own, (path, own))
+        path, source_split = named.splits.get(source_split, (path, source_split))
         path = instead or path
-    return path, own
+    return path, source_split
 
 
 def holds_texts(dataset_name: str) -> bool:

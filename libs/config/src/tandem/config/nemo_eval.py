@@ -51,14 +51,14 @@ def is_nemo_eval(tree: Mapping[str, Any]) -> bool:
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an evaluation as those of a run. Raises `InvalidValue`."""
     sections = {name: _mapping(tree, name) for name in ("generation", "tokenizer", "data", "env")}
-    rest = {key: value for key, value in tree.items() if key not in sections}
+    run_settings = {key: value for key, value in tree.items() if key not in sections}
     generation = dict(sections["generation"])
     if not isinstance(model := generation.get("model_name"), str):
         raise InvalidValue("generation.model_name", "required, but not set: expected text")
     vllm = dict(generation.get("vllm_cfg") or {})
     for key in ("temperature", "top_p", "top_k"):
-        if (own := generation.pop(f"{_VALIDATION}{key}", None)) is not None:
-            generation[key] = own
+        if (validation_value := generation.pop(f"{_VALIDATION}{key}", None)) is not None:
+            generation[key] = validation_value
     if generation.get("top_k") == -1:
         generation["top_k"] = None
     policy = {
@@ -74,10 +74,10 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
         del tokenizer["chat_template_kwargs"]
     if tokenizer:
         policy["tokenizer"] = tokenizer
-    grpo = {"max_num_steps": 0, "max_val_samples": EVERY_ONE, **_mapping(rest, "grpo")}
+    grpo = {"max_num_steps": 0, "max_val_samples": EVERY_ONE, **_mapping(run_settings, "grpo")}
     env = {name: _environment(entry) for name, entry in sections["env"].items()}
     return {
-        **rest,
+        **run_settings,
         "algorithm": "grpo",
         "grpo": grpo,
         "policy": policy,
@@ -94,10 +94,10 @@ def original_key(key: str) -> str:
 
 
 def _mapping(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = tree.get(name) or {}
-    if not isinstance(found, dict):
+    section = tree.get(name) or {}
+    if not isinstance(section, dict):
         raise InvalidValue(name, "expected a mapping")
-    return found
+    return section
 
 
 def _environment(entry: Any) -> Any:
@@ -107,9 +107,9 @@ def _environment(entry: Any) -> Any:
     return entry
 
 
-def _data(given: Mapping[str, Any]) -> dict[str, Any]:
+def _data(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data section for these problems, all of which are held out."""
-    data = dict(given)
+    data = dict(section)
     for key in _DATA_OF_NO_USE:
         data.pop(key, None)
     if (repeat := data.pop("repeat", None)) not in (None, 1):
@@ -122,10 +122,10 @@ def _data(given: Mapping[str, Any]) -> dict[str, Any]:
     keys = {"input_key": data.pop("problem_key", None), "output_key": data.pop("solution_key", None)}
     if "env_name" in data:
         data["environment"] = data.pop("env_name")
-    known = HUB.get(name.lower())
-    if known is not None:
-        keys = {"input_key": known.input_key, "output_key": known.output_key}
-        return {**data, **keys, "dataset_name": known.path, "val_split": known.split}
+    hub_set = HUB.get(name.lower())
+    if hub_set is not None:
+        keys = {"input_key": hub_set.input_key, "output_key": hub_set.output_key}
+        return {**data, **keys, "dataset_name": hub_set.path, "val_split": hub_set.split}
     data |= {key: value for key, value in keys.items() if value is not None}
     if name == "jsonl" or data.get("val_data_path"):
         return {**data, "dataset_name": "jsonl"}

@@ -56,9 +56,9 @@ def _other_algorithms(config: Config) -> Iterator[str]:
         if name in MODELS or isinstance(section, tuple):
             yield f"{name} has no effect: algorithm is {config.algorithm}"
             continue
-        given, otherwise = msgspec.to_builtins(section), msgspec.to_builtins(type(section)())
+        settings, otherwise = msgspec.to_builtins(section), msgspec.to_builtins(type(section)())
         read = _FOLLOW | {f"loss_fn.{key}" for key in OF_ANY_LOSS}
-        keys = [key for key, value in given.items() if value != otherwise[key] and f"{name}.{key}" not in read]
+        keys = [key for key, value in settings.items() if value != otherwise[key] and f"{name}.{key}" not in read]
         if keys:
             yield f"{name} ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
 
@@ -70,11 +70,11 @@ def _backends(config: Config) -> Iterator[str]:
         if policy.megatron_cfg.env_vars:
             yield _vain(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
         return
-    why = f"{_MEGATRON}.enabled is true"
+    reason = f"{_MEGATRON}.enabled is true"
     if policy.dtensor_cfg.env_vars:
-        yield _vain("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, why)
+        yield _vain("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, reason)
     if policy.dtensor_cfg.enabled:
-        yield _vain("policy.dtensor_cfg.enabled", True, f"{why}, and wins")
+        yield _vain("policy.dtensor_cfg.enabled", True, f"{reason}, and wins")
     if policy.optimizer not in (None, OptimizerConfig()):
         yield _vain("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
     if policy.scheduler:
@@ -99,8 +99,8 @@ def _experts(config: Config) -> Iterator[str]:
     megatron = config.policy.megatron_cfg
     ranks = megatron.tensor_model_parallel_size
     if megatron.enabled and ranks > 1 and not megatron.sequence_parallel and model_sizes(config.policy).num_experts:
-        why = f"the model has experts, and {_MEGATRON}.tensor_model_parallel_size is {ranks}"
-        yield f"{_MEGATRON}.sequence_parallel (false) is taken as true: {why}"
+        reason = f"the model has experts, and {_MEGATRON}.tensor_model_parallel_size is {ranks}"
+        yield f"{_MEGATRON}.sequence_parallel (false) is taken as true: {reason}"
 
 
 def _megatron(config: Config) -> Iterator[str]:
@@ -111,8 +111,8 @@ def _megatron(config: Config) -> Iterator[str]:
     if megatron.converter_type is not None:
         yield _vain(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
     if megatron.forwarded.get("moe_token_dispatcher_type") == "allgather":
-        why = "micro-batches have different lengths"
-        yield f"{_MEGATRON}.moe_token_dispatcher_type (allgather) is taken as alltoall: {why}"
+        reason = "micro-batches have different lengths"
+        yield f"{_MEGATRON}.moe_token_dispatcher_type (allgather) is taken as alltoall: {reason}"
     bf16 = megatron.optimizer.get("bf16")
     if bf16 is not None and bf16 != (policy.precision == "bfloat16"):
         yield _vain(f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides")
@@ -120,10 +120,10 @@ def _megatron(config: Config) -> Iterator[str]:
     if clip_grad != (policy.max_grad_norm or 0.0):
         yield _vain("policy.max_grad_norm", policy.max_grad_norm, f"{_MEGATRON}.optimizer.clip_grad is {clip_grad:g}")
     if package_folder("transformer_engine") is None:
-        given = {**megatron.forwarded, **{f"optimizer.{key}": value for key, value in megatron.optimizer.items()}}
+        arguments = {**megatron.forwarded, **{f"optimizer.{key}": value for key, value in megatron.optimizer.items()}}
         for key, off in _OF_TRANSFORMER_ENGINE.items():
-            if given.get(key, off) != off:
-                yield _vain(f"{_MEGATRON}.{key}", given[key], "Transformer Engine is not installed here")
+            if arguments.get(key, off) != off:
+                yield _vain(f"{_MEGATRON}.{key}", arguments[key], "Transformer Engine is not installed here")
 
 
 def _adapters(config: Config) -> Iterator[str]:
@@ -146,14 +146,14 @@ def _adapters(config: Config) -> Iterator[str]:
 
 def _data_parallel(config: Config) -> Iterator[str]:
     """Yield the keys of Megatron's FSDP in NeMo-RL's files, and averaging, since Tandem divides a sum once."""
-    given = config.policy.megatron_cfg.distributed_data_parallel_config
+    ddp_config = config.policy.megatron_cfg.distributed_data_parallel_config
     if not config.policy.megatron_cfg.enabled:
         return
-    if given.get("average_in_collective"):
+    if ddp_config.get("average_in_collective"):
         yield _vain(f"{_DDP}.average_in_collective", True, "gradients are summed, since the loss is already a mean")
-    if given.get("overlap_param_gather"):
+    if ddp_config.get("overlap_param_gather"):
         yield _vain(f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over")
-    strategy = given.get("data_parallel_sharding_strategy")
+    strategy = ddp_config.get("data_parallel_sharding_strategy")
     if strategy not in (None, "no_shard"):
         yield _vain(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
 
@@ -179,8 +179,8 @@ def _rewards(config: Config) -> Iterator[str]:
 
 def _reward_model(config: Config) -> Iterator[str]:
     """Yield the options of reward models that make sense only for models in training."""
-    for chosen, entry in config.reward_models.items():
-        key, scores = f"env.{chosen}", "it scores batches of one shape"
+    for environment, entry in config.reward_models.items():
+        key, scores = f"env.{environment}", "it scores batches of one shape"
         for name in ("sequence_packing", "dynamic_batching"):
             if getattr(entry, name).enabled:
                 yield _vain(f"{key}.{name}.enabled", True, scores)
@@ -188,9 +188,9 @@ def _reward_model(config: Config) -> Iterator[str]:
             yield _vain(f"{key}.max_grad_norm", entry.max_grad_norm, "a reward model is not trained here")
         gpus, nodes = entry.resources.gpus_per_node, config.cluster.num_nodes
         if gpus and (nodes > 1 or not config.cluster.gpus_per_node):
-            why = f"cluster.num_nodes is {nodes}" if nodes > 1 else "cluster.gpus_per_node is 0"
-            where = "a reward model runs beside its rollout process"
-            yield _vain(f"{key}.resources.gpus_per_node", gpus, f"{why}; {where}")
+            reason = f"cluster.num_nodes is {nodes}" if nodes > 1 else "cluster.gpus_per_node is 0"
+            placement = "a reward model runs beside its rollout process"
+            yield _vain(f"{key}.resources.gpus_per_node", gpus, f"{reason}; {placement}")
 
 
 def _asynchronous(config: Config) -> Iterator[str]:
@@ -205,8 +205,8 @@ def _asynchronous(config: Config) -> Iterator[str]:
                 f"those of the newest ({key}.max_trajectory_age_steps: {asynchronous.max_trajectory_age_steps})"
             )
         if asynchronous.recompute_kv_cache_after_weight_updates and not asynchronous.in_flight_weight_updates:
-            why = f"{key}.in_flight_weight_updates is false"
-            yield _vain(f"{key}.recompute_kv_cache_after_weight_updates", True, why)
+            reason = f"{key}.in_flight_weight_updates is false"
+            yield _vain(f"{key}.recompute_kv_cache_after_weight_updates", True, reason)
         return
     if config.refit.keep_copy == "on":
         yield _vain("refit.keep_copy", "on", f"{key}.enabled is false")
@@ -218,9 +218,9 @@ def _asynchronous(config: Config) -> Iterator[str]:
 def _of_vllm(config: Config) -> Iterator[str]:
     """Yield the arguments of vLLM that are accepted but not passed to it."""
     generation = config.policy.generation
-    for name, why in WITHOUT_EFFECT.items() if config.generates and generation.backend == "vllm" else ():
+    for name, reason in WITHOUT_EFFECT.items() if config.generates and generation.backend == "vllm" else ():
         if name in generation.vllm_kwargs:
-            yield _vain(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], why)
+            yield _vain(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], reason)
 
 
 USUAL_PEAK_TIMES_WIDTH = 0.46
@@ -247,15 +247,15 @@ def most_learning_rate(config: Config) -> float | None:
 
 def about_learning_rate(config: Config) -> Iterator[str]:
     """Yield a notice for a rate far outside what the optimizer and the size of the model bear."""
-    policy, most = config.policy, most_learning_rate(config)
+    policy, max_rate = config.policy, most_learning_rate(config)
     is_megatron = policy.megatron_cfg.enabled
-    given = policy.megatron_cfg.optimizer if is_megatron else policy.optimizer.kwargs if policy.optimizer else {}
-    key, rate = f"{_MEGATRON}.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr", given.get("lr")
-    if most is None or not isinstance(rate, int | float) or LOWEST_RATE <= rate <= most or rate == 0:
+    arguments = policy.megatron_cfg.optimizer if is_megatron else policy.optimizer.kwargs if policy.optimizer else {}
+    key, rate = f"{_MEGATRON}.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr", arguments.get("lr")
+    if max_rate is None or not isinstance(rate, int | float) or LOWEST_RATE <= rate <= max_rate or rate == 0:
         return
     source = "pretraining peaks near 0.46 / hidden size with Adam (after Brown et al. 2020), post-training below it"
-    if rate > most:
-        yield f"{key} ({rate:g}) is far too large for a model of this size: above {most:.2g} it breaks; {source}"
+    if rate > max_rate:
+        yield f"{key} ({rate:g}) is far too large for a model of this size: above {max_rate:.2g} it breaks; {source}"
     else:
         yield f"{key} ({rate:g}) is too small: below {LOWEST_RATE:g} most float32 weights do not change; {source}"
 
@@ -263,8 +263,8 @@ def about_learning_rate(config: Config) -> Iterator[str]:
 def _seed(config: Config) -> Iterator[str]:
     """Yield the seed of the data, which NeMo-RL uses to hold out part of some data sets."""
     if config.data.seed is not None:
-        why = f"prompts decide what is held out, {config.algorithm}.seed the order"
-        yield _vain("data.seed", config.data.seed, why)
+        reason = f"prompts decide what is held out, {config.algorithm}.seed the order"
+        yield _vain("data.seed", config.data.seed, reason)
 
 
 def _left_to_others(config: Config) -> Iterator[str]:
@@ -275,7 +275,7 @@ def _left_to_others(config: Config) -> Iterator[str]:
             if key == MODEL_ARGUMENTS and family_of(config.policy) is not None:
                 value = {name: each for name, each in value.items() if name != "freeze_config"}
             if value not in row.off:
-                yield _vain(key, value, row.why)
+                yield _vain(key, value, row.reason)
 
 
 def _other_losses(config: Config) -> Iterator[str]:
@@ -283,9 +283,9 @@ def _other_losses(config: Config) -> Iterator[str]:
     if config.declaration.loss_section != "loss_fn" or config.loss_fn.class_path is not None:
         return
     of_distillation, distils = {*DistillationLossConfig.__struct_encode_fields__}, config.topk_logits_k > 0
-    given, otherwise = msgspec.to_builtins(config.loss_fn), msgspec.to_builtins(LossFn())
-    read = {*OF_ANY_LOSS, *(of_distillation if distils else given.keys() - of_distillation)}
-    keys = [key for key, value in given.items() if value != otherwise[key] and key not in read]
+    settings, otherwise = msgspec.to_builtins(config.loss_fn), msgspec.to_builtins(LossFn())
+    read = {*OF_ANY_LOSS, *(of_distillation if distils else settings.keys() - of_distillation)}
+    keys = [key for key, value in settings.items() if value != otherwise[key] and key not in read]
     if keys:
         yield f"loss_fn ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
 
@@ -306,17 +306,17 @@ def _joint_teachers(config: Config) -> Iterator[str]:
 def _data_sets(config: Config) -> Iterator[str]:
     """Yield the keys of listed data sets that nothing reads."""
     for side, sets in (("train", config.data.train), ("validation", config.data.validation)):
-        for index, each in enumerate(sets):
-            seed = each.seed if each.split_validation_size else None
-            given = {
+        for index, data_set in enumerate(sets):
+            seed = data_set.seed if data_set.split_validation_size else None
+            unread = {
                 "seed": (seed, "prompts decide what is held out"),
-                "data_files": (each.data_files, _RAW),
-                "text_key": (each.text_key, _RAW),
-                "characters_per_sample": (each.characters_per_sample, _RAW),
+                "data_files": (data_set.data_files, _RAW),
+                "text_key": (data_set.text_key, _RAW),
+                "characters_per_sample": (data_set.characters_per_sample, _RAW),
             }
-            for name, (value, why) in given.items():
-                if value is not None and not (why == _RAW and holds_texts(str(each.dataset_name))):
-                    yield _vain(f"data.{side}[{index}].{name}", value, why)
+            for name, (value, reason) in unread.items():
+                if value is not None and not (reason == _RAW and holds_texts(str(data_set.dataset_name))):
+                    yield _vain(f"data.{side}[{index}].{name}", value, reason)
 
 
 _RAW = "only arrow_text is raw text"
@@ -324,9 +324,9 @@ _RAW = "only arrow_text is raw text"
 
 def _sees(config: Config) -> Iterator[str]:
     """Yield a wrong statement whether the model sees."""
-    said, sees = config.policy.is_vlm, family_of(config.policy) is not None
-    if said is not None and said != sees:
-        yield _vain("policy.is_vlm", said, "the model's config.json decides")
+    stated, sees = config.policy.is_vlm, family_of(config.policy) is not None
+    if stated is not None and stated != sees:
+        yield _vain("policy.is_vlm", stated, "the model's config.json decides")
 
 
 def _validation(config: Config) -> Iterator[str]:
@@ -339,30 +339,30 @@ def _validation(config: Config) -> Iterator[str]:
     elif section.val_start_at > section.max_num_steps:
         yield f"{name}.val_start_at ({section.val_start_at}) is after the last step ({section.max_num_steps})"
     if section.stop_at_validation_threshold is not None and section.stop_at_validation_metric is None:
-        why = f"{name}.stop_at_validation_metric is null"
-        yield _vain(f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, why)
+        reason = f"{name}.stop_at_validation_metric is null"
+        yield _vain(f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, reason)
     if getattr(section, "zero_variance_prompt_filtering", False) and not section.leaves_out_equal_rewards:
         left_out = "grpo.use_dynamic_sampling leaves such groups out already"
-        why = left_out if section.use_dynamic_sampling else "grpo.adv_estimator.name opd does not learn from rewards"
-        yield _vain(f"{name}.zero_variance_prompt_filtering", True, why)
+        reason = left_out if section.use_dynamic_sampling else "grpo.adv_estimator.name opd does not learn from rewards"
+        yield _vain(f"{name}.zero_variance_prompt_filtering", True, reason)
 
 
 def _lengths(config: Config) -> Iterator[str]:
     """Yield a limit of prompts that is above that of whole sequences."""
     longest, length = config.policy.max_total_sequence_length, config.data.max_input_seq_length
     if length > longest:
-        why = f"policy.max_total_sequence_length is {longest}"
-        yield _vain("data.max_input_seq_length", length, f"{why}, and a longer prompt is left out")
+        reason = f"policy.max_total_sequence_length is {longest}"
+        yield _vain("data.max_input_seq_length", length, f"{reason}, and a longer prompt is left out")
 
 
 def _unranked(config: Config) -> Iterator[str]:
     """Yield a metric that would rank checkpoints if the run measured it, ever or in each step that saves one."""
-    settings, why, period = config.checkpointing, why_never_validated(config), config.algorithm_section.val_period
+    settings, reason, period = config.checkpointing, why_never_validated(config), config.algorithm_section.val_period
     metric = settings.metric_name
     if not settings.enabled or settings.keep_top_k is None or not metric.startswith("val_"):
         return
-    if why is not None:
-        yield f"checkpointing.metric_name: {metric} is never measured ({why}): the newest checkpoints are kept"
+    if reason is not None:
+        yield f"checkpointing.metric_name: {metric} is never measured ({reason}): the newest checkpoints are kept"
     elif not config.evaluates and (not period or settings.save_period % period):
         yield (
             f"checkpointing.save_period is {settings.save_period} and {config.algorithm}.val_period {period}: a "
@@ -381,12 +381,14 @@ def _nodes(config: Config) -> Iterator[str]:
     """Yield a loopback address that processes of other nodes could not reach."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address.startswith("tcp://127.0.0.1:"):
-        others = "the other node" if cluster.num_nodes == 2 else f"the other {cluster.num_nodes - 1} nodes"
-        yield (f"cluster.address ({cluster.address}) cannot be reached from {others}: name this one's, tcp://HOST:PORT")
+        other_nodes = "the other node" if cluster.num_nodes == 2 else f"the other {cluster.num_nodes - 1} nodes"
+        yield (
+            f"cluster.address ({cluster.address}) cannot be reached from {other_nodes}: name this one's, tcp://HOST:PORT"
+        )
 
 
-def _vain(key: str, value: Any, why: str) -> str:
-    return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {why}"
+def _vain(key: str, value: Any, reason: str) -> str:
+    return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {reason}"
 
 
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (

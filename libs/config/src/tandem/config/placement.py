@@ -52,12 +52,12 @@ def visible_to_reward_models(config: Config, index: int, environment: Mapping[st
     """
     gpus, aside = _gpus(config, environment), gpus_of_reward_models(config)
     shared = visible_to_engine(config, index, environment).partition(",")[0]
-    first, found = len(gpus) - aside, dict[str, str]()
+    first, visible = len(gpus) - aside, dict[str, str]()
     for name, entry in config.reward_models.items():
-        own = entry.resources.gpus_per_node if aside and len(gpus) > aside else 0
-        found[name] = gpus[first + index % own] if own else shared
-        first += own
-    return found
+        num_reserved = entry.resources.gpus_per_node if aside and len(gpus) > aside else 0
+        visible[name] = gpus[first + index % num_reserved] if num_reserved else shared
+        first += num_reserved
+    return visible
 
 
 def visible_to_engine(config: Config, index: int, environment: Mapping[str, str]) -> str:
@@ -74,5 +74,9 @@ def visible_to_engine(config: Config, index: int, environment: Mapping[str, str]
 
 def _gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
     """Return the GPUs of the node, by their names in `VISIBLE`."""
-    said = environment.get(VISIBLE)
-    return [*map(str, range(config.cluster.gpus_per_node))] if said is None else [gpu for gpu in said.split(",") if gpu]
+    listed = environment.get(VISIBLE)
+    return (
+        [*map(str, range(config.cluster.gpus_per_node))]
+        if listed is None
+        else [gpu for gpu in listed.split(",") if gpu]
+    )

@@ -62,9 +62,11 @@ class ProblemCollector:
     def complain(self) -> None:
         """Raise `InvalidValue` with everything found, unless nothing was."""
         if self.found:
-            first, *others = self.found
+            first, *later_problems = self.found
             of_machine = first.is_of_machine
-            raise InvalidValue(first.key, first.text, tuple(others), unknown=first.unknown, is_of_machine=of_machine)
+            raise InvalidValue(
+                first.key, first.text, tuple(later_problems), unknown=first.unknown, is_of_machine=of_machine
+            )
 
 
 def shown(value: object) -> str:

@@ -79,8 +79,8 @@ def reshape_model(model: dict[str, Any]) -> None:
         dtensor["save_consolidated"] = str(dtensor["save_consolidated"]).lower()
     megatron = model.get("megatron_cfg")
     if isinstance(megatron, dict):
-        others = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
-        is_usual = megatron.get("recompute_granularity") == "full" and not any(others)
+        options = (megatron.get(key) for key in ("recompute_method", "recompute_num_layers"))
+        is_usual = megatron.get("recompute_granularity") == "full" and not any(options)
         if is_usual and "activation_checkpointing" in megatron:  # the key that decides in NeMo-RL's files
             del megatron["recompute_granularity"]
         (described,) = struct_types(field_of(field_of(config_type(), "policy").type, "megatron_cfg").type)
@@ -102,8 +102,8 @@ def choose_environment(tree: dict[str, Any]) -> None:
     if env.pop("should_use_nemo_gym", False):
         env.setdefault("nemo_gym", {})
         data["environment"] = "nemo_gym"
-        for each in (*data.get("train", ()), *data.get("validation", ())):
-            each["env_name"] = "nemo_gym"
+        for data_set in (*data.get("train", ()), *data.get("validation", ())):
+            data_set["env_name"] = "nemo_gym"
     if len(env) > 1 and data.get("environment") is None and data.get("dataset_name") in {*IMAGE_ENVIRONMENTS} & {*env}:
         data["environment"] = data["dataset_name"]
     if len(env) > 1 and data.get("environment") is None and "sliding_puzzle_game" in env:
@@ -113,21 +113,21 @@ def choose_environment(tree: dict[str, Any]) -> None:
 def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
     """Rename the section of distillation over recorded text, which NeMo-RL marks only by a list of teachers."""
     written, meant = DISTILLATION.name, OFF_POLICY_DISTILLATION.name
-    teachers, given = tree.get("teachers"), tree.get(written)
+    teachers, section = tree.get("teachers"), tree.get(written)
     if tree.get("algorithm") != written or not isinstance(teachers, list) or not teachers:
         return
-    given = given if isinstance(given, dict) else {}
+    section = section if isinstance(section, dict) else {}
     tree.pop(written, None)
     tree["algorithm"] = meant
     loss, policy = (_section(tree, name) for name in ("loss_fn", "policy"))
-    own = {key: given[key] for key in _OF_BOTH_DISTILLATIONS if key in given}
+    moved = {key: section[key] for key in _OF_BOTH_DISTILLATIONS if key in section}
     if "vocab_topk" in loss:
-        own["topk_logits_k"] = loss["vocab_topk"]
-    if given.get("val_batch_size") is not None:
-        own["val_global_batch_size"] = given["val_batch_size"]
-    tree[meant] = own | _section(tree, meant)
-    if "num_prompts_per_step" in given:
-        policy.setdefault("train_global_batch_size", given["num_prompts_per_step"])
+        moved["topk_logits_k"] = loss["vocab_topk"]
+    if section.get("val_batch_size") is not None:
+        moved["val_global_batch_size"] = section["val_batch_size"]
+    tree[meant] = moved | _section(tree, meant)
+    if "num_prompts_per_step" in section:
+        policy.setdefault("train_global_batch_size", section["num_prompts_per_step"])
     if "reverse_kl" in loss:  # `kl_type` is inherited and does not apply
         loss["kl_type"] = "reverse" if loss["reverse_kl"] else "forward"
     first = teachers[0]
@@ -154,21 +154,21 @@ def _reshape_validation(section: dict[str, Any]) -> None:
 
 def _metric(name: str) -> str:
     """Return Tandem's name of a metric; NeMo-RL's may begin with ``train:`` or ``val:``."""
-    where, colon, metric = name.rpartition(":")
+    prefix, colon, metric = name.rpartition(":")
     metric = re.sub(r"^validation-default_", "val_", metric)
     metric = re.sub(r"^validation-(.+)_(?=[a-z]+$)", r"val_\1/", metric)
     metric = re.sub(r"^total_reward/mean$", "reward", metric)  # with NeMo Gym
     if not colon:
         return metric
-    return metric if where == "train" or metric.startswith("val_") else f"val_{metric}"
+    return metric if prefix == "train" or metric.startswith("val_") else f"val_{metric}"
 
 
 def _leave_out_switches(tree: dict[str, Any], env: dict[str, Any]) -> None:
     """Remove NeMo Gym's switches, which stand among the environments, and note those that are on."""
     ignored = tree.get("ignored") or []
-    for name, why in _SWITCHES.items():
+    for name, reason in _SWITCHES.items():
         if env.get(name) is True and isinstance(ignored, list | tuple):
-            tree["ignored"] = ignored = [*ignored, f"env.{name} (true) has no effect: {why}"]
+            tree["ignored"] = ignored = [*ignored, f"env.{name} (true) has no effect: {reason}"]
         if isinstance(env.get(name), bool):
             del env[name]
 

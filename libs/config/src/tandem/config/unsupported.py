@@ -85,12 +85,12 @@ _VLLM_CFG = "policy.generation.vllm_cfg"
 
 def _of_a_model(section: str) -> tuple[UnsupportedKey, ...]:
     """Return the rows for every model section."""
-    there, megatron = _has(section), _trains_with(section, megatron=True)
+    has_section, megatron = _has(section), _trains_with(section, megatron=True)
     return (
-        UnsupportedKey(f"{section}.draft.enabled", (False,), there),
-        UnsupportedKey(f"{section}.quant_cfg", (None,), there),
-        UnsupportedKey(f"{section}.tokenizer.audio", (None, {}), there),
-        UnsupportedKey(f"{section}.tokenizer.video", (None, {}), there),
+        UnsupportedKey(f"{section}.draft.enabled", (False,), has_section),
+        UnsupportedKey(f"{section}.quant_cfg", (None,), has_section),
+        UnsupportedKey(f"{section}.tokenizer.audio", (None, {}), has_section),
+        UnsupportedKey(f"{section}.tokenizer.video", (None, {}), has_section),
         UnsupportedKey(f"{section}.dequantize_base_checkpoint", (False,), megatron),
         UnsupportedKey(f"{section}.megatron_cfg.fp8_cfg.fp8_param", (None, False), _multiplies(section, "fp8")),
         UnsupportedKey(f"{section}.megatron_cfg.fp4_cfg.fp4_param", (None, False), _multiplies(section, "fp4")),
@@ -156,12 +156,12 @@ NO_EFFECT_YET = (UnsupportedKey("data.add_system_prompt", (False,)),)
 
 def refusal(config: Config) -> str | None:
     """Return the line that lists all enabled features that are not built; None if there are none."""
-    found = [
+    features = [
         row.key if isinstance(value := value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
         for row in _switched_on(config, NOT_SUPPORTED_YET)
     ]
-    found += [*_of_teachers(config), *_not_built_here(config)]
-    return f"not supported yet: {', '.join(found)}" if found else None
+    features += [*_of_teachers(config), *_not_built_here(config)]
+    return f"not supported yet: {', '.join(features)}" if features else None
 
 
 def _of_teachers(config: Config) -> Iterator[str]:
@@ -190,22 +190,22 @@ def _of_engines(config: Config) -> Iterator[str]:
 def _not_built_here(config: Config) -> Iterator[str]:
     """Yield environments, data sets and processors of NeMo-RL that the run needs and that are not built."""
     yield from _of_engines(config)
-    for chosen in config.environments:
-        entry = config.env.get(chosen)
+    for environment in config.environments:
+        entry = config.env.get(environment)
         if entry is None or entry.is_custom:
             continue
-        if chosen in ELSEWHERE:
-            yield f"env.{chosen}"
+        if environment in ELSEWHERE:
+            yield f"env.{environment}"
     is_of_evaluations = config.evaluates and config.data.dataset_name.lower() in NOT_BUILT_EVALUATIONS
     if config.data.dataset_name in _DATA_SETS or is_of_evaluations:
         yield f"data.dataset_name ({_DATA_SETS.get(config.data.dataset_name, config.data.dataset_name)})"
     for side in ("train", "validation"):
-        for index, each in enumerate(getattr(config.data, side)):
+        for index, data_set in enumerate(getattr(config.data, side)):
             key = f"data.{side}[{index}]"
-            if each.processor in _PROCESSORS:
-                yield f"{key}.processor ({each.processor})"
-            if each.dataset_name in _DATA_SETS and each.dataset_name != config.data.dataset_name:
-                yield f"{key}.dataset_name ({_DATA_SETS[each.dataset_name]})"
+            if data_set.processor in _PROCESSORS:
+                yield f"{key}.processor ({data_set.processor})"
+            if data_set.dataset_name in _DATA_SETS and data_set.dataset_name != config.data.dataset_name:
+                yield f"{key}.dataset_name ({_DATA_SETS[data_set.dataset_name]})"
 
 
 def without_effect_yet(config: Config) -> list[str]:

@@ -54,9 +54,9 @@ def _end_of_torch(section: ModelConfig) -> int | None:
     milestones = [0, *(each for entry in section.scheduler for each in entry.milestones or ())]
     if not schedules or len(milestones) != len(schedules):
         return None
-    last, given = schedules[-1], schedules[-1].kwargs
-    iters: Any = given.get("total_iters", _USUAL_ITERS)
-    is_zero = (last.name == f"{_TORCH}.LinearLR" and given.get("end_factor") == 0) or (
+    last, arguments = schedules[-1], schedules[-1].kwargs
+    iters: Any = arguments.get("total_iters", _USUAL_ITERS)
+    is_zero = (last.name == f"{_TORCH}.LinearLR" and arguments.get("end_factor") == 0) or (
         last.name == f"{_TORCH}.PolynomialLR"
     )
     return milestones[-1] + iters if is_zero and isinstance(iters, int) else None

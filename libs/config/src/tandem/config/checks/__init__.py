@@ -53,8 +53,8 @@ RULES: tuple[Rule, ...] = (
 def broken_rules(config: Config) -> ProblemCollector:
     """Return the problems that the rules find, one per key, in order: the first often explains the others."""
     problems = ProblemCollector()
-    own: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
-    for rule in (*RULES, *own):
+    algorithm_rules: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
+    for rule in (*RULES, *algorithm_rules):
         try:
             with problems.collected():
                 rule(config)

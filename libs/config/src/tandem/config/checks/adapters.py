@@ -48,8 +48,8 @@ def engines_can_merge_adapters(config: Config) -> None:
     added."""
     policy = config.policy
     if policy.adapters and policy.generation.backend == "vllm" and policy.generation.vllm_cfg.precision == "fp8":
-        what = "'fp8', but adapters are trained: engines merge them into bfloat16, float16 or float32"
-        raise InvalidValue("policy.generation.vllm_cfg.precision", what)
+        text = "'fp8', but adapters are trained: engines merge them into bfloat16, float16 or float32"
+        raise InvalidValue("policy.generation.vllm_cfg.precision", text)
 
 
 def engines_can_hold_several_sets_of_adapters(config: Config) -> None:
@@ -70,9 +70,9 @@ def megatron_has_adapters_of_the_family(config: Config) -> None:
     """Check that Megatron-Core has adapters for the model: none are built for layers of latent attention."""
     policy, model = config.policy, model_config(config.policy) or {}
     if policy.megatron_cfg.enabled and policy.adapters and model.get("model_type") == _LATENT:
-        known = ", ".join(MEGATRON_ADAPTERS)
-        what = f"true, but Megatron-Core trains adapters of {known} here, not of {_LATENT} with its latent attention"
-        raise InvalidValue(f"{MEGATRON}.enabled", what)
+        families = ", ".join(MEGATRON_ADAPTERS)
+        text = f"true, but Megatron-Core trains adapters of {families} here, not of {_LATENT} with its latent attention"
+        raise InvalidValue(f"{MEGATRON}.enabled", text)
 
 
 def routed_experts_have_no_adapters(config: Config) -> None:
@@ -85,19 +85,19 @@ def routed_experts_have_no_adapters(config: Config) -> None:
     if adapters is None:
         return
     if not policy.megatron_cfg.enabled:
-        named = [each for each in lora.target_modules if _ROUTED.search(each) and not lora.match_all_linear]
+        named = [linear for linear in lora.target_modules if _ROUTED.search(linear) and not lora.match_all_linear]
         if named:
-            what = f"{shown(named[0])} names routed experts, and adapters of them are not built"
-            raise InvalidValue(f"{DTENSOR}.target_modules", f"{what}: a layer's experts are one parameter")
+            text = f"{shown(named[0])} names routed experts, and adapters of them are not built"
+            raise InvalidValue(f"{DTENSOR}.target_modules", f"{text}: a layer's experts are one parameter")
         return
     experts = None if model is None else expert_sizes(model)
     layers = range(experts.num_layers) if experts is not None else ()
-    for each in ("linear_fc1", "linear_fc2"):
-        names = [f"decoder.layers.{layer}.mlp.experts.{each}" for layer in layers]
+    for linear in ("linear_fc1", "linear_fc2"):
+        names = [f"decoder.layers.{layer}.mlp.experts.{linear}" for layer in layers]
         has_some = [matches(name, adapters.patterns) and not matches(name, adapters.exclude_modules) for name in names]
         if names and all(has_some):
-            what = f"{shown(list(adapters.exclude_modules))}, but adapters of routed experts are not built"
-            raise InvalidValue(f"{MEGATRON}.exclude_modules", f'{what}: leave them out with ["*.mlp.experts.*"]')
+            text = f"{shown(list(adapters.exclude_modules))}, but adapters of routed experts are not built"
+            raise InvalidValue(f"{MEGATRON}.exclude_modules", f'{text}: leave them out with ["*.mlp.experts.*"]')
 
 
 def all_layers_are_not_a_name(config: Config) -> None:
@@ -106,8 +106,8 @@ def all_layers_are_not_a_name(config: Config) -> None:
     if adapters is None or "all-linear" not in adapters.target_modules:
         return
     if policy.megatron_cfg.enabled:
-        what = "'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj, linear_fc1 and linear_fc2"
-        raise InvalidValue(f"{MEGATRON}.target_modules", what)
+        text = "'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj, linear_fc1 and linear_fc2"
+        raise InvalidValue(f"{MEGATRON}.target_modules", text)
     if not policy.dtensor_cfg.lora_cfg.match_all_linear:
         raise InvalidValue(
             f"{DTENSOR}.target_modules", "'all-linear' is no layer: match_all_linear: true chooses them all"
@@ -120,8 +120,8 @@ def models_beside_the_policy_are_no_adapters(config: Config) -> None:
     if config.value is not None and "value" in config.holds:
         sections["value.model_name"] = config.value
     for key, section in sections.items():
-        if (why := why_no_model(Path(section.model_name))) is not None:
-            raise InvalidValue(key, why)
+        if (problem := why_no_model(Path(section.model_name))) is not None:
+            raise InvalidValue(key, problem)
 
 
 RULES: tuple[Rule, ...] = (

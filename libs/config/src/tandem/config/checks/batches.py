@@ -80,12 +80,12 @@ def _token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching
     return {name: section for name, section in limits.items() if section.enabled}
 
 
-def _divides(config: Config, whole_key: str, whole: int, part_key: str, part: int) -> None:
+def _divides(config: Config, total_key: str, total: int, part_key: str, part: int) -> None:
     shares = config.data_parallel_size
-    if whole % (part * shares):
+    if total % (part * shares):
         words = "cluster.trainers" if shares == config.cluster.trainers else "the data-parallel size"
         raise InvalidValue(
-            whole_key, f"{whole} is not a multiple of {part_key} * {words} = {part} * {shares} = {part * shares}"
+            total_key, f"{total} is not a multiple of {part_key} * {words} = {part} * {shares} = {part * shares}"
         )
 
 

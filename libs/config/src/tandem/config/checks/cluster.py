@@ -25,25 +25,27 @@ def generation_fits_its_gpus(config: Config) -> None:
     prefix = "policy.generation.colocated.resources."
     if cluster.num_nodes == 1:
         key, set_aside, gpus_each = "gpus_per_node", gpus, 1
-        whole = cluster.gpus_per_node - gpus_of_reward_models(config)
-        other_key, other, fitting = "num_nodes", nodes, 1
+        num_available = cluster.gpus_per_node - gpus_of_reward_models(config)
+        fixed_key, fixed_size, fitting = "num_nodes", nodes, 1
     else:
-        key, set_aside, whole, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node
-        other_key, other, fitting = "gpus_per_node", gpus, cluster.gpus_per_node
-    if other not in (None, fitting):
+        key, set_aside, num_available, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node
+        fixed_key, fixed_size, fitting = "gpus_per_node", gpus, cluster.gpus_per_node
+    if fixed_size not in (None, fitting):
         rule = f"with cluster.num_nodes {cluster.num_nodes} it must be {fitting} or null"
-        raise InvalidValue(prefix + other_key, f"{other}, but {rule}")
+        raise InvalidValue(prefix + fixed_key, f"{fixed_size}, but {rule}")
     if set_aside is None:
         return
-    if set_aside >= whole:
-        raise InvalidValue(prefix + key, f"{set_aside} of cluster.{key} ({whole}) leaves none to training")
+    if set_aside >= num_available:
+        raise InvalidValue(prefix + key, f"{set_aside} of cluster.{key} ({num_available}) leaves none to training")
     sides = (
         ("cluster.rollouts", cluster.rollouts * gpus_per_engine(config), set_aside * gpus_each),
-        ("cluster.trainers", config.num_trainers, (whole - set_aside) * gpus_each),
+        ("cluster.trainers", config.num_trainers, (num_available - set_aside) * gpus_each),
     )
-    for process_key, needed, there in sides:
-        if needed > there:
-            raise InvalidValue(process_key, f"needs {needed} GPUs, and {prefix}{key} ({set_aside}) leaves it {there}")
+    for process_key, needed, num_gpus in sides:
+        if needed > num_gpus:
+            raise InvalidValue(
+                process_key, f"needs {needed} GPUs, and {prefix}{key} ({set_aside}) leaves it {num_gpus}"
+            )
 
 
 def the_launch_fits_the_cluster(config: Config) -> None:
@@ -61,9 +63,9 @@ def the_launch_fits_the_cluster(config: Config) -> None:
 
 def there_is_room_for_the_rollouts(config: Config) -> None:
     """Check that all expected rollouts may join."""
-    most, rollouts = config.cluster.max_rollouts, config.cluster.rollouts
-    if most is not None and most < rollouts:
-        raise InvalidValue("cluster.max_rollouts", f"{most} is fewer than cluster.rollouts ({rollouts})")
+    max_rollouts, rollouts = config.cluster.max_rollouts, config.cluster.rollouts
+    if max_rollouts is not None and max_rollouts < rollouts:
+        raise InvalidValue("cluster.max_rollouts", f"{max_rollouts} is fewer than cluster.rollouts ({rollouts})")
 
 
 def the_address_can_be_bound(config: Config) -> None:

@@ -93,14 +93,14 @@ def listed_sets_are_read(config: Config) -> None:
     """Check that listed sets are files or on the Hub, and that no other key names a validation set."""
     data = config.data
     for side in ("train", "validation"):
-        for index, each in enumerate(getattr(data, side)):
+        for index, data_set in enumerate(getattr(data, side)):
             key = f"data.{side}[{index}]"
-            name = str(each.dataset_name)
+            name = str(data_set.dataset_name)
             if name in GENERATED:
                 raise InvalidValue(f"{key}.dataset_name", f"{name} generates its problems: set data.dataset_name alone")
-            if is_local(name) and each.data_path is None:
+            if is_local(name) and data_set.data_path is None:
                 raise InvalidValue(f"{key}.data_path", f"required where dataset_name is {name}")
-            if side == "validation" and each.weight is not None:
+            if side == "validation" and data_set.weight is not None:
                 raise InvalidValue(f"{key}.weight", "only training sets have a weight")
     if data.validation and not data.train:
         raise InvalidValue("data.validation", "data.train is not given: list the training sets too")
@@ -131,8 +131,8 @@ def splits_are_known(config: Config) -> None:
     data = config.data
     sets = [("data", data.dataset_name, data.split)] if not data.train else []
     for side in ("train", "validation"):
-        for index, each in enumerate(getattr(data, side)):
-            sets.append((f"data.{side}[{index}]", str(each.dataset_name), str(each.split)))
+        for index, data_set in enumerate(getattr(data, side)):
+            sets.append((f"data.{side}[{index}]", str(data_set.dataset_name), str(data_set.split)))
     for key, name, split in sets:
         named = NAMED.get(name)
         if named is not None and named.splits and split not in named.splits:
@@ -154,8 +154,8 @@ def worse_solutions_are_written(config: Config) -> None:
     """Check for a template of worse solutions: preferences need one, and a generated problem has only the right one."""
     data = config.data
     if config.declaration.learns_preferences and data.dataset_name in GENERATED and data.rejected_template is None:
-        what = f"{config.algorithm} learns from data.dataset_name {data.dataset_name}"
-        raise InvalidValue("data.rejected_template", f"required where {what}")
+        reason = f"{config.algorithm} learns from data.dataset_name {data.dataset_name}"
+        raise InvalidValue("data.rejected_template", f"required where {reason}")
 
 
 def margins_are_read(config: Config) -> None:
@@ -268,16 +268,18 @@ def _check_judge(name: str, entry: EnvironmentConfig, judge: JudgeConfig, config
 
 def samples_are_scored(config: Config) -> None:
     """Check that each data set has an environment that can score it."""
-    chosen, names, title = config.data.environment, list(config.env), config.declaration.title
+    environment, names, title = config.data.environment, list(config.env), config.declaration.title
     if not names:
         raise InvalidValue("env", f"required: {title} needs an environment, such as {', '.join(BUILT_IN_ENVIRONMENTS)}")
-    if chosen is None:
+    if environment is None:
         raise InvalidValue("data.environment", f"required where env has several entries ({', '.join(names)})")
-    _check_scores(config, "data.environment", chosen, "data.dataset_name", config.data.dataset_name)
+    _check_scores(config, "data.environment", environment, "data.dataset_name", config.data.dataset_name)
     for side in ("train", "validation"):
-        for index, each in enumerate(getattr(config.data, side)):
-            if each.env_name not in (None, chosen):
-                _check_scores(config, f"data.{side}[{index}].env_name", each.env_name, "dataset_name", each.title)
+        for index, data_set in enumerate(getattr(config.data, side)):
+            if data_set.env_name not in (None, environment):
+                _check_scores(
+                    config, f"data.{side}[{index}].env_name", data_set.env_name, "dataset_name", data_set.title
+                )
     agents = [name for name in config.environments if config.env[name].is_agent]
     if agents and len(config.environments) > 1:
         raise InvalidValue(
@@ -286,14 +288,14 @@ def samples_are_scored(config: Config) -> None:
         )
 
 
-def _check_scores(config: Config, key: str, chosen: str, what: str, dataset: str) -> None:
-    if chosen not in config.env:
-        raise InvalidValue(key, f"{shown(chosen)} is not an entry of env ({', '.join(config.env)})")
-    built_in = not config.env[chosen].is_custom
-    if built_in and chosen == "reasoning_gym" and dataset != "reasoning_gym":
-        raise InvalidValue(key, f"reasoning_gym cannot score {what} {dataset}")
-    if built_in and chosen == "sliding_puzzle_game" and dataset != "sliding_puzzle":
-        raise InvalidValue(key, f"sliding_puzzle_game plays {what} sliding_puzzle, not {dataset}")
+def _check_scores(config: Config, key: str, environment: str, dataset_key: str, dataset: str) -> None:
+    if environment not in config.env:
+        raise InvalidValue(key, f"{shown(environment)} is not an entry of env ({', '.join(config.env)})")
+    built_in = not config.env[environment].is_custom
+    if built_in and environment == "reasoning_gym" and dataset != "reasoning_gym":
+        raise InvalidValue(key, f"reasoning_gym cannot score {dataset_key} {dataset}")
+    if built_in and environment == "sliding_puzzle_game" and dataset != "sliding_puzzle":
+        raise InvalidValue(key, f"sliding_puzzle_game plays {dataset_key} sliding_puzzle, not {dataset}")
 
 
 def sets_are_drawn_from(config: Config) -> None:
@@ -324,13 +326,13 @@ def sets_are_drawn_from(config: Config) -> None:
 
 def conversations_have_turns(config: Config) -> None:
     """Check that there is more than one turn if the environment replies."""
-    for chosen in config.environments:
-        if chosen not in CONVERSING_ENVIRONMENTS or config.env[chosen].is_custom:
+    for environment in config.environments:
+        if environment not in CONVERSING_ENVIRONMENTS or config.env[environment].is_custom:
             continue
         if config.rollout_section.max_rollout_turns == 1:
             raise InvalidValue(
                 f"{config.algorithm}.max_rollout_turns",
-                f"1, but {chosen} replies, and the policy needs another turn after that",
+                f"1, but {environment} replies, and the policy needs another turn after that",
             )
 
 

@@ -25,16 +25,16 @@ def ranks_share_heads(config: Config) -> None:
         return
     model_type = (model_config(config.policy) or {}).get("model_type")
     if model_type not in (None, *TENSOR_PLANS, *VISION):
-        known = ", ".join(TENSOR_PLANS)
+        supported = ", ".join(TENSOR_PLANS)
         raise InvalidValue(
-            _SIZE, f"{ranks}, but there is no plan for {model_type}, only for {known}; {_PLAN} may name one"
+            _SIZE, f"{ranks}, but there is no plan for {model_type}, only for {supported}; {_PLAN} may name one"
         )
     if model_type in FUSED_HEADS:
         return
     sizes = model_sizes(config.policy)
-    for heads, what in ((sizes.num_heads, "attention heads"), (sizes.num_key_value_heads, "key-value heads")):
+    for heads, kind in ((sizes.num_heads, "attention heads"), (sizes.num_key_value_heads, "key-value heads")):
         if heads is not None and heads % ranks:
-            raise InvalidValue(_SIZE, f"{ranks} does not divide {heads} {what}")
+            raise InvalidValue(_SIZE, f"{ranks} does not divide {heads} {kind}")
 
 
 def a_plan_has_ranks(config: Config) -> None:
@@ -71,12 +71,12 @@ def check_groups(model: ModelConfig, num_ranks: int, section: str) -> None:
     `section` is the path of its ``dtensor_cfg``. The ranks form whole model replicas of tensor and context parallelism.
     """
     sizes = {key: getattr(model.dtensor_cfg, key) for key in ("expert_parallel_size", "dp_replicate_size")}
-    given = {key: size for key, size in sizes.items() if size > 1}
+    active_sizes = {key: size for key, size in sizes.items() if size > 1}
     shards = num_ranks // model.dtensor_cfg.tensor_parallel_size
     if model.megatron_cfg.enabled or shards % math.prod(sizes.values()) == 0:
         return
-    (key, size), *others = given.items()
-    times = "".join(f" * {other} ({value})" for other, value in others)
+    (key, size), *more_factors = active_sizes.items()
+    times = "".join(f" * {factor_key} ({value})" for factor_key, value in more_factors)
     raise InvalidValue(
         f"{section}.{key}", f"{size}{times} does not divide {shards}, the data-parallel and context ranks"
     )

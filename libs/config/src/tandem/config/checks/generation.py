@@ -18,12 +18,12 @@ def vllm_takes_its_arguments(config: Config) -> None:
     generation = config.policy.generation
     if generation.backend != "vllm":
         return
-    given = dict(generation.vllm_kwargs)
-    if speculation.unbuilt_method(given) is not None:  # which is reported elsewhere
-        del given[speculation.KEY]
-    found = complaint(given)
-    if found is not None:
-        raise InvalidValue(f"policy.generation.vllm_kwargs.{found[0]}", found[1])
+    arguments = dict(generation.vllm_kwargs)
+    if speculation.unbuilt_method(arguments) is not None:  # which is reported elsewhere
+        del arguments[speculation.KEY]
+    problem = complaint(arguments)
+    if problem is not None:
+        raise InvalidValue(f"policy.generation.vllm_kwargs.{problem[0]}", problem[1])
     longest = config.policy.max_total_sequence_length
     if generation.vllm_cfg.max_model_len < longest:
         raise InvalidValue(
@@ -38,7 +38,7 @@ def drafts_are_verified_where_that_was_tried(config: Config) -> None:
     if generation.backend != "vllm" or speculation.method_of(generation.vllm_kwargs) is None:
         return
     vllm = generation.vllm_cfg
-    others = {
+    features = {
         "a model that sees": family_of(config.policy) is not None,
         "policy.router_replay.enabled": config.policy.router_replay.enabled,
         "policy.generation.top_p, top_k, min_p or bad_words, whose sampling masks drafts would need": (
@@ -47,14 +47,15 @@ def drafts_are_verified_where_that_was_tried(config: Config) -> None:
         "policy.generation.vllm_cfg.precision: fp8": vllm.precision == "fp8",
         "policy.generation.vllm_cfg.pipeline_parallel_size": vllm.pipeline_parallel_size > 1,
     }
-    for key, is_on in others.items():
+    for key, is_on in features.items():
         if is_on:
             raise InvalidValue(f"policy.generation.vllm_kwargs.{speculation.KEY}", f"cannot be combined with {key}")
-    asked = generation.vllm_kwargs[speculation.KEY].get("draft_tensor_parallel_size")
-    if asked not in (None, vllm.tensor_parallel_size):
+    draft_ranks = generation.vllm_kwargs[speculation.KEY].get("draft_tensor_parallel_size")
+    if draft_ranks not in (None, vllm.tensor_parallel_size):
         raise InvalidValue(
             f"policy.generation.vllm_kwargs.{speculation.KEY}.draft_tensor_parallel_size",
-            f"{asked}, but vLLM shares a draft as the policy: tensor_parallel_size is {vllm.tensor_parallel_size}",
+            f"{draft_ranks}, but vLLM shares a draft as the policy: tensor_parallel_size is "
+            f"{vllm.tensor_parallel_size}",
         )
 
 
@@ -62,10 +63,10 @@ def vllm_can_be_refitted(config: Config) -> None:
     """Check that refits can write the model family's parameters in vLLM, if the family is known here."""
     model_type = (model_config(config.policy) or {}).get("model_type")
     if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED, *VLLM_SEEING):
-        known = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
+        supported = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
         raise InvalidValue(
             "policy.generation.backend",
-            f"vllm, but refits write vLLM's {known}, not its {model_type}; transformers is the other engine",
+            f"vllm, but refits write vLLM's {supported}, not its {model_type}; transformers is the other engine",
         )
 
 
@@ -78,13 +79,17 @@ def prompts_move_where_engines_are_async(config: Config) -> None:
 
 def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
     """Check that an engine can store all samples of a group, which it keeps until they are trained on."""
-    most, num_samples = config.policy.generation.max_stored_tokens, config.rollout_section.num_generations_per_prompt
+    max_tokens, num_samples = (
+        config.policy.generation.max_stored_tokens,
+        config.rollout_section.num_generations_per_prompt,
+    )
     longest = config.policy.max_total_sequence_length
-    if most < num_samples * longest:
+    if max_tokens < num_samples * longest:
         raise InvalidValue(
             "policy.generation.max_stored_tokens",
-            f"{most} is less than {config.algorithm}.num_generations_per_prompt * policy.max_total_sequence_length "
-            f"= {num_samples} * {longest} = {num_samples * longest}, which the samples of one prompt may have",
+            f"{max_tokens} is less than {config.algorithm}.num_generations_per_prompt * "
+            f"policy.max_total_sequence_length = {num_samples} * {longest} = {num_samples * longest}, "
+            "which the samples of one prompt may have",
         )
 
 

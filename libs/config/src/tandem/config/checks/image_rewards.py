@@ -21,18 +21,18 @@ def functions_score(config: Config) -> None:
             reward_functions(name, entry.reward_functions)
 
 
-def reward_functions(environment: str, given: tuple[dict[str, object], ...]) -> tuple[RewardFunctionConfig, ...]:
+def reward_functions(environment: str, entries: tuple[dict[str, object], ...]) -> tuple[RewardFunctionConfig, ...]:
     """Return the functions of an environment. Raises `InvalidValue`."""
     key = f"env.{environment}.reward_functions"
-    if not given:
+    if not entries:
         raise InvalidValue(key, "required, such as [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]")
-    found = tuple(_function(f"{key}[{index}]", entry) for index, entry in enumerate(given))
-    if not sum(each.weight for each in found) > 0.0:
+    functions = tuple(_function(f"{key}[{index}]", entry) for index, entry in enumerate(entries))
+    if not sum(each.weight for each in functions) > 0.0:
         raise InvalidValue(key, "no weight is greater than 0")
-    names = [each.name for each in found]
+    names = [each.name for each in functions]
     if len({*names}) < len(names):
         raise InvalidValue(key, f"{shown(names)} has a function twice")
-    return found
+    return functions
 
 
 def _function(key: str, entry: dict[str, object]) -> RewardFunctionConfig:
@@ -41,14 +41,14 @@ def _function(key: str, entry: dict[str, object]) -> RewardFunctionConfig:
         raise InvalidValue(
             f"{key}.name", f"{shown(name)} is not built{nearest(str(name), ARGUMENTS)}: {listed([*ARGUMENTS])}"
         )
-    own, kwargs = ARGUMENTS[str(name)], entry.get("kwargs")
-    given: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
-    for argument in given:
-        if argument not in own:
-            raise InvalidValue(f"{key}.kwargs.{argument}", f"{name} has no such argument, but {listed([*own])}")
-        if argument.endswith("tag") and not re.fullmatch(r"[\w-]+", str(given[argument])):
+    parameters, kwargs = ARGUMENTS[str(name)], entry.get("kwargs")
+    arguments: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
+    for argument in arguments:
+        if argument not in parameters:
+            raise InvalidValue(f"{key}.kwargs.{argument}", f"{name} has no such argument, but {listed([*parameters])}")
+        if argument.endswith("tag") and not re.fullmatch(r"[\w-]+", str(arguments[argument])):
             raise InvalidValue(
-                f"{key}.kwargs.{argument}", f"{shown(given[argument])} is not a tag: use letters, digits and '_'"
+                f"{key}.kwargs.{argument}", f"{shown(arguments[argument])} is not a tag: use letters, digits and '_'"
             )
     try:
         return msgspec.convert(entry, RewardFunctionConfig)

@@ -19,11 +19,11 @@ class OptionConflict(msgspec.Struct, frozen=True):
 
     key: str
     """The option which, if neither false nor null, needs the other."""
-    other: str
+    required_key: str
     """The other option."""
     needed: bool | None
     """The value that the other option must have."""
-    why: str
+    reason: str
 
 
 _CONFLICTS = (
@@ -62,14 +62,16 @@ def columns_have_a_source(config: Config) -> None:
     if loss.columns and loss.class_path is None:
         raise InvalidValue(key, f"{', '.join(loss.columns)}, but loss_fn.class names no class that reads them")
     for name, column in loss.columns.items():
-        known = BUILT_IN.get(name)
-        if known is not None and column != LossColumn(source=known.source):
-            raise InvalidValue(f"{key}.{name}", f"it is built in: its source is {known.source}, and its fill is fixed")
-        if known is None and column.source in ("engine", "coordinator", "trainer"):
+        built_in = BUILT_IN.get(name)
+        if built_in is not None and column != LossColumn(source=built_in.source):
+            raise InvalidValue(
+                f"{key}.{name}", f"it is built in: its source is {built_in.source}, and its fill is fixed"
+            )
+        if built_in is None and column.source in ("engine", "coordinator", "trainer"):
             names = [each.name for each in BUILT_IN.values() if each.source == column.source]
             which = f"{column.source} has {', '.join(names)}, but no {name}{nearest(name, names)}"
             raise InvalidValue(f"{key}.{name}.source", which)
-        if known is None and (not name.isidentifier() or name in TAKEN):
+        if built_in is None and (not name.isidentifier() or name in TAKEN):
             raise InvalidValue(key, f"{shown(name)} cannot be the name of a column")
         missing = {"value": "no value model", "teacher": "no teacher", "trainer": "no columns from trainers"}.get(
             column.source
@@ -91,11 +93,12 @@ def _declared(config: Config) -> Iterator[ColumnDeclaration]:
 def options_agree(config: Config) -> None:
     """Check that the loss options do not contradict each other."""
     for conflict in _CONFLICTS:
-        value, other = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.other))
-        if value and other != conflict.needed:
+        value, actual = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.required_key))
+        if value and actual != conflict.needed:
             raise InvalidValue(
                 f"loss_fn.{conflict.key}",
-                f"{shown(value)} needs loss_fn.{conflict.other} to be {shown(conflict.needed)}: {conflict.why}",
+                f"{shown(value)} needs loss_fn.{conflict.required_key} to be {shown(conflict.needed)}: "
+                f"{conflict.reason}",
             )
 
 

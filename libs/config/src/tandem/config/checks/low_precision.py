@@ -31,9 +31,9 @@ def products_are_requested_once(config: Config) -> None:
             if megatron.forwarded.get(key) is not None:
                 value = megatron.forwarded[key]
                 raise InvalidValue(f"{KEY}.{key}", f"{value}, but {KEY}.{name}_cfg is enabled: set it there")
-    found = products_of(megatron)
-    if len(found) > 1:
-        first, second = found
+    products = products_of(megatron)
+    if len(products) > 1:
+        first, second = products
         raise InvalidValue(f"{KEY}.{second.key}", f"{second.value}, but {KEY}.{first.key} is {first.value}")
 
 
@@ -73,15 +73,15 @@ def four_bits_are_made_of_bfloat16(config: Config) -> None:
 def layers_at_the_ends_are_of_one_stage(config: Config) -> None:
     """Check that no more layers at an end stay in bfloat16 than a stage has: Megatron-Core wants that of float8."""
     megatron, layers = config.policy.megatron_cfg, model_sizes(config.policy).num_layers
-    given = megatron.forwarded
+    arguments = megatron.forwarded
     in_float8 = any(products.name == "fp8" for products in products_of(megatron))
-    if layers is None or not in_float8 or not given.get("first_last_layers_bf16"):
+    if layers is None or not in_float8 or not arguments.get("first_last_layers_bf16"):
         return
-    most = layers // megatron.pipeline_model_parallel_size
+    max_layers = layers // megatron.pipeline_model_parallel_size
     for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if not 0 <= given.get(key, 1) <= most:
+        if not 0 <= arguments.get(key, 1) <= max_layers:
             raise InvalidValue(
-                f"{KEY}.{key}", f"{given[key]} is not between 0 and {most}, the layers of a pipeline stage"
+                f"{KEY}.{key}", f"{arguments[key]} is not between 0 and {max_layers}, the layers of a pipeline stage"
             )
 
 

@@ -22,9 +22,9 @@ def the_architecture_is_megatrons(config: Config) -> None:
     model_type = (model_config(config.policy) or {}).get("model_type")
     if model_type not in (None, *MEGATRON, *MEGATRON_VISION):
         sees = model_type in VISION
-        known = ", ".join(MEGATRON_VISION if sees else MEGATRON)
-        what = f"true, but Megatron-Core trains {known}{' with images' if sees else ''} here, not {model_type}"
-        raise InvalidValue(f"{KEY}.enabled", what)
+        supported = ", ".join(MEGATRON_VISION if sees else MEGATRON)
+        text = f"true, but Megatron-Core trains {supported}{' with images' if sees else ''} here, not {model_type}"
+        raise InvalidValue(f"{KEY}.enabled", text)
 
 
 def rates_are_in_order(config: Config) -> None:
@@ -33,11 +33,11 @@ def rates_are_in_order(config: Config) -> None:
     highest = megatron.optimizer.get("lr")
     if highest is None:
         raise InvalidValue(f"{KEY}.optimizer.lr", "required: the highest learning rate")
-    others = (
+    lower_rates = (
         ("optimizer.min_lr", megatron.optimizer.get("min_lr") or 0.0),
         ("scheduler.lr_warmup_init", megatron.scheduler.lr_warmup_init),
     )
-    for key, rate in others:
+    for key, rate in lower_rates:
         if rate > highest:
             raise InvalidValue(f"{KEY}.{key}", f"{rate:g} is greater than {KEY}.optimizer.lr ({highest:g})")
 
@@ -95,17 +95,17 @@ def the_optimizer_keeps_the_precision(config: Config) -> None:
 
 def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
     """Check the optimizer's name, whether its state can be saved, and options that only the precision-aware one has."""
-    given, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
-    name = given.get("optimizer", "adam")
+    optimizer, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
+    name = optimizer.get("optimizer", "adam")
     if name not in OPTIMIZERS:
         raise InvalidValue(f"{key}.optimizer", f"{shown(name)} is not one of {', '.join(OPTIMIZERS)}")
-    if given.get("optimizer_cpu_offload") and config.checkpointing.enabled:
+    if optimizer.get("optimizer_cpu_offload") and config.checkpointing.enabled:
         raise InvalidValue(
             f"{key}.optimizer_cpu_offload", "true, but its state cannot be saved (checkpointing.enabled)"
         )
     if (
-        given.get("optimizer_cpu_offload")
-        and given["use_distributed_optimizer"]
+        optimizer.get("optimizer_cpu_offload")
+        and optimizer["use_distributed_optimizer"]
         and config.policy.precision == "float32"
     ):
         # Megatron-Core would give it views of the parameters, which no optimizer of torch takes.
@@ -113,18 +113,18 @@ def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
             f"{key}.optimizer_cpu_offload", f"true, but in float32 it needs {key}.use_distributed_optimizer off"
         )
     aware = "use_precision_aware_optimizer"
-    if given.get(aware) and (name != "adam" or not given["use_distributed_optimizer"]):
+    if optimizer.get(aware) and (name != "adam" or not optimizer["use_distributed_optimizer"]):
         raise InvalidValue(f"{key}.{aware}", f"true, but it needs {key}.optimizer adam and use_distributed_optimizer")
     for state in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        if given.get(state, "float32") != "float32" and not given.get(aware):
-            raise InvalidValue(f"{key}.{state}", f"{given[state]} needs {key}.{aware}")
+        if optimizer.get(state, "float32") != "float32" and not optimizer.get(aware):
+            raise InvalidValue(f"{key}.{state}", f"{optimizer[state]} needs {key}.{aware}")
 
 
 def the_optimizer_shards(config: Config) -> None:
     """Check that Megatron's FSDP is off: the weight plane does not know its layout of parameters."""
-    given = config.policy.megatron_cfg.distributed_data_parallel_config
+    ddp_config = config.policy.megatron_cfg.distributed_data_parallel_config
     for name in ("use_custom_fsdp", "use_megatron_fsdp"):
-        if given.get(name):
+        if ddp_config.get(name):
             raise InvalidValue(
                 f"{KEY}.distributed_data_parallel_config.{name}",
                 f"true is not supported: {KEY}.optimizer.use_distributed_optimizer shards, and so does dtensor_cfg",
@@ -133,15 +133,17 @@ def the_optimizer_shards(config: Config) -> None:
 
 def recomputation_is_whole(config: Config) -> None:
     """Check that `recompute_granularity` has the options that Megatron-Core requires with it."""
-    given = config.policy.megatron_cfg.forwarded
-    granularity, layers = given.get("recompute_granularity"), given.get("recompute_num_layers")
+    arguments = config.policy.megatron_cfg.forwarded
+    granularity, layers = arguments.get("recompute_granularity"), arguments.get("recompute_num_layers")
     if granularity is None:
-        extra = next((name for name in given if name.startswith("recompute_") and given[name] is not None), None)
+        extra = next(
+            (name for name in arguments if name.startswith("recompute_") and arguments[name] is not None), None
+        )
         if extra is not None:
             raise InvalidValue(f"{KEY}.{extra}", f"needs {KEY}.recompute_granularity")
     elif granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
-            if given.get(name) is None:
+            if arguments.get(name) is None:
                 raise InvalidValue(f"{KEY}.{name}", f"required where {KEY}.recompute_granularity is full")
     elif layers is not None:
         raise InvalidValue(f"{KEY}.recompute_num_layers", f"{layers}, but {KEY}.recompute_granularity is selective")

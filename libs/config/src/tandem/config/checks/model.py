@@ -61,8 +61,10 @@ def the_warmup_is_one(config: Config) -> None:
         steps = next((length for length in lengths if isinstance(length, int) and 0 < length < steps), steps)
     expected = steps if policy.megatron_cfg.enabled else (SchedulerEntry(**linear_warmup(steps)),)
     if schedule != expected:
-        other = "megatron_cfg.scheduler.lr_warmup_iters" if policy.megatron_cfg.enabled else "scheduler"
-        raise InvalidValue(key, f"{policy.warmup_steps:g}, but policy.{other} says another warm-up: set one of them")
+        schedule_key = "megatron_cfg.scheduler.lr_warmup_iters" if policy.megatron_cfg.enabled else "scheduler"
+        raise InvalidValue(
+            key, f"{policy.warmup_steps:g}, but policy.{schedule_key} says another warm-up: set one of them"
+        )
 
 
 def schedules_have_milestones_between(config: Config) -> None:
@@ -114,10 +116,10 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
 
 def overrides_are_fields_of_the_model(config: Config) -> None:
     """Check overridden fields: Transformers accepts any name and ignores a misspelt one; the type cannot change."""
-    held = config.holds
+    models = config.holds
     for name in ("policy", "value", "teacher"):
         settings, key = getattr(config, name), f"{name}.hf_config_overrides"
-        if settings is None or name not in held:
+        if settings is None or name not in models:
             continue
         model_type = (model_config(settings) or {}).get("model_type")
         for field in settings.hf_config_overrides or {}:

@@ -37,11 +37,11 @@ def all_numbers(key: str, value: object) -> Iterator[tuple[str, float]]:
         for name, field in zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True):
             yield from all_numbers(_below(key, name), getattr(value, field))
     elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from all_numbers(_below(key, str(name)), each)
+        for name, element in value.items():
+            yield from all_numbers(_below(key, str(name)), element)
     elif isinstance(value, list | tuple):
-        for place, each in enumerate(value):
-            yield from all_numbers(f"{key}[{place}]", each)
+        for place, element in enumerate(value):
+            yield from all_numbers(f"{key}[{place}]", element)
 
 
 def _below(key: str, name: str) -> str:

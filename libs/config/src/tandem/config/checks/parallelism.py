@@ -14,10 +14,11 @@ MEGATRON = "policy.megatron_cfg"
 
 def trainers_make_whole_replicas(config: Config) -> None:
     """Check that the trainers form a whole number of model replicas."""
-    trainers, each = config.cluster.trainers, config.policy.model_parallel_size
-    if trainers % each:
+    trainers, replica_size = config.cluster.trainers, config.policy.model_parallel_size
+    if trainers % replica_size:
         raise InvalidValue(
-            "cluster.trainers", f"{trainers} is not a multiple of {each}, the product of {factors(config.policy)}"
+            "cluster.trainers",
+            f"{trainers} is not a multiple of {replica_size}, the product of {factors(config.policy)}",
         )
 
 
@@ -40,16 +41,16 @@ def layers_make_even_stages(config: Config) -> None:
     if not megatron.enabled or layers is None:
         return
     ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
-    given = [size for size in ends if size is not None]
+    end_sizes = [size for size in ends if size is not None]
     stages, virtual = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
-    between, left = stages - len(given), layers - sum(given)
-    whole = left % (between * virtual) == 0 and left > 0 if between else left == 0
-    if between < 0 or not whole or any(size % virtual for size in given):
-        said = f" with {given} in the first or last" if given else ""
+    between, num_layers_left = stages - len(end_sizes), layers - sum(end_sizes)
+    is_even = num_layers_left % (between * virtual) == 0 and num_layers_left > 0 if between else num_layers_left == 0
+    if between < 0 or not is_even or any(size % virtual for size in end_sizes):
+        note = f" with {end_sizes} in the first or last" if end_sizes else ""
         times = f" of {virtual} virtual stages each" if virtual > 1 else ""
         raise InvalidValue(
             f"{MEGATRON}.pipeline_model_parallel_size",
-            f"{layers} layers do not make {stages} even stages{times}{said}; num_layers_in_first_pipeline_stage and "
+            f"{layers} layers do not make {stages} even stages{times}{note}; num_layers_in_first_pipeline_stage and "
             "num_layers_in_last_pipeline_stage make the ends different",
         )
 
@@ -80,8 +81,8 @@ def experts_are_shared_out(config: Config) -> None:
     if experts is not None and experts % ranks:
         raise InvalidValue(key, f"{ranks} does not divide {experts} experts")
     a_stage = config.cluster.trainers // megatron.pipeline_model_parallel_size
-    each = ranks * megatron.expert_tensor_parallel_size
-    if a_stage % each:
+    group_size = ranks * megatron.expert_tensor_parallel_size
+    if a_stage % group_size:
         raise InvalidValue(
             key,
             f"{ranks} * expert_tensor_parallel_size ({megatron.expert_tensor_parallel_size}) does not divide the "

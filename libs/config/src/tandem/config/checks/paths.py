@@ -39,8 +39,8 @@ def paths_are_paths(config: Config) -> None:
         **{f"env.{name}.model_name": entry.model_name for name, entry in config.env.items()},
     }
     for key, path in paths.items():
-        if path is not None and (why := why_no_path(path)) is not None:
-            problems.found.append(InvalidValue(key, f"{shown(path)} cannot be a path: {why}"))
+        if path is not None and (problem := why_no_path(path)) is not None:
+            problems.found.append(InvalidValue(key, f"{shown(path)} cannot be a path: {problem}"))
     problems.complain()
 
 

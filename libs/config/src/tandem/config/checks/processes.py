@@ -13,14 +13,14 @@ KEY = "cluster.processes_of"
 
 def the_models_are_held(config: Config) -> None:
     """Check that processes are given only to models of the run; a run without steps has the policy alone."""
-    held = config.holds
+    models = config.holds
     for model in ProcessesOf.__struct_fields__:
         num = getattr(config.cluster.processes_of, model)
-        if num and model not in held and not config.evaluates:
+        if num and model not in models and not config.evaluates:
             reads_kl = model == "reference" and config.declaration.loss_section == "loss_fn"
-            why = f": loss_fn.reference_policy_kl_penalty is {config.loss_fn.reference_policy_kl_penalty:g}"
+            reason = f": loss_fn.reference_policy_kl_penalty is {config.loss_fn.reference_policy_kl_penalty:g}"
             raise InvalidValue(
-                f"{KEY}.{model}", f"{num}, but {config.declaration.title} holds no {model}{why * reads_kl}"
+                f"{KEY}.{model}", f"{num}, but {config.declaration.title} holds no {model}{reason * reads_kl}"
             )
 
 
@@ -46,8 +46,8 @@ def the_processes_make_whole_replicas(config: Config) -> None:
             continue
         section, settings = "policy" if model == "reference" else model, config.settings_of(model)
         if num % settings.model_parallel_size:
-            each, product = settings.model_parallel_size, factors(settings, section)
-            raise InvalidValue(f"{KEY}.{model}", f"{num} is not a multiple of {each}, the product of {product}")
+            replica_size, product = settings.model_parallel_size, factors(settings, section)
+            raise InvalidValue(f"{KEY}.{model}", f"{num} is not a multiple of {replica_size}, the product of {product}")
         if model == "reference":  # others are checked with their sections
             check_groups(settings, num, f"with {KEY}.{model} ({num}), policy.dtensor_cfg")
 
@@ -68,13 +68,13 @@ def teachers_have_stages_on_megatron_core(config: Config) -> None:
 def there_are_gpus_for_all(config: Config) -> None:
     """Check that no two trainers share a GPU."""
     cluster = config.cluster
-    there, beside = cluster.num_nodes * cluster.gpus_per_node, config.num_trainers - cluster.trainers
-    if beside and 1 < there < config.num_trainers:
+    num_gpus, beside = cluster.num_nodes * cluster.gpus_per_node, config.num_trainers - cluster.trainers
+    if beside and 1 < num_gpus < config.num_trainers:
         named = next(model for model in config.processes_of if model != "policy")
         raise InvalidValue(
             f"{KEY}.{named}",
             f"{beside} processes beside cluster.trainers ({cluster.trainers}) need {config.num_trainers} GPUs, and the "
-            f"cluster has {there}",
+            f"cluster has {num_gpus}",
         )
 
 

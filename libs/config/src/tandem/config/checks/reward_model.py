@@ -36,11 +36,12 @@ def the_reward_model_is_enabled(config: Config) -> None:
 
 def reward_models_leave_gpus(config: Config) -> None:
     """Check that the GPUs reserved for reward models exist, and that they leave one for training."""
-    aside, there = gpus_of_reward_models(config), config.cluster.gpus_per_node
-    if aside >= max(1, there):
+    aside, num_gpus = gpus_of_reward_models(config), config.cluster.gpus_per_node
+    if aside >= max(1, num_gpus):
         name = next(iter(config.reward_models))
         raise InvalidValue(
-            f"env.{name}.resources.gpus_per_node", f"{aside} of cluster.gpus_per_node ({there}) leaves none to training"
+            f"env.{name}.resources.gpus_per_node",
+            f"{aside} of cluster.gpus_per_node ({num_gpus}) leaves none to training",
         )
 
 

@@ -29,12 +29,12 @@ def routing_can_be_replayed(config: Config) -> None:
     if experts is None:
         raise InvalidValue(KEY, f"true, but {model_type}, the model of policy.model_name, has no experts")
     backend = policy.generation.backend
-    for what, knows_all in (
+    for setting, knows_all in (
         ("policy.dtensor_cfg", policy.megatron_cfg.enabled),
         (f"policy.generation.backend {backend}", backend != "transformers"),
     ):
         if not knows_all and model_type not in ROUTERS:
-            raise InvalidValue(KEY, f"true, but {what} supports {', '.join(ROUTERS)}, not {model_type}")
+            raise InvalidValue(KEY, f"true, but {setting} supports {', '.join(ROUTERS)}, not {model_type}")
     longest = policy.max_total_sequence_length
     if longest * experts.num_bytes > _MOST_BYTES:
         raise InvalidValue(

@@ -18,9 +18,9 @@ def checkpoints_can_be_ranked(config: Config) -> None:
         return
     metric = config.checkpointing.metric_name
     of_sets = _of_one_set(config)
-    known = [*config.declaration.metrics, *of_sets]
-    if metric not in known:
-        only = f"{config.algorithm} has no {metric}, only {', '.join(known)}{nearest(metric, of_sets)}"
+    metrics = [*config.declaration.metrics, *of_sets]
+    if metric not in metrics:
+        only = f"{config.algorithm} has no {metric}, only {', '.join(metrics)}{nearest(metric, of_sets)}"
         raise InvalidValue("checkpointing.metric_name", only)
 
 
@@ -40,11 +40,11 @@ def the_run_can_be_stopped(config: Config) -> None:
     if metric is None:
         return
     of_several = ["val_pass_k"] if section.num_val_generations_per_prompt > 1 else []
-    known = [*(each for each in config.declaration.metrics if each.startswith("val_")), *of_several]
-    known += _of_one_set(config)
-    if metric not in known:
-        more = f"; {name}.num_val_generations_per_prompt is 1" if metric == "val_pass_k" else nearest(metric, known)
-        raise InvalidValue(key, f"validation has no {metric}, only {', '.join(known)}{more}")
+    metrics = [*(each for each in config.declaration.metrics if each.startswith("val_")), *of_several]
+    metrics += _of_one_set(config)
+    if metric not in metrics:
+        more = f"; {name}.num_val_generations_per_prompt is 1" if metric == "val_pass_k" else nearest(metric, metrics)
+        raise InvalidValue(key, f"validation has no {metric}, only {', '.join(metrics)}{more}")
     if section.stop_at_validation_threshold is None:
         raise InvalidValue(f"{name}.stop_at_validation_threshold", f"null, but {key} is {metric}")
     if not config.has_validation:
@@ -66,9 +66,9 @@ def there_is_something_to_validate_on(config: Config) -> None:
         return
     if config.evaluates:
         raise InvalidValue(key, f"0, but {config.algorithm}.max_num_steps is 0: the run only validates")
-    given = [name for name in ("validation", "val_data_path", "val_data_paths", "val_split") if getattr(data, name)]
-    if given:
-        raise InvalidValue(key, f"0, but data.{given[0]} is given")
+    keys = [name for name in ("validation", "val_data_path", "val_data_paths", "val_split") if getattr(data, name)]
+    if keys:
+        raise InvalidValue(key, f"0, but data.{keys[0]} is given")
 
 
 def the_prerequisite_exists(config: Config) -> None:

@@ -53,17 +53,18 @@ def its_section_is_whole(config: Config) -> None:
 def it_has_the_tokens_of_the_policy(config: Config) -> None:
     """Check that teacher and policy have the same vocabulary, since token ids are compared."""
     for key, teacher in config.teacher_sections.items():
-        own, policys = (vocabulary_in(model_config(model) or {}) for model in (teacher, config.policy))
-        if own is not None and policys is not None and own != policys:
+        teacher_tokens, policy_tokens = (vocabulary_in(model_config(model) or {}) for model in (teacher, config.policy))
+        if teacher_tokens is not None and policy_tokens is not None and teacher_tokens != policy_tokens:
             raise InvalidValue(
                 key,
-                f"{teacher.model_name} has {own} tokens, but {config.policy.model_name} has {policys}: "
-                "distillation needs the same tokenizer",
+                f"{teacher.model_name} has {teacher_tokens} tokens, but {config.policy.model_name} has "
+                f"{policy_tokens}: distillation needs the same tokenizer",
             )
-        known = own or policys
-        if known is not None and config.topk_logits_k > known:
+        num_tokens = teacher_tokens or policy_tokens
+        if num_tokens is not None and config.topk_logits_k > num_tokens:
             raise InvalidValue(
-                f"{config.algorithm}.topk_logits_k", f"{config.topk_logits_k} is more than the teacher's {known} tokens"
+                f"{config.algorithm}.topk_logits_k",
+                f"{config.topk_logits_k} is more than the teacher's {num_tokens} tokens",
             )
 
 

@@ -32,20 +32,20 @@ def it_sees_what_the_policy_sees(config: Config) -> None:
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
     """Raise `InvalidValue` for the first of these keys with another value than the policy's."""
     for key in keys:
-        own, policys = (_at(getattr(config, name), key) for name in (section, "policy"))
-        if own != policys:
+        value, policy_value = (_at(getattr(config, name), key) for name in (section, "policy"))
+        if value != policy_value:
             raise InvalidValue(
-                f"{section}.{key}", f"{shown(own)}, but policy.{key} is {shown(policys)}: they must be equal"
+                f"{section}.{key}", f"{shown(value)}, but policy.{key} is {shown(policy_value)}: they must be equal"
             )
 
 
 def it_knows_which_sequences_are_excluded(config: Config) -> None:
     """Check that sequences are excluded by their errors only where the policy's processes train both models."""
-    if config.largest_logprob_error is not None and (own := config.cluster.processes_of.value):
+    if config.largest_logprob_error is not None and (num_processes := config.cluster.processes_of.value):
         raise InvalidValue(
             "ppo.seq_logprob_error_threshold",
-            f"{config.largest_logprob_error:g}, but cluster.processes_of.value is {own}: the policy's processes find "
-            "the sequences to exclude, and the value model's would not know them",
+            f"{config.largest_logprob_error:g}, but cluster.processes_of.value is {num_processes}: the policy's "
+            "processes find the sequences to exclude, and the value model's would not know them",
         )
 
 
@@ -57,14 +57,14 @@ def its_section_is_whole(config: Config) -> None:
     check_section(config, "value", {})
 
 
-def check_section(config: Config, section: str, others: Mapping[str, Any]) -> None:
-    """Check a model's section by the rules for the policy's, with `others` replacing some keys."""
-    as_policy, own = (
-        config.with_policy(getattr(config, section), **others),
+def check_section(config: Config, section: str, replaced: Mapping[str, Any]) -> None:
+    """Check a model's section by the rules for the policy's, with `replaced` replacing some keys."""
+    as_policy, num_processes = (
+        config.with_policy(getattr(config, section), **replaced),
         getattr(config.cluster.processes_of, section),
     )
-    if own:
-        cluster = msgspec.structs.replace(config.cluster, trainers=own)
+    if num_processes:
+        cluster = msgspec.structs.replace(config.cluster, trainers=num_processes)
         as_policy = msgspec.structs.replace(as_policy, cluster=cluster)
     problems = ProblemCollector()
     for rules in ((*model.RULES, *megatron.RULES, *parallelism.RULES, *dtensor.RULES), batches.RULES):
@@ -74,7 +74,7 @@ def check_section(config: Config, section: str, others: Mapping[str, Any]) -> No
 
     def renamed(text: str) -> str:
         text = re.sub(r"\bpolicy\.", f"{section}.", text)
-        return re.sub(r"\bcluster\.trainers\b", f"cluster.processes_of.{section}", text) if own else text
+        return re.sub(r"\bcluster\.trainers\b", f"cluster.processes_of.{section}", text) if num_processes else text
 
     problems.found = [InvalidValue(renamed(problem.key), renamed(problem.text)) for problem in problems.found]
     problems.complain()

@@ -32,12 +32,12 @@ def no_ranks_share_sequences_with_images(config: Config) -> None:
         backend: MegatronCfg | DtensorCfg = section.megatron_cfg if is_megatron else section.dtensor_cfg
         name = f"{key.removesuffix('.model_name')}.{'megatron' if is_megatron else 'dtensor'}_cfg"
         if backend.context_parallel_size > 1:
-            what = f"{backend.context_parallel_size}, {of_images}"
-            problems.found.append(InvalidValue(f"{name}.context_parallel_size", what))
+            text = f"{backend.context_parallel_size}, {of_images}"
+            problems.found.append(InvalidValue(f"{name}.context_parallel_size", text))
         plan = section.dtensor_cfg.custom_parallel_plan
         if not is_megatron and section.dtensor_cfg.sequence_parallel and plan is not None:
-            what = f"true, which with a plan for a model that sees ({plan}) is not built"
-            problems.found.append(InvalidValue(f"{name}.sequence_parallel", what))
+            text = f"true, which with a plan for a model that sees ({plan}) is not built"
+            problems.found.append(InvalidValue(f"{name}.sequence_parallel", text))
     problems.complain()
 
 
@@ -47,33 +47,41 @@ def the_first_stage_has_the_layers_that_images_reach(config: Config) -> None:
     if family is None or not megatron.enabled or family.model_type != "qwen3_vl":
         return
     levels = len((model_config(config.policy) or {}).get("vision_config", {}).get("deepstack_visual_indexes", _LEVELS))
-    here, layers = megatron.num_layers_in_first_pipeline_stage, model_sizes(config.policy).num_layers
+    stage_layers, layers = megatron.num_layers_in_first_pipeline_stage, model_sizes(config.policy).num_layers
     virtual = megatron.virtual_pipeline_model_parallel_size or 1
-    if here is None and layers is not None:
-        here = layers // megatron.pipeline_model_parallel_size
-    if here is not None and here // virtual < levels:
+    if stage_layers is None and layers is not None:
+        stage_layers = layers // megatron.pipeline_model_parallel_size
+    if stage_layers is not None and stage_layers // virtual < levels:
         key = "policy.megatron_cfg.pipeline_model_parallel_size"
-        what = f"images reach the first {levels} layers of a qwen3_vl, and the first stage has {here // virtual}"
-        raise InvalidValue(key, f"{what}; num_layers_in_first_pipeline_stage may give it more")
+        text = (
+            f"images reach the first {levels} layers of a qwen3_vl, and the first stage has {stage_layers // virtual}"
+        )
+        raise InvalidValue(key, f"{text}; num_layers_in_first_pipeline_stage may give it more")
 
 
 def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
     """Check that no model of numbers sees, that a teacher sees what the policy sees, and that all share processes."""
     family = family_of(config.policy)
     for key, teacher in config.teacher_sections.items():
-        own = family_of(teacher)
-        if own != family and model_config(teacher) is not None and model_config(config.policy) is not None:
-            what, policys = (each.model_type if each else "a model of text" for each in (own, family))
-            raise InvalidValue(key, f"{what}, but policy.model_name is {policys}: both must see, and in the same way")
+        teacher_family = family_of(teacher)
+        if teacher_family != family and model_config(teacher) is not None and model_config(config.policy) is not None:
+            teacher_type, policy_type = (
+                each.model_type if each else "a model of text" for each in (teacher_family, family)
+            )
+            raise InvalidValue(
+                key, f"{teacher_type}, but policy.model_name is {policy_type}: both must see, and in the same way"
+            )
     if family is None:
         return
     for model in config.holds:
         head = config.declaration.head_of(model)
         if head != "vocabulary":
             raise InvalidValue(f"{model}.model_name", f"{family.model_type}: a {head} head is not built with images")
-    others = [model for model in config.processes_of if model != "policy"]
-    if others:
-        raise InvalidValue(f"cluster.processes_of.{others[0]}", "its images would stay with the policy: not built")
+    separate_models = [model for model in config.processes_of if model != "policy"]
+    if separate_models:
+        raise InvalidValue(
+            f"cluster.processes_of.{separate_models[0]}", "its images would stay with the policy: not built"
+        )
     if config.policy.router_replay.enabled:
         raise InvalidValue("policy.router_replay.enabled", "true, which with images is not built")
 
@@ -86,9 +94,9 @@ def frozen_parts_are_known(config: Config) -> None:
     if not isinstance(frozen, Mapping):
         raise InvalidValue(FREEZE, f"{shown(frozen)} is not a section")
     for name, value in frozen.items():
-        known = (*FROZEN_PARTS, *_ABSENT_PARTS)
-        if name not in known:
-            raise InvalidValue(f"{FREEZE}.{name}", f"unknown key{nearest(str(name), known)}")
+        known_parts = (*FROZEN_PARTS, *_ABSENT_PARTS)
+        if name not in known_parts:
+            raise InvalidValue(f"{FREEZE}.{name}", f"unknown key{nearest(str(name), known_parts)}")
         if not isinstance(value, bool):
             raise InvalidValue(f"{FREEZE}.{name}", f"{shown(value)} is not true or false")
     if frozen and frozen.get("freeze_vision_tower", True) and frozen.get("freeze_language_model", False):
@@ -102,8 +110,8 @@ def vllm_sees_with_whole_models(config: Config) -> None:
         return
     key, settings = "policy.generation.vllm_cfg", generation.vllm_cfg
     if settings.pipeline_parallel_size > 1:
-        what = f"{settings.pipeline_parallel_size}, which with images is not built"
-        raise InvalidValue(f"{key}.pipeline_parallel_size", what)
+        text = f"{settings.pipeline_parallel_size}, which with images is not built"
+        raise InvalidValue(f"{key}.pipeline_parallel_size", text)
     if settings.precision == "fp8":
         raise InvalidValue(f"{key}.precision", "fp8, which with images is not built")
 

@@ -91,12 +91,12 @@ def arguments(section: str) -> dict[str, inspect.Type]:
     if root is None:
         return {}
     module, name = _CLASSES[section]
-    found: dict[str, inspect.Type] = {}
+    argument_types: dict[str, inspect.Type] = {}
     for defined in class_and_bases(root / module, name, root):
         for field, annotation in annotated_fields(defined).items():
             if "Callable" not in ast.unparse(annotation):
-                found.setdefault(field, _described(annotation))
-    return found
+                argument_types.setdefault(field, _described(annotation))
+    return argument_types
 
 
 @functools.cache
@@ -106,11 +106,11 @@ def defaults(section: str) -> dict[str, object]:
     if root is None:
         return {}
     module, name = _CLASSES[section]
-    found: dict[str, object] = {}
+    by_name: dict[str, object] = {}
     for defined in class_and_bases(root / module, name, root):
         for field in annotated_fields(defined):
-            found.setdefault(field, default_of(defined, field))
-    return found
+            by_name.setdefault(field, default_of(defined, field))
+    return by_name
 
 
 def _described(annotation: ast.expr) -> inspect.Type:
@@ -120,8 +120,8 @@ def _described(annotation: ast.expr) -> inspect.Type:
             return _union([inner, ast.Constant(None)])
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
             return _union(members)
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _union([left, right])
+        case ast.BinOp(left=first, op=ast.BitOr(), right=second):
+            return _union([first, second])
         case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
             nodes = choices.elts if isinstance(choices, ast.Tuple) else [choices]
             values: tuple[Any, ...] = tuple(node.value for node in nodes if isinstance(node, ast.Constant))

@@ -46,8 +46,8 @@ def field_default(model_type: str, field: str) -> Any:
 def model_types() -> Mapping[str, str]:
     """Return the configuration class of every model type; none if Transformers is not installed."""
     root = package_folder("transformers")
-    found: Mapping[str, str] = {} if root is None else _mappings(root)["CONFIG_MAPPING_NAMES"]
-    return found
+    class_names: Mapping[str, str] = {} if root is None else _mappings(root)["CONFIG_MAPPING_NAMES"]
+    return class_names
 
 
 @functools.cache

@@ -46,8 +46,8 @@ def complaint(settings: Any) -> tuple[str, str] | None:
             return name, f"Tandem passes no such setting{nearest(name, _KNOWN)}"
     method = settings.get("method")
     if method not in METHODS:
-        why = "missing" if method is None else f"{method!r}, not supported yet"
-        return "method", f"{why}; these are: {', '.join(METHODS)}"
+        reason = "missing" if method is None else f"{method!r}, not supported yet"
+        return "method", f"{reason}; these are: {', '.join(METHODS)}"
     for name in _POSITIVE:
         value = settings.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

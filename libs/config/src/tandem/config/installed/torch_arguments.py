@@ -31,22 +31,22 @@ def torch_problems(base: Base, path: str, kwargs: Mapping[str, Any], key: str) -
     if module == "" or not (folder.is_dir() or folder.with_suffix(".py").is_file()):
         yield InvalidValue(f"{key}.name", f"there is no module {module!r} to take {path!r} from")
         return
-    known = _classes(root, base)
-    if name not in known or not module.startswith("torch.optim"):
-        hint = nearest(name, known) if module.startswith("torch.optim") else ""
+    classes = _classes(root, base)
+    if name not in classes or not module.startswith("torch.optim"):
+        hint = nearest(name, classes) if module.startswith("torch.optim") else ""
         yield InvalidValue(f"{key}.name", f"{path!r} is no {base} class{hint}")
     elif name == _PLATEAU:
         yield InvalidValue(f"{key}.name", f"{_PLATEAU} needs a metric at every step, which schedules do not get")
     else:
-        yield from _argument_problems(name, _arguments(known, name), kwargs, f"{key}.kwargs")
+        yield from _argument_problems(name, _arguments(classes, name), kwargs, f"{key}.kwargs")
 
 
 def _argument_problems(
     name: str, arguments: Mapping[str, ast.expr | None], kwargs: Mapping[str, Any], key: str
 ) -> Iterator[InvalidValue]:
-    for given in kwargs:
-        if given not in arguments:
-            yield InvalidValue(key, f"{name} takes no {given!r}{nearest(given, arguments)}")
+    for keyword in kwargs:
+        if keyword not in arguments:
+            yield InvalidValue(key, f"{name} takes no {keyword!r}{nearest(keyword, arguments)}")
     for argument, default in arguments.items():
         if argument not in kwargs:
             if default is None:
@@ -100,19 +100,19 @@ def _classes(root: Path, base: Base) -> Mapping[str, ast.ClassDef]:
 
     def has_base(name: str) -> bool:
         bases = [node.id for node in defined[name].bases if isinstance(node, ast.Name)] if name in defined else []
-        return base in bases or any(has_base(other) for other in bases)
+        return base in bases or any(has_base(parent) for parent in bases)
 
     return {name: node for name, node in defined.items() if name[0] != "_" and has_base(name)}
 
 
-def _arguments(known: Mapping[str, ast.ClassDef], name: str) -> dict[str, ast.expr | None]:
+def _arguments(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str, ast.expr | None]:
     """Return the arguments of a class, except its first (the parameters or the optimizer), with their defaults."""
-    made = next((n for n in known[name].body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-    if made is None:
-        (base,) = (node.id for node in known[name].bases if isinstance(node, ast.Name))
-        return _arguments(known, base)
-    names = made.args.args[2:]
-    defaults: list[ast.expr | None] = [*made.args.defaults]
+    constructor = next((n for n in classes[name].body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    if constructor is None:
+        (base,) = (node.id for node in classes[name].bases if isinstance(node, ast.Name))
+        return _arguments(classes, base)
+    names = constructor.args.args[2:]
+    defaults: list[ast.expr | None] = [*constructor.args.defaults]
     padded = [*[None] * (len(names) - len(defaults)), *defaults]
     by_name = dict(zip((argument.arg for argument in names), padded, strict=True))
-    return by_name | {a.arg: d for a, d in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)}
+    return by_name | {a.arg: d for a, d in zip(constructor.args.kwonlyargs, constructor.args.kw_defaults, strict=True)}

@@ -56,26 +56,26 @@ def engine_arguments() -> frozenset[str]:
     root = package_folder("vllm")
     if root is None:
         return frozenset()
-    found = class_and_bases(root / "engine" / "arg_utils.py", "EngineArgs", root)
-    return frozenset(field for defined in found for field in annotated_fields(defined))
+    classes = class_and_bases(root / "engine" / "arg_utils.py", "EngineArgs", root)
+    return frozenset(field for defined in classes for field in annotated_fields(defined))
 
 
 def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the first argument that vLLM cannot get, and why; names are not checked if vLLM is not installed."""
-    known = engine_arguments()
+    known_names = engine_arguments()
     for name in arguments:
         if name in WITHOUT_EFFECT:
             continue
         if name == speculation.KEY and arguments[name] is not None:
-            found = speculation.complaint(arguments[name])
-            if found is not None:
-                return ".".join(filter(None, (name, found[0]))), found[1]
+            problem = speculation.complaint(arguments[name])
+            if problem is not None:
+                return ".".join(filter(None, (name, problem[0]))), problem[1]
         if name in RESERVED:
             return name, f"set {RESERVED[name]} instead" if RESERVED[name] else "Tandem sets it itself"
         if name in UNSCORED and arguments[name]:
             return name, UNSCORED[name]
-        if known and name not in known:
-            return name, f"vLLM's engine has no such argument{nearest(name, known)}"
+        if known_names and name not in known_names:
+            return name, f"vLLM's engine has no such argument{nearest(name, known_names)}"
     return None
 
 
@@ -87,6 +87,6 @@ def forwarded(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for the first argument that cannot be passed to vLLM."""
-    found = complaint(arguments)
-    if found is not None:
-        raise ConfigError(f"policy.generation.vllm_kwargs.{found[0]}: {found[1]}")
+    problem = complaint(arguments)
+    if problem is not None:
+        raise ConfigError(f"policy.generation.vllm_kwargs.{problem[0]}: {problem[1]}")

@@ -23,9 +23,9 @@ def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any)
 
     if not overrides:
         return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **fields)
-    found, _ = transformers.PreTrainedConfig.get_config_dict(source)
-    kind: Any = transformers.CONFIG_MAPPING[found["model_type"]]
-    return kind.from_dict({**found, **overrides}, **fields)
+    config_dict, _ = transformers.PreTrainedConfig.get_config_dict(source)
+    kind: Any = transformers.CONFIG_MAPPING[config_dict["model_type"]]
+    return kind.from_dict({**config_dict, **overrides}, **fields)
 
 
 def model_class(config: Any) -> Any:

@@ -86,8 +86,8 @@ class RepositorySnapshot(msgspec.Struct, frozen=True):
 
 def reference_in(name: str) -> HubReference | None:
     """Return the name on the Hub that a text can be; None for one that can only be a path."""
-    found = _REFERENCE.fullmatch(name)
-    return None if found is None else HubReference(found["repo"], found["revision"])
+    match = _REFERENCE.fullmatch(name)
+    return None if match is None else HubReference(match["repo"], match["revision"])
 
 
 def cached_names(kind: Kind = "model") -> list[str]:
@@ -95,8 +95,8 @@ def cached_names(kind: Kind = "model") -> list[str]:
     from huggingface_hub import constants
 
     begin = f"{kind}s--"
-    found = Path(constants.HF_HUB_CACHE).glob(f"{begin}*")
-    return sorted(path.name.removeprefix(begin).replace("--", "/") for path in found)
+    folders = Path(constants.HF_HUB_CACHE).glob(f"{begin}*")
+    return sorted(path.name.removeprefix(begin).replace("--", "/") for path in folders)
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
@@ -136,8 +136,8 @@ def name_in_cache(folder: str) -> HubReference | None:
 
     with contextlib.suppress(ValueError):
         inside = Path(folder).relative_to(constants.HF_HUB_CACHE)
-        if (found := _SNAPSHOT.fullmatch(inside.as_posix())) is not None:
-            return HubReference(found["repo"].replace("--", "/"), found["commit"])
+        if (match := _SNAPSHOT.fullmatch(inside.as_posix())) is not None:
+            return HubReference(match["repo"].replace("--", "/"), match["commit"])
     return None
 
 
@@ -157,8 +157,8 @@ def resolve(reference: HubReference, kind: Kind = "model") -> RepositorySnapshot
 
     if constants.is_offline_mode():
         return _in_cache(reference, kind, "HF_HUB_OFFLINE is set")
-    if why := why_unreachable():
-        return _in_cache(reference, kind, why)
+    if reason := why_unreachable():
+        return _in_cache(reference, kind, reason)
     from huggingface_hub import HfApi
 
     try:
@@ -219,9 +219,9 @@ def fetch(snapshot: RepositorySnapshot, say: Callable[[str], None]) -> None:
         return
     if snapshot.sizes is None:
         snapshot = resolve(reference)
-    wanted = missing(snapshot)
-    num_bytes = sum(wanted.values())
-    say(f"fetching {snapshot.repo} at {snapshot.commit[:8]}: {shown_size(num_bytes)} in {len(wanted)} files")
+    missing_files = missing(snapshot)
+    num_bytes = sum(missing_files.values())
+    say(f"fetching {snapshot.repo} at {snapshot.commit[:8]}: {shown_size(num_bytes)} in {len(missing_files)} files")
     fetch_description(snapshot)  # first: its index of the weights tells all of them from some of them
     shows_bar = sys.stderr.isatty()
     with contextlib.nullcontext() if shows_bar else _telling(snapshot, num_bytes, say):
@@ -243,10 +243,10 @@ def remove_unfinished(reference: HubReference, kind: Kind = "model") -> None:
     repository = folder_of(HubReference(reference.repo, "x"), kind).parent.parent
     locks = Path(constants.HF_HUB_CACHE) / ".locks" / repository.name
     for path in repository.glob("blobs/*.incomplete"):
-        found = _UNFINISHED.fullmatch(path.name)
+        match = _UNFINISHED.fullmatch(path.name)
         with contextlib.suppress(OSError, Timeout, NotImplementedError):
-            if found is not None and time.time() - path.stat().st_mtime >= QUIET_S:
-                with FileLock(locks / f"{found['blob']}.lock", timeout=0):
+            if match is not None and time.time() - path.stat().st_mtime >= QUIET_S:
+                with FileLock(locks / f"{match['blob']}.lock", timeout=0):
                     path.unlink(missing_ok=True)
 
 
@@ -263,19 +263,19 @@ def missing(snapshot: RepositorySnapshot) -> dict[str, int]:
         raise ModelError(
             f"{snapshot.repo!r}: the cache of the Hub has not all weights ({folder}), and {snapshot.why_cached}"
         )
-    wanted = needed(sizes)
-    weights = [name for name in wanted if fnmatch.fnmatch(name, _WEIGHTS)]
+    needed_files = needed(sizes)
+    weights = [name for name in needed_files if fnmatch.fnmatch(name, _WEIGHTS)]
     if not weights:
-        there = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf"))))
+        other_formats = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf"))))
         raise ModelError(
             f"{snapshot.repo!r} has no *.safetensors, and weights in other formats are not read"
-            f"{f' (it has {there})' if there else ''}"
+            f"{f' (it has {other_formats})' if other_formats else ''}"
         )
-    if _INDEX not in wanted and _SINGLE not in weights:
+    if _INDEX not in needed_files and _SINGLE not in weights:
         raise ModelError(f"{snapshot.repo!r} has neither {_SINGLE} nor {_INDEX} (it has {', '.join(weights)})")
-    found = {name: sizes[name] for name in wanted if not (folder / name).is_file()}
-    _refuse_full_disk(snapshot.repo, folder, sum(found.values()))
-    return found
+    missing_files = {name: sizes[name] for name in needed_files if not (folder / name).is_file()}
+    _refuse_full_disk(snapshot.repo, folder, sum(missing_files.values()))
+    return missing_files
 
 
 def needed(sizes: dict[str, int]) -> list[str]:
@@ -320,7 +320,7 @@ def _remember(reference: HubReference, kind: Kind, commit: str) -> None:
         path.write_text(commit)
 
 
-def _in_cache(reference: HubReference, kind: Kind, why: str) -> RepositorySnapshot:
+def _in_cache(reference: HubReference, kind: Kind, reason: str) -> RepositorySnapshot:
     """Return the commit of a revision in the cache."""
     folder = folder_of(HubReference(reference.repo, "x"), kind).parent.parent
     commit = reference.revision or "main"
@@ -328,9 +328,9 @@ def _in_cache(reference: HubReference, kind: Kind, why: str) -> RepositorySnapsh
         with contextlib.suppress(OSError):
             commit = (folder / "refs" / commit).read_text().strip()
     if _COMMIT.fullmatch(commit) is None or not (folder / "snapshots" / commit).is_dir():
-        raise ModelError(f"{str(reference)!r} is not in the cache of the Hub ({folder}), and {why}")
-    note = "" if reference.is_pinned else f"{reference} is taken from the cache, at {commit[:8]}: {why}"
-    return RepositorySnapshot(reference.repo, commit, None, note, why)
+        raise ModelError(f"{str(reference)!r} is not in the cache of the Hub ({folder}), and {reason}")
+    note = "" if reference.is_pinned else f"{reference} is taken from the cache, at {commit[:8]}: {reason}"
+    return RepositorySnapshot(reference.repo, commit, None, note, reason)
 
 
 def _download(snapshot: RepositorySnapshot, files: list[str], *, shows_bar: bool) -> None:
@@ -361,8 +361,8 @@ def _telling(snapshot: RepositorySnapshot, num_bytes: int, say: Callable[[str], 
     def tell() -> None:
         while not is_done.wait(_LINE_S):
             with contextlib.suppress(OSError):
-                there = sum(path.stat().st_size for path in blobs.iterdir())
-                say(f"fetching {snapshot.repo}: {shown_size(min(there, num_bytes))} of {shown_size(num_bytes)}")
+                num_fetched = sum(path.stat().st_size for path in blobs.iterdir())
+                say(f"fetching {snapshot.repo}: {shown_size(min(num_fetched, num_bytes))} of {shown_size(num_bytes)}")
 
     thread = threading.Thread(target=tell, name="fetching", daemon=True)
     thread.start()
@@ -378,26 +378,26 @@ def as_one_line(reference: HubReference, kind: Kind, doing: str = "fetching it f
     """Convert errors of the Hub's libraries to a `ModelError` of one line; `doing` goes before the Hub's address."""
     from huggingface_hub import constants, errors
 
-    what = "data set" if kind == "dataset" else "model"
-    where = constants.ENDPOINT
+    kind_name = "data set" if kind == "dataset" else "model"
+    endpoint = constants.ENDPOINT
     try:
         yield
     except errors.GatedRepoError as error:
         raise ModelError(
-            f"{reference.repo!r} is gated: accept its terms at {where}/{reference.repo}, and set HF_TOKEN to a token "
-            "of the account that did"
+            f"{reference.repo!r} is gated: accept its terms at {endpoint}/{reference.repo}, and set HF_TOKEN to a "
+            "token of the account that did"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"there is no {what} {reference.repo!r} on {where}, or it is private and HF_TOKEN is not a token that may "
-            "read it"
+            f"there is no {kind_name} {reference.repo!r} on {endpoint}, or it is private and HF_TOKEN is not a token "
+            "that may read it"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"{reference.repo!r} has no branch, tag or commit {reference.revision!r}") from error
     except OSError as error:  # a full disk, or a refused, lost or slow connection
-        raise ModelError(f"{reference}: {doing} {where} failed: {_said(error)}") from error
+        raise ModelError(f"{reference}: {doing} {endpoint} failed: {_said(error)}") from error
     except Exception as error:  # the underlying libraries raise errors of their own
-        raise ModelError(f"{reference}: {where} answered with an error: {_said(error)}") from error
+        raise ModelError(f"{reference}: {endpoint} answered with an error: {_said(error)}") from error
 
 
 def _said(error: BaseException) -> str:
@@ -408,11 +408,11 @@ def _said(error: BaseException) -> str:
 
 
 def _refuse_full_disk(repo: str, folder: Path, num_bytes: int) -> None:
-    there = next(parent for parent in folder.parents if parent.is_dir())
-    free = shutil.disk_usage(there).free
+    existing_folder = next(parent for parent in folder.parents if parent.is_dir())
+    free = shutil.disk_usage(existing_folder).free
     if num_bytes > free:
         raise ModelError(
-            f"{repo!r} needs {shown_size(num_bytes)}, but {there} has only {shown_size(free)} free "
+            f"{repo!r} needs {shown_size(num_bytes)}, but {existing_folder} has only {shown_size(free)} free "
             "(set HF_HOME to another folder)"
         )
 

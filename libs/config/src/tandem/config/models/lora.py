@@ -61,14 +61,14 @@ def chosen(layers: Sequence[str], adapters: LoraCfg | PeftConfig, section: str) 
     Excluded layers need not exist. Raises `ConfigError` if no layer remains, or if one of `target_modules` matches
     none.
     """
-    known = sorted({layer.rpartition(".")[2] for layer in layers})
+    names = sorted({layer.rpartition(".")[2] for layer in layers})
     for pattern in adapters.target_modules:
         if not any(matches(layer, [pattern]) for layer in layers):
-            hint = f"{nearest(pattern, known)}: there are {', '.join(known)}"
+            hint = f"{nearest(pattern, names)}: there are {', '.join(names)}"
             raise ConfigError(f"{section}.target_modules: no layer is called {pattern!r}{hint}")
-    found = [
+    adapted_layers = [
         layer for layer in layers if matches(layer, adapters.patterns) and not matches(layer, adapters.exclude_modules)
     ]
-    if not found:
-        raise ConfigError(f"{section}: no layer is left for an adapter, among {', '.join(known)}")
-    return found
+    if not adapted_layers:
+        raise ConfigError(f"{section}: no layer is left for an adapter, among {', '.join(names)}")
+    return adapted_layers

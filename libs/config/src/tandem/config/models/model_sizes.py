@@ -60,9 +60,9 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes | None:
     sizes: dict[str, int] = {}
     for size in ExpertSizes.__struct_fields__:
         names = _NAMES.get(size, ("num_experts_per_tok",))
-        said = [model[name] for name in names if name in model]
-        said += [field_default(str(model.get("model_type")), name) for name in names]
-        sizes[size] = next((value for value in said if isinstance(value, int)), 0)
+        candidates = [model[name] for name in names if name in model]
+        candidates += [field_default(str(model.get("model_type")), name) for name in names]
+        sizes[size] = next((value for value in candidates if isinstance(value, int)), 0)
     return ExpertSizes(**sizes) if all(value > 0 for value in sizes.values()) else None
 
 
@@ -87,8 +87,8 @@ def model_config(section: ModelConfig) -> dict[str, Any] | None:
     The fields in ``hf_config_overrides`` are replaced.
     """
     path = config_file(section)
-    found = read_json(path) if path else _new(section)
-    return None if found is None else {**found, **(section.hf_config_overrides or {})}
+    config = read_json(path) if path else _new(section)
+    return None if config is None else {**config, **(section.hf_config_overrides or {})}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -108,8 +108,8 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def model_sizes(policy: ModelConfig) -> ModelSizes:
     """Return the known sizes of the model; all None if it is not on this machine."""
     config = language_config(model_config(policy) or {})
-    found = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
-    return ModelSizes(**{size: value for size, value in found.items() if isinstance(value, int)})
+    sizes = {size: next((config[name] for name in names if name in config), None) for size, names in _NAMES.items()}
+    return ModelSizes(**{size: value for size, value in sizes.items() if isinstance(value, int)})
 
 
 def vocabulary_size(policy: ModelConfig) -> int:
@@ -155,7 +155,7 @@ def _cached(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
     except HFValidationError:  # a path, not a name on the Hub
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(path) if isinstance(path, str) else None

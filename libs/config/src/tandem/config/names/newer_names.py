@@ -54,14 +54,14 @@ class _Moved(NamedTuple):
     """Value that older files may have at the key here, and that another one at the new key overrides."""
 
 
-def _move(given: dict[str, Any], section: dict[str, Any], moved: _Moved, algorithm: str) -> None:
+def _move(source: dict[str, Any], section: dict[str, Any], moved: _Moved, algorithm: str) -> None:
     """Move a setting to its key here; the other one keeps null."""
-    value, known = given.get(moved.name), section.get(moved.meant)
+    value, current = source.get(moved.name), section.get(moved.meant)
     if value is None:
         return
-    if known in (None, moved.usual):
+    if current in (None, moved.usual):
         section[moved.meant] = value
-    elif value not in (known, moved.usual):
-        key, here = f"{moved.section}.{moved.name}", f"{algorithm}.{moved.meant}"
-        raise InvalidValue(key, f"{shown(value)}, but {here} is {shown(known)}: they are the same")
-    given[moved.name] = None
+    elif value not in (current, moved.usual):
+        key, new_key = f"{moved.section}.{moved.name}", f"{algorithm}.{moved.meant}"
+        raise InvalidValue(key, f"{shown(value)}, but {new_key} is {shown(current)}: they are the same")
+    source[moved.name] = None

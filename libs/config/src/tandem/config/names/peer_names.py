@@ -351,30 +351,30 @@ class PeerKey(NamedTuple):
     peer: str
     path: str
     """Path in the file."""
-    here: str
+    equivalent: str
     """Its name here; empty if it is not built."""
 
     @property
     def hint(self) -> str:
         """The end of the error."""
-        if self.here.startswith("no key"):
-            return f"; {self.peer} has it, and here there is {self.here}"
-        if not self.here:
+        if self.equivalent.startswith("no key"):
+            return f"; {self.peer} has it, and here there is {self.equivalent}"
+        if not self.equivalent:
             return f"; {self.peer} has it, and here there is nothing like it"
-        key, _, more = self.here.partition(" ")
+        key, _, more = self.equivalent.partition(" ")
         key, comma = (key[:-1], ",") if key.endswith(",") else (key, "")
         if "." not in key:
-            return f"; {self.peer}'s word for {self.here}"
+            return f"; {self.peer}'s word for {self.equivalent}"
         return f"; did you mean {key!r}{comma}{f' {more}' if more else ''}? {self.peer} calls it so"
 
 
 def peer_keys(path: str, value: Any) -> list[PeerKey]:
     """Return the settings of a peer at an unknown path, and below it where its value is a section."""
-    own = _peer_key(path)
-    if isinstance(value, dict) and value and (own is None or path in VERL or own.peer == "verl"):
-        found = [each for name, inner in value.items() for each in peer_keys(f"{path}.{name}", inner)]
-        return found or ([own] if own is not None else [])
-    return [own] if own is not None else []
+    section_key = _peer_key(path)
+    if isinstance(value, dict) and value and (section_key is None or path in VERL or section_key.peer == "verl"):
+        inner_keys = [each for name, inner in value.items() for each in peer_keys(f"{path}.{name}", inner)]
+        return inner_keys or ([section_key] if section_key is not None else [])
+    return [section_key] if section_key is not None else []
 
 
 def _peer_key(path: str) -> PeerKey | None:
@@ -386,9 +386,9 @@ def _peer_key(path: str) -> PeerKey | None:
         if section in VERL and (count == len(parts) or section not in ("data", "algorithm")):
             return PeerKey("verl", path, VERL[section])
     section, _, name = path.rpartition(".")
-    here = TRL.get(name) if section in _FLAT else None
-    if here is None or here.partition(" ")[0].rpartition(".")[2] == name:
+    equivalent = TRL.get(name) if section in _FLAT else None
+    if equivalent is None or equivalent.partition(" ")[0].rpartition(".")[2] == name:
         return None  # a key of that name is found without this table
-    if here.startswith(_ANY_ALGORITHM) and section in ALGORITHMS:
-        here = f"{section}.{here.removeprefix(_ANY_ALGORITHM).partition(',')[0]}"
-    return PeerKey("TRL", path, here)
+    if equivalent.startswith(_ANY_ALGORITHM) and section in ALGORITHMS:
+        equivalent = f"{section}.{equivalent.removeprefix(_ANY_ALGORITHM).partition(',')[0]}"
+    return PeerKey("TRL", path, equivalent)

@@ -97,11 +97,11 @@ class DataSet(ConfigSection, frozen=True, kw_only=True):
 
 def set_names(listed: Sequence[DataSet]) -> list[str]:
     """Return distinct names, for metrics, of the data sets in a list."""
-    found: list[str] = []
-    for each in listed:
-        same = sum(name == each.title or name.startswith(f"{each.title}_") for name in found)
-        found.append(f"{each.title}_{same + 1}" if same else each.title)
-    return found
+    names: list[str] = []
+    for data_set in listed:
+        same = sum(name == data_set.title or name.startswith(f"{data_set.title}_") for name in names)
+        names.append(f"{data_set.title}_{same + 1}" if same else data_set.title)
+    return names
 
 
 def name_apart(name: str, held_out: Container[str]) -> str:
@@ -290,11 +290,11 @@ class DataConfig(ConfigSection, frozen=True, kw_only=True):
         """Names, for metrics, of several validation sets; empty if there is only one."""
         if not self.train:
             return tuple(self.val_data_paths or ())
-        own = set_names(self.train)
+        train_names = set_names(self.train)
         first_too = self._holds_out_of_first
         held_out = [
             name
-            for index, (name, each) in enumerate(zip(own, self.train, strict=True))
+            for index, (name, each) in enumerate(zip(train_names, self.train, strict=True))
             if each.split_validation_size or (first_too and not index)
         ]
         for name in set_names(self.validation):
@@ -305,12 +305,12 @@ class DataConfig(ConfigSection, frozen=True, kw_only=True):
     def train_sets(self) -> tuple[DataConfig, ...]:
         """A section for each training set, as if it were the only one; validation problems are held out of the first
         by default."""
-        first, *others = (self.of_set(each) for each in self.train)
+        first, *later_sets = (self.of_set(each) for each in self.train)
         if self._holds_out_of_first:
             first = msgspec.structs.replace(first, num_validation=self.num_validation)
-        if not others:
+        if not later_sets:
             first = msgspec.structs.replace(first, num_train=self.num_train)
-        return (first, *others)
+        return (first, *later_sets)
 
     @cached_property
     def _holds_out_of_first(self) -> bool:
@@ -319,19 +319,19 @@ class DataConfig(ConfigSection, frozen=True, kw_only=True):
             return False
         return self.num_validation is not None or not any(each.split_validation_size for each in self.train)
 
-    def of_set(self, each: DataSet) -> DataConfig:
+    def of_set(self, data_set: DataSet) -> DataConfig:
         """Return the section for one listed data set, as if it were the only one, and all of it for training."""
-        own = {key: getattr(each, key) for key in OF_EACH_SET}
+        set_values = {key: getattr(data_set, key) for key in OF_EACH_SET}
         return msgspec.structs.replace(
             self,
-            **own,
-            environment=each.env_name or self.environment,
-            train_data_path=each.data_path,
+            **set_values,
+            environment=data_set.env_name or self.environment,
+            train_data_path=data_set.data_path,
             val_data_path=None,
             val_split=None,
             num_train=None,
-            num_validation=None if each.split_validation_size else 0,
-            split_validation_size=each.split_validation_size,
+            num_validation=None if data_set.split_validation_size else 0,
+            split_validation_size=data_set.split_validation_size,
             train=(),
             validation=(),
         )

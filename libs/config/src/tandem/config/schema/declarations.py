@@ -109,8 +109,10 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def trainings(self) -> tuple[TrainingDeclaration, ...]:
         """Trainings of all trained models, the policy's last."""
-        own = TrainingDeclaration(model="policy", loss=self.loss, loss_section=self.loss_section, columns=self.columns)
-        return (*self.beside, own)
+        policy_training = TrainingDeclaration(
+            model="policy", loss=self.loss, loss_section=self.loss_section, columns=self.columns
+        )
+        return (*self.beside, policy_training)
 
     @cached_property
     def training_of(self) -> dict[Model, TrainingDeclaration]:

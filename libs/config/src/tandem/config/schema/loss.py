@@ -131,5 +131,5 @@ class LossFn(DistillationLossConfig, frozen=True, kw_only=True):
     @cached_property
     def environment_columns(self) -> dict[str, str]:
         """Dtypes of its inputs that travel with the batch table, by their name there."""
-        own = self.custom_columns.values()
-        return {f"{column.name}_S": column.dtype for column in own if column.source == "environment"}
+        custom_columns = self.custom_columns.values()
+        return {f"{column.name}_S": column.dtype for column in custom_columns if column.source == "environment"}

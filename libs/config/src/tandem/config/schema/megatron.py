@@ -170,8 +170,8 @@ class MegatronCfg(ConfigSection, frozen=True, kw_only=True):
     @cached_property
     def environment(self) -> dict[str, str]:
         """Environment variables for trainers from `env_vars`, if they train with Megatron-Core."""
-        given = self.env_vars if self.enabled else None
-        return {name: str(value) for name, value in (given or {}).items()}
+        variables = self.env_vars if self.enabled else None
+        return {name: str(value) for name, value in (variables or {}).items()}
 
     @cached_property
     def model_parallel_size(self) -> int:

@@ -98,12 +98,12 @@ class Config(ConfigSection, frozen=True, kw_only=True):
     @cached_property
     def processes_of(self) -> dict[columns.Model, int]:
         """Trainers of each model group: the policy's first, then those of each model with processes of its own."""
-        found: dict[columns.Model, int] = {"policy": self.cluster.trainers}
+        num_by_model: dict[columns.Model, int] = {"policy": self.cluster.trainers}
         for model in self.holds:
             num = 0 if model == "policy" else getattr(self.cluster.processes_of, model)
             if num:
-                found[model] = num
-        return found
+                num_by_model[model] = num
+        return num_by_model
 
     @cached_property
     def num_trainers(self) -> int:
@@ -240,10 +240,10 @@ class Config(ConfigSection, frozen=True, kw_only=True):
         several = {f"{columns.TEACHER}_S": "int32"} if has_routes else {}
         return self.loss_fn.environment_columns | several
 
-    def with_policy(self, section: ModelConfig, **others: Any) -> Config:
-        """Return the configuration as if another model's section, updated with `others`, were the policy's."""
-        own = {name: getattr(section, name) for name in ModelConfig.__struct_fields__} | others
-        return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **own))
+    def with_policy(self, section: ModelConfig, **updates: Any) -> Config:
+        """Return the configuration as if another model's section, updated with `updates`, were the policy's."""
+        fields = {name: getattr(section, name) for name in ModelConfig.__struct_fields__} | updates
+        return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **fields))
 
     @cached_property
     def algorithm_section(self) -> RolloutsConfig | SftConfig | DpoConfig | RewardModelConfig:
@@ -366,12 +366,12 @@ class Config(ConfigSection, frozen=True, kw_only=True):
         routes = self.routes
         if routes is None:
             return {}
-        key, found = "on_policy_distillation.teacher_model_by_agent_name", dict[str, ModelConfig]()
+        key, sections = "on_policy_distillation.teacher_model_by_agent_name", dict[str, ModelConfig]()
         for alias, name in routes.teacher_model_by_agent_name.items():
-            known = [section.model_name for section in found.values()]
-            if name not in known or not routes.deduplicate_shared_teacher_checkpoints:
-                found[f"{key}.{alias}"] = self._teacher_like(name)
-        return found
+            model_names = [section.model_name for section in sections.values()]
+            if name not in model_names or not routes.deduplicate_shared_teacher_checkpoints:
+                sections[f"{key}.{alias}"] = self._teacher_like(name)
+        return sections
 
     def _teacher_like(self, name: str) -> ModelConfig:
         """Return the section `teacher`, or else one like the policy's, for the named model if a name is given."""
