@@ -133,7 +133,7 @@ def test_who_is_lost_is_shut_out_by_its_key(registry: ProcessRegistry) -> None:
     second.send(encode(Goodbye(reason="the second leaves")))
     (event,) = events(registry, lambda event: isinstance(event, ProcessLost))
     assert isinstance(event, ProcessLost)
-    assert event.why == "it left: the second leaves"
+    assert event.reason == "it left: the second leaves"
     for link in (first, second):
         link.close("done")
 
@@ -271,7 +271,7 @@ def test_a_member_that_connects_again_is_heard_and_told_though_its_old_connectio
         link.close("it was told to")
         (lost,) = events(registry, lambda event: isinstance(event, ProcessLost))
         assert isinstance(lost, ProcessLost)
-        assert lost.why == "it left: it was told to"
+        assert lost.reason == "it left: it was told to"
     finally:
         tap.close()
 

@@ -54,7 +54,9 @@ class Coordinator:
         self.known = KnownProcesses(run, self.listening.hub.address, is_kept=True, earlier=earlier)
         heartbeat = HeartbeatSettings(interval_s=0.1, timeout_s=patience_s, orphan_timeout_s=WAIT_S)
         replies = Replies(SampleLimits(vocabulary=50, max_tokens=12, max_turns=2), AFTER - 1 if earlier else 0)
-        self.registry = ProcessRegistry(self.listening, EXPECTED, b"{}", "run", heartbeat, replies, known=self.known)
+        self.registry = ProcessRegistry(
+            self.listening, EXPECTED, b"{}", "run", heartbeat, replies, known_processes=self.known
+        )
         if earlier is not None:
             self.registry.names.send_away(earlier.leaving)
             self.registry.names.expect_back(earlier.staying, ())

@@ -387,7 +387,7 @@ def interrupt(cluster: Cluster) -> list[Action]:
 
 def lose(cluster: Cluster, engine: str) -> list[Action]:
     cluster.pending = [a for a in cluster.pending if a.process != engine]
-    return cluster.give(ProcessLost(now=cluster.now, process=engine, why="killed by SIGKILL"))
+    return cluster.give(ProcessLost(now=cluster.now, process=engine, reason="killed by SIGKILL"))
 
 
 def replace(cluster: Cluster, engine: str) -> None:

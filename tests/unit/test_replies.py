@@ -399,7 +399,7 @@ def test_samples_that_cannot_be_are_one_line(hub: ListeningSocket, tamper: Tampe
     event = room.say(tampered(FINISHED, {}, tamper))
     assert isinstance(event, ProcessLost)
     assert event.process == "rollout-0"
-    assert re.fullmatch(rf"it broke the protocol: SamplesFinished\.{what}", event.why), event.why
+    assert re.fullmatch(rf"it broke the protocol: SamplesFinished\.{what}", event.reason), event.reason
 
 
 def as_long_as(count: int) -> dict[str, float]:
@@ -495,7 +495,7 @@ def test_an_answer_that_cannot_be_is_one_line(
     event = room.say(tampered(*answer(kind, message), tamper))
     assert isinstance(event, ProcessLost)
     assert event.process == f"{kind}-0"
-    assert re.fullmatch(rf"it broke the protocol: {message.__name__}(\.|: ){what}", event.why), event.why
+    assert re.fullmatch(rf"it broke the protocol: {message.__name__}(\.|: ){what}", event.reason), event.reason
 
 
 def test_generated_before_any_sample(hub: ListeningSocket) -> None:
@@ -504,7 +504,8 @@ def test_generated_before_any_sample(hub: ListeningSocket) -> None:
     event = room.say(encode(GENERATED))
     assert isinstance(event, ProcessLost)
     assert (
-        event.why == "it broke the protocol: Generated.command_id: 13, must be of a command whose 4 samples were sent"
+        event.reason
+        == "it broke the protocol: Generated.command_id: 13, must be of a command whose 4 samples were sent"
     )
 
 
@@ -513,13 +514,13 @@ def test_the_answer_to_another_members_command(hub: ListeningSocket) -> None:
     room.registry.command("trainer-0", Train(**command(23), step=STEP, sources=SOURCES), [b""])
     event = room.say(encode(TRAINED))
     assert isinstance(event, ProcessLost)
-    assert (event.process, event.why) == (
+    assert (event.process, event.reason) == (
         "trainer-1",
         "it broke the protocol: Trained.command_id: 23, must be of a command to trainer-1, not to trainer-0",
     )
     event = room.say(encode(Failed(command_id=23, phase="", error="", expected=True)))
     assert isinstance(event, ProcessLost)
-    assert "Failed.command_id: 23, must be of a command to trainer-1" in event.why
+    assert "Failed.command_id: 23, must be of a command to trainer-1" in event.reason
 
 
 def test_only_one_rank_has_metrics(hub: ListeningSocket) -> None:
@@ -527,7 +528,7 @@ def test_only_one_rank_has_metrics(hub: ListeningSocket) -> None:
     room.command(Train(**command(23), step=STEP, sources=SOURCES))
     event = room.say(encode(TRAINED))
     assert isinstance(event, ProcessLost)
-    assert "Trained.metrics: {'loss': 0.5, 'reward/a': -1.0}, must be empty: trainer-0 has them" in event.why
+    assert "Trained.metrics: {'loss': 0.5, 'reward/a': -1.0}, must be empty: trainer-0 has them" in event.reason
 
 
 def test_texts_that_are_too_long(hub: ListeningSocket) -> None:
@@ -535,8 +536,8 @@ def test_texts_that_are_too_long(hub: ListeningSocket) -> None:
         room = Room(hub, "trainer")
         event = room.say(encode(message))
         assert isinstance(event, ProcessLost)
-        assert f"{type(message).__name__}." in event.why
-        assert event.why.endswith("Expected `str` of length <= 10000")
+        assert f"{type(message).__name__}." in event.reason
+        assert event.reason.endswith("Expected `str` of length <= 10000")
 
 
 def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: ListeningSocket) -> None:
@@ -545,7 +546,7 @@ def test_who_breaks_the_protocol_is_told_to_leave_and_heard_no_more(hub: Listeni
     event = room.say(encode(EngineBuilt(command_id=10, layouts=(), samples_at=at("tcp://10.0.0.1:1"))))
     assert isinstance(event, ProcessLost)
     headers = room.members[0].told()
-    assert msgspec.msgpack.decode(headers[-1], type=Shutdown).reason == event.why
+    assert msgspec.msgpack.decode(headers[-1], type=Shutdown).reason == event.reason
     room.registry.dismiss("rollout-0", "another takes its place")
     room.members[0].send(encode(BUILT))
     assert list(room.registry.receive(0.2)) == []
@@ -637,7 +638,7 @@ def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: ListeningSock
     room.command(Train(**command(25), step=STEP, sources=SOURCES))
     event = room.say(encode(SamplesMissing(command_id=25, step=STEP, rollouts={"rollout-1": "it is gone"})))
     assert isinstance(event, ProcessLost)
-    assert "SamplesMissing.rollouts: rollout-1, must be one of those in the command" in event.why
+    assert "SamplesMissing.rollouts: rollout-1, must be one of those in the command" in event.reason
 
 
 def test_another_of_the_name_begins_anew() -> None:

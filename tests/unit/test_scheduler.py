@@ -286,7 +286,7 @@ def test_a_lost_process_ends_the_run_and_is_named(process: str) -> None:
     cluster = Cluster(msgspec.structs.replace(GRPO, max_replacements=0))
     cluster.join_all()
     cluster.run_until(RunPhase.GENERATING)
-    finish = only_finish(cluster.give(ProcessLost(now=cluster.now, process=process, why="killed by SIGKILL")))
+    finish = only_finish(cluster.give(ProcessLost(now=cluster.now, process=process, reason="killed by SIGKILL")))
     assert isinstance(finish.error, ServiceLost)
     assert str(finish.error) == f"{process} failed while generating: killed by SIGKILL"
     assert cluster.plan.handle(TimePassed(now=1e9)) == []
@@ -296,7 +296,7 @@ def test_an_engine_that_is_lost_before_the_first_refit_ends_the_run() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(RunPhase.INSTALLING)
-    finish = only_finish(cluster.give(ProcessLost(now=cluster.now, process="rollout-1", why="gone")))
+    finish = only_finish(cluster.give(ProcessLost(now=cluster.now, process="rollout-1", reason="gone")))
     assert str(finish.error) == "rollout-1 failed while installing transfer programs: gone"
 
 
@@ -370,7 +370,7 @@ def test_an_engine_lost_while_generating_is_replaced_and_its_groups_are_generate
     since = len(cluster.commands)
     actions = lose(cluster, "rollout-1")
     assert actions == [
-        ReplaceEngine(process="rollout-1", why="killed by SIGKILL"),
+        ReplaceEngine(process="rollout-1", reason="killed by SIGKILL"),
         DiscardSamples(step=2, purpose="train", groups=(1, 3)),
     ]
     while cluster.pending:
@@ -397,7 +397,7 @@ def test_an_engine_lost_while_training_joins_the_next_refit() -> None:
     cluster = Cluster(GRPO)
     cluster.join_all()
     cluster.run_until(RunPhase.TRAINING)
-    assert lose(cluster, "rollout-0") == [ReplaceEngine(process="rollout-0", why="killed by SIGKILL")]
+    assert lose(cluster, "rollout-0") == [ReplaceEngine(process="rollout-0", reason="killed by SIGKILL")]
     replace(cluster, "rollout-0")
     cluster.run_until(RunPhase.REFITTING)
     cluster.run_until(RunPhase.GENERATING)
@@ -439,7 +439,7 @@ def test_a_lost_refit_service_is_told_the_layouts_and_goes_on() -> None:
     cluster.join_all()
     cluster.run_until(RunPhase.GENERATING)
     since = len(cluster.commands)
-    assert lose(cluster, "refit-0") == [ReplaceEngine(process="refit-0", why="killed by SIGKILL")]
+    assert lose(cluster, "refit-0") == [ReplaceEngine(process="refit-0", reason="killed by SIGKILL")]
     while cluster.pending:  # all but the comparison goes on
         cluster.answer_next()
     assert cluster.commits() == [0, 1], "what is not proven is not trained on"
@@ -949,7 +949,7 @@ def test_an_engine_whose_samples_cannot_be_used_three_times_is_replaced_and_the_
     cluster = Cluster(GRPO)
     cluster.join_all()
     why = "its samples could not be used 3 times in a row: gone"
-    assert ReplaceEngine(process="rollout-1", why=why) in miss_three_times(cluster, rollout_1="gone")
+    assert ReplaceEngine(process="rollout-1", reason=why) in miss_three_times(cluster, rollout_1="gone")
     replace(cluster, "rollout-1")
     finish = only_finish(miss_three_times(cluster, rollout_1="gone"))
     assert isinstance(finish.error, ServiceLost)
@@ -991,7 +991,7 @@ def test_an_engine_that_fails_for_a_reason_of_its_own_is_replaced_once() -> None
     cluster.join_all()
     cluster.run_until(RunPhase.GENERATING)
     why = "it failed while working: OSError: too many open files"
-    assert ReplaceEngine(process="rollout-1", why=why) in fail(cluster, "rollout-1", "OSError: too many open files")
+    assert ReplaceEngine(process="rollout-1", reason=why) in fail(cluster, "rollout-1", "OSError: too many open files")
     replace(cluster, "rollout-1")
     cluster.run_until(RunPhase.GENERATING)
     while not any(a.process == "rollout-1" and isinstance(a, DispatchPrompts) for a in cluster.pending):
@@ -1034,7 +1034,7 @@ def test_a_loss_does_not_count_any_more_after_a_while() -> None:
     lose(cluster, "rollout-1")
     replace(cluster, "rollout-1")
     cluster.run_until(RunPhase.GENERATING)
-    finish = only_finish(cluster.give(ProcessLost(now=cluster.now, process="rollout-0", why="gone")))
+    finish = only_finish(cluster.give(ProcessLost(now=cluster.now, process="rollout-0", reason="gone")))
     assert str(finish.error) == "rollout-0 failed while generating: gone; processes were replaced 1 times before"
 
 

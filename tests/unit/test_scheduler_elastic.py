@@ -107,7 +107,7 @@ def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(process: 
     while not any(isinstance(a, DispatchCommand) and type(a.command).__name__ == kind for a in cluster.pending):
         cluster.answer_next()
     actions = fail(cluster, process, kind, "no memory")
-    assert LetGo(process="rollout-2", why="no memory") in actions
+    assert LetGo(process="rollout-2", reason="no memory") in actions
     cluster.run_until(RunPhase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
 
@@ -115,7 +115,7 @@ def test_an_engine_that_cannot_join_is_turned_away_and_the_run_goes_on(process: 
 def test_an_engine_that_is_lost_or_late_before_it_is_ready_is_no_loss() -> None:
     cluster = generating(msgspec.structs.replace(GRPO, max_replacements=0))
     join(cluster, "rollout-2")
-    assert lose(cluster, "rollout-2") == [LetGo(process="rollout-2", why="killed by SIGKILL")]
+    assert lose(cluster, "rollout-2") == [LetGo(process="rollout-2", reason="killed by SIGKILL")]
     join(cluster, "rollout-3")
     late = [a for a in cluster.pending if a.process == "rollout-3"]
     cluster.pending = [a for a in cluster.pending if a.process != "rollout-3"]
@@ -136,7 +136,7 @@ def test_an_engine_that_is_told_to_leave_finishes_and_goes_once_its_samples_are_
     cluster.run_until(RunPhase.TRAINING)
     assert not let_go(cluster), "trainers fetch from it"
     cluster.run_until(RunPhase.FINISHED)
-    assert let_go(cluster) == [LetGo(process="rollout-1", why="it was told to")]
+    assert let_go(cluster) == [LetGo(process="rollout-1", reason="it was told to")]
     assert who_generate(cluster, 1) == {"rollout-0", "rollout-1"}
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
     assert not [action for action in cluster.done if isinstance(action, ReplaceEngine)]
@@ -152,7 +152,7 @@ def test_an_engine_that_leaves_and_cannot_finish_goes_at_its_deadline_and_others
     cluster.now += 16.0
     actions = cluster.give(TimePassed(now=cluster.now))
     why = "it did not leave within 15 s; 2 rollout groups of its are made again"
-    assert LetGo(process="rollout-1", why=why) in actions
+    assert LetGo(process="rollout-1", reason=why) in actions
     cluster.run_until(RunPhase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
 
@@ -162,7 +162,7 @@ def test_an_engine_that_leaves_and_is_lost_is_not_replaced() -> None:
     leave(cluster, "rollout-0")
     actions = lose(cluster, "rollout-0")
     assert [a for a in actions if isinstance(a, LetGo)] == [
-        LetGo(process="rollout-0", why="killed by SIGKILL; 3 rollout groups of its are made again")
+        LetGo(process="rollout-0", reason="killed by SIGKILL; 3 rollout groups of its are made again")
     ]
     cluster.run_until(RunPhase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
@@ -176,7 +176,7 @@ def test_an_engine_that_nobody_replaces_is_done_without_and_others_make_its_grou
     cluster.now += 11.0
     actions = cluster.give(TimePassed(now=cluster.now))
     why = "it was lost, and no process has taken its place within 10 s"
-    assert LetGo(process="rollout-1", why=why) in actions
+    assert LetGo(process="rollout-1", reason=why) in actions
     cluster.run_until(RunPhase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 2) == who_generate(cluster, 3) == {"rollout-0"}
@@ -193,7 +193,7 @@ def test_an_engine_by_hand_that_is_lost_is_not_awaited_where_another_has_joined_
     cluster.give(AwaitedByHand(now=cluster.now, process="rollout-1"))
     actions = cluster.give(TimePassed(now=cluster.now))
     why = "it was lost, and as many others are there as the run began with"
-    assert LetGo(process="rollout-1", why=why) in actions
+    assert LetGo(process="rollout-1", reason=why) in actions
     cluster.run_until(RunPhase.FINISHED)
     assert cluster.commits() == [0, 1, 2, 3]
     assert who_generate(cluster, 3) == {"rollout-0", "rollout-2"}

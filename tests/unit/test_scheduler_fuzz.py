@@ -316,7 +316,7 @@ class Harried(Cluster):
             self.lose("refit-0")
         elif troubles.trainer_loss and self.may_lose("trainer-1") and chance() < troubles.trainer_loss:
             self.pending = [action for action in self.pending if action.process != "trainer-1"]
-            self.tell(ProcessLost(now=self.now, process="trainer-1", why="killed by SIGKILL"))
+            self.tell(ProcessLost(now=self.now, process="trainer-1", reason="killed by SIGKILL"))
         elif chance() < troubles.interrupt and not self.is_interrupted:
             self.is_interrupted = True
             self.tell(StopRequested(now=self.now))
@@ -346,7 +346,7 @@ class Harried(Cluster):
         self.end(name)
         if name not in self.tables.engines.draining:
             self.absent.append(name)
-        self.tell(ProcessLost(now=self.now, process=name, why="killed by SIGKILL"))
+        self.tell(ProcessLost(now=self.now, process=name, reason="killed by SIGKILL"))
         if self.troubles.join and self.random.random() < 0.5:
             self.tell(AwaitedByHand(now=self.now, process=name))
 
@@ -682,7 +682,7 @@ def test_who_cannot_be_replaced_ends_the_run_whatever_goes_on(kind: str) -> None
             cluster.go_on()
         phase = cluster.tables.phase
         cluster.tables.replacements = CountedReplacements(0, 3600.0)
-        actions = cluster.give(ProcessLost(now=cluster.now, process=kind, why="killed by SIGKILL"))
+        actions = cluster.give(ProcessLost(now=cluster.now, process=kind, reason="killed by SIGKILL"))
         while cluster.tables.phase is RunPhase.WRITING:
             cluster.go_on()
         finish = cluster.done[-1]

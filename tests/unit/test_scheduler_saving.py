@@ -138,7 +138,7 @@ def test_a_part_that_cannot_be_written_ends_the_run_in_its_own_words() -> None:
 
 
 def lose(cluster: Cluster, process: str) -> list[Action]:
-    return cluster.give(ProcessLost(now=cluster.now, process=process, why="killed by SIGKILL"))
+    return cluster.give(ProcessLost(now=cluster.now, process=process, reason="killed by SIGKILL"))
 
 
 def test_a_trainer_that_dies_takes_the_checkpoint_along() -> None:

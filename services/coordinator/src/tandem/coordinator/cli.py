@@ -164,12 +164,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if words and not words[0].startswith("-") and words[0] not in EXAMPLES:
         groups = "\n".join(f"  {purpose}: {', '.join(names)}" for purpose, names in GROUPS.items())
         parser.error(f"there is no command {words[0]!r}{nearest(words[0], EXAMPLES)}\n{groups}")
-    arguments, rest = parser.parse_known_args(argv)
-    unknown = [word for word in rest if word.startswith("-") or "=" not in word or "overrides" not in arguments]
+    arguments, extra_words = parser.parse_known_args(argv)
+    unknown = [word for word in extra_words if word.startswith("-") or "=" not in word or "overrides" not in arguments]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if rest:
-        arguments.overrides += rest
+    if extra_words:
+        arguments.overrides += extra_words
     if getattr(arguments, "newer", False):
         arguments.overrides = [*arguments.overrides, NEWER]
     if arguments.command == "up" and arguments.from_step is not None and not arguments.resume:
@@ -200,8 +200,8 @@ def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
         words = ["coordinator", "up", error.config_file]
     if error.whole is None:
         return f"no other checkpoint is whole: begin anew with {shlex.join([*words, '--restart'])}"
-    how = ["--resume", "--from", str(error.whole)]
-    return f"the newest that is whole is that of step {error.whole}: {shlex.join([*words, *how])}"
+    options = ["--resume", "--from", str(error.whole)]
+    return f"the newest that is whole is that of step {error.whole}: {shlex.join([*words, *options])}"
 
 
 def _subject(arguments: argparse.Namespace) -> str:

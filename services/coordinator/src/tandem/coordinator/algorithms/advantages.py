@@ -59,8 +59,10 @@ def valid_advantages(
     for group in np.flatnonzero(~whole_G):
         left_N = counts_GN[group]
         if left_N.sum() >= 2:
-            left = rewards_GN[group : group + 1, left_N]
-            advantages_GN[group, left_N] = group_advantages(left, leave_one_out=leave_one_out, normalize=normalize)[0]
+            group_rewards = rewards_GN[group : group + 1, left_N]
+            advantages_GN[group, left_N] = group_advantages(
+                group_rewards, leave_one_out=leave_one_out, normalize=normalize
+            )[0]
     return advantages_GN
 
 
@@ -102,8 +104,8 @@ def group_advantages(rewards_GN: NDArray[np.float64], *, leave_one_out: bool, no
     num_samples = rewards_GN.shape[1]
     assert num_samples >= 1 + leave_one_out, "the configuration is checked before anything starts"
     if leave_one_out:
-        others = np.nonzero(~np.eye(num_samples, dtype=np.bool_))[1].reshape(num_samples, -1)
-        compared_GNM = rewards_GN[:, others]
+        peer_NM = np.nonzero(~np.eye(num_samples, dtype=np.bool_))[1].reshape(num_samples, -1)
+        compared_GNM = rewards_GN[:, peer_NM]
     else:
         compared_GNM = np.repeat(rewards_GN[:, None, :], num_samples, axis=1)
     advantages_GN: NDArray[np.float64] = rewards_GN - compared_GNM.mean(axis=-1)

@@ -33,11 +33,11 @@ def gdpo_components(config: Config, samples: Sequence[SampleScored]) -> NDArray[
     """Return the components of the rewards, as many as GDPO and its weights need."""
     names, estimator = component_names(samples), config.rollout_section.group_estimator
     weights = None if estimator is None else estimator.reward_weights
-    given = f"environment {_environments(config)} gave {', '.join(names) or 'none'}"
+    provided = f"environment {_environments(config)} gave {', '.join(names) or 'none'}"
     if len(names) < 2:
-        raise RewardError(f"grpo.adv_estimator.name: gdpo needs rewards of at least two components, {given}")
+        raise RewardError(f"grpo.adv_estimator.name: gdpo needs rewards of at least two components, {provided}")
     if weights is not None and len(weights) != len(names):
-        raise RewardError(f"grpo.adv_estimator.reward_weights: {len(weights)} weights, but {given}")
+        raise RewardError(f"grpo.adv_estimator.reward_weights: {len(weights)} weights, but {provided}")
     return component_rewards(samples, config.rollout_section, names)
 
 

@@ -69,8 +69,8 @@ class DataSetAlgorithm(WithoutGeneration):
         sets = load_conversations(config, self.images)
         check_step_size(config, len(sets.train))
         num_validation = section.val_batches * section.val_global_batch_size
-        most = num_validation if num_validation > 0 else None
-        held_out = {name: part[:most] for name, part in sets.held_out.items()}
+        max_rows = num_validation if num_validation > 0 else None
+        held_out = {name: part[:max_rows] for name, part in sets.held_out.items()}
         conversations = (each for each in itertools.chain(sets.train, *held_out.values()) if not each.is_text)
         self._chat.check_characters(
             ((c.name, (c.prompt, *c.answers)) for c in conversations), ConversationWriter.literals(config)
@@ -96,8 +96,8 @@ class DataSetAlgorithm(WithoutGeneration):
     def num_steps(self) -> int:
         """Steps of a whole run: the smaller of ``max_num_steps``, unless that is -1, and ``max_num_epochs``."""
         per_epoch = max(1, len(self._train) // self._config.policy.train_global_batch_size)
-        of_epochs, most = self._section.max_num_epochs * per_epoch, self._section.max_num_steps
-        return of_epochs if most < 0 else min(most, of_epochs)
+        of_epochs, max_steps = self._section.max_num_epochs * per_epoch, self._section.max_num_steps
+        return of_epochs if max_steps < 0 else min(max_steps, of_epochs)
 
     def batch(
         self, step: int, purpose: Purpose, records: Sequence[SampleRecord] = ()

@@ -70,18 +70,18 @@ def metrics_by_origin(
 ) -> dict[str, float]:
     """Return the rewards and accuracies of each data set that problems name, and of each environment."""
     of_set, of_environment = ("train", "env") if purpose == "train" else ("val", "val_env")
-    found: dict[str, list[SampleScored]] = {}
+    by_origin: dict[str, list[SampleScored]] = {}
     for sample in samples:
         origin = drawn[sample.group]
         if origin.set_name:
-            found.setdefault(f"{of_set}_{origin.set_name}", []).append(sample)
+            by_origin.setdefault(f"{of_set}_{origin.set_name}", []).append(sample)
         if by_environment:
-            found.setdefault(f"{of_environment}_{origin.environment}", []).append(sample)
+            by_origin.setdefault(f"{of_environment}_{origin.environment}", []).append(sample)
     metrics: dict[str, float] = {}
-    for name, own in sorted(found.items()):
-        if counted := [sample for sample in own if not sample.dropped]:
+    for name, origin_samples in sorted(by_origin.items()):
+        if counted := [sample for sample in origin_samples if not sample.dropped]:
             metrics[f"{name}/reward"] = float(np.mean([sample.reward for sample in counted]))
             metrics[f"{name}/accuracy"] = float(np.mean([sample.correct for sample in counted]))
-        if num_failed := sum(bool(sample.failure) for sample in own):
+        if num_failed := sum(bool(sample.failure) for sample in origin_samples):
             metrics[f"{name}/environment_failures"] = float(num_failed)
     return metrics

@@ -41,7 +41,7 @@ class _Drawn(NamedTuple):
     """A problem, and the prompt group that asks engines for samples of it."""
 
     problem: EncodedProblem
-    asked: PromptGroup
+    prompt_group: PromptGroup
     place: int
     """Place of the problem in the stream; of held-out problems, the number."""
 
@@ -61,12 +61,12 @@ class GrpoAlgorithm:
         encoder = PromptEncoder(config, tokenizer, problems.all_views)
         # A run that only validates reads no training problems.
         train = [] if config.evaluates else problems.train_asked(config.data)
-        most = config.rollout_section.max_val_samples
-        parts = {name: part[:most] for name, part in problems.held_out_asked(config.data).items()}
+        max_samples = config.rollout_section.max_val_samples
+        parts = {name: part[:max_samples] for name, part in problems.held_out_asked(config.data).items()}
         held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
-        for asked in {(asked.data.environment or "", asked.set_name): asked for asked in train}.values():
-            teachers.teacher_of(config, asked.data.environment or "", asked.set_name)
+        for problem in {(problem.data.environment or "", problem.set_name): problem for problem in train}.values():
+            teachers.teacher_of(config, problem.data.environment or "", problem.set_name)
         encoder.check_characters([*train, *held_out])
         check_answers(config, [*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
@@ -78,7 +78,7 @@ class GrpoAlgorithm:
         """Groups drawn so far, by step, purpose and number, without those of steps before the last batch."""
         self._has_several = len(config.environments) > 1
         """Whether prompts say which environment scores their samples."""
-        self._has_origins = self._has_several or any(asked.set_name for asked in train)
+        self._has_origins = self._has_several or any(problem.set_name for problem in train)
         """Whether metrics tell data sets or environments apart."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
@@ -120,9 +120,9 @@ class GrpoAlgorithm:
         """Return the sampling parameters. Validation may have some of its own, and is otherwise like training."""
         generation = self._config.policy.generation
         validates = purpose == "validate"
-        own = self._config.rollout_section.val_temperature if validates else None
+        val_temperature = self._config.rollout_section.val_temperature if validates else None
         return SamplingParameters(
-            temperature=generation.temperature if own is None else own,
+            temperature=generation.temperature if val_temperature is None else val_temperature,
             top_p=generation.validation_top_p if validates else generation.top_p,
             top_k=(generation.validation_top_k if validates else generation.top_k) or 0,
             min_p=generation.min_p,
@@ -137,7 +137,7 @@ class GrpoAlgorithm:
 
         Raise `PlaceUnknown` for a group whose problem depends on a step that still draws.
         """
-        return tuple(self._drawn(step, purpose, group).asked for group in groups)
+        return tuple(self._drawn(step, purpose, group).prompt_group for group in groups)
 
     def _drawn(self, step: int, purpose: Purpose, group: int) -> _Drawn:
         """Return the problem of a group of `step` and its prompt group. They are kept until the step has its batch."""
@@ -147,9 +147,9 @@ class GrpoAlgorithm:
         if purpose == "train":
             size = self._config.rollout_section.num_prompts_per_step
             place = (step - 1) * size + group if self.places is None else self.places.of(step, group)
-        known = self._groups.get(key)
-        if known is not None and known.place == place:  # after a restart, earlier steps may draw more than before
-            return known
+        drawn = self._groups.get(key)
+        if drawn is not None and drawn.place == place:  # after a restart, earlier steps may draw more than before
+            return drawn
         step = key[0]
         section = self._config.rollout_section
         if purpose == "validate":
@@ -158,7 +158,7 @@ class GrpoAlgorithm:
         else:
             encoded = self._train.at(place)
             num_samples, seed = section.num_generations_per_prompt, section.seed
-        asked = PromptGroup(
+        prompt_group = PromptGroup(
             group=group,
             problem=encoded.problem,
             prompt_ids=encoded.prompt_ids,
@@ -166,7 +166,7 @@ class GrpoAlgorithm:
             environment=encoded.environment if self._has_several else "",
             images=encoded.images,
         )
-        self._groups[key] = _Drawn(encoded, asked, place)
+        self._groups[key] = _Drawn(encoded, prompt_group, place)
         return self._groups[key]
 
     def batch(

@@ -43,8 +43,10 @@ class RecordedAlgorithm(WithoutGeneration):
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         assert config.replay is not None, "asked only where samples are recorded"
         several = len(config.data.train) > 1 or len(config.environments) > 1
-        why = "replay: there are no metrics of each data set or environment: the record does not say whose a sample is"
-        self.notices: tuple[str, ...] = (why,) if several else ()
+        notice = (
+            "replay: there are no metrics of each data set or environment: the record does not say whose a sample is"
+        )
+        self.notices: tuple[str, ...] = (notice,) if several else ()
         self.images: ImageRows | None = None
         self._config = config
         self._tokenizer = tokenizer
@@ -164,13 +166,13 @@ def is_whole(config: Config, keys: Sequence[tuple[int, int]]) -> bool:
     """Tell whether samples, given by group and place, form whole groups, and enough of them for a step."""
     grpo = config.rollout_section
     num_samples = grpo.num_generations_per_prompt
-    num_groups, rest = divmod(len(keys), num_samples)
+    num_groups, remainder = divmod(len(keys), num_samples)
     is_enough = (
         num_groups >= grpo.num_prompts_per_step
         if grpo.use_dynamic_sampling
         else (num_groups == grpo.num_prompts_per_step)
     )
-    return is_enough and not rest and sorted(keys) == [divmod(i, num_samples) for i in range(len(keys))]
+    return is_enough and not remainder and sorted(keys) == [divmod(i, num_samples) for i in range(len(keys))]
 
 
 def _refuse_too_few(config: Config, step: int, samples: Sequence[RecordedSample]) -> None:
@@ -181,9 +183,9 @@ def _refuse_too_few(config: Config, step: int, samples: Sequence[RecordedSample]
     groups: dict[int, list[SampleScored]] = {}
     for sample in samples:
         groups.setdefault(sample.scored.group, []).append(sample.scored)
-    found = sum(has_spread(grpo, group) for group in groups.values())
-    if found < grpo.num_prompts_per_step:
+    num_informative = sum(has_spread(grpo, group) for group in groups.values())
+    if num_informative < grpo.num_prompts_per_step:
         raise SamplesError(
             f"step {step} needs {grpo.num_prompts_per_step} groups whose rewards differ, and of the {len(groups)} that "
-            f"are recorded, {found} do: grpo.adv_estimator and grpo.reward_scaling say which"
+            f"are recorded, {num_informative} do: grpo.adv_estimator and grpo.reward_scaling say which"
         )

@@ -26,12 +26,12 @@ def dynamic_sampling(section: RolloutsConfig, samples: Sequence[SampleScored]) -
     size = section.num_generations_per_prompt
     firsts = range(0, len(samples), size)
     useful = [first for first in firsts if has_spread(section, samples[first : first + size])]
-    kept = useful[: section.num_prompts_per_step]
-    assert len(kept) == section.num_prompts_per_step, "the scheduler goes on until there are as many"
-    return [row for first in kept for row in range(first, first + size)], {
+    used = useful[: section.num_prompts_per_step]
+    assert len(used) == section.num_prompts_per_step, "the scheduler goes on until there are as many"
+    return [row for first in used for row in range(first, first + size)], {
         NUM_BATCHES: len(firsts) / section.num_prompts_per_batch,
         "dynamic_sampling_num_dropped_groups": float(len(firsts) - len(useful)),
-        "dynamic_sampling_num_discarded_valid_samples": float((len(useful) - len(kept)) * size),
+        "dynamic_sampling_num_discarded_valid_samples": float((len(useful) - len(used)) * size),
     }
 
 
@@ -48,10 +48,12 @@ def set_aside_note(
 ) -> str:
     """Name the first sample with a reward or advantage that no run can compute with."""
     place = int((~(within(rewards_S) & within(advantages_S))).argmax())
-    what, value = ("reward", rewards_S[place]) if not within(rewards_S)[place] else ("advantage", advantages_S[place])
+    quantity, value = (
+        ("reward", rewards_S[place]) if not within(rewards_S)[place] else ("advantage", advantages_S[place])
+    )
     sample = samples[place]
     return (
-        f"group {sample.group}, sample {sample.sample}: its {what} is {beyond(float(value))}: "
+        f"group {sample.group}, sample {sample.sample}: its {quantity} is {beyond(float(value))}: "
         "groups with such a sample are set aside"
     )
 

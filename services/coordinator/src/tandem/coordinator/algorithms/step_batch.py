@@ -214,17 +214,17 @@ def batch_of_samples(
     No token counts if the sample was dropped, is to be set aside or, with `filters_overlong`, was truncated. A sample's
     values are those of each of its sequences.
     """
-    each = SampleColumns.of(records)
-    counts_S = ~each.is_dropped_S
+    sample_columns = SampleColumns.of(records)
+    counts_S = ~sample_columns.is_dropped_S
     counts_S[[*set_aside]] = False
     if filters_overlong:
-        counts_S &= ~each.is_truncated_S
+        counts_S &= ~sample_columns.is_truncated_S
     of = _Sequences(
         place_S=np.arange(len(records)),
         branch_S=np.zeros(len(records), dtype=np.int64),
-        prompt_lengths_S=each.prompt_lengths_S,
-        num_made_S=each.response_lengths_S,
-        lengths_S=each.num_tokens_S,
+        prompt_lengths_S=sample_columns.prompt_lengths_S,
+        num_made_S=sample_columns.response_lengths_S,
+        lengths_S=sample_columns.num_tokens_S,
     )
     if any(map(_BRANCHES, records)):
         of = _with_branches(of, records)
@@ -235,7 +235,7 @@ def batch_of_samples(
         scored = records[of.place_S[row]].scored
         if not scored.branches:
             prompt_S[row] = first_rows.setdefault(prompts[scored.group], row)
-    rollouts, source_S = np.unique(each.rollouts_S, return_inverse=True)
+    rollouts, source_S = np.unique(sample_columns.rollouts_S, return_inverse=True)
     return SampleBatch(
         lengths_S=of.lengths_S.astype(np.int32),
         num_valid_S=num_valid_S.astype(np.int32),
@@ -245,9 +245,9 @@ def batch_of_samples(
         advantages_S=advantages_S[of.place_S],
         rewards_S=rewards_S[of.place_S],
         source_S=source_S[of.place_S].astype(np.int32),
-        command_S=each.command_S[of.place_S].astype(np.int64),
-        group_S=each.group_S[of.place_S].astype(np.int32),
-        sample_S=each.sample_S[of.place_S].astype(np.int32),
+        command_S=sample_columns.command_S[of.place_S].astype(np.int64),
+        group_S=sample_columns.group_S[of.place_S].astype(np.int32),
+        sample_S=sample_columns.sample_S[of.place_S].astype(np.int32),
         branch_S=of.branch_S.astype(np.int32),
         **{name: values[of.place_S] for name, values in columns.items()},
     ).with_sources(rollouts.tolist(), notes)
@@ -256,10 +256,10 @@ def batch_of_samples(
 def _with_branches(samples: _Sequences, records: Sequence[SampleRecord]) -> _Sequences:
     """Return the sequences of samples of which some, or all, are episodes with branches."""
     sequences: list[tuple[int, ...]] = []
-    for place, own in enumerate(zip(*samples[1:], strict=True)):
+    for place, sequence in enumerate(zip(*samples[1:], strict=True)):
         branches = records[place].scored.branches
         sequences += [
             (place, number, branch.prompt_length, branch.num_made, branch.num_tokens)
             for number, branch in enumerate(branches)
-        ] or [(place, *own)]
+        ] or [(place, *sequence)]
     return _Sequences(*map(np.array, zip(*sequences, strict=True)))

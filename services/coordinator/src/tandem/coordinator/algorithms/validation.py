@@ -29,13 +29,13 @@ def validation_metrics(
             scores["val_pass_k"] = _pass_k(counted)
         drawn = dict(enumerate(problems))
         scores |= metrics_by_origin("validate", samples, drawn, by_environment=len(config.environments) > 1)
-    others = turn_metrics(config, samples)
+    extra_scores = turn_metrics(config, samples)
     if any(sample.failure for sample in samples):
-        others |= failure_metrics(samples)
+        extra_scores |= failure_metrics(samples)
     return {
         **scores,
         "val_mean_generation_length": float(np.mean([sample.response_length for sample in samples])),
-        **{f"val_{name}": value for name, value in others.items()},
+        **{f"val_{name}": value for name, value in extra_scores.items()},
     }
 
 

@@ -77,8 +77,8 @@ class ProgressLine(Callback):
         if not self._is_written:
             self._write()
         lead = "\n" if self._in_place and self._num_columns else ""
-        what = f": {run.error}" if run.error is not None else ""
-        self._file.write(f"{lead}{run.folder}: {run.state}{what}\n")
+        detail = f": {run.error}" if run.error is not None else ""
+        self._file.write(f"{lead}{run.folder}: {run.state}{detail}\n")
         self._file.flush()
 
     def _write(self) -> None:
@@ -115,28 +115,28 @@ class CallbackThread:
         return not self._thread.is_alive()
 
     def _observe(self) -> None:
-        self._call(lambda each: each.on_start(self._run))
+        self._call(lambda callback: callback.on_start(self._run))
         try:
             for step in self._run._records():
                 self._tell(step)
         except TandemError as error:  # the journal cannot be read; on_end is called all the same
             print(f"callbacks: {error}", file=sys.stderr)
         self._run._await_process()
-        self._call(lambda each: each.on_end(self._run))
+        self._call(lambda callback: callback.on_end(self._run))
 
     def _tell(self, step: StepRecord) -> None:
         if step.step > 0:
-            self._call(lambda each: each.on_step(self._run, step))
+            self._call(lambda callback: callback.on_step(self._run, step))
         if any(name.startswith("val_") for name in step.metrics):
-            self._call(lambda each: each.on_validation(self._run, step))
+            self._call(lambda callback: callback.on_validation(self._run, step))
 
     def _call(self, method: Callable[[Callback], None]) -> None:
         for index, callback in enumerate(self._callbacks):
             try:
                 method(callback)
             except Exception as error:
-                said = f"callbacks[{index}] ({type(callback).__name__}) raised {type(error).__name__}: {error}"
-                print(f"{said}; the run goes on", file=sys.stderr)
+                message = f"callbacks[{index}] ({type(callback).__name__}) raised {type(error).__name__}: {error}"
+                print(f"{message}; the run goes on", file=sys.stderr)
                 if index not in self._reported:
                     self._reported.add(index)
                     traceback.print_exc()
@@ -150,9 +150,9 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
         raise ConfigError("callbacks: expected a list of callbacks, got one: put it into a list")
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
         raise ConfigError(f"callbacks: expected a list of tandem.Callback, got {shown(callbacks)[:200]}")
-    for index, each in enumerate(callbacks):
-        if isinstance(each, type) and issubclass(each, Callback):
-            raise ConfigError(f"callbacks[{index}]: expected an object, got the class: write {each.__name__}()")
-        if not isinstance(each, Callback):
-            raise ConfigError(f"callbacks[{index}]: expected a tandem.Callback, got {shown(each)[:200]}")
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, type) and issubclass(callback, Callback):
+            raise ConfigError(f"callbacks[{index}]: expected an object, got the class: write {callback.__name__}()")
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks[{index}]: expected a tandem.Callback, got {shown(callback)[:200]}")
     return tuple(callbacks)

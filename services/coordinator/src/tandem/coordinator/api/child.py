@@ -42,8 +42,8 @@ def _run(order_fd: int, reports_fd: int) -> int:
     with os.fdopen(order_fd, "rb") as file:
         order = msgspec.json.decode(file.read(), type=RunOrder)
 
-    def report(what: Report) -> None:
-        os.write(reports_fd, msgspec.json.encode(what) + b"\n")
+    def report(message: Report) -> None:
+        os.write(reports_fd, msgspec.json.encode(message) + b"\n")
 
     try:
         config = config_from_json(order.config_json)

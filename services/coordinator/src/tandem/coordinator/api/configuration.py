@@ -63,12 +63,12 @@ def settings_of(config: object, overrides: object) -> ConfigurationBuilder:
     """Read the user's configuration and overrides. Raise `ConfigError` if they have the wrong type."""
     if not isinstance(config, str | Path | Mapping | Config):
         raise ConfigError(f"config: expected a path, a dict or a Config, got {shown(config)[:200]}")
-    given = {} if overrides is None else overrides
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) and key for key in given):
+    settings = {} if overrides is None else overrides
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key for key in settings):
         raise ConfigError(
             f"overrides: expected a dict such as {{'grpo.max_num_steps': 10}}, got {shown(overrides)[:200]}"
         )
-    return ConfigurationBuilder(layers=layers_of(config), overrides=given)
+    return ConfigurationBuilder(layers=layers_of(config), overrides=settings)
 
 
 def of_rewards(functions: Sequence[RewardFunction], solved_at: object) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class Run:
             last, outcome = journal.last_step() or 0, outcome_in(journal.last_event())
         if outcome is not None:
             return outcome
-        wanted = self.config.algorithm_section.max_num_steps
-        return "finished" if 0 < wanted <= last else "ended"
+        num_steps = self.config.algorithm_section.max_num_steps
+        return "finished" if 0 < num_steps <= last else "ended"
 
     @property
     def error(self) -> TandemError | None:
@@ -121,10 +121,10 @@ class Run:
         Raise `KeyError` if no step has it; the error names the metric with the nearest name.
         """
         steps = self.steps
-        found = {record.step: record.metrics[name] for record in steps if name in record.metrics}
-        if not found and steps:
+        values = {record.step: record.metrics[name] for record in steps if name in record.metrics}
+        if not values and steps:
             raise KeyError(f"no step has a metric {name!r}{nearest(name, self.metric_names)}")
-        return found
+        return values
 
     @property
     def metric_names(self) -> list[str]:
@@ -159,8 +159,8 @@ class Run:
 
         if not self._has_journal():
             return {}
-        found = checkpoints_of(self.folder, self.config)
-        return {step: found.folder_of(step) for step in found.steps()}
+        checkpoint_folder = checkpoints_of(self.folder, self.config)
+        return {step: checkpoint_folder.folder_of(step) for step in checkpoint_folder.steps()}
 
     @property
     def model_folder(self) -> Path:

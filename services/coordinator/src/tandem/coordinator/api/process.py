@@ -101,11 +101,11 @@ class RunProcess:
             elif self.outcome is None:
                 self.outcome = RunEnded(outcome="failed", kind=ServiceLost.__name__, what=self._how_it_was_lost(code))
         except BaseException as error:
-            what = (f"the run could not be started: {type(error).__name__}: {error}",)
-            self.outcome = RunEnded(outcome="failed", kind=TandemError.__name__, what=what)
+            arguments = (f"the run could not be started: {type(error).__name__}: {error}",)
+            self.outcome = RunEnded(outcome="failed", kind=TandemError.__name__, what=arguments)
         finally:
-            for each in (self._lifeline, self._guarded, self._console):
-                each.close()
+            for file in (self._lifeline, self._guarded, self._console):
+                file.close()
             try:
                 self._at_end()
             finally:
@@ -139,15 +139,15 @@ class RunProcess:
 
     def _hear(self, reports: int) -> None:
         """Take reports until the other end is closed, and pass on the console output meanwhile."""
-        rest = b""
+        partial_line = b""
         with open(reports, "rb", buffering=0) as file:
             while True:
                 is_there = bool(select.select([file], [], [], _LOOK_S)[0])
                 self._pass_on()
                 if is_there:
-                    if not (came := file.read(1 << 16)):
+                    if not (chunk := file.read(1 << 16)):
                         return
-                    *lines, rest = (rest + came).split(b"\n")
+                    *lines, partial_line = (partial_line + chunk).split(b"\n")
                     for line in lines:
                         self._take(_reports.decode(line))
 
@@ -187,12 +187,14 @@ class RunProcess:
     def _how_it_was_lost(self, code: int | None) -> tuple[str, str, str]:
         size = os.fstat(self._console.fileno()).st_size
         start = max(0, size - MAX_TEXT)
-        said = os.pread(self._console.fileno(), size - start, start).decode(errors="replace")
-        how = "was killed" if code is None else f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        output = os.pread(self._console.fileno(), size - start, start).decode(errors="replace")
+        ending = (
+            "was killed" if code is None else f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        )
         return (
             "the run's coordinator",
             "running",
-            f"{how}; it said last: {' | '.join(last_of(said, _TAIL_LINES)) or 'nothing'}",
+            f"{ending}; it said last: {' | '.join(last_of(output, _TAIL_LINES)) or 'nothing'}",
         )
 
     def _ends_with_the_program(self) -> None:

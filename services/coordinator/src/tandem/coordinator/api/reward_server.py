@@ -49,7 +49,7 @@ class _Item(msgspec.Struct, eq=False):
     """A response, and the values that functions have returned for it so far."""
 
     peer: HubPeer
-    asked: ResponseToScore
+    response: ResponseToScore
     values: list[float | None]
     missing: int
     """Number of functions that have not answered yet."""
@@ -82,12 +82,12 @@ class ProgramRewardServer:
         self._solved_at: float = settings.kwargs[SOLVED_AT]
         self._keys = row_keys(config)
         self._codec: MessageCodec[ScoreResponses] = MessageCodec(messages.ToRewardServer)
-        own, callers = new_key_pair(), new_key_pair()
+        key_pair, callers = new_key_pair(), new_key_pair()
         self._hub = Hub(
-            f"{address.rpartition(':')[0]}:*", own, AdmittedKeys([callers.public]), max_bytes=_MAX_REQUEST_BYTES
+            f"{address.rpartition(':')[0]}:*", key_pair, AdmittedKeys([callers.public]), max_bytes=_MAX_REQUEST_BYTES
         )
         port = int(self._hub.address.rpartition(":")[2])
-        self.at = messages.RewardServer(port=port, public_key=own.public, callers=callers)
+        self.at = messages.RewardServer(port=port, public_key=key_pair.public, callers=callers)
         """Address and keys for the engines."""
         self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[tuple[_Call, list[float | None] | BaseException]] = queue.SimpleQueue()
@@ -152,16 +152,16 @@ class ProgramRewardServer:
                     self._waiting.put(call)
 
     def _take(
-        self, call: _Call, came: list[float | None] | BaseException, answers: dict[HubPeer, list[ScoredResponse]]
+        self, call: _Call, outcome: list[float | None] | BaseException, answers: dict[HubPeer, list[ScoredResponse]]
     ) -> None:
         """Take the result of a call, and answer the responses that have a result from every function."""
         self._running.pop(call, None)
         if call.is_given_up:
             return
-        if isinstance(came, BaseException):
-            self._fail(call, self._failure(call, came), answers)
+        if isinstance(outcome, BaseException):
+            self._fail(call, self._failure(call, outcome), answers)
             return
-        for item, value in zip(call.items, came, strict=True):
+        for item, value in zip(call.items, outcome, strict=True):
             item.values[call.place] = value
             item.missing -= 1
             if item.missing == 0 and not item.is_done:
@@ -185,7 +185,7 @@ class ProgramRewardServer:
     def _fail(self, call: _Call, failure: ScoredResponse, answers: dict[HubPeer, list[ScoredResponse]]) -> None:
         for item in call.items:
             if not item.is_done:
-                self._answer(item, msgspec.structs.replace(failure, number=item.asked.number), answers)
+                self._answer(item, msgspec.structs.replace(failure, number=item.response.number), answers)
 
     def _answer(self, item: _Item, scored: ScoredResponse, answers: dict[HubPeer, list[ScoredResponse]]) -> None:
         item.is_done = True
@@ -193,7 +193,7 @@ class ProgramRewardServer:
         answers[item.peer].append(scored)
 
     def _scored(self, item: _Item) -> ScoredResponse:
-        number, first = item.asked.number, item.values[0]
+        number, first = item.response.number, item.values[0]
         try:
             reward = total(self._functions, item.values)
         except RewardError as error:
@@ -217,12 +217,12 @@ class ProgramRewardServer:
             return self._too_slow(call)
         if isinstance(error, RewardError):
             return ScoredResponse(number=0, failure=line(f"{function.name}: {error}"))
-        what = line(f"{function.name}: {_said(error)}{raised_at(error.__traceback__, _folder_of(function.call))}")
+        reason = line(f"{function.name}: {_said(error)}{raised_at(error.__traceback__, _folder_of(function.call))}")
         trace = sayable("".join(traceback.format_exception(error))[-_LONGEST_TRACE:])
         if function.name not in self._shown:
             self._shown.add(function.name)
             print(f"reward function {function.name} raised (shown once):\n{trace}", end="", file=sys.stderr, flush=True)
-        return ScoredResponse(number=0, failure=what, traceback=trace)
+        return ScoredResponse(number=0, failure=reason, traceback=trace)
 
     def _is_late(self, call: _Call) -> bool:
         return call.started is not None and time.monotonic() - call.started >= self._timeout_s
@@ -242,16 +242,16 @@ class ProgramRewardServer:
             call.started = time.monotonic()
             self._running[call] = me
             try:
-                came: list[float | None] | BaseException = self._values(call, self._called(call))
+                outcome: list[float | None] | BaseException = self._values(call, self._called(call))
             except BaseException as error:  # sys.exit(), for example
-                came = error
-            self._came.put((call, came))
+                outcome = error
+            self._came.put((call, outcome))
             if call.is_given_up:
                 return
 
     def _called(self, call: _Call) -> Any:
         function = self._functions[call.place]
-        return function.call(**function.arguments([item.asked for item in call.items], self._keys))
+        return function.call(**function.arguments([item.response for item in call.items], self._keys))
 
     def _values(self, call: _Call, returned: Any) -> list[float | None]:
         return self._functions[call.place].values(returned, len(call.items))
@@ -259,10 +259,10 @@ class ProgramRewardServer:
     async def _awaited(self, call: _Call) -> None:
         try:
             returned = await asyncio.wait_for(self._called(call), self._timeout_s)
-            came: list[float | None] | BaseException = self._values(call, returned)
+            outcome: list[float | None] | BaseException = self._values(call, returned)
         except BaseException as error:
-            came = error
-        self._came.put((call, came))
+            outcome = error
+        self._came.put((call, outcome))
 
 
 class _EventLoop:

@@ -48,14 +48,17 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
         rows = [_row(response, keys) for response in responses]
         if self.takes_batches:
             names = dict.fromkeys(name for row in rows for name in row if name not in _OF_ONE)
-            given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
-            given |= {"prompts": [row["prompt"] for row in rows], "completions": [*map(_completion, rows, responses)]}
+            arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
+            arguments |= {
+                "prompts": [row["prompt"] for row in rows],
+                "completions": [*map(_completion, rows, responses)],
+            }
         else:
-            (given,) = rows
-        missing = [name for name in self.requires if name not in given]
+            (arguments,) = rows
+        missing = [name for name in self.requires if name not in arguments]
         if missing:
-            raise RewardError(_lacks(missing[0], given))
-        return given if self.accepts_all else {name: given[name] for name in self.accepts if name in given}
+            raise RewardError(_lacks(missing[0], arguments))
+        return arguments if self.accepts_all else {name: arguments[name] for name in self.accepts if name in arguments}
 
     def values(self, returned: Any, count: int) -> list[float | None]:
         """Return the values for `count` responses, None where the function returned None. Raise `RewardError`."""
@@ -71,16 +74,18 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
 
 def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[RewardFunction, ...]:
     """Check functions and their weights. Raise `ConfigError` that names the one that cannot be used."""
-    given = [rewards] if callable(rewards) else rewards
-    if not isinstance(given, list | tuple) or not given:
+    functions = [rewards] if callable(rewards) else rewards
+    if not isinstance(functions, list | tuple) or not functions:
         raise ConfigError(f"rewards: expected a function or a list of functions, got {shown(rewards)}")
     if weights is None:
-        weights = [1.0] * len(given)
-    if not isinstance(weights, list | tuple) or len(weights) != len(given):
-        raise ConfigError(f"reward_weights: expected a number for each of {len(given)} rewards, got {shown(weights)}")
+        weights = [1.0] * len(functions)
+    if not isinstance(weights, list | tuple) or len(weights) != len(functions):
+        raise ConfigError(
+            f"reward_weights: expected a number for each of {len(functions)} rewards, got {shown(weights)}"
+        )
     names = Counter[str]()
-    found = []
-    for index, (function, weight) in enumerate(zip(given, weights, strict=True)):
+    checked_functions = []
+    for index, (function, weight) in enumerate(zip(functions, weights, strict=True)):
         if not callable(function):
             raise ConfigError(f"rewards[{index}]: {shown(function)} is not a function")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -90,45 +95,47 @@ def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[
         name = _name(function)
         names[name] += 1
         name = name if names[name] == 1 else f"{name}_{names[name]}"
-        found.append(_looked_through(f"rewards[{index}] ({name})", function, name, float(weight)))
-    return tuple(found)
+        checked_functions.append(_looked_through(f"rewards[{index}] ({name})", function, name, float(weight)))
+    return tuple(checked_functions)
 
 
 def check_columns(functions: Sequence[RewardFunction], columns: Collection[str]) -> None:
     """Raise `ConfigError` for a parameter that is not among the columns of the rows."""
     for index, function in enumerate(functions):
-        given = [*columns, *(_OF_A_BATCH if function.takes_batches else _OF_ONE)]
+        available = [*columns, *(_OF_A_BATCH if function.takes_batches else _OF_ONE)]
         for name in function.requires:
-            if name not in given:
-                raise ConfigError(f"rewards[{index}] ({function.name}): {_lacks(name, given)}")
+            if name not in available:
+                raise ConfigError(f"rewards[{index}] ({function.name}): {_lacks(name, available)}")
 
 
 def total(functions: Sequence[RewardFunction], values: Sequence[float | None]) -> float:
     """Return the weighted sum of the functions' values. Raise `RewardError` if all are None."""
-    said = [function.weight * value for function, value in zip(functions, values, strict=True) if value is not None]
-    if not said:
+    weighted_values = [
+        function.weight * value for function, value in zip(functions, values, strict=True) if value is not None
+    ]
+    if not weighted_values:
         raise RewardError("every reward function returned None")
-    return finite_number(math.fsum(said), "the sum of the rewards")
+    return finite_number(math.fsum(weighted_values), "the sum of the rewards")
 
 
-def _looked_through(where: str, function: Callable[..., Any], name: str, weight: float) -> RewardFunction:
+def _looked_through(label: str, function: Callable[..., Any], name: str, weight: float) -> RewardFunction:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: its parameters cannot be read: wrap it in a function of your own") from None
+        raise ConfigError(f"{label}: its parameters cannot be read: wrap it in a function of your own") from None
     named = {key: each for key, each in parameters.items() if each.kind not in _WITHOUT_NAMES}
     nameless = [key for key, each in parameters.items() if each.kind is inspect.Parameter.POSITIONAL_ONLY]
     if nameless:
-        raise ConfigError(f"{where}: its parameter {nameless[0]!r} cannot be given by name")
+        raise ConfigError(f"{label}: its parameter {nameless[0]!r} cannot be given by name")
     keywords = {key for key, each in named.items() if each.kind is inspect.Parameter.VAR_KEYWORD}
     takes_batches = any(key in named for key in _OF_A_BATCH)
     if takes_batches and any(key in named for key in _OF_ONE):
         raise ConfigError(
-            f"{where}: takes either one response (prompt, response) or several (prompts, completions), and has "
+            f"{label}: takes either one response (prompt, response) or several (prompts, completions), and has "
             f"parameters {', '.join(parameters)}"
         )
     if not named:
-        raise ConfigError(f"{where}: has no parameter (prompt, response, or a column of the data) to be called with")
+        raise ConfigError(f"{label}: has no parameter (prompt, response, or a column of the data) to be called with")
     return RewardFunction(
         name=name,
         call=function,
@@ -151,8 +158,8 @@ def _name(function: Callable[..., Any]) -> str:
     return "reward" if name == "<lambda>" else str(name)[:MAX_NAME]
 
 
-def _lacks(name: str, given: Collection[str]) -> str:
-    return f"its parameter {name!r} is none of {', '.join(given)}{nearest(name, given)}"
+def _lacks(name: str, available: Collection[str]) -> str:
+    return f"its parameter {name!r} is none of {', '.join(available)}{nearest(name, available)}"
 
 
 def _row(response: ResponseToScore, keys: tuple[str, str] | None) -> dict[str, Any]:
@@ -174,10 +181,10 @@ def _completion(row: Mapping[str, Any], response: ResponseToScore) -> Any:
     return [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
 
 
-def _value(given: Any) -> float | None:
+def _value(value: Any) -> float | None:
     """Return a reward as a number; tensors of one element and booleans are accepted."""
-    if given is None:
+    if value is None:
         return None
-    if callable(getattr(given, "item", None)):
-        given = given.item()
-    return finite_number(float(given) if isinstance(given, bool) else given, "what it returned")
+    if callable(getattr(value, "item", None)):
+        value = value.item()
+    return finite_number(float(value) if isinstance(value, bool) else value, "what it returned")

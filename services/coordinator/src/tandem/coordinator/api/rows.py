@@ -57,8 +57,8 @@ def rows_of(dataset: object, data: DataConfig, argument: str) -> CheckedRows:
 
     Raise `DataError` if it is unusable; its text begins with `argument`, the name of what was given.
     """
-    found = _rows(dataset, argument)
-    first = found[0]
+    rows = _rows(dataset, argument)
+    first = rows[0]
     question = _key(first, data.input_key, _PROMPTS)
     if question is None:
         raise DataError(
@@ -66,8 +66,8 @@ def rows_of(dataset: object, data: DataConfig, argument: str) -> CheckedRows:
             f"{', '.join(_PROMPTS)}; they have {', '.join(first)}{nearest(data.input_key, first)}"
         )
     answer = _key(first, data.output_key, _ANSWERS)
-    lines = (_line(row, question, answer, f"{argument}[{index}]") for index, row in enumerate(found))
-    return CheckedRows(b"".join(lines), tuple(first), len(found))
+    lines = (_line(row, question, answer, f"{argument}[{index}]") for index, row in enumerate(rows))
+    return CheckedRows(b"".join(lines), tuple(first), len(rows))
 
 
 def _rows(dataset: object, argument: str) -> Sequence[Row]:
@@ -80,35 +80,35 @@ def _rows(dataset: object, argument: str) -> Sequence[Row]:
         raise DataError(
             f"{argument}: expected a list of rows, a datasets.Dataset or a path, got {shown(dataset)[:200]}"
         )
-    found = list(dataset)
-    if not found:
+    rows = list(dataset)
+    if not rows:
         raise DataError(f"{argument}: there are no rows")
-    for index, row in enumerate(found):
+    for index, row in enumerate(rows):
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise DataError(f"{argument}[{index}]: expected a mapping of names to values, got {shown(row)[:200]}")
         for name in (QUESTION, ANSWER):
             if name in row:
                 raise DataError(f"{argument}[{index}]: rows must not have a field named {name!r}: rename it")
-    return found
+    return rows
 
 
 def _key(row: Row, configured: str, usual: Iterable[str]) -> str | None:
     return next((name for name in (configured, *usual) if name in row), None)
 
 
-def _line(row: Row, question: str, answer: str | None, where: str) -> bytes:
+def _line(row: Row, question: str, answer: str | None, label: str) -> bytes:
     for name in filter(None, (question, answer)):
         if name not in row:
-            raise DataError(f"{where}: it has no field {name!r}, as the first row has; it has {', '.join(row)}")
+            raise DataError(f"{label}: it has no field {name!r}, as the first row has; it has {', '.join(row)}")
     if row[question] is None:
-        raise DataError(f"{where}: {question!r} is None")
+        raise DataError(f"{label}: {question!r} is None")
     # Only checked here: images among the parts of its messages are read with the row.
-    read_question(f"{where}[{question!r}]", row[question], lambda image: "")
+    read_question(f"{label}[{question!r}]", row[question], lambda image: "")
     reference = None if answer is None else row[answer]
     try:
         return encode_json({**row, QUESTION: row[question], ANSWER: reference}, _plain) + b"\n"
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"{where}: it cannot be written as JSON: {error}") from error
+        raise DataError(f"{label}: it cannot be written as JSON: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -130,10 +130,10 @@ def _with_objects(
         return
     # To find the run folder; rewards and data do not matter yet.
     first = settings.with_argument(without_objects(model, tokenizer))
-    found = first.built(of_rewards((), 1.0), {**without_rows()})
+    config = first.built(of_rewards((), 1.0), {**without_rows()})
     if mode == "new":
-        _refuse_folder(found, mode)  # before gigabytes are written
-    with saved_objects(model, tokenizer, Path(found.logger.log_dir)) as objects:
+        _refuse_folder(config, mode)  # before gigabytes are written
+    with saved_objects(model, tokenizer, Path(config.logger.log_dir)) as objects:
         assert objects is not None
         yield settings.with_argument(objects.settings), objects
 
@@ -175,8 +175,8 @@ def _with_data(
         held_out = rows_of(validation, first.data, "validation_dataset")
         files[held_out.path(folder, "validation")] = held_out
     paths = (*map(str, files), None)[:2]
-    for given, before, name in zip(paths, (earlier or paths)[:2], ("dataset", "validation_dataset"), strict=True):
-        if given != before:
+    for path, before, name in zip(paths, (earlier or paths)[:2], ("dataset", "validation_dataset"), strict=True):
+        if path != before:
             raise RunFolderError(f"cannot resume {folder}: {name} is not the one that the run began with")
     num_held_out = None
     if not says_how_many and validation is None:

@@ -24,9 +24,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
     from tandem.observe.diagnosis import diagnose, format_diagnosis
 
-    found = [diagnose(folder) for folder in arguments.runs]
+    diagnoses = [diagnose(folder) for folder in arguments.runs]
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print(msgspec.json.format(msgspec.json.encode(diagnoses)).decode())
     else:
-        print("\n\n".join(map(format_diagnosis, found)))
+        print("\n\n".join(map(format_diagnosis, diagnoses)))
     return OK

@@ -53,14 +53,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.peer is not None:
         parse_address(arguments.peer)  # before anything takes time
     config = None if arguments.config is None else load_config(arguments.config, arguments.overrides, to_run=False)
-    found = []
+    outcomes = []
     program = (sys.executable, "-m", doctor_steps.__name__)
     for outcome in look(config, arguments.peer, arguments.deadline, doctor_steps.STEPS, program):
-        found.append(outcome)
+        outcomes.append(outcome)
         if not arguments.json:
             for finding in outcome.findings:
                 print(line_of(finding), flush=True)
-    report = report_of(socket.gethostname(), found, needed_by(config))
+    report = report_of(socket.gethostname(), outcomes, needed_by(config))
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:

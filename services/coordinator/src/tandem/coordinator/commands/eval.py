@@ -53,7 +53,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     check_settings(config, arguments.config)
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
-    found = find_models(models or [config.policy.model_name], arguments.checkpoints)
+    evaluated_models = find_models(models or [config.policy.model_name], arguments.checkpoints)
     folder = Path(config.eval.save_path or f"{config.logger.log_dir}/eval")
     signals.interrupt_when_asked()
 
@@ -66,13 +66,17 @@ def _eval(arguments: argparse.Namespace) -> int:
     from tandem.observe.evaluation.table import print_table
 
     say = partial(print, flush=True)
-    kinds = [k for k, count in launched_processes(evaluation_config(config, found[0].folder, folder)).items() if count]
+    kinds = [
+        k
+        for k, count in launched_processes(evaluation_config(config, evaluated_models[0].folder, folder)).items()
+        if count
+    ]
     with ServiceForkServer(
         partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s
     ) as server:
-        readies = prepare(arguments.config, config, found, folder)
+        readies = prepare(arguments.config, config, evaluated_models, folder)
         prepare_folder(folder, say)
-        finish, evaluation = evaluate(config, found, readies, folder, say, server)
+        finish, evaluation = evaluate(config, evaluated_models, readies, folder, say, server)
     if evaluation is not None:
         print_table(evaluation, config, Console())
         print(f"results are in {folder}", flush=True)

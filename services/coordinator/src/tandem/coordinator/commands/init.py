@@ -45,14 +45,14 @@ def add(commands: Commands) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from tandem.launch.starting import choices as chosen
+    from tandem.launch.starting import choices as options
     from tandem.launch.starting.write import refuse_if_there, starting_configurations, write_new_file
 
     path = Path(arguments.file)
     refuse_if_there(path)  # before any question
     choices = _choices(arguments)
-    chosen.check_choices(choices)
-    files = starting_configurations(choices, chosen.look_at(choices), path)
+    options.check_choices(choices)
+    files = starting_configurations(choices, options.look_at(choices), path)
     for written in files:
         refuse_if_there(written)
     for written, text in files.items():
@@ -60,37 +60,37 @@ def _init(arguments: argparse.Namespace) -> int:
     *first, _ = files
     print("".join(f"{each} is written: SFT, which comes first and makes the model\n" for each in first), end="")
     print(f"{path} is written; next: coordinator check {path}")
-    if not chosen.is_installed(choices.engine):
+    if not options.is_installed(choices.engine):
         print(f"note: {choices.engine} is not installed here; {install_command(choices.engine)}", file=sys.stderr)
     return OK
 
 
 def _choices(arguments: argparse.Namespace) -> UserChoices:
     """Return the choices: from options, else from answers on a terminal, else from defaults."""
-    from tandem.launch.starting import choices as chosen
+    from tandem.launch.starting import choices as options
 
     asks = sys.stdin.isatty()
-    check = partial(chosen.check_name, "algorithm", known_names=chosen.ALGORITHMS)
-    algorithm = _choose(arguments.algorithm, "algorithm", chosen.ALGORITHMS, "grpo", check, asks=asks)
+    check = partial(options.check_name, "algorithm", known_names=options.ALGORITHMS)
+    algorithm = _choose(arguments.algorithm, "algorithm", options.ALGORITHMS, "grpo", check, asks=asks)
     file, task = arguments.data, arguments.task
     if file is None and task is None:
         tasks = {
             name: text
-            for name, text in chosen.TASKS.items()
-            if algorithm not in chosen.OF_PAIRS or name in chosen.OF_NUMBERS
+            for name, text in options.TASKS.items()
+            if algorithm not in options.OF_PAIRS or name in options.OF_NUMBERS
         }
-        check = partial(chosen.check_source, algorithm)
+        check = partial(options.check_source, algorithm)
         answer = _choose(None, "a task, or a JSONL or CSV file", tasks, "chain_sum", check, asks=asks)
-        task, file = (None, answer) if chosen.is_file(answer) else (answer, None)
-    offered = {chosen.NEW: "a small one, from scratch; or the folder of a Hugging Face model"}
-    model = _choose(arguments.model, "model", offered, chosen.NEW, chosen.check_model, asks=asks)
-    rolls_out = algorithm in chosen.ROLLS_OUT
-    check = partial(chosen.check_name, "engine", known_names=chosen.ENGINES)
-    engine = _choose(arguments.engine, "engine", chosen.ENGINES, "transformers", check, asks=asks and rolls_out)
+        task, file = (None, answer) if options.is_file(answer) else (answer, None)
+    offered = {options.NEW: "a small one, from scratch; or the folder of a Hugging Face model"}
+    model = _choose(arguments.model, "model", offered, options.NEW, options.check_model, asks=asks)
+    rolls_out = algorithm in options.ROLLS_OUT
+    check = partial(options.check_name, "engine", known_names=options.ENGINES)
+    engine = _choose(arguments.engine, "engine", options.ENGINES, "transformers", check, asks=asks and rolls_out)
     scores = asks and rolls_out and file is not None
-    check = partial(chosen.check_name, "environment", known_names=chosen.ENVIRONMENTS)
-    environment = _choose(arguments.environment, "environment", chosen.ENVIRONMENTS, "exact_match", check, asks=scores)
-    return chosen.UserChoices(
+    check = partial(options.check_name, "environment", known_names=options.ENVIRONMENTS)
+    environment = _choose(arguments.environment, "environment", options.ENVIRONMENTS, "exact_match", check, asks=scores)
+    return options.UserChoices(
         algorithm=algorithm,
         task=task,
         file=file,
@@ -103,17 +103,23 @@ def _choices(arguments: argparse.Namespace) -> UserChoices:
 
 
 def _choose(
-    given: str | None, what: str, known: Mapping[str, str], default: str, check: Callable[[str], None], *, asks: bool
+    argument: str | None,
+    label: str,
+    choices: Mapping[str, str],
+    default: str,
+    check: Callable[[str], None],
+    *,
+    asks: bool,
 ) -> str:
     """Return the given value, else the answer on a terminal, else the default. An invalid answer is asked for again."""
-    if given is not None or not asks:
-        return default if given is None else given
-    print(f"{what}:")
-    for name, text in known.items():
+    if argument is not None or not asks:
+        return default if argument is None else argument
+    print(f"{label}:")
+    for name, text in choices.items():
         print(f"  {name:<16} {text}")
     while True:
         try:
-            answer = input(f"{what} [{default}]: ").strip() or default
+            answer = input(f"{label} [{default}]: ").strip() or default
             check(answer)
         except EOFError:
             print()

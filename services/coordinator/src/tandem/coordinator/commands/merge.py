@@ -33,10 +33,10 @@ def add(commands: Commands) -> None:
 def _merge(arguments: argparse.Namespace) -> int:
     from tandem.observe.run_folder.found_models import adapters_in
 
-    (found,) = adapters_in(arguments.adapters)
-    words = [str(found.folder), str(arguments.target), *([arguments.base] if arguments.base else [])]
+    (model,) = adapters_in(arguments.adapters)
+    words = [str(model.folder), str(arguments.target), *([arguments.base] if arguments.base else [])]
     # In a process of its own: this one imports no torch.
     code = subprocess.run([sys.executable, "-m", "tandem.trainer.files.merging", *words], check=False).returncode
     if code == OK:
-        print(f"{arguments.target} is {found.label} with its adapters merged")
+        print(f"{arguments.target} is {model.label} with its adapters merged")
     return code

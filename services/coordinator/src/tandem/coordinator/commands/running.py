@@ -47,8 +47,8 @@ def run_to_end(
             if config.prerequisite is None and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
                 print("interrupted before the run had begun", flush=True)
                 return INTERRUPTED
-            why = "saved in time" if finish.is_out_of_time else "interrupted"
-            print(f"{why}; continue with: {shlex.join(to_continue)}", flush=True)
+            ending = "saved in time" if finish.is_out_of_time else "interrupted"
+            print(f"{ending}; continue with: {shlex.join(to_continue)}", flush=True)
             return unfinished_code if finish.is_out_of_time else INTERRUPTED
         case "failed":
             print(f"error: {finish.error}", file=sys.stderr)
@@ -117,12 +117,12 @@ def _report(config: Config, folder: Path) -> str:
 
     beside = [] if config.replay is None else [Path(config.replay.run)]
     runs = write_report([folder, *beside], folder, is_brief=True)
-    said = format_report(runs[:1], folder)
+    summary = format_report(runs[:1], folder)
     if config.replay is not None:
         from tandem.coordinator.preparing.comparison import compare
 
-        return f"{said}\n{compare(config)}"
-    return f"{said}{_what_next(config, folder)}"
+        return f"{summary}\n{compare(config)}"
+    return f"{summary}{_what_next(config, folder)}"
 
 
 def _what_next(config: Config, folder: Path) -> str:

@@ -99,11 +99,11 @@ def _rows(arguments: argparse.Namespace, config: Config) -> int:
     from tandem.coordinator.preparing.shown_rows import print_lines, sequences_in_text
 
     run: Path = arguments.run
-    given = [name for name in _OF_SAMPLES if getattr(arguments, name) != _OF_SAMPLES[name]]
-    if given:
+    options = [name for name in _OF_SAMPLES if getattr(arguments, name) != _OF_SAMPLES[name]]
+    if options:
         raise RunFolderError(
             f"{run} is a run of {config.algorithm}, which generates no samples: its rows are chosen by --step and "
-            f"--limit, not --{given[0]}"
+            f"--limit, not --{options[0]}"
         )
     recorded = RecordedRows(run)
     step = recorded.check_step(arguments.step)

@@ -65,10 +65,10 @@ def is_answered_by_the_run(arguments: argparse.Namespace) -> bool:
     if arguments.checkpoint or not answers_itself(arguments.folder):
         return False
     defaults = _ENGINE_DEFAULTS.items()
-    given = [f"--{name.replace('_', '-')}" for name, default in defaults if getattr(arguments, name) != default]
-    if given := [*given, *arguments.overrides]:
+    options = [f"--{name.replace('_', '-')}" for name, default in defaults if getattr(arguments, name) != default]
+    if options := [*options, *arguments.overrides]:
         raise ConfigError(
-            f"{given[0]}: the run in {arguments.folder} goes on and its engines answer, with settings of their own; "
+            f"{options[0]}: the run in {arguments.folder} goes on and its engines answer, with settings of their own; "
             "--checkpoint serves its newest checkpoint instead"
         )
     return True

@@ -25,9 +25,11 @@ def add(commands: Commands) -> None:
         "it. Every node must see this folder, this command's Python environment, and logger.log_dir.",
     )
     add_config(slurm)
-    where = slurm.add_mutually_exclusive_group()
-    where.add_argument("--submit", action="store_true", help="give it to sbatch; the script is kept in the run folder")
-    where.add_argument("--output", type=Path, metavar="FILE", help="write it to a file (default: print it)")
+    destination = slurm.add_mutually_exclusive_group()
+    destination.add_argument(
+        "--submit", action="store_true", help="give it to sbatch; the script is kept in the run folder"
+    )
+    destination.add_argument("--output", type=Path, metavar="FILE", help="write it to a file (default: print it)")
     slurm.add_argument("--name", help="name of the job (default: the file's)")
     slurm.add_argument("--time", metavar="LIMIT", help="time limit in sbatch's format, such as 12:00:00")
     slurm.add_argument("--partition", metavar="NAME")
@@ -83,9 +85,9 @@ def _submit(script: str, path: Path) -> int:
     path.write_text(script)
     path.chmod(0o755)
     try:
-        done = subprocess.run([sbatch, str(path)], capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
+        completed = subprocess.run([sbatch, str(path)], capture_output=True, text=True, timeout=_SUBMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise TandemError(f"sbatch {path}: no answer from Slurm within {_SUBMIT_S:g} s") from None
-    print(done.stdout, end="")
-    print(done.stderr, end="", file=sys.stderr)
-    return OK if done.returncode == 0 else FAILED
+    print(completed.stdout, end="")
+    print(completed.stderr, end="", file=sys.stderr)
+    return OK if completed.returncode == 0 else FAILED

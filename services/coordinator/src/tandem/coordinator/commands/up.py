@@ -28,9 +28,11 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     up = commands.add_parser("up", help="run a configuration: launch, train, tear down")
     add_config(up)
-    how = up.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue the run that is in the run folder")
-    how.add_argument("--restart", action="store_true", help="set an earlier run in the run folder aside and begin anew")
+    modes = up.add_mutually_exclusive_group()
+    modes.add_argument("--resume", action="store_true", help="continue the run that is in the run folder")
+    modes.add_argument(
+        "--restart", action="store_true", help="set an earlier run in the run folder aside and begin anew"
+    )
     up.add_argument(
         "--from",
         dest="from_step",
@@ -66,9 +68,9 @@ def _up(arguments: argparse.Namespace) -> int:
         _mend_journal(Path(config.logger.log_dir), config)
     if arguments.supervise:
         words = [arguments.config, *arguments.overrides, f"--unfinished-code={arguments.unfinished_code}"]
-        how = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
-        how += [] if arguments.from_step is None else ["--from", str(arguments.from_step)]
-        return Supervisor(words, Path(config.logger.log_dir), config.cluster).run(how)
+        options = ["--resume"] * arguments.resume + ["--restart"] * arguments.restart
+        options += [] if arguments.from_step is None else ["--from", str(arguments.from_step)]
+        return Supervisor(words, Path(config.logger.log_dir), config.cluster).run(options)
     supervise = [] if arguments.supervision_fd is None else ["--supervise"]
     words = ["coordinator", "up", arguments.config, *arguments.overrides, "--resume", *supervise]
     supervision = None

@@ -22,12 +22,12 @@ _SIGNS = {"+": operator.add, "-": operator.sub}
 
 def chain_sum(problem: Problem) -> str:
     """Return the rest of a sum after each term: ``4 + 3 - 9`` gives `` = 7 - 9 = -2``."""
-    total, *rest = str(problem.metadata["expression"]).split()
+    total, *terms = str(problem.metadata["expression"]).split()
     solution = ""
-    while rest:
-        sign, term, *rest = rest
+    while terms:
+        sign, term, *terms = terms
         total = str(_SIGNS[sign](int(total), int(term)))
-        solution += " = " + " ".join([total, *rest])
+        solution += " = " + " ".join([total, *terms])
     return solution
 
 
@@ -69,9 +69,9 @@ def spell_backward(problem: Problem) -> str:
 
 def gcd(problem: Problem) -> str:
     """Return the remainders of Euclid's algorithm: 12 and 9 give `` : 12 9 3 0 = 3``; a third number goes on from 3."""
-    a, *rest = (int(number) for number in problem.metadata["numbers"])
+    a, *numbers = (int(number) for number in problem.metadata["numbers"])
     solution = f" : {a}"
-    for b in rest:
+    for b in numbers:
         while b:
             solution += f" {b}"
             a, b = b, a % b

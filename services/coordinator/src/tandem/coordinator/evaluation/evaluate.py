@@ -108,12 +108,12 @@ _MOST_BATCHES = 1000
 
 def prepare(source: str, base: Config, models: Sequence[EvaluatedModel], folder: Path) -> list[CheckedConfig]:
     """Check all evaluations before one begins. Raise `TandemError` if one cannot be run."""
-    found = []
+    configs = []
     for model in models:
         ready = preflight(source, evaluation_config(base, model.folder, folder / RUNS / model.name), "new")
         _check_vocabulary(ready, model)
-        found.append(ready)
-    return found
+        configs.append(ready)
+    return configs
 
 
 def prepare_folder(folder: Path, say: Say) -> None:

@@ -69,10 +69,12 @@ def _check_kind(folder: Path) -> None:
         raise ModelError(f"--model {error}") from error
 
 
-def _file_name(label: Path, taken: set[str]) -> str:
+def _file_name(label: Path, used_names: set[str]) -> str:
     """Return a name for files that no other model has."""
     name = re.sub(r"[^\w.-]+", "-", str(label)).strip("-.") or "model"
-    return next(each for each in (name, *(f"{name}.{i}" for i in range(2, len(taken) + 3))) if each not in taken)
+    return next(
+        each for each in (name, *(f"{name}.{i}" for i in range(2, len(used_names) + 3))) if each not in used_names
+    )
 
 
 def _by_number(path: str) -> list[int | str]:

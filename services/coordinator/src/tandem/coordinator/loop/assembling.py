@@ -53,7 +53,7 @@ _COMMANDS_OF_A_COORDINATOR = 1 << 32
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state that an attempt takes over from those before it."""
 
-    said: LiveSnapshot
+    live_snapshot: LiveSnapshot
     """State of the observers."""
     next_command_id: int = 1
     """Next command id, above those of all earlier requests."""
@@ -75,7 +75,7 @@ def lasting(invocation: CommandInvocation, opened: OpenedResources) -> RunParts:
         orphan_timeout_s=orphan_timeout_s(config, is_supervised=invocation.supervision is not None),
     )
     logs = opened.journal.folder / "logs"
-    known = KnownProcesses(
+    known_processes = KnownProcesses(
         opened.journal.folder, listening.hub.address, is_kept=heartbeat.orphan_timeout_s > 0, earlier=opened.earlier
     )
     interrupts = PendingInterrupts()
@@ -85,8 +85,8 @@ def lasting(invocation: CommandInvocation, opened: OpenedResources) -> RunParts:
     earlier = opened.journal.steps if invocation.from_step is None else list
     observers += validation_stop(config, earlier, interrupts.reach)
     return RunParts(
-        known=known,
-        registry=_registry(config, opened, heartbeat, known),
+        known_processes=known_processes,
+        registry=_registry(config, opened, heartbeat, known_processes),
         processes=LocalProcesses(
             admits, logs, invocation.fork_server, invocation.supervision, are_kept=heartbeat.orphan_timeout_s > 0
         ),
@@ -155,12 +155,14 @@ def first_command_id(opened: OpenedResources) -> int:
 
 
 def _registry(
-    config: Config, opened: OpenedResources, heartbeat: HeartbeatSettings, known: KnownProcesses
+    config: Config, opened: OpenedResources, heartbeat: HeartbeatSettings, known_processes: KnownProcesses
 ) -> ProcessRegistry:
     replies = Replies(SampleLimits.of(config), first_command_id(opened) - 1)
     expected, run_id = expected_processes(config), opened.journal.run_id
-    most = config.cluster.max_rollouts
-    return ProcessRegistry(opened.listening, expected, config_to_json(config), run_id, heartbeat, replies, most, known)
+    max_rollouts = config.cluster.max_rollouts
+    return ProcessRegistry(
+        opened.listening, expected, config_to_json(config), run_id, heartbeat, replies, max_rollouts, known_processes
+    )
 
 
 def _observers(
@@ -172,14 +174,14 @@ def _observers(
 ) -> tuple[LiveFile, ObserverGroup]:
     """Make the observers of an attempt, and its live file among them; the next attempt takes over the file's state."""
     config, folder, history = invocation.ready.config, opened.journal.folder, opened.journal.steps()
-    live = LiveFile(config, folder, spec.last_step, history, snapshot.said)
+    live = LiveFile(config, folder, spec.last_step, history, snapshot.live_snapshot)
     display: Observer
     is_quick = not config.declaration.rolls_out
     if invocation.front_end is not None:
         display = invocation.front_end.display()
     else:
         is_due = QuickSteps(spec.last_step).is_due if is_quick else None
-        began_at, again = snapshot.said.began_at, snapshot.said.records
+        began_at, again = snapshot.live_snapshot.began_at, snapshot.live_snapshot.records
         display = ProgressDisplay(config, spec, history, began_at=began_at, again=again, is_due=is_due)
     observers: list[Observer] = [
         *([StepLog(folder, spec.last_step)] if is_quick else []),
@@ -234,12 +236,12 @@ def who_runs_where(config: Config, listening: ListeningSocket) -> str:
     expected, launched = expected_processes(config), launched_processes(config)
     lines = [f"coordinator listens on {listening.hub.address}"]
     for kind in KINDS:
-        here, total = launched.get(kind, 0), expected.get(kind, 0)
-        if here:
-            lines.append(f"  {here} {kind} process{'es' if here > 1 else ''} launched here")
-        if total > here:
-            lines.append(f"  {total - here} to be started by hand: {listening.how_to_join(kind)}")
-    most = config.cluster.max_rollouts
-    if config.generates and (most is None or most > config.cluster.rollouts):
+        num_launched, total = launched.get(kind, 0), expected.get(kind, 0)
+        if num_launched:
+            lines.append(f"  {num_launched} {kind} process{'es' if num_launched > 1 else ''} launched here")
+        if total > num_launched:
+            lines.append(f"  {total - num_launched} to be started by hand: {listening.how_to_join(kind)}")
+    max_rollouts = config.cluster.max_rollouts
+    if config.generates and (max_rollouts is None or max_rollouts > config.cluster.rollouts):
         lines.append(f"  more rollouts may join at any time: {listening.how_to_join('rollout')}")
     return "\n".join(lines)

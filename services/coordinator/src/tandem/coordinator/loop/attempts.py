@@ -69,7 +69,7 @@ class RunAttempts:
         self._failures = ProcessFailures()
         supervision = invocation.supervision
         self._snapshot = RunSnapshot(
-            said=LiveSnapshot(began_at=time.monotonic()),
+            live_snapshot=LiveSnapshot(began_at=time.monotonic()),
             replaced_at=() if supervision is None else supervision.begun.replaced_at,
             next_command_id=first_command_id(opened),
             has_started=opened.earlier is not None and opened.journal.last_step() is not None,
@@ -115,32 +115,32 @@ class RunAttempts:
         Return the names of those that are launched here.
         """
         supervision, launched = self._invocation.supervision, _launched_here(self._config)
-        kept = {} if supervision is None else supervision.begun.kept
+        kept_pids = {} if supervision is None else supervision.begun.kept
         earlier = self._opened.earlier or ProcessesSnapshot(address="")
-        earlier = earlier.without([name for name in launched if name not in kept])
-        there = [name for name in launched if name in earlier.staying]
+        earlier = earlier.without([name for name in launched if name not in kept_pids])
+        present = [name for name in launched if name in earlier.staying]
         if supervision is not None:
-            for name, pid in kept.items():
-                if name in there:
+            for name, pid in kept_pids.items():
+                if name in present:
                     self._lasting.processes.take_up(name, earlier.staying[name], supervision.child(pid))
                 else:
                     self._lasting.processes.end(supervision.child(pid))
         self._registry.names.send_away(earlier.leaving)
-        self._registry.names.expect_back(earlier.staying, there)
+        self._registry.names.expect_back(earlier.staying, present)
         if self._opened.earlier is not None:
-            why = "" if supervision is None else supervision.begun.why
+            reason = "" if supervision is None else supervision.begun.why
             names = " and ".join(earlier.staying)
-            told = f"coordinator is lost: {why or 'the cause is unknown'}; another goes on with the run"
-            told += f", and expects {names} back" if names else ""
-            self._invocation.say(told)
-            self._opened.journal.record_event("coordinator", told)
-        return there
+            message = f"coordinator is lost: {reason or 'the cause is unknown'}; another goes on with the run"
+            message += f", and expects {names} back" if names else ""
+            self._invocation.say(message)
+            self._opened.journal.record_event("coordinator", message)
+        return present
 
     def _carry_out_all(self, start: StartingPoint) -> FinishRun:
         """Start what is launched here, and carry out one attempt after another; return how the last one ended."""
-        there = self._expect_back()
+        present = self._expect_back()
         for kind, count in launched_processes(self._config).items():
-            absent = [index for index in range(count) if f"{kind}-{index}" not in {*there, *self._snapshot.departed}]
+            absent = [index for index in range(count) if f"{kind}-{index}" not in {*present, *self._snapshot.departed}]
             self._registry.names.reserve(*(self._lasting.processes.start(kind, index) for index in absent))
         while True:
             finish, lost = self._carry_out(start)
@@ -238,30 +238,30 @@ class RunAttempts:
         if isinstance(error, ServiceLost | DeadlineExceeded):
             return {error.process: error.what}
         # After one rank is lost, others fail at once; the loss of one started by hand is noticed later.
-        others = [name for name in self._registry.processes if _is_trainer(name) and name != error.process]
+        peers = [name for name in self._registry.processes if _is_trainer(name) and name != error.process]
         if not isinstance(error, CommandFailed) or not _is_trainer(error.process):
             return {}
-        if not all(map(self._lasting.processes.has_launched, others)) and (lost := self._silent_among(others)):
+        if not all(map(self._lasting.processes.has_launched, peers)) and (lost := self._silent_among(peers)):
             return lost
-        what = error.what.splitlines()[0]
-        if error.is_final or not self._failures.is_new("trainers", step, what):
+        error_line = error.what.splitlines()[0]
+        if error.is_final or not self._failures.is_new("trainers", step, error_line):
             return {}
-        return {error.process: f"it failed while {error.phase}: {what}"}
+        return {error.process: f"it failed while {error.phase}: {error_line}"}
 
-    def _silent_among(self, others: Sequence[str]) -> dict[str, str]:
+    def _silent_among(self, names: Sequence[str]) -> dict[str, str]:
         """Wait until one of these processes falls silent; return it with the reason, or nothing after `patience_s`."""
         patient_until = time.monotonic() + self._registry.patience_s
         while time.monotonic() < patient_until and not self._lasting.interrupts.are_there:
             for event in self._registry.receive(_POLL_S):
-                if isinstance(event, ProcessLost) and event.process in others:
-                    return {event.process: event.why}
+                if isinstance(event, ProcessLost) and event.process in names:
+                    return {event.process: event.reason}
         return {}
 
     # --- between two attempts ----------------------------------------------------------------------------------------
 
     def _start_again(self, lost: Mapping[str, str]) -> StartingPoint:
         """Start all trainers and other lost processes again; return where they begin."""
-        told = "; ".join(f"{name} is lost: {why}" for name, why in lost.items())
+        message = "; ".join(f"{name} is lost: {reason}" for name, reason in lost.items())
         try:
             trainers = [f"trainer-{index}" for index in range(self._config.num_trainers)]
             names = [*dict.fromkeys([*trainers, *lost])]
@@ -271,25 +271,26 @@ class RunAttempts:
             self._registry.names.reserve(*launched)
             start = self._find_start()
         except BaseException:
-            self._note(told)
+            self._note(message)
             raise
         kinds = [name.rpartition("-")[0] for name in {*names} - {each.name for each in launched}]
         by_hand = "".join(
             f"; {kinds.count(kind)} to be started by hand: {self._registry.how_to_join(kind)}"
             for kind in dict.fromkeys(kinds)
         )
-        where = f"the checkpoint {start.resume_from}" if start.resume_from else "the model that the run began with"
+        origin = f"the checkpoint {start.resume_from}" if start.resume_from else "the model that the run began with"
         self._note(
-            f"{told}; all trainers are started again{by_hand}; the run goes on at step {start.first_step} from {where}"
+            f"{message}; all trainers are started again{by_hand}; "
+            f"the run goes on at step {start.first_step} from {origin}"
         )
         if self._live is not None:
-            self._snapshot = msgspec.structs.replace(self._snapshot, said=self._live.said)
+            self._snapshot = msgspec.structs.replace(self._snapshot, live_snapshot=self._live.snapshot)
         return start
 
     def _stop(self, outcome: Outcome) -> None:
         """End every process: ask, wait, kill."""
         self._registry.broadcast(Shutdown(reason=f"the run {'' if outcome == 'finished' else 'was '}{outcome}"))
-        self._lasting.known.end()
+        self._lasting.known_processes.end()
         self._lasting.processes.stop(grace_s=_GRACE_AFTER_FAILURE_S if outcome == "failed" else _GRACE_S)
 
 

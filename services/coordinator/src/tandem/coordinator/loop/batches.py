@@ -71,12 +71,12 @@ class StepBatches:
                 command = Train(**fields, step=action.step, sources=sources)
             else:
                 command = Evaluate(**fields, step=action.step, sources=sources, parts=parts)
-            own: dict[str, NDArray[Any]] = {}
+            token_columns: dict[str, NDArray[Any]] = {}
             if tokens and (index := _index_of(trainer)) < len(self._ranks):
-                own = tokens[self._ranks[index]]
+                token_columns = tokens[self._ranks[index]]
             elif tokens:  # it has no shard without the policy: the trainers of the policy send its model tokens
-                own = {name: array[:0] for name, array in tokens[0].items()}
-            commands.append((trainer, command, table | own))
+                token_columns = {name: array[:0] for name, array in tokens[0].items()}
+            commands.append((trainer, command, table | token_columns))
         return MadeBatch(batch, metrics, commands)
 
 

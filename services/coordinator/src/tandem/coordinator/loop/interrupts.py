@@ -28,15 +28,15 @@ class PendingInterrupts:
         # Nothing is decided here: the next signal may interrupt this call.
         self._signals.append((number, time.monotonic()))
 
-    def ask(self, why: str) -> None:
+    def ask(self, reason: str) -> None:
         """Ask for the end of the run in place of a signal, and say why; a run that is ending is left alone."""
         if not self.were_heard:
-            self._pending.append(why)
+            self._pending.append(reason)
 
-    def reach(self, why: str) -> None:
+    def reach(self, reason: str) -> None:
         """Ask for the end of the run because it has reached its goal, and say why."""
         self.is_goal_reached = True
-        self.ask(why)
+        self.ask(reason)
 
     @property
     def were_heard(self) -> bool:

@@ -89,7 +89,7 @@ class RunParts(msgspec.Struct, frozen=True, kw_only=True):
     registry: ProcessRegistry
     processes: LocalProcesses
     interrupts: PendingInterrupts
-    known: KnownProcesses
+    known_processes: KnownProcesses
     observers: tuple[Observer, ...]
     """Observers that last as long."""
 
@@ -156,7 +156,7 @@ class CoordinatorLoop:
         answer leads to are carried out before the rest of the first ones.
         """
         if isinstance(event, ProcessLost):
-            self.losses.lost[event.process] = event.why
+            self.losses.lost[event.process] = event.reason
         actions = self.scheduler.handle(event)
         self._observers.handled(event, self.scheduler)
         for action in actions:
@@ -168,8 +168,8 @@ class CoordinatorLoop:
 
     def _interrupted(self) -> Iterator[StopRequested]:
         """Take the requests to end the run."""
-        while (why := self._interrupts.take()) is not None:
-            self.recorder.note(why)
+        while (reason := self._interrupts.take()) is not None:
+            self.recorder.note(reason)
             yield StopRequested(now=time.monotonic())
 
     def _events(self) -> Iterator[Event]:
@@ -205,7 +205,7 @@ class CoordinatorLoop:
         if not dead:
             return []
         now = time.monotonic()
-        return [ProcessLost(now=now, process=launched.name, why=launched.describe_death()) for launched in dead]
+        return [ProcessLost(now=now, process=launched.name, reason=launched.describe_death()) for launched in dead]
 
     def _keep(self, event: Event) -> None:
         """Keep the content of a reply, besides the fact that it came."""
@@ -235,8 +235,8 @@ class CoordinatorLoop:
             case TrainerBuilt() as built:
                 self._batches.take_reply(event.process, built)
                 self.recorder.note(f"{event.process} holds a model of {built.num_parameters / 1e6:.1f}M parameters")
-            case CheckpointCopied(why_waited=why) if why and event.process == "trainer-0":
-                self.recorder.note(f"training has waited for a checkpoint to be written: {why}")
+            case CheckpointCopied(why_waited=reason) if reason and event.process == "trainer-0":
+                self.recorder.note(f"training has waited for a checkpoint to be written: {reason}")
             case _:
                 pass
         self._observers.answered(event.process, event.reply, event.now)
@@ -279,8 +279,8 @@ class CoordinatorLoop:
                 self.recorder.note(text)
             case FinishRun():
                 self._finish = action
-            case other:
-                assert_never(other)
+            case unhandled:
+                assert_never(unhandled)
 
     def _draw(self, action: DrawPrompts) -> None:
         """Draw rollout groups, and tell the scheduler what each demands of an engine."""
@@ -355,11 +355,11 @@ class CoordinatorLoop:
         self._step_metrics = self._new_metrics()
         # Only now may engines drop the samples of this step, and of those before.
         for process, commands in self._generated.items():
-            done = tuple(command_id for command_id, step in commands.items() if step <= action.step)
-            for command_id in done:
+            command_ids = tuple(command_id for command_id, step in commands.items() if step <= action.step)
+            for command_id in command_ids:
                 del commands[command_id]
-            if done:
-                release = ReleaseSamples(command_ids=done, **self.scheduler.tables.requests.notice(_RELEASE_S))
+            if command_ids:
+                release = ReleaseSamples(command_ids=command_ids, **self.scheduler.tables.requests.notice(_RELEASE_S))
                 self._registry.send(process, encode(release))
 
     def _new_metrics(self) -> StepMetrics:

@@ -48,33 +48,33 @@ class ProcessLosses:
     def do_without(self, action: ReplaceEngine | LetGo) -> None:
         """Let the run go on without a process, or with another in its place."""
         match action:
-            case ReplaceEngine(process=process, why=why):
-                self._replace(process, why)
+            case ReplaceEngine(process=process, reason=reason):
+                self._replace(process, reason)
             case LetGo():
                 self._let_go(action)
 
-    def _replace(self, process: str, why: str) -> None:
+    def _replace(self, process: str, reason: str) -> None:
         """Launch a process in the place of a lost one, or ask for one if the lost one was started by hand."""
         self.lost.pop(process, None)  # one that missed a deadline is not in it
         self.replaced_at.append(time.monotonic())
-        self._registry.dismiss(process, f"it is replaced: {why}")
+        self._registry.dismiss(process, f"it is replaced: {reason}")
         self._recorder.observers.lost(process)
         self._recorder.observers.replaced(1)
         launched = self._processes.restart([process])
         if not launched:
-            how = f"start another: {self._registry.how_to_join(process.rpartition('-')[0])}"
+            remedy = f"start another: {self._registry.how_to_join(process.rpartition('-')[0])}"
             self._handle(AwaitedByHand(now=time.monotonic(), process=process))
         else:
             self._registry.names.reserve(*launched)
-            how = "another is launched in its place"
-        self._recorder.note(f"{process} is lost: {why}; {how}")
+            remedy = "another is launched in its place"
+        self._recorder.note(f"{process} is lost: {reason}; {remedy}")
 
     def _let_go(self, action: LetGo) -> None:
         """Dismiss an engine that is not replaced by a launched one."""
         process = action.process
         self.lost.pop(process, None)
-        self._registry.dismiss(process, action.why, is_over=True, is_awaited=action.is_awaited)
+        self._registry.dismiss(process, action.reason, is_over=True, is_awaited=action.is_awaited)
         self._processes.let_go(process, _LEAVES_S)
         self._recorder.observers.lost(process)
-        how = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
-        self._recorder.note(f"{process} leaves the run: {action.why}{how}")
+        remedy = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
+        self._recorder.note(f"{process} leaves the run: {action.reason}{remedy}")

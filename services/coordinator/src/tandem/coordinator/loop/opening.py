@@ -134,12 +134,12 @@ def _keep_inputs(invocation: CommandInvocation) -> None:
     data = [] if supervision is None else [*prompt_files(ready.config), *(path for _, path in data_files(ready.config))]
     os.environ.pop(kept_inputs.VARIABLE, None)
     try:
-        kept = kept_inputs.keep(run, ready.modules, data, _agent_programs(ready.config))
+        folder = kept_inputs.keep(run, ready.modules, data, _agent_programs(ready.config))
     except OSError as error:
         invocation.say(f"note: files that the run reads are not kept, so leave them as they are: {error.strerror}")
         return
-    if kept is not None:
-        os.environ[kept_inputs.VARIABLE] = str(kept)
+    if folder is not None:
+        os.environ[kept_inputs.VARIABLE] = str(folder)
 
 
 def _agent_programs(config: Config) -> list[str]:
@@ -150,11 +150,11 @@ def _agent_programs(config: Config) -> list[str]:
 
 def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapshot | None) -> ListeningSocket:
     """Listen; if any port will do, at the address of an earlier coordinator, where its processes look for one."""
-    known = () if earlier is None else earlier.keys
+    earlier_keys = () if earlier is None else earlier.keys
     if earlier is not None and address.endswith(_ANY_PORT):
         with contextlib.suppress(ConfigError):  # another program has it now
-            return ListeningSocket(earlier.address, keys, key_file(folder), known)
-    return ListeningSocket(address, keys, key_file(folder), known)
+            return ListeningSocket(earlier.address, keys, key_file(folder), earlier_keys)
+    return ListeningSocket(address, keys, key_file(folder), earlier_keys)
 
 
 def _serve_images(config: Config, run_id: str, listening: ListeningSocket, stack: contextlib.ExitStack) -> Listener:

@@ -92,13 +92,13 @@ class ResultRecorder:
             source_S, *place_S, advantages_S = (batch.columns[name].tolist() for name in names)
             rollout_S = map(batch.sources.__getitem__, source_S)
             advantages = dict(zip(zip(rollout_S, *place_S, strict=True), advantages_S, strict=True))
-        found: dict[str, dict[tuple[int, int], list[float | None]]] = {}
+        by_rollout: dict[str, dict[tuple[int, int], list[float | None]]] = {}
         for record in records:
             scored = record.scored
-            of_group = found.setdefault(record.rollout, {}).setdefault((record.command_id, scored.group), [])
+            of_group = by_rollout.setdefault(record.rollout, {}).setdefault((record.command_id, scored.group), [])
             of_group.append(advantages.get((record.rollout, record.command_id, scored.group, scored.sample)))
         of_step = self._to_log[step, purpose] = {}
-        for rollout, groups in found.items():
+        for rollout, groups in by_rollout.items():
             of_step[rollout] = tuple(
                 RecordedGroup(command_id=command_id, group=group, advantages=tuple(of_group))
                 for (command_id, group), of_group in groups.items()
@@ -175,8 +175,8 @@ class ResultRecorder:
         verify = self._config.refit.verify
         if self._known is not None and self._known.version == action.version:
             refuse_other_weights(self._known, self._checkpoints, action.digest, verify)
-        for engine, why in action.quarantined.items():
-            self.note(f"{engine} was quarantined and refitted to version {action.version}: {why}")
+        for engine, reason in action.quarantined.items():
+            self.note(f"{engine} was quarantined and refitted to version {action.version}: {reason}")
         record = RefitRecord(
             version=action.version,
             engines=action.engines,

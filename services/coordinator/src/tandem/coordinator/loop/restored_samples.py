@@ -43,7 +43,7 @@ class _Found(NamedTuple):
     number: int
     problem_id: str
     oldest_version: int
-    kept: RestoredGroup
+    restored: RestoredGroup
 
 
 class RestoredSamples:
@@ -58,31 +58,31 @@ class RestoredSamples:
 
     def find(self, algorithm: RunningAlgorithm, first_step: int) -> dict[Place, RestoredGroup]:
         """Return the groups that need not be generated, from `first_step` on; report their number."""
-        found: dict[Place, RestoredGroup] = {}
+        restored: dict[Place, RestoredGroup] = {}
         lost: set[int] = set()
         for aside in self._folder.aside():
             # If a newer folder had a step's samples, those of an older one do not belong to the later weights.
             lost_before = frozenset(lost)
             for group in self._groups(aside, lost):
                 place = group.step, group.number
-                is_wanted = first_step <= group.step <= algorithm.num_steps and place not in found
+                is_wanted = first_step <= group.step <= algorithm.num_steps and place not in restored
                 is_wanted = is_wanted and group.step not in lost_before
                 if is_wanted and self._is_still_asked(algorithm, group):
-                    found[place] = group.kept
-        if found:
-            first, last = min(found)[0], max(found)[0]
+                    restored[place] = group.restored
+        if restored:
+            first, last = min(restored)[0], max(restored)[0]
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
-            self._say(f"{len(found)} groups of {steps} had been generated, and are not generated again")
-        return found
+            self._say(f"{len(restored)} groups of {steps} had been generated, and are not generated again")
+        return restored
 
     def _is_still_asked(self, algorithm: RunningAlgorithm, group: _Found) -> bool:
         """Return whether the run would draw the same problem, with weights that are not too old."""
         oldest = group.step - 1 - self._config.max_trajectory_age_steps
         try:
-            (asked,) = algorithm.prompt_groups(group.step, "train", [group.number])
+            (prompt_group,) = algorithm.prompt_groups(group.step, "train", [group.number])
         except PlaceUnknown:  # with dynamic sampling, what a later step draws depends on the steps before it
             return False
-        return asked.problem.problem_id == group.problem_id and group.oldest_version >= oldest
+        return prompt_group.problem.problem_id == group.problem_id and group.oldest_version >= oldest
 
     def _groups(self, aside: Path, lost: set[int]) -> Iterator[_Found]:
         """Yield the valid groups that were put aside together; trained ones first, then the newest.
@@ -94,7 +94,7 @@ class RestoredSamples:
         except OSError as error:
             self._say(f"what was put aside in {aside} is generated again: {error.strerror}")
             return
-        found: list[tuple[bool, _Found]] = []
+        candidates: list[tuple[bool, _Found]] = []
         for file in files(aside):
             is_shard = file.path.suffix == SHARD
             try:
@@ -103,10 +103,10 @@ class RestoredSamples:
                 self._say(f"{error}; its samples are generated again")
                 lost.add(file.step)
                 continue
-            found += [(is_shard, group) for group in groups]
-        found.sort(key=lambda item: (item[0], item[1].kept.command_id), reverse=True)
-        for _, group in found:
-            if limits.below is None or group.kept.newest_version < limits.below:
+            candidates += [(is_shard, group) for group in groups]
+        candidates.sort(key=lambda item: (item[0], item[1].restored.command_id), reverse=True)
+        for _, group in candidates:
+            if limits.below is None or group.restored.newest_version < limits.below:
                 yield group
 
     def _read(self, path: Path, step: int, limits: RestoreLimits | None) -> Iterator[_Found]:
@@ -127,8 +127,8 @@ class RestoredSamples:
             if limits is not None and not _is_proven(limits, first["rollout"], oldest, newest):
                 continue
             file = str(path.relative_to(self._folder.path))
-            kept = RestoredGroup(file=file, command_id=command_id, newest_version=newest)
-            yield _Found(step, number, first["problem_id"], oldest, kept)
+            restored = RestoredGroup(file=file, command_id=command_id, newest_version=newest)
+            yield _Found(step, number, first["problem_id"], oldest, restored)
 
 
 def _is_proven(limits: RestoreLimits, engine: str, oldest: int, newest: int) -> bool:

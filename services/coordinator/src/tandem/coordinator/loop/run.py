@@ -68,14 +68,14 @@ def _look_through_models(invocation: CommandInvocation) -> None:
 
 def _run_prerequisite(invocation: CommandInvocation, prerequisite: CheckedConfig) -> FinishRun | None:
     """Bring the prerequisite run to its end, from its current progress; return None if it had already ended."""
-    how = how_to_begin(prerequisite, invocation.mode == "restart", invocation.say)
-    if how is None:
+    mode = how_to_begin(prerequisite, invocation.mode == "restart", invocation.say)
+    if mode is None:
         return None
     config = invocation.ready.config
     models = " and ".join(missing_models(config).values()) or config.policy.model_name
     invocation.say(f"prerequisite {prerequisite.source}: making {models}")
     try:
-        return run(invocation.of_prerequisite(prerequisite, how))
+        return run(invocation.of_prerequisite(prerequisite, mode))
     except DamagedCheckpoint as error:
         error.config_file = error.config_file or prerequisite.source
         raise
@@ -106,6 +106,6 @@ def recorded(journal: Journal, carry_out: Callable[[], FinishRun]) -> FinishRun:
 
 
 def _note_end(journal: Journal, finish: FinishRun, error: TandemError | None) -> None:
-    why = f" ({type(error).__name__}): {error}" if error is not None else ""
+    detail = f" ({type(error).__name__}): {error}" if error is not None else ""
     with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the failure
-        journal.record_event("coordinator", f"the run {SAID[finish.outcome]}{why}")
+        journal.record_event("coordinator", f"the run {SAID[finish.outcome]}{detail}")

@@ -56,8 +56,8 @@ def ahead_line(scheduler: Scheduler) -> str:
     tables = scheduler.tables
     states = Counter(group.state for group in tables.groups if group.purpose == "train")
     engines, newest = tables.engines, tables.weights.version
-    held = Counter(engines[name].version for name in engines.having(EngineStatus.HOLDING))
-    on = ", ".join(f"version {version} on {held[version]}" for version in sorted(held, reverse=True))
+    num_holding = Counter(engines[name].version for name in engines.having(EngineStatus.HOLDING))
+    on = ", ".join(f"version {version} on {num_holding[version]}" for version in sorted(num_holding, reverse=True))
     return (
         f"groups: {states[GroupState.READY]} ready, {states[GroupState.IN_FLIGHT]} being generated, "
         f"{states[GroupState.WAITING]} waiting; newest weights: version {newest}; engines: {on or 'none holds any'}"

@@ -26,9 +26,9 @@ class ObserverFailures:
         if str(count).strip("0") == "1":
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name}:{frame.lineno}"
-            what = " ".join(f"{type(error).__name__}: {error}".split())
+            text = " ".join(f"{type(error).__name__}: {error}".split())
             times = "" if count == 1 else f", {count} times so far"
             self.lines.append(
-                f"warning: the observer {name} has failed ({what}, at {place}){times}: the run goes on without what it "
+                f"warning: the observer {name} has failed ({text}, at {place}){times}: the run goes on without what it "
                 "would have shown; please report this"
             )

@@ -27,8 +27,8 @@ class HealthWarnings(ReportingObserver):
     def committed(self, record: StepRecord) -> None:
         """Check a step's metrics."""
         self.news += self._health.warnings(record.metrics)
-        if self._low_start is not None and (said := self._low_start.warning(record.step, record.metrics)):
-            self.news.append(said)
+        if self._low_start is not None and (warning := self._low_start.warning(record.step, record.metrics)):
+            self.news.append(warning)
 
 
 _NO_CURVES = "curves are read from the journal, which takes longer"

@@ -60,16 +60,16 @@ class LiveFile(Observer):
         folder: Path,
         num_steps: int,
         history: Sequence[StepRecord],
-        said: LiveSnapshot | None = None,
+        snapshot: LiveSnapshot | None = None,
     ) -> None:
         """Begin anew, or from the snapshot of earlier attempts; `history` are the finished steps."""
-        self._before = said = said or LiveSnapshot(began_at=time.monotonic())
+        self._before = snapshot = snapshot or LiveSnapshot(began_at=time.monotonic())
         self._path = folder / LIVE_NAME
         self._num_steps = num_steps
         self._records = deque(history, NUM_RECENT)
-        self._notes = deque(said.notes, _NUM_NOTES)
-        self._num_dropped = said.num_dropped
-        self._num_failures = said.num_failures
+        self._notes = deque(snapshot.notes, _NUM_NOTES)
+        self._num_dropped = snapshot.num_dropped
+        self._num_failures = snapshot.num_failures
         self._device_of = functools.cache(functools.partial(device_of, config, _DRIVER.exists()))
         self._committed_at = time.monotonic()
         self._looked = -_PAUSE_S
@@ -78,7 +78,7 @@ class LiveFile(Observer):
             self._path.unlink()
 
     @property
-    def said(self) -> LiveSnapshot:
+    def snapshot(self) -> LiveSnapshot:
         """Snapshot for the next attempt."""
         return LiveSnapshot(
             began_at=self._before.began_at,
@@ -186,10 +186,10 @@ class LiveFile(Observer):
         )
 
     def _trainer(self, scheduler: Scheduler, registry: ProcessRegistry, name: str, trained: int) -> LiveTrainer:
-        asked = next(scheduler.tables.requests.of(name), None)
+        request = next(scheduler.tables.requests.of(name), None)
         return LiveTrainer(
             name=name,
-            status="idle" if asked is None else asked.phase.value,
+            status="idle" if request is None else request.phase.value,
             version=trained,
             doing=registry.processes[name].phase,
             host=_host(registry, name),

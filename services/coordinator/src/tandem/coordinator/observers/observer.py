@@ -126,20 +126,20 @@ class ObserverGroup:
 
     def close(self) -> None:
         """Close the observers' resources."""
-        for each in reversed(self._observers):
+        for observer in reversed(self._observers):
             try:
-                each.close()
+                observer.close()
             except Exception as error:
-                self.failures.note(each.close, error)
+                self.failures.note(observer.close, error)
 
     def _together(self, name: str) -> Callable[..., None]:
         """Return a function that calls a method of all observers that have one of their own."""
         methods = self._own(name)
 
-        def call_each(*given: Any) -> None:
+        def call_each(*arguments: Any) -> None:
             for method in methods:
                 try:
-                    method(*given)
+                    method(*arguments)
                 except Exception as error:
                     self.failures.note(method, error)
 

@@ -114,9 +114,9 @@ class ProgressDisplay(Observer):
     def _times(self) -> str:
         """Return the time since the run was started or resumed, and the time left."""
         now = self._now()
-        left = seconds_left([*self._recent], self._spec.last_step, now - self._committed_at, self._again)
+        remaining_s = seconds_left([*self._recent], self._spec.last_step, now - self._committed_at, self._again)
         elapsed = f"{clock(now - self._began_at)} elapsed"
-        return elapsed if left is None else f"{elapsed}, {clock(left)} left"
+        return elapsed if remaining_s is None else f"{elapsed}, {clock(remaining_s)} left"
 
     def _keep(self, record: StepRecord) -> None:
         """Add a step to the curves."""

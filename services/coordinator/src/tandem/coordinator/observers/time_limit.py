@@ -64,9 +64,9 @@ class TimeLimit(Observer):
 
     def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Ask once for the end of the run, if its time is over."""
-        if not self._is_over and (why := self._why_over(self._clock())) is not None:
+        if not self._is_over and (reason := self._why_over(self._clock())) is not None:
             self._is_over = True
-            self._ask(why)
+            self._ask(reason)
 
     def _why_over(self, now: float) -> str | None:
         """Return why the run is to save and end now; None if it may go on."""
@@ -74,9 +74,9 @@ class TimeLimit(Observer):
         needed = self._saving_s + (max(self._steps_s) if is_between else 0.0)
         if not self._steps_s or now + needed < self._ends_at:
             return None  # before the first step is done there is nothing to save
-        what = (
+        cause = (
             f"{self._ends_at - now:.0f} s are left, a step and a checkpoint have taken {needed:.0f} s"
             if is_between
             else "the step has taken longer than those before"
         )
-        return f"checkpointing.checkpoint_must_save_by is {self._duration}, and {what}: saving, and ending"
+        return f"checkpointing.checkpoint_must_save_by is {self._duration}, and {cause}: saving, and ending"

@@ -94,7 +94,7 @@ class _Asked(msgspec.Struct, frozen=True):
     """An unanswered request."""
 
     process: str
-    what: What
+    activity: What
     step: int | None
     start: float
     detail: str
@@ -126,46 +126,46 @@ class TimelineWriter(ReportingObserver):
 
     def sent(self, process: str, command: AnyCommand, now: float) -> None:
         """Note a request to a process."""
-        what, detail = _WHAT.get(type(command), (None, ""))
-        if what is None or (isinstance(command, Generate) and not command.groups):
+        activity, detail = _WHAT.get(type(command), (None, ""))
+        if activity is None or (isinstance(command, Generate) and not command.groups):
             return
         if isinstance(command, Generate):
-            what = "validating" if command.purpose == "validate" else what
+            activity = "validating" if command.purpose == "validate" else activity
             detail = f"{len(command.groups)} group{'s' * (len(command.groups) != 1)}"
         elif isinstance(command, Refit | CopyWeights | ReportDigests):
             detail = f"version {command.version}"
         step = getattr(command, "step", getattr(command, "version", None))
-        self._asked[command.command_id] = _Asked(process, what, step, now, detail)
+        self._asked[command.command_id] = _Asked(process, activity, step, now, detail)
 
     def answered(self, process: str, reply: Reply | Failed, now: float) -> None:
         """Note that a request was carried out, or failed."""
-        asked = self._asked.pop(reply.command_id, None)
-        if asked is None:
+        request = self._asked.pop(reply.command_id, None)
+        if request is None:
             return
         if isinstance(reply, Failed):
-            asked = msgspec.structs.replace(asked, detail=f"failed: {reply.error}"[:200])
+            request = msgspec.structs.replace(request, detail=f"failed: {reply.error}"[:200])
         if not isinstance(reply, Trained):
-            self._add(asked, asked.what, asked.start, now)
+            self._add(request, request.activity, request.start, now)
             return
         # A rank reports its compute time; before that, it was fetching the samples of its shard.
         training = sum(seconds for name, seconds in reply.seconds.items() if name.endswith("_training"))
         scoring = sum(reply.seconds.values()) - training
-        scored, began = max(asked.start, now - training), max(asked.start, now - training - scoring)
-        if began - asked.start > _LEAST_S:
-            waits = msgspec.structs.replace(asked, detail="for the samples of its shard")
-            self._add(waits, "waiting", asked.start, began)
+        scored, began = max(request.start, now - training), max(request.start, now - training - scoring)
+        if began - request.start > _LEAST_S:
+            waits = msgspec.structs.replace(request, detail="for the samples of its shard")
+            self._add(waits, "waiting", request.start, began)
         if scored > began:
-            self._add(asked, "log-probabilities", began, scored)
+            self._add(request, "log-probabilities", began, scored)
         if reply.waited_s:
-            told = f"own work {reply.compute_s:.3g} s, waiting for other ranks {reply.waited_s:.3g} s"
-            asked = msgspec.structs.replace(asked, detail=told)
-        self._add(asked, "training", scored, now)
+            detail = f"own work {reply.compute_s:.3g} s, waiting for other ranks {reply.waited_s:.3g} s"
+            request = msgspec.structs.replace(request, detail=detail)
+        self._add(request, "training", scored, now)
 
     def give_up(self, is_pending: Callable[[int], bool], now: float) -> None:
         """End the spans of requests that are no longer pending."""
         for command_id in [*itertools.filterfalse(is_pending, self._asked)]:
-            asked = msgspec.structs.replace(self._asked.pop(command_id), detail="given up")
-            self._add(asked, asked.what, asked.start, now)
+            request = msgspec.structs.replace(self._asked.pop(command_id), detail="given up")
+            self._add(request, request.activity, request.start, now)
 
     def handled(self, event: Event, scheduler: Scheduler) -> None:
         """Note the phase of the run."""
@@ -210,20 +210,20 @@ class TimelineWriter(ReportingObserver):
             self._file = None
 
     def _end_phase(self, now: float) -> None:
-        what = None if self._phase is None else _PHASES.get(self._phase)
-        if what is not None and self._phase is not None and now > self._phase_since:
-            asked = _Asked(COORDINATOR, what, None, self._phase_since, self._phase.value)
-            self._add(asked, what, asked.start, now)
+        activity = None if self._phase is None else _PHASES.get(self._phase)
+        if activity is not None and self._phase is not None and now > self._phase_since:
+            request = _Asked(COORDINATOR, activity, None, self._phase_since, self._phase.value)
+            self._add(request, activity, request.start, now)
         self._phase_since = now
 
-    def _add(self, asked: _Asked, what: What, start: float, end: float) -> None:
+    def _add(self, request: _Asked, activity: What, start: float, end: float) -> None:
         span = TimelineSpan(
-            process=asked.process,
-            what=what,
-            step=self._step if asked.step is None else asked.step,
+            process=request.process,
+            what=activity,
+            step=self._step if request.step is None else request.step,
             start=start + self._unix,
             end=end + self._unix,
-            detail=asked.detail,
+            detail=request.detail,
         )
         self._spans.append(span)
 

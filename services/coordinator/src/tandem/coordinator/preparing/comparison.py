@@ -49,21 +49,21 @@ def _equal(theirs: CheckpointFolder, run_id: str, ours: CheckpointFolder, own_id
     """Return whether the weights are equal, for each step for which both runs have a checkpoint."""
     equal = {}
     for step in sorted({*theirs.steps()} & {*ours.steps()}):
-        one, other = _digests(theirs.folder_of(step), run_id), _digests(ours.folder_of(step), own_id)
-        if one and other:
-            equal[step] = one == other
+        their_digests, our_digests = _digests(theirs.folder_of(step), run_id), _digests(ours.folder_of(step), own_id)
+        if their_digests and our_digests:
+            equal[step] = their_digests == our_digests
     return equal
 
 
 def _digests(folder: Path, run_id: str) -> dict[str, str]:
     """Return the digests of the policy's tensors in a run's checkpoint; empty if it is none of that run."""
     try:
-        found = manifest.read(folder)
+        contents = manifest.read(folder)
     except DamagedCheckpoint:
         return {}
-    if found is None or found.run_id != run_id:
+    if contents is None or contents.run_id != run_id:
         return {}
-    files = manifest.only(found, "policy").files.values()
+    files = manifest.only(contents, "policy").files.values()
     return {name: digest for file in files for name, digest in file.tensors.items()}
 
 
@@ -98,7 +98,7 @@ def _were_changed(keys: Sequence[str]) -> str:
 
 def _losses(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> str:
     """Return in how many steps loss and gradient norm are equal, where both runs have trained."""
-    known = {record.step: record.metrics for record in before}
-    pairs = [(record.metrics, known[record.step]) for record in after if record.step in known]
-    same = sum(all(one.get(name) == other.get(name) for name in ("loss", "grad_norm")) for one, other in pairs)
+    earlier_metrics = {record.step: record.metrics for record in before}
+    pairs = [(record.metrics, earlier_metrics[record.step]) for record in after if record.step in earlier_metrics]
+    same = sum(all(later.get(name) == earlier.get(name) for name in ("loss", "grad_norm")) for later, earlier in pairs)
     return f"; loss and gradient norm are equal in {same} of {len(pairs)} steps" if pairs else ""

@@ -101,7 +101,7 @@ def _look_through(
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
-    told = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
+    announced = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
     with imported_apart(config, scratch, config.cluster.deadlines.join_s) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
@@ -137,7 +137,7 @@ def _look_through(
             modules = own_code()
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
-    late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in told]
+    late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in announced]
     ready = CheckedConfig(
         config=with_run_length(config, algorithm.num_steps, mode),
         source=source,
@@ -156,8 +156,10 @@ def _with_sizes(config: Config, earlier: tuple[CheckedConfig, Tokenizer] | None)
     """Return a configuration with the sizes of its model, even if a run before it makes the model."""
     before = earlier[0] if earlier else None
     while before is not None and model_config(config.policy) is None:
-        made = before.config.policy
-        policy = msgspec.structs.replace(config.policy, model_name=made.model_name, new_model=made.new_model)
+        source_policy = before.config.policy
+        policy = msgspec.structs.replace(
+            config.policy, model_name=source_policy.model_name, new_model=source_policy.new_model
+        )
         config, before = msgspec.structs.replace(config, policy=policy), before.prerequisite
     return config
 
@@ -230,14 +232,14 @@ def _find_folders(config: Config) -> None:
     problems = []
     for key, name in folders.items():
         folder = Path(name).absolute()
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not there.is_dir():
-            problems.append(f"{key}: {name!r} cannot be made: {str(there)!r} is a file")
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not existing.is_dir():
+            problems.append(f"{key}: {name!r} cannot be made: {str(existing)!r} is a file")
             continue
         try:
-            os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=there))
+            os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=existing))
         except OSError as error:
-            problems.append(f"{key}: {name!r} cannot be written: {str(there)!r}: {error.strerror}")
+            problems.append(f"{key}: {name!r} cannot be written: {str(existing)!r}: {error.strerror}")
     if problems:
         raise ConfigError(*problems)
 
@@ -283,11 +285,11 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Checked
     if policy.new_model is not None:  # even if its folder exists
         check_new_model_type(policy.new_model.config)
     if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
-        earlier[1].save(made := scratch / "model")
+        earlier[1].save(model_folder := scratch / "model")
     elif (problem := model_problem(config)) is not None:
         raise ModelError(problem)
     elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
-        write_new_model(made := scratch / "model", policy.new_model)
+        write_new_model(model_folder := scratch / "model", policy.new_model)
     else:
-        made, is_models_own = folder, False
-    return load_tokenizer(config, made if is_models_own else None)
+        model_folder, is_models_own = folder, False
+    return load_tokenizer(config, model_folder if is_models_own else None)

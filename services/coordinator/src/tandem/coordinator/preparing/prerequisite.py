@@ -43,7 +43,7 @@ def _has_finished(ready: CheckedConfig, journal: JournalReader) -> bool:
     config, last = ready.config, journal.last_step() or 0
     if last >= ready.algorithm.num_steps:
         return True
-    if not any(stop.is_reached(journal.steps()) for stop in validation_stop(config, list, lambda why: None)):
+    if not any(stop.is_reached(journal.steps()) for stop in validation_stop(config, list, lambda reason: None)):
         return False
     return not config.checkpointing.enabled or last in checkpoints_of(journal.folder, config).steps()
 

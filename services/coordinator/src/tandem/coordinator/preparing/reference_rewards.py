@@ -38,22 +38,22 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Referenc
         if config.environments
     ]
     names = dict.fromkeys(answer.environment for answer in answers)
-    unscored = {name: why for name in names if (why := _unscored(config, name))}
-    lines += [f"env.{name}: {why}" for name, why in unscored.items()]
+    unscored = {name: reason for name in names if (reason := _unscored(config, name))}
+    lines += [f"env.{name}: {reason}" for name, reason in unscored.items()]
     answers = [answer for answer in answers if answer.environment not in unscored]
     for answer, score in zip(answers, _scores(config, answers) if answers else (), strict=True):
-        row, where = answer.problem.problem_id, f"env.{answer.environment}"
+        row, key = answer.problem.problem_id, f"env.{answer.environment}"
         if score.failure:
-            lines.append(f"{row}: no reward in {where}: {score.failure}")
+            lines.append(f"{row}: no reward in {key}: {score.failure}")
             continue
         verdict = "correct" if score.correct else "not correct"
         text = repr(shortened(score.response))
         written = f"written as {text}" if score.correct else f"written as {text}, in a box and after 'Answer:'"
         written += f" ({score.part})" if score.part else ""
-        lines.append(f"{row}: {score.reward:g} ({verdict}) in {where}, {written}")
+        lines.append(f"{row}: {score.reward:g} ({verdict}) in {key}, {written}")
         if score.reward < _BEST or not score.correct:
             but = "" if score.correct else ", not correct"
-            notices.append(f"the reference answer of {row} scores {score.reward:g}{but} in {where}, {written}")
+            notices.append(f"the reference answer of {row} scores {score.reward:g}{but} in {key}, {written}")
     return ReferenceRewards(tuple(dict.fromkeys(lines)), tuple(notices))
 
 
@@ -79,10 +79,10 @@ def _scores(config: Config, answers: Sequence[ReferenceAnswer]) -> list[Referenc
         with ModuleProcess(MODULE, order, Path(folder)) as process:
             try:
                 process.wait(deadline_s)
-                why = f"it {process.ending}"
+                reason = f"it {process.ending}"
             except subprocess.TimeoutExpired:
-                why = f"that takes over {deadline_s:g} s (cluster.deadlines.join_s)"
+                reason = f"that takes over {deadline_s:g} s (cluster.deadlines.join_s)"
         written = process.answer.read_bytes() if process.answer.exists() else b""
-    whole = written[: written.rfind(b"\n") + 1].splitlines()
-    scores = [msgspec.json.decode(line, type=ReferenceScore) for line in whole]
-    return [*scores, *[ReferenceScore(failure=why)] * (len(answers) - len(scores))]
+    lines = written[: written.rfind(b"\n") + 1].splitlines()
+    scores = [msgspec.json.decode(line, type=ReferenceScore) for line in lines]
+    return [*scores, *[ReferenceScore(failure=reason)] * (len(answers) - len(scores))]

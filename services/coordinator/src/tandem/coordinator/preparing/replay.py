@@ -99,7 +99,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     last_step: int
     """Last finished step."""
-    whole: frozenset[int]
+    whole_steps: frozenset[int]
     """Finished steps with all of their samples recorded."""
     longest: int
     """Tokens of the longest of these samples."""
@@ -145,9 +145,9 @@ def continue_replay(folder: Path, overrides: Sequence[str]) -> Config:
     with journal_of(folder) as journal:
         config = config_of(journal)
     if config.replay is None:
-        there = [str(path) for path in _runs_beside(folder) if path.name.startswith(f"{folder.name}-replay")]
-        known = f"; its replays: {', '.join(there)}" if there else ""
-        raise RunFolderError(f"{folder} is not a replay: --resume takes the run folder of one{known}")
+        replays = [str(path) for path in _runs_beside(folder) if path.name.startswith(f"{folder.name}-replay")]
+        hint = f"; its replays: {', '.join(replays)}" if replays else ""
+        raise RunFolderError(f"{folder} is not a replay: --resume takes the run folder of one{hint}")
     with journal_of(Path(config.replay.run)) as journal:
         if journal.run_id != config.replay.run_id:
             raise RunFolderError(
@@ -202,10 +202,10 @@ def describe_start(config: Config) -> Iterator[str]:
 def journal_of(run: Path) -> JournalReader:
     """Open the journal of a run. Raise `RunFolderError`, with the runs beside it, if there is none."""
     if not (run / JOURNAL_NAME).is_file():
-        there = [str(path) for path in _runs_beside(run)]
-        choices = f"; there are {', '.join(there)}{nearest(str(run), there)}" if there else ""
-        what = f"there is no {JOURNAL_NAME} in it" if run.is_dir() else "there is no such folder"
-        raise RunFolderError(f"{run} holds no run: {what}{choices}")
+        runs = [str(path) for path in _runs_beside(run)]
+        choices = f"; there are {', '.join(runs)}{nearest(str(run), runs)}" if runs else ""
+        defect = f"there is no {JOURNAL_NAME} in it" if run.is_dir() else "there is no such folder"
+        raise RunFolderError(f"{run} holds no run: {defect}{choices}")
     return read_journal(run)
 
 
@@ -223,8 +223,8 @@ def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
             f"{run} is a run of {config.algorithm}, which generates no samples: run its configuration again instead"
         )
     last = journal.last_step() or 0
-    whole, longest = _whole_steps(run / sample_files.FOLDER, journal.run_id, config, last)
-    if not whole:
+    whole_steps, longest = _whole_steps(run / sample_files.FOLDER, journal.run_id, config, last)
+    if not whole_steps:
         raise RunFolderError(f"{run} has recorded no samples of a finished step: see logger.samples")
     steps = tuple(step for step in checkpoints_of(run, config).steps() if 0 < step <= last)
     return RecordedRun(
@@ -232,7 +232,7 @@ def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
         run_id=journal.run_id,
         config=config,
         last_step=last,
-        whole=frozenset(whole),
+        whole_steps=frozenset(whole_steps),
         longest=longest,
         checkpoints=steps,
     )
@@ -243,7 +243,7 @@ def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[
 
     Raise `SamplesError` for a file that is damaged, or of another run.
     """
-    whole, longest = set(), 0
+    steps, longest = set(), 0
     for step, files in itertools.groupby(sample_files.files(folder), key=lambda file: file.step):
         if not 0 < step <= last:
             continue
@@ -251,35 +251,35 @@ def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[
         tables = [recorded_shards.read_shard(file.path, run_id, columns).to_pydict() for file in files]
         groups, samples, sizes, branches = ([value for table in tables for value in table[name]] for name in columns)
         if is_whole(config, list(zip(groups, samples, strict=True))):
-            whole.add(step)
+            steps.add(step)
             of_agents = (branch["num_tokens"] for sequences in branches for branch in sequences)
             of_others = (size for size, sequences in zip(sizes, branches, strict=True) if not sequences)
             longest = max(longest, *of_agents, *of_others)
-    return whole, longest
+    return steps, longest
 
 
 def _end(recorded: RecordedRun, to_step: int | None) -> int:
     """Return the step to end with: the newest recorded one, unless one is named."""
-    newest = max(recorded.whole)
+    newest = max(recorded.whole_steps)
     if to_step is None:
         return newest
-    if to_step in recorded.whole:
+    if to_step in recorded.whole_steps:
         return to_step
     raise ConfigError(f"--to {to_step}: {_not_recorded(recorded, [to_step])}")
 
 
 def _start(recorded: RecordedRun, from_step: int | None, end: int) -> int:
     """Return the step to begin after: the first with all samples after it, unless one is named."""
-    known = [0, *(step for step in recorded.checkpoints if step < end)]
-    missing = {step: sorted({*range(step + 1, end + 1)} - recorded.whole) for step in known}
-    possible = [step for step in known if not missing[step]]
+    starts = [0, *(step for step in recorded.checkpoints if step < end)]
+    missing = {step: sorted({*range(step + 1, end + 1)} - recorded.whole_steps) for step in starts}
+    possible = [step for step in starts if not missing[step]]
     begins = [*(f"from step {step}" for step in possible if step), *(["from the beginning"] if 0 in possible else [])]
     choices = f"it can be replayed {', '.join(begins)}" if begins else "no step can be replayed"
     if from_step is None:
         if possible:
             return possible[0]
         raise RunFolderError(
-            f"no replay of {recorded.folder} can end with step {end}: {_not_recorded(recorded, missing[known[-1]])}, "
+            f"no replay of {recorded.folder} can end with step {end}: {_not_recorded(recorded, missing[starts[-1]])}, "
             "and no checkpoint lies in between; --to STEP says where else to end"
         )
     if from_step in possible:
@@ -288,7 +288,7 @@ def _start(recorded: RecordedRun, from_step: int | None, end: int) -> int:
         raise ConfigError(f"--from {from_step}: {_not_recorded(recorded, missing[from_step])}; {choices}")
     if from_step >= end:
         raise ConfigError(f"--from {from_step}: step {end} is the last to train on; {choices}")
-    near = min(known[1:], key=lambda step: abs(step - from_step), default=0)
+    near = min(starts[1:], key=lambda step: abs(step - from_step), default=0)
     hint = f"; did you mean {near}?" if near in possible and near else ""
     raise ConfigError(f"--from {from_step}: {recorded.folder} has no checkpoint of that step; {choices}{hint}")
 
@@ -299,7 +299,7 @@ def _not_recorded(recorded: RecordedRun, steps: Collection[int]) -> str:
         return f"{recorded.folder} has done {recorded.last_step} steps"
     return (
         f"the samples of {steps_in_words(steps)} are not in {recorded.folder / sample_files.FOLDER}, "
-        f"only those of {steps_in_words(recorded.whole)}"
+        f"only those of {steps_in_words(recorded.whole_steps)}"
     )
 
 
@@ -310,15 +310,15 @@ def _refuse_keys(keys: Iterable[str], start: int) -> None:
     """Raise `ConfigError` for keys that cannot be changed, or would change nothing."""
     problems = []
     for key in keys:
-        why = next((why for name, why in REFUSED.items() if is_within(key, (name,))), None)
-        if why is None and is_within(key, _ROLLOUTS) and not is_within(key, _OF_ADVANTAGES):
-            why = _DRAWN
-        if why is None and start and is_within(key, _OF_OPTIMIZERS):
-            why = (
+        reason = next((reason for name, reason in REFUSED.items() if is_within(key, (name,))), None)
+        if reason is None and is_within(key, _ROLLOUTS) and not is_within(key, _OF_ADVANTAGES):
+            reason = _DRAWN
+        if reason is None and start and is_within(key, _OF_OPTIMIZERS):
+            reason = (
                 f"the checkpoint of step {start} has the state of another optimizer; leave --from out, or give --from 0"
             )
-        if why is not None:
-            problems.append(f"command line: {key}: cannot be changed in a replay: {why}")
+        if reason is not None:
+            problems.append(f"command line: {key}: cannot be changed in a replay: {reason}")
     if problems:
         raise ConfigError(*problems)
 

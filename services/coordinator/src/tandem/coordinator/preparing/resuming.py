@@ -79,17 +79,17 @@ class ResumePoints:
 
     def damage_in(self, finish: FinishRun, start: StartingPoint) -> DamagedCheckpoint | None:
         """Return the damage that trainers found in the checkpoint to continue from; None for other errors."""
-        what = "" if finish.error is None else finish.error.what
-        if not start.resume_from or manifest.DAMAGED not in what or f"{start.resume_from}/" not in what:
+        text = "" if finish.error is None else finish.error.what
+        if not start.resume_from or manifest.DAMAGED not in text or f"{start.resume_from}/" not in text:
             return None
-        return DamagedCheckpoint(_OF_A_RANK.sub("", what))
+        return DamagedCheckpoint(_OF_A_RANK.sub("", text))
 
     def with_way_out(self, error: DamagedCheckpoint, step: int) -> DamagedCheckpoint:
         """Add the newest other checkpoint that is whole, read completely, to the error of a step's checkpoint."""
-        others = [other for other in reversed(self._steps) if other != step]
-        if others:
-            self._say(f"looking for a checkpoint that is whole among those of steps {', '.join(map(str, others))}")
-        error.whole = next((other for other in others if self._is_whole(other)), None)
+        candidates = [candidate for candidate in reversed(self._steps) if candidate != step]
+        if candidates:
+            self._say(f"looking for a checkpoint that is whole among those of steps {', '.join(map(str, candidates))}")
+        error.whole = next((candidate for candidate in candidates if self._is_whole(candidate)), None)
         return error
 
     def _is_whole(self, step: int) -> bool:
@@ -107,9 +107,9 @@ class ResumePoints:
 
     def _read_all(self, step: int) -> None:
         folder = self._checkpoints.folder_of(step)
-        found = manifest.read(folder)
-        assert found is not None, "it was checked before"
-        manifest.check_tensors(folder, found.files)
+        contents = manifest.read(folder)
+        assert contents is not None, "it was checked before"
+        manifest.check_tensors(folder, contents.files)
 
     def _choices(self, step: int) -> str:
         if not self._steps:
@@ -126,40 +126,40 @@ def check_checkpoint(
     Return its manifest, if it has one. Raise `DamagedCheckpoint` if a check fails.
     """
     folder = checkpoints.folder_of(step)
-    found = manifest.read(folder)
-    if found is None:
+    contents = manifest.read(folder)
+    if contents is None:
         checkpoints.read_record(step)
         return None
-    for what, is_ in (
-        (f"of step {found.step}, not {step}", found.step == step),
-        (f"of the run {found.run_id}, not {journal.run_id}", found.run_id == journal.run_id),
+    for discrepancy, is_ in (
+        (f"of step {contents.step}, not {step}", contents.step == step),
+        (f"of the run {contents.run_id}, not {journal.run_id}", contents.run_id == journal.run_id),
         (
-            f"of weight version {found.version}, not {journal.step(step).version}",
-            found.version == journal.step(step).version,
+            f"of weight version {contents.version}, not {journal.step(step).version}",
+            contents.version == journal.step(step).version,
         ),
     ):
         if not is_:
-            raise DamagedCheckpoint(f"{folder} {manifest.DAMAGED}: what lies there is {what}")
-    manifest.check_files(folder, found.files)
-    if found.configuration != fingerprint(config):
+            raise DamagedCheckpoint(f"{folder} {manifest.DAMAGED}: what lies there is {discrepancy}")
+    manifest.check_files(folder, contents.files)
+    if contents.configuration != fingerprint(config):
         written = config_from_json(checkpoints.read_record(step).config_json.encode())
         differing = resume_differences(written, config)
         if differing:  # not only the keys of another release
             raise DamagedCheckpoint(
                 f"{folder} {manifest.DAMAGED}: what lies there was written with another {', '.join(differing)}"
             )
-    return found
+    return contents
 
 
-def refuse_other_weights(known: RefitRecord, checkpoints: CheckpointFolder, digest: int, verify: str) -> None:
+def refuse_other_weights(earlier: RefitRecord, checkpoints: CheckpointFolder, digest: int, verify: str) -> None:
     """Compare the digest of a version with the one that the journal has from before the run was resumed.
 
     Raise `DamagedCheckpoint` if they differ: then trainers loaded other weights than those that were trained.
     """
-    if known.verify == verify and known.digest and digest and known.digest != digest:
+    if earlier.verify == verify and earlier.digest and digest and earlier.digest != digest:
         raise DamagedCheckpoint(
-            f"{checkpoints.folder_of(known.version)} {manifest.DAMAGED}: its weights have the digest {digest:016x}; "
-            f"those of version {known.version} had {known.digest:016x} when they were trained"
+            f"{checkpoints.folder_of(earlier.version)} {manifest.DAMAGED}: its weights have the digest {digest:016x}; "
+            f"those of version {earlier.version} had {earlier.digest:016x} when they were trained"
         )
 
 

@@ -43,43 +43,43 @@ class _Given(ConfigSection, frozen=True, kw_only=True):
 
 def settings_of(arguments: argparse.Namespace, token: str | None) -> ServingHandover:
     """Return how the model in ``arguments.folder`` is served. Raise `TandemError` before anything starts."""
-    (found,) = models_in(arguments.folder)
-    if not any(found.folder.glob("*.safetensors")):
-        raise ModelError(f"{found.folder} has a config.json and no weights: there are no *.safetensors")
+    (model,) = models_in(arguments.folder)
+    if not any(model.folder.glob("*.safetensors")):
+        raise ModelError(f"{model.folder} has a config.json and no weights: there are no *.safetensors")
     try:
-        for notice in check_weights(found.folder):
+        for notice in check_weights(model.folder):
             print(f"note: {notice}", file=sys.stderr)
     except DamagedCheckpoint as error:
         raise ModelError(str(error)) from error
-    config = read_json(found.folder / "config.json")
+    config = read_json(model.folder / "config.json")
     vocabulary = vocabulary_in(config)
     if vocabulary is None:
-        raise ModelError(f"{found.folder / 'config.json'}: it has no vocab_size")
-    tokenizer = load_model_tokenizer(found.folder)
+        raise ModelError(f"{model.folder / 'config.json'}: it has no vocab_size")
+    tokenizer = load_model_tokenizer(model.folder)
     _ = tokenizer.eos_id  # a response must end somewhere
     length = _length(arguments.max_length, max_positions_in(config))
     precision = arguments.precision or _precision(config)
-    given = _given(arguments.overrides, length, precision)
+    engine_settings = _given(arguments.overrides, length, precision)
     if arguments.overrides and arguments.engine != "vllm":
         raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: a setting of vLLM: give --engine vllm as well")
     if arguments.engine == "vllm" and package_folder("vllm") is None:
         raise ConfigError("--engine vllm: vLLM is not installed; the embedded engine is --engine transformers")
     typed = str(arguments.folder)
-    name = arguments.name or found.name
+    name = arguments.name or model.name
     return ServingHandover(
-        model_folder=str(found.folder.resolve()),
+        model_folder=str(model.folder.resolve()),
         name=name,
         aliases=() if typed == name else (typed,),
         engine=arguments.engine,
-        max_length=given.vllm_cfg.max_model_len,
+        max_length=engine_settings.vllm_cfg.max_model_len,
         vocabulary=vocabulary,
         max_batch_size=arguments.max_batch_size,
         precision=precision,
         num_threads=len(os.sched_getaffinity(0)),
         deadline_s=arguments.timeout_s,
         token=token,
-        vllm_cfg=given.vllm_cfg,
-        vllm_kwargs=given.vllm_kwargs,
+        vllm_cfg=engine_settings.vllm_cfg,
+        vllm_kwargs=engine_settings.vllm_kwargs,
         example=tokenizer.short_text(),
     )
 
@@ -111,19 +111,19 @@ def _given(overrides: Sequence[str], length: int, precision: str) -> _Given:
     }
     try:
         merged = overridden(ConfigLayers(main=COMMAND_LINE, layers=(), merged=plain), overrides).merged
-        given = msgspec.convert(conform(merged, type_info(_Given), ""), _Given)
+        engine_settings = msgspec.convert(conform(merged, type_info(_Given), ""), _Given)
     except InvalidValue as problem:
         raise ConfigError(*(f"{COMMAND_LINE}: {each.key}: {each.text}" for each in problem.all)) from None
-    check_arguments(given.vllm_kwargs)
-    return given
+    check_arguments(engine_settings.vllm_kwargs)
+    return engine_settings
 
 
-def _length(asked: int | None, positions: int | None) -> int:
-    if asked is None:
+def _length(max_length: int | None, positions: int | None) -> int:
+    if max_length is None:
         return min(positions or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
-    if positions is not None and asked > positions:
-        raise ConfigError(f"--max-length {asked}: the model was made for sequences of at most {positions} tokens")
-    return asked
+    if positions is not None and max_length > positions:
+        raise ConfigError(f"--max-length {max_length}: the model was made for sequences of at most {positions} tokens")
+    return max_length
 
 
 def _precision(config: Mapping[str, Any]) -> Literal["float32", "bfloat16"]:

@@ -96,8 +96,8 @@ def _learned(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> Show
     ]
     for token in last_ids:
         if token not in tokenizer.turn_ends.all_ids:
-            why = "is the last token of a learned turn, and ends none: generation would not stop there"
-            facts.append(("note", f"{_named(token, tokenizer)} {why}"))
+            reason = "is the last token of a learned turn, and ends none: generation would not stop there"
+            facts.append(("note", f"{_named(token, tokenizer)} {reason}"))
     size = f"{len(token_ids)} tokens, {sum(loss_mask)} of them learned"
     return _row(sequence.name, kind, size, shown_tokens(token_ids, loss_mask, tokenizer), facts)
 
@@ -151,7 +151,7 @@ def shown_tokens(token_ids: Sequence[int], loss_mask: Sequence[bool], tokenizer:
     shown: list[ShownToken] = []
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     added = tokenizer.hugging_face.added_tokens_decoder
-    special_ids = {token for token, known in added.items() if known.special}
+    special_ids = {token for token, added_token in added.items() if added_token.special}
     for is_learned, part in itertools.groupby(zip(token_ids, loss_mask, strict=True), lambda pair: pair[1]):
         for token, repeats in itertools.groupby(token for token, _ in part):
             num_repeats = len([*repeats])

@@ -69,20 +69,22 @@ class ProcessRegistry:
         heartbeat: HeartbeatSettings,
         replies: Replies,
         max_rollouts: int | None = None,
-        known: KnownProcesses | None = None,
+        known_processes: KnownProcesses | None = None,
     ) -> None:
         """`max_rollouts` is the most engines at once, if the run has any; None sets no limit.
 
-        `known` is kept up to date with the admitted processes.
+        `known_processes` is kept up to date with the admitted processes.
         """
-        self._known = known
+        self._known = known_processes
         self._hub = listening.hub
         self.how_to_join = listening.how_to_join
         self._admitted = listening.admitted
         self.names = ReservedNames(expected, max_rollouts, listening.admitted)
         """Names of all processes that the run has or expects."""
         self._heartbeat = heartbeat
-        self._admission = RunAdmission(listening, self.names, known, RunDescription(config_json, run_id, heartbeat))
+        self._admission = RunAdmission(
+            listening, self.names, known_processes, RunDescription(config_json, run_id, heartbeat)
+        )
         self._replies = replies
         self._by_peer: dict[wire.HubPeer, RegisteredProcess] = {}
         self.processes: dict[str, RegisteredProcess] = {}
@@ -148,9 +150,9 @@ class ProcessRegistry:
             try:
                 event = self._to_event(process, _CODECS[process.hello.service].decode(frames), now)
             except WireError as error:
-                why = f"it broke the protocol: {error}"
-                self._hub.send(peer, wire.encode(Shutdown(reason=why[:MAX_TEXT])))
-                yield ProcessLost(now=now, process=process.name, why=why)
+                reason = f"it broke the protocol: {error}"
+                self._hub.send(peer, wire.encode(Shutdown(reason=reason[:MAX_TEXT])))
+                yield ProcessLost(now=now, process=process.name, reason=reason)
                 continue
             if event is not None:
                 yield event
@@ -163,7 +165,7 @@ class ProcessRegistry:
             silent_s = now - process.last_seen
             if silent_s > self._heartbeat.timeout_s:
                 yield ProcessLost(
-                    now=now, process=process.name, why=f"no heartbeat for {silent_s:.0f} s ({process.phase})"
+                    now=now, process=process.name, reason=f"no heartbeat for {silent_s:.0f} s ({process.phase})"
                 )
 
     def waker(self) -> Callable[[], None]:
@@ -208,7 +210,7 @@ class ProcessRegistry:
             case Leaving():
                 return EngineDraining(now=now, process=process.name)
             case Goodbye(reason=reason):
-                return ProcessLost(now=now, process=process.name, why=f"it left: {shortened(reason)}")
+                return ProcessLost(now=now, process=process.name, reason=f"it left: {shortened(reason)}")
             case reply:
                 if not self._replies.take(process.name, reply, received.arrays):
                     return None  # a repeat, or the answer to an abandoned request

@@ -36,7 +36,7 @@ class Replies:
     def __init__(self, limits: SampleLimits, newest: int = 0) -> None:
         """`newest` is at least every command id that an earlier coordinator gave out."""
         self._limits = limits
-        self._asked: dict[int, UnansweredRequest] = {}
+        self._requests: dict[int, UnansweredRequest] = {}
         self._states: dict[str, KnownState] = {}
         self._newest = newest
         """Highest command id so far."""
@@ -53,48 +53,48 @@ class Replies:
                     bisect.insort(state.versions, command.version)
             case Generate() | ReportDigests():  # the requests that this cancels are never answered
                 oldest = command.cancel_before if isinstance(command, Generate) else command.command_id
-                self._asked = {
-                    i: asked
-                    for i, asked in self._asked.items()
-                    if asked.name != name or type(asked.command) is not type(command) or i >= oldest
+                self._requests = {
+                    i: request
+                    for i, request in self._requests.items()
+                    if request.name != name or type(request.command) is not type(command) or i >= oldest
                 }
             case _:
                 pass
-        self._asked[command.command_id] = UnansweredRequest(
+        self._requests[command.command_id] = UnansweredRequest(
             name=name, command=command, state=state, limits=self._limits, oldest_version=state.version
         )
 
     def forget(self, name: str) -> None:
         """Expect nothing more of a process; another of its name begins anew."""
-        self._asked = {i: asked for i, asked in self._asked.items() if asked.name != name}
+        self._requests = {i: request for i, request in self._requests.items() if request.name != name}
         self._states.pop(name, None)
 
     def forget_commands(self) -> None:
         """Accept no more answers to earlier requests."""
-        self._asked = {}
+        self._requests = {}
 
     def take(self, name: str, reply: Reply | Failed, arrays: Arrays) -> bool:
         """Check a reply; return whether it answers an open request, rather than one that is over.
 
         Raise `WireError` if it cannot be an answer to that request; its text begins with the message and the field.
         """
-        asked = self._asked.get(reply.command_id)
+        request = self._requests.get(reply.command_id)
         try:
-            if asked is None:
+            if request is None:
                 must(reply.command_id <= self._newest, "command_id", reply.command_id, "of a command")
                 return False
-            must(asked.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {asked.name}")
+            must(request.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {request.name}")
             if not isinstance(reply, Failed):
-                checks, command = CHECKS[type(reply)], type(asked.command)
+                checks, command = CHECKS[type(reply)], type(request.command)
                 if command not in checks:
                     must(False, "command_id", reply.command_id, answerable(type(reply), command))
                 elif (check := checks[command]) is not None:
-                    check(asked, reply)
+                    check(request, reply)
             for array in arrays:
                 raise WireError(f"{array[:SHOWN]}: arrays came with a message that has none")
         except WireError as error:
             raise WireError(f"{type(reply).__name__}.{error}") from error
         if isinstance(reply, SamplesFinished):
             return True  # more answers follow
-        del self._asked[reply.command_id]
+        del self._requests[reply.command_id]
         return True

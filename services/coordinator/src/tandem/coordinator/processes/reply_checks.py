@@ -63,134 +63,134 @@ class UnansweredRequest(msgspec.Struct, kw_only=True):
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def trained(asked: UnansweredRequest, reply: Trained) -> None:
+def trained(request: UnansweredRequest, reply: Trained) -> None:
     """`step` and `version` are those of the command. `metrics` are finite numbers, from a model group's first trainer.
 
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
-    same(asked, reply, "step")
-    must(reply.version == asked.command.step, "version", reply.version, f"the step, {asked.command.step}")
-    speakers = asked.limits.speakers
-    is_empty = asked.name in speakers or not reply.metrics
+    same(request, reply, "step")
+    must(reply.version == request.command.step, "version", reply.version, f"the step, {request.command.step}")
+    speakers = request.limits.speakers
+    is_empty = request.name in speakers or not reply.metrics
     must(is_empty, "metrics", reply.metrics, f"empty: {' and '.join(sorted(speakers))} has them")
     finite(reply.metrics)
     if reply.gpus:
         _measured(reply.gpus)
 
 
-def samples_finished(asked: UnansweredRequest, reply: SamplesFinished) -> None:
+def samples_finished(request: UnansweredRequest, reply: SamplesFinished) -> None:
     """`step` and `purpose` are those of the command; each sample was asked for, and is in a message once.
 
     Its prompt has the requested length; its response is within the limits of the command, of
     `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. Its versions are among those that the engine has
     held since it got the command, and its tokens are counted by version. Only validation samples have text.
     """
-    same(asked, reply, "step", "purpose")
-    _check_samples(asked, reply.samples)
-    versions = asked.state.versions
-    held = versions[bisect.bisect_left(versions, asked.oldest_version) :]
+    same(request, reply, "step", "purpose")
+    _check_samples(request, reply.samples)
+    versions = request.state.versions
+    possible = versions[bisect.bisect_left(versions, request.oldest_version) :]
     for row, sample in enumerate(reply.samples):
         for field in ("oldest_version", "newest_version"):
-            if getattr(sample, field) not in held:
-                fits(False, row, field, sample, f"one that the engine held then: {_some(held)}")
+            if getattr(sample, field) not in possible:
+                fits(False, row, field, sample, f"one that the engine held then: {_some(possible)}")
         oldest, newest = sample.oldest_version, sample.newest_version
         fits(oldest <= newest, row, "oldest_version", sample, "at most the newest, {}", newest)
         counts = sample.tokens_by_version
-        made = sample.response_length
-        is_counted = len(counts) == newest - oldest + 1 and sum(counts) == made
-        fits(is_counted, row, "tokens_by_version", sample, "those of the response, {}, by version", made)
+        length = sample.response_length
+        is_counted = len(counts) == newest - oldest + 1 and sum(counts) == length
+        fits(is_counted, row, "tokens_by_version", sample, "those of the response, {}, by version", length)
         has_text = bool(sample.response) and reply.purpose == "train"
         fits(not has_text, row, "response", sample, "empty: only validation has text")
-        if (sample.group, sample.sample) not in asked.arrived:  # a command that is sent again is answered again
-            asked.arrived.add((sample.group, sample.sample))
-            asked.num_tokens += made
+        if (sample.group, sample.sample) not in request.arrived:  # a command that is sent again is answered again
+            request.arrived.add((sample.group, sample.sample))
+            request.num_tokens += length
 
 
-def _check_samples(asked: UnansweredRequest, samples: Iterable[SampleScored]) -> None:
+def _check_samples(request: UnansweredRequest, samples: Iterable[SampleScored]) -> None:
     """Compare the sizes of each sample with its request."""
-    command: Generate = asked.command
-    limits, groups = asked.limits, {group.group: group for group in command.groups}
+    command: Generate = request.command
+    limits, groups = request.limits, {group.group: group for group in command.groups}
     seen: set[tuple[int, int]] = set()
     for row, sample in enumerate(samples):
         group = groups.get(sample.group)
         if group is None:
             raise WireError(f"samples[{row}].group: {sample.group}, must be one that was asked for")
-        prompt, made, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
+        prompt, response, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
         fits(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
         fits((sample.group, sample.sample) not in seen, row, "sample", sample, "in the message once")
         seen.add((sample.group, sample.sample))
-        if limits.plays and made:
-            _check_episode(asked, row, sample)
+        if limits.plays and response:
+            _check_episode(request, row, sample)
             continue
         fits(not sample.branches, row, "branches", sample, "none: no agent has asked for anything")
         fits(turns >= 1 or limits.plays or bool(sample.failure), row, "num_turns", sample, "at least 1")
         fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
         fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
-        most = min(turns * command.sampling.max_new_tokens, limits.max_tokens - prompt)
-        fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
+        max_response = min(turns * command.sampling.max_new_tokens, limits.max_tokens - prompt)
+        fits(turns <= response <= max_response, row, "response_length", sample, "from {} to {}", turns, max_response)
         length = sample.num_tokens
         fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
         # An environment inserts text between two responses.
-        is_all = length == prompt + made if turns <= 1 else length >= prompt + made
-        fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, made)
+        is_all = length == prompt + response if turns <= 1 else length >= prompt + response
+        fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, response)
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
         fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
 
 
-def generated(asked: UnansweredRequest, reply: Generated) -> None:
+def generated(request: UnansweredRequest, reply: Generated) -> None:
     """`step` and `purpose` are those of the command. All `num_samples` samples were sent, with `num_tokens` tokens.
 
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
-    same(asked, reply, "step", "purpose")
-    check_whole(asked, reply, sum(len(group.seeds) for group in asked.command.groups))
-    must(reply.num_tokens == asked.num_tokens, "num_tokens", reply.num_tokens, f"{asked.num_tokens}, as were sent")
+    same(request, reply, "step", "purpose")
+    check_whole(request, reply, sum(len(group.seeds) for group in request.command.groups))
+    must(reply.num_tokens == request.num_tokens, "num_tokens", reply.num_tokens, f"{request.num_tokens}, as were sent")
     if reply.gpus:
         _measured(reply.gpus)
 
 
-def samples_recorded(asked: UnansweredRequest, reply: SamplesRecorded) -> None:
+def samples_recorded(request: UnansweredRequest, reply: SamplesRecorded) -> None:
     """`step` is that of the command. Written and missing samples add up to those asked for."""
-    same(asked, reply, "step")
-    wanted = sum(len(group.advantages) for group in asked.command.groups)
-    must(reply.num_missing <= wanted, "num_missing", reply.num_missing, f"at most {wanted}, as asked for")
-    rest = wanted - reply.num_missing
-    must(reply.num_samples == rest, "num_samples", reply.num_samples, f"{rest}, all but the missing ones")
+    same(request, reply, "step")
+    expected = sum(len(group.advantages) for group in request.command.groups)
+    must(reply.num_missing <= expected, "num_missing", reply.num_missing, f"at most {expected}, as asked for")
+    num_written = expected - reply.num_missing
+    must(reply.num_samples == num_written, "num_samples", reply.num_samples, f"{num_written}, all but the missing ones")
 
 
-def refitted(asked: UnansweredRequest, reply: Refitted) -> None:
+def refitted(request: UnansweredRequest, reply: Refitted) -> None:
     """`version` is that of the command. `num_bytes` are of links with this process at one end."""
-    same(asked, reply, "version")
+    same(request, reply, "version")
     for link in reply.num_bytes:
         ends = [process_of(end) for end in link.split(">")]
-        must(len(ends) == 2 and asked.name in ends, "num_bytes", link, f"a link of {asked.name}")
-    if asked.name in asked.command.only or not asked.command.only:
-        asked.state.version = reply.version
+        must(len(ends) == 2 and request.name in ends, "num_bytes", link, f"a link of {request.name}")
+    if request.name in request.command.only or not request.command.only:
+        request.state.version = reply.version
 
 
-def verified(asked: UnansweredRequest, reply: DigestsReported) -> None:
+def verified(request: UnansweredRequest, reply: DigestsReported) -> None:
     """`version` is that of the command. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
-    same(asked, reply, "version")
-    check_digests(asked, reply.digests)
+    same(request, reply, "version")
+    check_digests(request, reply.digests)
 
 
-def version_committed(asked: UnansweredRequest, reply: VersionCommitted) -> None:
+def version_committed(request: UnansweredRequest, reply: VersionCommitted) -> None:
     """`version` is that of the command. `differing` are engines with digests in the command."""
-    same(asked, reply, "version")
+    same(request, reply, "version")
     if reply.differing:
-        processes = {process_of(part) for part in asked.command.digests}
+        processes = {process_of(part) for part in request.command.digests}
         all_among("differing", reply.differing, {name for name in processes if not name.startswith("trainer-")})
 
 
 # --- the samples of agents, which play episodes with prompts of their own --------------------------------------------
 
 
-def _check_episode(asked: UnansweredRequest, row: int, sample: SampleScored) -> None:
+def _check_episode(request: UnansweredRequest, row: int, sample: SampleScored) -> None:
     """Compare the sizes of an agent's episode with each other and with its request; its prompts are its own."""
-    limits, turns, made = asked.limits, sample.num_turns, sample.response_length
+    limits, turns, response = request.limits, sample.num_turns, sample.response_length
     fits(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
-    most = turns * asked.command.sampling.max_new_tokens
-    fits(turns <= made <= most, row, "response_length", sample, "from {} to {}", turns, most)
+    max_response = turns * request.command.sampling.max_new_tokens
+    fits(turns <= response <= max_response, row, "response_length", sample, "from {} to {}", turns, max_response)
     fits(1 <= len(sample.branches) <= turns, row, "branches", sample, "from 1 to {}", turns)
     check_branches(limits, row, sample)
     fits(sample.finish_reason != "turns", row, "finish_reason", sample, "another: agents have no limit of turns")
@@ -211,33 +211,33 @@ def check_branches(limits: SampleLimits, row: int, sample: SampleScored) -> None
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def check_digests(asked: UnansweredRequest, digests: tuple[bytes, ...]) -> None:
+def check_digests(request: UnansweredRequest, digests: tuple[bytes, ...]) -> None:
     """Compare the sizes of digests with those of their layouts."""
     sizes = tuple(map(len, digests))
-    wanted = tuple(8 * num for num in asked.state.num_tensors)
-    if sizes != wanted:
-        what = f"{_some(wanted)}: 8 for each tensor of a part's layout"
-        must(False, "digests", f"{_some(sizes)} bytes", what)
+    expected = tuple(8 * num for num in request.state.num_tensors)
+    if sizes != expected:
+        requirement = f"{_some(expected)}: 8 for each tensor of a part's layout"
+        must(False, "digests", f"{_some(sizes)} bytes", requirement)
 
 
-def fits(holds: bool, row: int, field: str, sample: SampleScored, what: str, *values: int) -> None:
+def fits(holds: bool, row: int, field: str, sample: SampleScored, requirement: str, *values: int) -> None:
     """Raise `WireError` unless a condition on a sample's field holds; format the text only then."""
     if not holds:
-        must(False, f"samples[{row}].{field}", getattr(sample, field), what.format(*values))
+        must(False, f"samples[{row}].{field}", getattr(sample, field), requirement.format(*values))
 
 
-def must(holds: bool, field: str, value: object, what: str) -> None:
+def must(holds: bool, field: str, value: object, requirement: str) -> None:
     """Raise `WireError` unless a condition on a field holds."""
     if not holds:
         shown = value if isinstance(value, str) else repr(value)
-        raise WireError(f"{field}: {shown[:SHOWN]}, must be {what}")
+        raise WireError(f"{field}: {shown[:SHOWN]}, must be {requirement}")
 
 
-def same(asked: UnansweredRequest, reply: object, *fields: str) -> None:
+def same(request: UnansweredRequest, reply: object, *fields: str) -> None:
     """Compare fields that a reply repeats from its request."""
     for field in fields:
-        value, wanted = getattr(reply, field), getattr(asked.command, field)
-        must(value == wanted, field, value, f"{wanted}, as in the command")
+        value, expected = getattr(reply, field), getattr(request.command, field)
+        must(value == expected, field, value, f"{expected}, as in the command")
 
 
 def finite(metrics: Mapping[str, float]) -> None:
@@ -253,10 +253,12 @@ def _measured(gpus: Mapping[str, float]) -> None:
         must(math.isfinite(value), f"gpus[{name!r}]", value, "a finite number")
 
 
-def all_among(field: str, names: Iterable[str], among: set[str], what: str = "one of those in the command") -> None:
+def all_among(
+    field: str, names: Iterable[str], among: set[str], requirement: str = "one of those in the command"
+) -> None:
     """Raise `WireError` unless each name is among those that a field may hold."""
     for name in names:
-        must(name in among, field, name, what)
+        must(name in among, field, name, requirement)
 
 
 def _some(values: Iterable[object]) -> str:
@@ -264,7 +266,12 @@ def _some(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))[-SHOWN:] or "none"
 
 
-def check_whole(asked: UnansweredRequest, reply: Generated, wanted: int) -> None:
+def check_whole(request: UnansweredRequest, reply: Generated, num_expected: int) -> None:
     """Raise `WireError` unless all samples of a request were sent, and are counted."""
-    must(len(asked.arrived) == wanted, "command_id", reply.command_id, f"of a command whose {wanted} samples were sent")
-    must(reply.num_samples == wanted, "num_samples", reply.num_samples, f"{wanted}, as asked for")
+    must(
+        len(request.arrived) == num_expected,
+        "command_id",
+        reply.command_id,
+        f"of a command whose {num_expected} samples were sent",
+    )
+    must(reply.num_samples == num_expected, "num_samples", reply.num_samples, f"{num_expected}, as asked for")

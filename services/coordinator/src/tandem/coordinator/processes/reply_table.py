@@ -94,8 +94,8 @@ def answerable(message: type[Message], command: type[Command]) -> str:
 
 def checks_of(message: type[Message]) -> str:
     """Describe the checks of a message as an answer, for the protocol's page; empty if it is none."""
-    said = [
+    sentences = [
         f"Answers `{command.__name__}`. {(check.__doc__ if check is not None else '') or ''}"
         for command, check in CHECKS.get(message, {}).items()
     ]
-    return " ".join(said)
+    return " ".join(sentences)

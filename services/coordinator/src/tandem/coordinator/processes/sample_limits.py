@@ -31,9 +31,9 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
         turns = config.rollout_section.max_rollout_turns if config.declaration.rolls_out else 0
         if agent is not None:
             turns = agent.max_completions
-        known = vocabulary_size(policy)
+        vocabulary = vocabulary_size(policy)
         return SampleLimits(
-            vocabulary=known,
+            vocabulary=vocabulary,
             max_tokens=longest,
             max_turns=turns,
             plays=agent is not None,

@@ -20,13 +20,13 @@ from tandem.refit import layout, program
 _ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 
 
-def trainer_built(asked: UnansweredRequest, reply: TrainerBuilt) -> None:
+def trainer_built(request: UnansweredRequest, reply: TrainerBuilt) -> None:
     """`version` is that of the command, and `layout` can be read."""
-    same(asked, reply, "version")
-    asked.state.num_tensors = (_num_tensors_of("layout", reply.layout),)
+    same(request, reply, "version")
+    request.state.num_tensors = (_num_tensors_of("layout", reply.layout),)
 
 
-def engine_built(asked: UnansweredRequest, reply: EngineBuilt) -> None:
+def engine_built(request: UnansweredRequest, reply: EngineBuilt) -> None:
     """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `external_requests.url` ``http://HOST:PORT``."""
     address = reply.samples_at.address
     must(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
@@ -37,28 +37,28 @@ def engine_built(asked: UnansweredRequest, reply: EngineBuilt) -> None:
         external_requests,
         "http://HOST:PORT",
     )
-    asked.state.num_tensors = tuple(_num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+    request.state.num_tensors = tuple(_num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
 
 
-def program_installed(asked: UnansweredRequest, reply: ProgramInstalled) -> None:
+def program_installed(request: UnansweredRequest, reply: ProgramInstalled) -> None:
     """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
-    command: InstallProgram = asked.command
+    command: InstallProgram = request.command
     received = map(program.num_received, command.programs)
-    numbers = zip(asked.state.num_tensors, received, strict=False)
-    asked.state.num_tensors = tuple(wanted if num is None else num for wanted, num in numbers)
+    numbers = zip(request.state.num_tensors, received, strict=False)
+    request.state.num_tensors = tuple(current if num is None else num for current, num in numbers)
 
 
-def transfer_group_connected(asked: UnansweredRequest, reply: TransferGroupConnected) -> None:
+def transfer_group_connected(request: UnansweredRequest, reply: TransferGroupConnected) -> None:
     """`transfer_group` is that of the command."""
-    same(asked, reply, "transfer_group")
+    same(request, reply, "transfer_group")
 
 
-def transfers_planned(asked: UnansweredRequest, reply: TransfersPlanned) -> None:
+def transfers_planned(request: UnansweredRequest, reply: TransfersPlanned) -> None:
     """There is a program for every worker shard with a layout in the command, and for no other.
 
     Senders are processes of these shards. Transfer groups have different names; groups and links connect these shards.
     """
-    parts = {*asked.command.sources, *asked.command.destinations}
+    parts = {*request.command.sources, *request.command.destinations}
     processes = {process_of(part) for part in parts}
     all_among("programs", reply.programs, parts)
     all_among("programs", parts, {*reply.programs}, "one of those that have a program")

@@ -79,8 +79,8 @@ def replay_calls(run: Path, overrides: Sequence[str]) -> int:
     changed = change_config(before, settings, overrides, str(run / CONFIG_NAME))
     for key in changed.keys:
         if is_within(key, REFUSED) or not is_within(key, _CHANGEABLE):
-            why = next((REFUSED[name] for name in REFUSED if is_within(key, (name,))), "it changes nothing on calls")
-            raise ConfigError(f"command line: {key}: cannot be changed in a replay: {why}")
+            reason = next((REFUSED[name] for name in REFUSED if is_within(key, (name,))), "it changes nothing on calls")
+            raise ConfigError(f"command line: {key}: cannot be changed in a replay: {reason}")
     refuse_folders(changed.config)
     folder = Path(changed.config.logger.log_dir)
     print(f"{folder} is a replay of {run}: the calls of {_models(len(records))}", flush=True)
@@ -101,19 +101,19 @@ def replay_calls(run: Path, overrides: Sequence[str]) -> int:
 
 def read_records(run: Path, run_id: str) -> list[Recorded]:
     """Read the records of all models, the first begun first. Raises `RunFolderError`."""
-    found = []
+    records = []
     for path in (run / call_files.FOLDER).glob(f"*{call_files.SUFFIX}"):
         head, calls = call_files.read(path, run_id)
         why_over, loaded = "", set[str]()
-        for each in calls:
-            if isinstance(each, RecordEnd):
-                why_over = each.why
-            elif isinstance(each, RestoreDone) and each.state:
-                loaded.add(each.state)
-        found.append(Recorded(path=path, run_id=run_id, head=head, loaded=frozenset(loaded), why_over=why_over))
-    if not found:
+        for call in calls:
+            if isinstance(call, RecordEnd):
+                why_over = call.why
+            elif isinstance(call, RestoreDone) and call.state:
+                loaded.add(call.state)
+        records.append(Recorded(path=path, run_id=run_id, head=head, loaded=frozenset(loaded), why_over=why_over))
+    if not records:
         raise RunFolderError(f"{run} has no record of calls: see coordinator tinker --record")
-    return sorted(found, key=lambda each: each.head.began_at)
+    return sorted(records, key=lambda record: record.head.began_at)
 
 
 class Doing:
@@ -144,38 +144,38 @@ class Doing:
             for record in self._records:
                 comparison = CallComparison(record.head.model, record.why_over)
                 self.comparisons.append(comparison)
-                for done in record.calls():
-                    if not self._do(record, done, comparison):
+                for entry in record.calls():
+                    if not self._do(record, entry, comparison):
                         break
         except TandemError as error:
             self.error = error
         finally:
             self.is_done = True
 
-    def _do(self, record: Recorded, done: Done, comparison: CallComparison) -> bool:
+    def _do(self, record: Recorded, entry: Done, comparison: CallComparison) -> bool:
         """Do a call again; tell whether the model can go on."""
-        match done:
+        match entry:
             case GradientDone():
                 try:
-                    call = call_files.call_of(done)
+                    call = call_files.call_of(entry)
                 except ValueError as error:
-                    raise RunFolderError(f"{record.path} is damaged: call {done.index}: {error}") from error
+                    raise RunFolderError(f"{record.path} is damaged: call {entry.index}: {error}") from error
                 answer = self._ask(call)
                 scored = answer if isinstance(answer, GradientsScored) else None
-                comparison.gradient(done, scored, _error_of(answer))
+                comparison.gradient(entry, scored, _error_of(answer))
             case StepDone():
-                answer = self._ask(done.step)
-                comparison.step(done, answer if isinstance(answer, float) else None, _error_of(answer))
+                answer = self._ask(entry.step)
+                comparison.step(entry, answer if isinstance(answer, float) else None, _error_of(answer))
             case RestoreDone():
-                if done.error:
+                if entry.error:
                     return False  # its weights were undefined since then
-                answer = self._ask(self._state_to_load(done, record))
-                comparison.other(done, _error_of(answer))
+                answer = self._ask(self._state_to_load(entry, record))
+                comparison.other(entry, _error_of(answer))
             case SaveDone():
-                if not done.error:  # else nothing was saved, and nothing has changed
-                    comparison.saved(done, *self._save(done))
+                if not entry.error:  # else nothing was saved, and nothing has changed
+                    comparison.saved(entry, *self._save(entry))
             case _:
-                assert_never(done)
+                assert_never(entry)
         return not comparison.has_failed
 
     def _ask(self, call: Call) -> Answer | CallFailed:
@@ -184,10 +184,10 @@ class Doing:
         try:
             return answers.get(timeout=self._longest_s)
         except Empty:
-            what = f"no answer has come within {self._longest_s:g} s"
-            raise DeadlineExceeded("trainer-0", f"doing {type(call).__name__} again", what) from None
+            reason = f"no answer has come within {self._longest_s:g} s"
+            raise DeadlineExceeded("trainer-0", f"doing {type(call).__name__} again", reason) from None
 
-    def _save(self, done: SaveDone) -> tuple[str, str]:
+    def _save(self, entry: SaveDone) -> tuple[str, str]:
         """Save the state; return its digest, and why that failed."""
         self._states.mkdir(parents=True, exist_ok=True)
         self._num_saved += 1
@@ -201,17 +201,17 @@ class Doing:
             shutil.rmtree(folder, ignore_errors=True)
         return state, _error_of(answer)
 
-    def _state_to_load(self, done: RestoreDone, record: Recorded) -> RestoreState:
+    def _state_to_load(self, entry: RestoreDone, record: Recorded) -> RestoreState:
         """Return the call that loads what a client has loaded. Raises `RunFolderError` if it is not there any more."""
-        if not done.folder:
+        if not entry.folder:
             return RestoreState(folder="", with_optimizer=False)
-        saved = self._saved.get(done.state)
-        folder = done.folder if saved is None else str(saved.absolute())
-        call = RestoreState(folder=folder, with_optimizer=done.with_optimizer)
-        if call_files.digest_of_state(call) != done.state:
-            what = "is another one by now" if Path(folder).exists() else "is not there any more"
+        saved = self._saved.get(entry.state)
+        folder = entry.folder if saved is None else str(saved.absolute())
+        call = RestoreState(folder=folder, with_optimizer=entry.with_optimizer)
+        if call_files.digest_of_state(call) != entry.state:
+            now = "is another one by now" if Path(folder).exists() else "is not there any more"
             raise RunFolderError(
-                f"{record.head.model} cannot be replayed beyond call {done.index}, which loads a state: {folder} {what}"
+                f"{record.head.model} cannot be replayed beyond call {entry.index}, which loads a state: {folder} {now}"
             )
         return call
 

@@ -56,8 +56,8 @@ def _replay_calls(arguments: argparse.Namespace) -> int:
     """Replay a run that clients have driven."""
     from tandem.coordinator.replaying.calls import replay_calls
 
-    given = {"--from": arguments.from_step, "--to": arguments.to_step, "--resume": arguments.resume or None}
-    for option, value in given.items():
+    options = {"--from": arguments.from_step, "--to": arguments.to_step, "--resume": arguments.resume or None}
+    for option, value in options.items():
         if value is not None:
             raise ConfigError(
                 f"{option}: {arguments.run} was driven by clients, and their calls are replayed as a whole"

@@ -59,8 +59,8 @@ class RuleAgenda(Generic[Tables]):
 
     def __init__(self, rules: Mapping[RuleMode, tuple[TableRule[Tables], ...]]) -> None:
         """Take the rules of each mode, in their order. Modes may share rules."""
-        each = dict.fromkeys(rule for of_mode in rules.values() for rule in of_mode)
-        self._entries = {1 << place: AgendaEntry(rule, 1 << place) for place, rule in enumerate(each)}
+        unique_rules = dict.fromkeys(rule for of_mode in rules.values() for rule in of_mode)
+        self._entries = {1 << place: AgendaEntry(rule, 1 << place) for place, rule in enumerate(unique_rules)}
         self._of_mode = {
             mode: sum(entry.bit for entry in self._entries.values() if entry.rule in rules.get(mode, ()))
             for mode in RuleMode

@@ -96,7 +96,7 @@ class ProcessLost(msgspec.Struct, frozen=True, kw_only=True):
 
     now: float
     process: str
-    why: str
+    reason: str
 
 
 class AwaitedByHand(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,14 +272,14 @@ class ReplaceEngine(msgspec.Struct, frozen=True, kw_only=True):
     """Start a new process in the place of a lost engine."""
 
     process: str
-    why: str
+    reason: str
 
 
 class LetGo(msgspec.Struct, frozen=True, kw_only=True):
     """Let an engine go that is draining, or that cannot join."""
 
     process: str
-    why: str
+    reason: str
     is_awaited: bool = False
     """Whether the run must wait for another engine to join."""
 

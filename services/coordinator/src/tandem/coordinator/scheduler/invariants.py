@@ -39,8 +39,8 @@ def _validate_group(tables: SchedulerTables, group: SampleGroup, step: int) -> N
         samples = set(range(group.size.num_samples))
         if state is GroupState.IN_FLIGHT:
             assert group.unfinished, f"{_of(group)}: no sample is waited for"
-            known = group.unfinished | {*group.results}
-            assert known == samples, f"{_of(group)}: a sample is neither there nor to come"
+            accounted = group.unfinished | {*group.results}
+            assert accounted == samples, f"{_of(group)}: a sample is neither there nor to come"
             assert group.request in tables.requests, f"{_of(group)}: its engine was not asked for it"
             assert str(group.engine) in tables.engines, f"{_of(group)}: there is no {group.engine}"
         else:
@@ -61,8 +61,8 @@ def _of(group: SampleGroup) -> str:
 
 def _validate_engines(tables: SchedulerTables) -> None:
     engines = tables.engines
-    both = tables.trainers_use_devices and tables.engines_use_devices
-    assert not both, "engines measure the memory of a GPU while trainers work on it"
+    are_shared = tables.trainers_use_devices and tables.engines_use_devices
+    assert not are_shared, "engines measure the memory of a GPU while trainers work on it"
     assert engines.num_verified == sum(engines[name].is_verified for name in engines), "verified engines are counted"
     for name in engines:
         engine = engines[name]
@@ -104,13 +104,13 @@ def _validate_comings_and_goings(tables: SchedulerTables) -> None:
 
 def _validate_step(tables: SchedulerTables) -> None:
     progress = tables.progress
-    taken = [group for group in tables.groups if group.state is GroupState.TAKEN]
-    assert all(group.step == tables.step for group in taken), "only the step in progress is trained on"
+    taken_groups = [group for group in tables.groups if group.state is GroupState.TAKEN]
+    assert all(group.step == tables.step for group in taken_groups), "only the step in progress is trained on"
     if progress.state is StepState.TRAINING and tables.error is None:
         waiting = tables.requests.num_for(RunPhase.TRAINING)
         proves = not tables.weights.may_offer
         assert waiting or proves, "trainers are busy, or the version before is being read or verified"
         assert not tables.requests.num_for(RunPhase.COPYING), "what is being copied does not change"
-        assert {group.purpose for group in taken} == ({"train"} if tables.spec.has_engines else set()), (
+        assert {group.purpose for group in taken_groups} == ({"train"} if tables.spec.has_engines else set()), (
             "trained on are the step's groups"
         )

@@ -114,8 +114,8 @@ def _apply(tables: SchedulerTables, event: Event) -> list[Action]:
             return losing.take_joined(tables, event)
         case CommandErred(process=process, failed=failed):
             return losing.take_failure(tables, process, failed)
-        case ProcessLost(process=process, why=why):
-            return losing.take_loss(tables, process, why)
+        case ProcessLost(process=process, reason=reason):
+            return losing.take_loss(tables, process, reason)
         case AwaitedByHand(process=process):
             tables.engines.await_by_hand(process)
             return []
@@ -134,8 +134,8 @@ def _apply(tables: SchedulerTables, event: Event) -> list[Action]:
             return [*losing.check(tables), *regeneration.move_from_slow_engines(tables)]
         case StopRequested():
             return ending.interrupt(tables)
-        case other:
-            assert_never(other)
+        case unhandled:
+            assert_never(unhandled)
 
 
 def _apply_reply(tables: SchedulerTables, process: str, reply: Reply) -> list[Action]:

@@ -86,10 +86,10 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     config = build(layers)
     can_hold = family_of(config.policy) is None
     if most_models > 1 and config.policy.adapters is not None and can_hold and not any(map(layers.is_set, _SETS)):
-        own: Any = most_models + _SPARE_SETS
+        override: Any = most_models + _SPARE_SETS
         for part in reversed(_SETS[0].split(".")):
-            own = {part: own}
-        config = build(laid_over(layers, own, _SOURCE))
+            override = {part: override}
+        config = build(laid_over(layers, override, _SOURCE))
     problems = []
     if config.policy.megatron_cfg.enabled:
         problems += _of_optimizer(config.policy.megatron_cfg.optimizer)
@@ -102,18 +102,18 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     return config
 
 
-def _of_optimizer(given: Mapping[str, Any]) -> list[str]:
+def _of_optimizer(settings: Mapping[str, Any]) -> list[str]:
     """Return why the steps of clients, which are AdamW's, cannot be taken by an optimizer of Megatron-Core."""
     key = "policy.megatron_cfg.optimizer"
-    found = []
-    if given.get("optimizer", "adam") != "adam":
-        found.append(f"{key}.optimizer: coordinator tinker steps by AdamW alone: set adam")
-    if not given.get("decoupled_weight_decay", True):
-        found.append(f"{key}.decoupled_weight_decay: coordinator tinker steps by AdamW alone: set true")
+    problems = []
+    if settings.get("optimizer", "adam") != "adam":
+        problems.append(f"{key}.optimizer: coordinator tinker steps by AdamW alone: set adam")
+    if not settings.get("decoupled_weight_decay", True):
+        problems.append(f"{key}.decoupled_weight_decay: coordinator tinker steps by AdamW alone: set true")
     for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
-        if given.get(name):
-            found.append(f"{key}.{name}: coordinator tinker cannot set the state of this optimizer aside: set false")
-    return found
+        if settings.get(name):
+            problems.append(f"{key}.{name}: coordinator tinker cannot set the state of this optimizer aside: set false")
+    return problems
 
 
 class NoAlgorithm(WithoutGeneration):

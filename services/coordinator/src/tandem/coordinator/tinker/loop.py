@@ -128,17 +128,17 @@ class CallLoop(CoordinatorLoop):
 
     def run(self) -> FinishRun:
         """Run until the scheduler finishes; nothing stays without an answer."""
-        why = "the run has ended"
+        reason = "the run has ended"
         try:
             finish = super().run()
-            why = _LOST if finish.outcome == "failed" else why
+            reason = _LOST if finish.outcome == "failed" else reason
             return finish
         finally:
-            self._desk.close(why)
+            self._desk.close(reason)
             if self._running is not None:
-                self._running.pending.answer(CallFailed(why))
+                self._running.pending.answer(CallFailed(reason))
             if self._publishing is not None:
-                self._publishing[1].answer(CallFailed(why))
+                self._publishing[1].answer(CallFailed(reason))
             time.sleep(_SETTLE_S)  # the web server ends the requests
             with contextlib.suppress(RunFolderError):  # a full disk may be the reason for the end
                 self._write_calls()
@@ -168,7 +168,7 @@ class CallLoop(CoordinatorLoop):
                 del running.unanswered[event.failed.command_id]
                 running.failed = running.failed or event.failed
                 if not event.failed.expected:
-                    yield ProcessLost(now=event.now, process=event.process, why=event.failed.error)
+                    yield ProcessLost(now=event.now, process=event.process, reason=event.failed.error)
             else:
                 yield event
         now = time.monotonic()
@@ -266,15 +266,15 @@ class CallLoop(CoordinatorLoop):
         weights = self.scheduler.tables.weights
         return weights.version == version and weights.state in HAS_ARRIVED and weights.is_done
 
-    def _trained(self, held: DispatchBatch, now: float) -> Iterator[Event]:
+    def _trained(self, batch: DispatchBatch, now: float) -> Iterator[Event]:
         """Answer the scheduler's request to train, for each trainer."""
         self._held = None
         seconds = now - self._began_at
-        for process, fields in held.commands.items():
+        for process, fields in batch.commands.items():
             reply = Trained(
                 command_id=fields["command_id"],
-                step=held.step,
-                version=held.step,
+                step=batch.step,
+                version=batch.step,
                 metrics=self._metrics if process == "trainer-0" else {},
                 seconds={"policy_training": seconds},
                 compute_s=seconds,
@@ -316,8 +316,8 @@ class CallLoop(CoordinatorLoop):
                     self._send_call(trainer, KeepWeights(number=number, **self._fields(running, trainer)))
             case RecallWeights():
                 pass
-            case other:
-                assert_never(other)
+            case unhandled:
+                assert_never(unhandled)
         return running
 
     def _switch(self, running: _Running, number: int) -> None:
@@ -351,15 +351,15 @@ class CallLoop(CoordinatorLoop):
         # Other targets cost more, and all trainers have to compute the same.
         has_others = call.has_other_targets
         for trainer, rank in zip(self._trainers, self._ranks, strict=True):
-            own = [call.sequences[row] for row in running.rows[rank]]
+            rank_sequences = [call.sequences[row] for row in running.rows[rank]]
             arrays: dict[str, NDArray[Any]] = {
                 **table,
-                "token_ids_T": _joined([each.token_ids for each in own], "int32"),
-                "loss_mask_T": _joined([each.mask for each in own], "bool"),
-                **{f"{name}_T": _joined([each.inputs[name] for each in own], "float32") for name in INPUTS},
+                "token_ids_T": _joined([each.token_ids for each in rank_sequences], "int32"),
+                "loss_mask_T": _joined([each.mask for each in rank_sequences], "bool"),
+                **{f"{name}_T": _joined([each.inputs[name] for each in rank_sequences], "float32") for name in INPUTS},
             }
             if has_others:
-                arrays["targets_T"] = _joined([each.targets for each in own], "int32")
+                arrays["targets_T"] = _joined([each.targets for each in rank_sequences], "int32")
             command = AddGradient(
                 loss=call.loss,
                 settings=call.settings,
@@ -374,7 +374,7 @@ class CallLoop(CoordinatorLoop):
             if now > running.deadline:
                 late = next(iter(running.unanswered.values()))
                 yield ProcessLost(
-                    now=now, process=late, why=f"it has not carried out a call within {self._deadline_s:g} s"
+                    now=now, process=late, reason=f"it has not carried out a call within {self._deadline_s:g} s"
                 )
             return
         if running.failed is None and isinstance(running.pending.call, SaveState) and not running.is_writing:
@@ -420,7 +420,7 @@ class CallLoop(CoordinatorLoop):
 
     def _scored(self, running: _Running, call: AddGradients) -> GradientsScored:
         """Return the log-probabilities in the order of the sequences."""
-        found: dict[int, NDArray[np.float32]] = {}
+        logprobs_of_row: dict[int, NDArray[np.float32]] = {}
         loss = 0.0
         for trainer, rank in zip(self._trainers, self._ranks, strict=True):
             reply = running.replies[trainer]
@@ -429,10 +429,10 @@ class CallLoop(CoordinatorLoop):
             logprobs_T = np.frombuffer(reply.logprobs, dtype="<f4")
             rows = running.rows[rank]
             ends = np.cumsum([len(call.sequences[row].token_ids) for row in rows], dtype=np.int64)
-            found |= dict(zip(rows, np.split(logprobs_T, ends[:-1]), strict=True)) if rows else {}
+            logprobs_of_row |= dict(zip(rows, np.split(logprobs_T, ends[:-1]), strict=True)) if rows else {}
         if call.has_gradient:
             self._metrics["loss"] = loss
-        return GradientsScored(loss=loss, logprobs=[found[row] for row in range(len(call.sequences))])
+        return GradientsScored(loss=loss, logprobs=[logprobs_of_row[row] for row in range(len(call.sequences))])
 
 
 def _fields_of(call: TakeStep | RestoreState) -> dict[str, Any]:

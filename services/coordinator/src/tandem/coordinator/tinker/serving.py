@@ -49,8 +49,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no such port"
-        raise ConfigError(f"--host {host} --port {port}: cannot listen: {why}") from error
+        reason = error.strerror if isinstance(error, OSError) else "no such port"
+        raise ConfigError(f"--host {host} --port {port}: cannot listen: {reason}") from error
 
 
 def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, terms: ServingTerms) -> int:

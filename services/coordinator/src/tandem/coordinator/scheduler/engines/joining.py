@@ -112,9 +112,9 @@ class JoiningEngines:
         self.entered.append(name)
         self._changed()
 
-    def refuse_planned(self, why: str) -> None:
+    def refuse_planned(self, reason: str) -> None:
         """Note that transfers cannot be planned for the engines in `PLANNING`."""
-        self.refused |= dict.fromkeys(self._having(JoiningStage.PLANNING), why)
+        self.refused |= dict.fromkeys(self._having(JoiningStage.PLANNING), reason)
         self._changed()
 
     def plan_again(self) -> None:
@@ -141,4 +141,4 @@ class JoiningEngines:
         return actions
 
     def _having(self, stage: JoiningStage) -> list[str]:
-        return [name for name, its in self.stages.items() if its is stage]
+        return [name for name, current in self.stages.items() if current is stage]

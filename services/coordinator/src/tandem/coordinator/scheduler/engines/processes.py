@@ -84,9 +84,9 @@ class ProcessFailures:
 class CountedReplacements:
     """The losses that count toward the limit, and their times."""
 
-    def __init__(self, most: int, window_s: float, at: Iterable[float] = ()) -> None:
-        """Allow at most `most` replacements within `window_s`. `at` has the times of earlier ones."""
-        self._most = most
+    def __init__(self, limit: int, window_s: float, at: Iterable[float] = ()) -> None:
+        """Allow at most `limit` replacements within `window_s`. `at` has the times of earlier ones."""
+        self._most = limit
         self._window_s = window_s
         self._at = [*at]
 
@@ -95,10 +95,10 @@ class CountedReplacements:
         self._at = within(self._window_s, now, self._at)
         return len(self._at) < self._most
 
-    def count(self, now: float, name: str, doing: str, why: str) -> None:
+    def count(self, now: float, name: str, doing: str, reason: str) -> None:
         """Count the loss of a process that is to be replaced. Raises `ServiceLost` at the limit."""
         if not self.are_left(now):
-            raise ServiceLost(name, doing, why + self.spent())
+            raise ServiceLost(name, doing, reason + self.spent())
         self._at.append(now)
 
     def spent(self) -> str:

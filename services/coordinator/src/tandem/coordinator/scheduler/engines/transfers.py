@@ -181,8 +181,8 @@ class TransferPlanner:
 
     def _take_layouts(self, engine: str, layouts: dict[str, bytes]) -> None:
         if self.plan is not _NO_PLAN and self._layouts[engine] != layouts:
-            what = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
-            raise CommandFailed(engine, RunPhase.BUILDING.value, what)
+            reason = "its replacement wants other weights than it did, or runs on another host: resume the run instead"
+            raise CommandFailed(engine, RunPhase.BUILDING.value, reason)
         self._layouts[engine] = layouts
 
     def senders_for(self, engines: Sequence[str]) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ class TransferGroups:
                 continue
             if transfer_group.name in self.connecting or not may_join:
                 continue
-            if not {self._engines[other].status for other in self._engines_in(transfer_group)} & _NOT_TO_BE_CONNECTED:
+            if not {self._engines[engine].status for engine in self._engines_in(transfer_group)} & _NOT_TO_BE_CONNECTED:
                 commands = self._transfers.request_connect(transfer_group)
                 self.connecting[transfer_group.name] = {action.command.command_id for action in commands}
                 actions += commands
@@ -266,11 +266,11 @@ class TransferGroups:
 
     def who_get_it_whole(self, able: list[str], version: int) -> list[str]:
         """Leave out engines that would get older or partial weights, or none, from another engine of their group."""
-        takers, chosen = [], set(able)
+        takers, candidates = [], set(able)
         for name in able:
             transfer_group = self._transfers.transfer_group_of(name)
-            others = self._engines_in(transfer_group) if transfer_group is not None else []
-            if all(other in chosen or _holds(self._engines[other], version) for other in others):
+            peers = self._engines_in(transfer_group) if transfer_group is not None else []
+            if all(peer in candidates or _holds(self._engines[peer], version) for peer in peers):
                 takers.append(name)
         return takers
 

@@ -50,7 +50,7 @@ class GroupAssignment(Protocol):
         """Note that an engine has nothing left to generate, and starts afresh when it can generate again."""
         ...
 
-    def move(self, engine: str, others: Sequence[str]) -> bool:
+    def move(self, engine: str, targets: Sequence[str]) -> bool:
         """Reassign the groups that wait for a draining engine. Return whether there were any."""
         ...
 
@@ -110,12 +110,12 @@ class PinnedAssignment:
     def withdraw(self, engine: str) -> None:
         """Do nothing: only the waiting groups of an engine are known here."""
 
-    def move(self, engine: str, others: Sequence[str]) -> bool:
+    def move(self, engine: str, targets: Sequence[str]) -> bool:
         """Pin the groups that wait for an engine to others, in turn."""
         groups = self._waiting.pop(engine, [])
         if groups:
             self._changed()
-            self.add(groups, others)
+            self.add(groups, targets)
         return bool(groups)
 
     def forget(self, engine: str) -> None:

@@ -116,11 +116,11 @@ class BalancedAssignment:
         self._update(engine)
         self._changed()
 
-    def move(self, engine: str, others: Sequence[str]) -> bool:
+    def move(self, engine: str, targets: Sequence[str]) -> bool:
         """Return False: no group waits for one engine. Stop counting it as idle, and give others a new chance."""
         if engine not in self._leaving:
             self._leaving.add(engine)
-            self._reopen(others)
+            self._reopen(targets)
         return False
 
     def forget(self, engine: str) -> None:

@@ -32,11 +32,11 @@ class RestoredGroups:
     def files(self, groups: Sequence[SampleGroup], request: int) -> dict[str, tuple[tuple[int, int], ...]]:
         """Return the locations of these groups, which a command restores."""
         self._restored.add(request)
-        found: dict[str, list[tuple[int, int]]] = {}
+        locations: dict[str, list[tuple[int, int]]] = {}
         for group in groups:
-            kept = self.groups[group.step, group.number]
-            found.setdefault(kept.file, []).append((kept.command_id, group.number))
-        return {file: tuple(keys) for file, keys in found.items()}
+            restored = self.groups[group.step, group.number]
+            locations.setdefault(restored.file, []).append((restored.command_id, group.number))
+        return {file: tuple(keys) for file, keys in locations.items()}
 
     def lose(self, groups: Sequence[SampleGroup]) -> None:
         """Note that groups cannot be read."""
@@ -45,7 +45,7 @@ class RestoredGroups:
 
     def drop_from(self, version: int) -> set[Place]:
         """Drop and return the groups made with this version of the weights, which differs now, or with a later one."""
-        dropped = {place for place, kept in self.groups.items() if kept.newest_version >= version}
+        dropped = {place for place, group in self.groups.items() if group.newest_version >= version}
         for place in dropped:
             del self.groups[place]
         return dropped

@@ -44,8 +44,8 @@ def fail(tables: SchedulerTables, error: ServiceError) -> list[Action]:
         tables.requests.drop_all_but(RunPhase.WRITING)
         tables.stop_generating()
         is_replaced = not error.is_final and tables.replacements.are_left(tables.requests.now)
-        what = "it is replaced as soon as the" if is_replaced else "the run ends as soon as its"
-        return [TellUser(text=f"{error}; {what} last checkpoint is written")]
+        outcome = "it is replaced as soon as the" if is_replaced else "the run ends as soon as its"
+        return [TellUser(text=f"{error}; {outcome} last checkpoint is written")]
     return _end(tables, "failed", tables.error or error)
 
 

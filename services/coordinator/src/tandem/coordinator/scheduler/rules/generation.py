@@ -41,9 +41,9 @@ def draw(tables: SchedulerTables) -> list[Action] | None:
 def assign(tables: SchedulerTables) -> list[Action] | None:
     """Assign waiting groups to engines with young enough weights and with room."""
     full: dict[str, None] = {}
-    chosen: dict[str, int] = {}
+    chosen_tokens: dict[str, int] = {}
 
-    most = tables.spec.max_stored_tokens
+    max_tokens = tables.spec.max_stored_tokens
 
     def can_generate(engine: str, group: SampleGroup) -> bool:
         """Tell whether an engine holds weights young enough for a group, and has room for its samples."""
@@ -51,12 +51,12 @@ def assign(tables: SchedulerTables) -> list[Action] | None:
             return tables.weights.can_generate(engine, group.step, group.step)
         if not tables.weights.can_generate(engine, tables.oldest_version(group.step), group.step - 1):
             return False
-        if most is not None:
-            num_tokens = chosen.get(engine, 0) + group.size.num_samples * group.size.num_tokens
-            if tables.groups.num_tokens(engine) + num_tokens > most:
+        if max_tokens is not None:
+            num_tokens = chosen_tokens.get(engine, 0) + group.size.num_samples * group.size.num_tokens
+            if tables.groups.num_tokens(engine) + num_tokens > max_tokens:
                 full[engine] = None
                 return False
-            chosen[engine] = num_tokens
+            chosen_tokens[engine] = num_tokens
         return True
 
     chosen_groups = tables.assignment.choose(can_generate, tables.requests.now)
@@ -121,10 +121,10 @@ def _say_who_is_full(tables: SchedulerTables, full: dict[str, None]) -> list[Act
     """Report each engine that has no room for new samples, once a step."""
     new = [engine for engine in full if engine not in tables.full]
     tables.full = full
-    most = tables.spec.max_stored_tokens
+    max_tokens = tables.spec.max_stored_tokens
     return [
         TellUser(
-            text=f"{engine} generates no more before samples are trained on: it keeps up to {most} tokens "
+            text=f"{engine} generates no more before samples are trained on: it keeps up to {max_tokens} tokens "
             "(policy.generation.max_stored_tokens)"
         )
         for engine in new
@@ -133,18 +133,18 @@ def _say_who_is_full(tables: SchedulerTables, full: dict[str, None]) -> list[Act
 
 def _dispatch_or_restore(tables: SchedulerTables, engine: str, groups: Sequence[SampleGroup]) -> list[Action]:
     """Ask an engine for groups of one step, and to restore those of them that are on disk."""
-    kept = [group for group in groups if tables.restored.has(group)]
-    made = [group for group in groups if not tables.restored.has(group)]
-    actions = [_dispatch_prompts(tables, engine, made)] if made else []
-    if kept:
+    restored = [group for group in groups if tables.restored.has(group)]
+    generated = [group for group in groups if not tables.restored.has(group)]
+    actions = [_dispatch_prompts(tables, engine, generated)] if generated else []
+    if restored:
         fields = tables.open(engine, RunPhase.GENERATING)
         command = RestoreSamples(
-            step=kept[0].step,
-            files=tables.restored.files(kept, fields["command_id"]),
-            num_samples=kept[0].size.num_samples,
+            step=restored[0].step,
+            files=tables.restored.files(restored, fields["command_id"]),
+            num_samples=restored[0].size.num_samples,
             **fields,
         )
-        tables.groups.assign(kept, engine, command.command_id)
+        tables.groups.assign(restored, engine, command.command_id)
         actions.append(DispatchCommand(process=engine, command=command))
     return actions
 

@@ -68,7 +68,7 @@ def check(tables: SchedulerTables) -> list[Action]:
     return actions
 
 
-def depart(tables: SchedulerTables, engine: EngineState, why: str) -> list[Action]:
+def depart(tables: SchedulerTables, engine: EngineState, reason: str) -> list[Action]:
     """Let an engine go now. Its groups that were not trained on are generated again."""
     name, engines = engine.name, tables.engines
     groups = tables.groups.of_engine(name, GroupState.IN_FLIGHT, GroupState.READY)
@@ -86,7 +86,7 @@ def depart(tables: SchedulerTables, engine: EngineState, why: str) -> list[Actio
         tables.assignment.forget(name)
     again = f"; {len(groups)} rollout groups of its are made again" if groups else ""
     is_awaited = name in engines
-    return [*discarded, LetGo(process=name, why=why + again, is_awaited=is_awaited)]
+    return [*discarded, LetGo(process=name, reason=reason + again, is_awaited=is_awaited)]
 
 
 def welcome(tables: SchedulerTables) -> list[Action] | None:
@@ -100,37 +100,37 @@ def welcome(tables: SchedulerTables) -> list[Action] | None:
         joining.stop()
         return []
     if joining.refused:
-        return [action for name, why in [*joining.refused.items()] for action in turn_away(tables, name, why)]
+        return [action for name, reason in [*joining.refused.items()] for action in turn_away(tables, name, reason)]
     engines, is_service_able = [*tables.engines], tables.is_service_able
     may_build = not tables.trainers_use_devices
     trainers = tables.weights.trainers
     return joining.go_on(trainers, engines, may_build=may_build, is_service_able=is_service_able) or None
 
 
-def turn_away(tables: SchedulerTables, process: str, why: str) -> list[Action]:
+def turn_away(tables: SchedulerTables, process: str, reason: str) -> list[Action]:
     """Do without an engine that has joined, and is not ready yet."""
     tables.recording.take_loss(process)
     tables.joining.remove(process)
     tables.processes.remove(process)
     engines = tables.engines
     is_awaited = any(engines[name].is_vacant for name in engines.draining)
-    return [LetGo(process=process, why=why, is_awaited=is_awaited)]
+    return [LetGo(process=process, reason=reason, is_awaited=is_awaited)]
 
 
 def _go_on(tables: SchedulerTables, engine: EngineState) -> list[Action] | None:
     name = engine.name
-    others = _others(tables, name)
+    peers = _others(tables, name)
     staying = tables.engines.staying()
     if staying and tables.assignment.move(name, staying):
         return []
     if engine.is_vacant:
-        if not others:
+        if not peers:
             return None
         tables.engines.remove(name)
         return []
     if not staying and (stuck := _cannot_be_trained(tables, name)):
         return _hand_back(tables, name, stuck)
-    if not others and tables.is_last and tables.progress.state >= StepState.TRAINED:
+    if not peers and tables.is_last and tables.progress.state >= StepState.TRAINED:
         return _stay(tables, engine)
     return depart(tables, engine, "it was told to") if _may_go(tables, engine) else None
 
@@ -146,7 +146,7 @@ def _stay(tables: SchedulerTables, engine: EngineState) -> list[Action]:
 def _others(tables: SchedulerTables, name: str) -> list[str]:
     """Return the other engines, including draining ones."""
     engines = tables.engines
-    return [other for other in engines if other != name and not engines[other].is_vacant]
+    return [peer for peer in engines if peer != name and not engines[peer].is_vacant]
 
 
 def _may_go(tables: SchedulerTables, engine: EngineState) -> bool:

@@ -60,7 +60,7 @@ def take_joined(tables: SchedulerTables, joined: ProcessJoined) -> list[Action]:
     return []
 
 
-def take_loss(tables: SchedulerTables, process: str, why: str) -> list[Action]:
+def take_loss(tables: SchedulerTables, process: str, reason: str) -> list[Action]:
     """Go on without a process, as far as the run can. Raises `ServiceLost` if it cannot."""
     tables.recording.take_loss(process)
     if tables.stage is None and tables.processes.kind(process) is None:
@@ -71,19 +71,19 @@ def take_loss(tables: SchedulerTables, process: str, why: str) -> list[Action]:
         return []
     engine = tables.engines.get(process)
     if process in tables.joining:
-        return leaving.turn_away(tables, process, why)
+        return leaving.turn_away(tables, process, reason)
     if engine is not None and engine.leave_by is not None:
-        return leaving.depart(tables, engine, why)
+        return leaving.depart(tables, engine, reason)
     match tables.processes.kind(process):
         case "rollout" | "refit" if tables.steps.is_interrupted:
             tables.requests.drop(process)
             return []
         case "rollout" if process in tables.engines:
-            return _replace_engine(tables, process, why)
+            return _replace_engine(tables, process, reason)
         case "refit" if tables.stage is None:
-            return recovery.replace_service(tables, tables.phase.value, why)
+            return recovery.replace_service(tables, tables.phase.value, reason)
         case _:
-            raise ServiceLost(process, tables.phase.value, why)
+            raise ServiceLost(process, tables.phase.value, reason)
 
 
 def is_replaceable(tables: SchedulerTables, process: str) -> bool:
@@ -131,27 +131,27 @@ def take_unusable(tables: SchedulerTables, missing: Mapping[str, str]) -> list[A
     `ServiceLost` if the run cannot do without an engine.
     """
     engines, unusable = tables.engines, tables.unusable
-    there = [name for name in engines if engines[name].status is not EngineStatus.ABSENT]
+    present = [name for name in engines if engines[name].status is not EngineStatus.ABSENT]
     for engine in missing:
-        if engine in there:
+        if engine in present:
             unusable[engine] = unusable.get(engine, 0) + 1
     lost = [engine for engine in missing if unusable.get(engine, 0) == _MOST_UNUSABLE]
-    if len(lost) == len(there) > 1 and len({*missing.values()}) == 1:
-        what = f"samples of all engines could not be used {_MOST_UNUSABLE} times in a row: {missing[lost[0]]}"
-        raise ServiceError("coordinator", f"training step {tables.step}", what)
+    if len(lost) == len(present) > 1 and len({*missing.values()}) == 1:
+        message = f"samples of all engines could not be used {_MOST_UNUSABLE} times in a row: {missing[lost[0]]}"
+        raise ServiceError("coordinator", f"training step {tables.step}", message)
     actions = list[Action]()
     for engine in lost:
         del unusable[engine]
-        why = f"its samples could not be used {_MOST_UNUSABLE} times in a row: {missing[engine]}"
-        actions += take_loss(tables, engine, why)
+        reason = f"its samples could not be used {_MOST_UNUSABLE} times in a row: {missing[engine]}"
+        actions += take_loss(tables, engine, reason)
     return actions
 
 
-def _replace_engine(tables: SchedulerTables, engine: str, why: str) -> list[Action]:
+def _replace_engine(tables: SchedulerTables, engine: str, reason: str) -> list[Action]:
     """Replace an engine. The groups that it kept and was generating are generated again."""
     regeneration.drop_generation(tables, engine)
     tables.groups.forget_stored(engine)
-    return recovery.replace_engine(tables, engine, tables.phase.value, why)
+    return recovery.replace_engine(tables, engine, tables.phase.value, reason)
 
 
 _STANDSTILL_S = 10.0
@@ -162,8 +162,8 @@ def check(tables: SchedulerTables) -> list[Action]:
     """Give up what is late and not needed. Raise `DeadlineExceeded` for any other late request or process."""
     allowed_s = tables.spec.deadlines.join
     if tables.stage is RunPhase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
-        what = f"{tables.processes.missing()} did not join within {allowed_s:g} s"
-        raise DeadlineExceeded("coordinator", "waiting for processes to join", what)
+        message = f"{tables.processes.missing()} did not join within {allowed_s:g} s"
+        raise DeadlineExceeded("coordinator", "waiting for processes to join", message)
     given_up = [*_check_requests(tables), *leaving.check(tables)]
     if tables.full and _is_stuck(tables):
         raise ServiceError(

@@ -16,19 +16,19 @@ def make_again(tables: SchedulerTables) -> list[Action]:
     """Regenerate the samples that trainers could not fetch. No rank has stepped."""
     progress = tables.progress
     missing, progress.missing, progress.state = progress.missing, {}, StepState.GENERATING
-    why = "; ".join(f"{engine}: {reason}" for engine, reason in missing.items())
+    reasons = "; ".join(f"{engine}: {reason}" for engine, reason in missing.items())
     if not tables.spec.has_engines and progress.num_fetches == _MAX_FETCHES:
-        tried = f"{why} ({_MAX_FETCHES} times in this step)"
+        tried = f"{reasons} ({_MAX_FETCHES} times in this step)"
         raise ServiceError("coordinator", f"training step {progress.number}", f"samples are missing: {tried}")
     tables.weights.resume()
     if tables.steps.is_interrupted:
         tables.abandon_step()
         return []
     if not tables.spec.has_engines:  # recorded samples are still there
-        return [TellUser(text=f"samples of step {tables.step} are missing and are fetched again: {why}")]
+        return [TellUser(text=f"samples of step {tables.step} are missing and are fetched again: {reasons}")]
     groups = tables.groups.untake(tables.step, "train")
     return [
-        TellUser(text=f"samples of step {tables.step} are missing and are made again: {why}"),
+        TellUser(text=f"samples of step {tables.step} are missing and are made again: {reasons}"),
         *regeneration.put_back(tables, [group for group in groups if group.engine in missing]),
         *losing.take_unusable(tables, missing),
     ]

@@ -88,9 +88,9 @@ def _refit(tables: SchedulerTables, takers: list[str], *, everybody: bool) -> li
     joining_engines: tuple[str, ...] = ()
     if plan.num_bytes_frozen:
         joining_engines = tuple(name for name in takers if not engines[name].has_frozen)
-    whole: tuple[str, ...] = ()
+    whole_engines: tuple[str, ...] = ()
     if tables.spec.sends_differences:
-        whole = tuple(name for name in takers if engines[name].status is EngineStatus.READY)
+        whole_engines = tuple(name for name in takers if engines[name].status is EngineStatus.READY)
     actions: list[Action] = []
     for process in dict.fromkeys([*senders, *takers]):
         fields = tables.requests.open(process, RunPhase.REFITTING, weights.remaining_s())
@@ -102,7 +102,9 @@ def _refit(tables: SchedulerTables, takers: list[str], *, everybody: bool) -> li
         only = () if everybody else tuple(takers)
         if joining_engines:
             weights.verification.note_joining(fields["command_id"], joining_engines)
-        command = Refit(version=weights.version, only=only, joining_engines=joining_engines, whole=whole, **fields)
+        command = Refit(
+            version=weights.version, only=only, joining_engines=joining_engines, whole=whole_engines, **fields
+        )
         actions.append(DispatchCommand(process=process, command=command))
     return actions
 
@@ -134,11 +136,11 @@ def _compare(tables: SchedulerTables) -> list[Action]:
 
 def _finish_record(tables: SchedulerTables) -> list[Action]:
     """Record that the version is in place and verified, once its digests were compared and no comparison is open."""
-    weights, done = tables.weights, tables.weights.record
-    if done.digest is None or weights.verification.is_going_on or not weights.is_everything_verified:
+    weights, record = tables.weights, tables.weights.record
+    if record.digest is None or weights.verification.is_going_on or not weights.is_everything_verified:
         return []
-    weights.begin_record(done.deadline)
-    return [done.committed(weights.version, tables.transfers.plan, tables.requests.now)]
+    weights.begin_record(record.deadline)
+    return [record.committed(weights.version, tables.transfers.plan, tables.requests.now)]
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -198,8 +200,8 @@ def _take_committed(tables: SchedulerTables, reply: VersionCommitted) -> None:
         if engine is None:
             continue
         if name in reply.differing:
-            what = f"it does not hold version {reply.version}: {reply.differing[name]}"
-            recovery.quarantine(tables, engine, RunPhase.VERIFYING.value, what)
+            reason = f"it does not hold version {reply.version}: {reply.differing[name]}"
+            recovery.quarantine(tables, engine, RunPhase.VERIFYING.value, reason)
         else:
             engines.verify(engine, is_verified=True)
             record.engines.append(name)

@@ -57,15 +57,15 @@ def take_failure(tables: SchedulerTables, process: str, failed: Failed, phase: R
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
-def replace_engine(tables: SchedulerTables, name: str, doing: str, why: str) -> list[Action]:
+def replace_engine(tables: SchedulerTables, name: str, doing: str, reason: str) -> list[Action]:
     """Ask for a replacement of a lost engine. Raises `ServiceLost` if too many were lost."""
     engine = tables.engines[name]
-    tables.replacements.count(tables.requests.now, name, doing, why)
+    tables.replacements.count(tables.requests.now, name, doing, reason)
     tables.requests.drop(name)
     tables.weights.forget(engine)
     tables.weights.expect_one()
     _vacate(tables, engine)
-    return [ReplaceEngine(process=name, why=why)]
+    return [ReplaceEngine(process=name, reason=reason)]
 
 
 def build(tables: SchedulerTables) -> list[Action] | None:
@@ -92,8 +92,8 @@ def go_on(tables: SchedulerTables, engine: EngineState) -> list[Action]:
         case EngineStatus.INSTALLING:
             tables.engines.move(engine, EngineStatus.CONNECTING)
             return []
-        case other:
-            raise AssertionError(f"{engine.name} is {other.value} and waits for no answer")
+        case status:
+            raise AssertionError(f"{engine.name} is {status.value} and waits for no answer")
 
 
 def do_without(tables: SchedulerTables, engine: EngineState, *, is_last: bool) -> None:
@@ -122,12 +122,12 @@ def _vacate(tables: SchedulerTables, engine: EngineState) -> None:
     tables.weights.transfer_groups.stop_connecting(engine.name)
 
 
-def quarantine(tables: SchedulerTables, engine: EngineState, doing: str, why: str) -> None:
+def quarantine(tables: SchedulerTables, engine: EngineState, doing: str, reason: str) -> None:
     """Refit an engine once more. Raises `CommandFailed` if it has had its second attempt."""
     engine.num_failures += 1
     if engine.num_failures >= _MOST_FAILURES:
-        raise CommandFailed(engine.name, doing, why)
-    tables.weights.record.quarantined[engine.name] = why
+        raise CommandFailed(engine.name, doing, reason)
+    tables.weights.record.quarantined[engine.name] = reason
     tables.requests.drop(engine.name, RunPhase.REFITTING, RunPhase.VERIFYING)
     tables.weights.forget(engine)
     tables.engines.move(engine, EngineStatus.CONNECTING, version=-1)
@@ -141,8 +141,8 @@ def overdue(tables: SchedulerTables) -> DeadlineExceeded | None:
         engines[name].replace_by = tables.requests.now + allowed_s
     for name in engines.having(EngineStatus.ABSENT):
         if tables.requests.now > engines[name].replace_by:
-            what = f"no process has taken its place within {allowed_s:g} s"
-            return DeadlineExceeded(name, EngineStatus.ABSENT.value, what)
+            message = f"no process has taken its place within {allowed_s:g} s"
+            return DeadlineExceeded(name, EngineStatus.ABSENT.value, message)
     return tables.service.overdue()
 
 
@@ -172,8 +172,8 @@ def dispensable(tables: SchedulerTables) -> tuple[EngineState, str] | None:
 # --- the refit service -----------------------------------------------------------------------------------------------
 
 
-def replace_service(tables: SchedulerTables, doing: str, why: str) -> list[Action]:
+def replace_service(tables: SchedulerTables, doing: str, reason: str) -> list[Action]:
     """Ask for a replacement of the refit service. Raises `ServiceLost` if too many were lost."""
-    tables.replacements.count(tables.requests.now, SERVICE, doing, why)
+    tables.replacements.count(tables.requests.now, SERVICE, doing, reason)
     tables.joining.plan_again()
-    return tables.service.replace(why)
+    return tables.service.replace(reason)

@@ -42,10 +42,10 @@ def drop_restored(tables: SchedulerTables, assigned: Assigned) -> list[Action]:
 
     `assigned` are the groups that are generated now, or restored.
     """
-    kept = tables.restored
+    restored_groups = tables.restored
     groups = [group for of_engine in assigned.values() for group in of_engine]
-    made = [group.step for group in groups if group.purpose == "train" and not kept.has(group)]
-    dropped = kept.drop_from(min(made)) if made else set()
+    generated_steps = [group.step for group in groups if group.purpose == "train" and not restored_groups.has(group)]
+    dropped = restored_groups.drop_from(min(generated_steps)) if generated_steps else set()
     if not dropped:
         return []
     restored = [
@@ -53,9 +53,9 @@ def drop_restored(tables: SchedulerTables, assigned: Assigned) -> list[Action]:
         for group in tables.groups
         if (group.step, group.number) in dropped
         and group.state in (GroupState.IN_FLIGHT, GroupState.READY)
-        and kept.is_restored(group.request)
+        and restored_groups.is_restored(group.request)
     ]
-    return [DropRestored(version=min(made), num_groups=len(dropped)), *_take_back(tables, restored)]
+    return [DropRestored(version=min(generated_steps), num_groups=len(dropped)), *_take_back(tables, restored)]
 
 
 def make_instead(tables: SchedulerTables, process: str, failed: Failed) -> list[Action]:

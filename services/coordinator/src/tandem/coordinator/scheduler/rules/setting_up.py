@@ -40,10 +40,10 @@ def set_up(tables: SchedulerTables) -> list[Action] | None:
             ]
         case _:
             tables.stage = None
-            said = tables.weights.begin(trainers, engines)
+            actions = tables.weights.begin(trainers, engines)
             for engine in tables.told_to_leave:
-                said += leaving.take_leaving(tables, engine)
-            return [*said, *tables.weights.offer(tables.step, has_update=False)]
+                actions += leaving.take_leaving(tables, engine)
+            return [*actions, *tables.weights.offer(tables.step, has_update=False)]
 
 
 def _have_trainers_meet(tables: SchedulerTables) -> Action:

@@ -100,14 +100,14 @@ class RolloutRecording:
         """Note that a part is written. With the last one, its step is whole."""
         part = self._asked.pop(reply.command_id)
         missing = f"{reply.num_missing} samples of {part.rollout} were not written when they finished"
-        said = self._say(part, missing) if reply.num_missing else []
+        notices = self._say(part, missing) if reply.num_missing else []
         self._rollouts[part.step, part.purpose].append(part.rollout)
-        return [*said, *self._close(part, reply.num_bytes)]
+        return [*notices, *self._close(part, reply.num_bytes)]
 
-    def take_failure(self, command_id: int, why: str) -> list[Action]:
+    def take_failure(self, command_id: int, reason: str) -> list[Action]:
         """Give up a part that could not be written."""
         part = self._asked.pop(command_id)
-        return [*self._say(part, f"those of {part.rollout}: {why}"), *self._close(part)]
+        return [*self._say(part, f"those of {part.rollout}: {reason}"), *self._close(part)]
 
     def give_up_late(self) -> list[Action]:
         """Give up the parts that have waited too long for a rollout."""
@@ -130,10 +130,10 @@ class RolloutRecording:
         recorded = StepRecorded(step=part.step, purpose=part.purpose, rollouts=tuple(rollouts), num_bytes=num_bytes)
         return [recorded]
 
-    def _say(self, part: RolloutPart, what: str) -> list[Action]:
+    def _say(self, part: RolloutPart, gap: str) -> list[Action]:
         """Report what the rollout log lacks, once for each reason."""
-        if what in self._said:
+        if gap in self._said:
             return []
-        self._said.add(what)
+        self._said.add(gap)
         kind = "samples" if part.purpose == "train" else "validation samples"
-        return [TellUser(text=f"{kind} of step {part.step} are missing in the record: {what}")]
+        return [TellUser(text=f"{kind} of step {part.step} are missing in the record: {gap}")]

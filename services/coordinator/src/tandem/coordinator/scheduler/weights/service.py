@@ -39,13 +39,13 @@ class RefitServicePresence(Tracked):
         """Whether a replacement is awaited."""
         self._replace_by = 0.0
 
-    def replace(self, why: str) -> list[Action]:
+    def replace(self, reason: str) -> list[Action]:
         """Ask for a replacement."""
         self._requests.drop(SERVICE)
         self._verification.forget_comparison()
         self.is_absent = True
         self._replace_by = self._requests.now + self._join_s
-        return [ReplaceEngine(process=SERVICE, why=why)]
+        return [ReplaceEngine(process=SERVICE, reason=reason)]
 
     def take_joined(self, trainers: Sequence[str], engines: Sequence[str]) -> list[Action]:
         """Tell the replacement which layouts the processes hold and want."""
@@ -56,5 +56,5 @@ class RefitServicePresence(Tracked):
         """Return the error for an overdue replacement."""
         if not self.is_absent or self._requests.now <= self._replace_by:
             return None
-        what = f"no process has taken its place within {self._join_s:g} s"
-        return DeadlineExceeded(SERVICE, EngineStatus.ABSENT.value, what)
+        message = f"no process has taken its place within {self._join_s:g} s"
+        return DeadlineExceeded(SERVICE, EngineStatus.ABSENT.value, message)

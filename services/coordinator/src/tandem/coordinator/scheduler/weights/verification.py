@@ -72,8 +72,8 @@ class VersionVerification:
                 planned = planned if frozen is None else (planned or 0) + frozen
             is_fewer = self._spec.sends_differences and planned is not None and counted <= planned
             if counted != planned and not is_fewer:
-                what = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
-                raise CommandFailed(process, RunPhase.REFITTING.value, what)
+                mismatch = f"{counted} bytes were counted on {link}, where {planned or 'none'} were planned"
+                raise CommandFailed(process, RunPhase.REFITTING.value, mismatch)
 
     def begin_version(self) -> None:
         """Forget the digests of the version before."""
