@@ -205,7 +205,7 @@ DEFECTS = (
     ),
     Defect(
         "a model with many requests has all places of an engine",
-        "waiting = _in_turns(waiting, running)",
+        "waiting = _take_turns(waiting, running)",
         "waiting = [*waiting]",
         "tests/unit/test_adapters_engine.py::test_versions_have_equal_shares_of_the_places_and_a_broken_one_is_told",
     ),

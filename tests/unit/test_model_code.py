@@ -14,7 +14,7 @@ from engine_harness import make_model
 from tandem.common.errors import ModelError
 from tandem.config import build_config
 from tandem.rollout.engines.skeleton import load_skeleton
-from tandem.trainer.models import load_model, without_weights
+from tandem.trainer.models import build_without_weights, load_model
 
 CODE = """
 from pathlib import Path
@@ -26,7 +26,7 @@ class Config(PretrainedConfig):
     model_type = "its_own"
 """
 READERS: dict[str, Callable[[Path], object]] = {
-    "trainer": lambda folder: without_weights(str(folder), torch.float32),
+    "trainer": lambda folder: build_without_weights(str(folder), torch.float32),
     "engine": lambda folder: load_skeleton(folder, 32, torch.float32),
 }
 

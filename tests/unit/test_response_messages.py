@@ -17,7 +17,7 @@ from tandem.config import build_config
 from tandem.config.schema import NewModel
 from tandem.coordinator.api.rewards import reward_functions
 from tandem.rollout.environments import Score, Turn, make_environment
-from tandem.rollout.environments.environment import whole_text
+from tandem.rollout.environments.environment import read_whole_text
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tandem.rollout.response_messages import ResponseMessages, response_messages
 from tandem.samples.model_files import load_tokenizer, write_new_model
@@ -168,7 +168,7 @@ def test_steps_get_messages_with_all_that_they_have(tmp_path: Path) -> None:
     given = message(tmp_path, CALLS, "?\n", '<think>a</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>')
     score = outcome("TakesSteps", given)
     assert (score.reward, score.answer) == (1.0, "content reasoning_content role text tool_calls")
-    assert whole_text(given).startswith("<think>")
+    assert read_whole_text(given).startswith("<think>")
 
 
 class ThinkingRollout(Rollout):

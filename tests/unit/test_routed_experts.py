@@ -100,9 +100,9 @@ def test_samples_travel_with_the_column_or_without() -> None:
 
 
 def test_requests_for_samples_are_as_small_as_a_reply_may_be() -> None:
-    with_experts = SampleFormat(vocabulary=9, experts=LARGE).most_tokens
+    with_experts = SampleFormat(vocabulary=9, experts=LARGE).max_tokens
     assert with_experts * LARGE.num_bytes <= 2**28
-    assert SampleFormat(vocabulary=9).most_tokens > with_experts
+    assert SampleFormat(vocabulary=9).max_tokens > with_experts
 
 
 @pytest.mark.parametrize("model_type", ROUTERS)

@@ -153,7 +153,7 @@ def test_samples_travel_with_masks() -> None:
     received = SampleBatch.from_frames(joined.columns, (*SAMPLES, *MASKS))
     sample_format.masks.check(received)  # type: ignore[union-attr]
     assert received.mask_words_W.tolist() == batch.take([1, 0]).mask_words_W.tolist()
-    assert SampleFormat(vocabulary=2**20, masks=MaskFormat(vocabulary=2**20)).most_tokens == 2**28 // 2**17
+    assert SampleFormat(vocabulary=2**20, masks=MaskFormat(vocabulary=2**20)).max_tokens == 2**28 // 2**17
 
 
 def test_masks_are_recorded(tmp_path: Path) -> None:

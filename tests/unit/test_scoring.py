@@ -10,7 +10,7 @@ from scoring_harness import NUM_TOKENS, VOCABULARY, LargestTensor, inputs, of_fu
 
 from tandem.trainer import scoring
 from tandem.trainer.scorers.likeliest import top_tokens
-from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
+from tandem.trainer.scorers.whole_logits import exclude_tokens, scores_of_logits
 from tandem.trainer.scores import StudentScores
 from tandem.trainer.scoring import score_tokens
 
@@ -180,7 +180,7 @@ def test_tokens_that_are_never_drawn_have_no_probability(chunk: int | None, lear
         torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=0, atol=5e-6)
     best = top_tokens(hidden_KH, weight_VH, VOCABULARY - 3, temperature=0.7, chunk=chunk, undrawable=undrawable)
     assert not torch.isin(best.token_ids, torch.tensor(undrawable)).any()
-    whole = without_tokens(hidden_KH @ weight_VH.T, undrawable).log_softmax(dim=-1)
+    whole = exclude_tokens(hidden_KH @ weight_VH.T, undrawable).log_softmax(dim=-1)
     assert (whole[:, list(undrawable)].exp() == 0).all()
 
 

@@ -108,7 +108,7 @@ def begin_anew(command: BuildEngine, context: ServiceContext, parts: RolloutPart
     if parts.external_requests is not None:
         parts.external_requests.pause()
     if parts.agents is not None:
-        parts.agents.rest()
+        parts.agents.abandon_requests()
     parts.weight_client.close()
     if context.config.is_colocated:
         parts.engine.sleep()

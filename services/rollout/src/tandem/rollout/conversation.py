@@ -59,7 +59,7 @@ class SampleConversation:
         self._num_made = 0
         self._cut_off = False
         """Whether the last response ran into a limit."""
-        self._parts: list[_Part] = [_given(group.prompt_ids)]
+        self._parts: list[_Part] = [_lay_out_given(group.prompt_ids)]
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +107,7 @@ class SampleConversation:
             self._images += images or ()
         self.messages += messages
         self._token_ids += token_ids
-        self._parts.append(_given(token_ids))
+        self._parts.append(_lay_out_given(token_ids))
 
     def take_back_answer(self) -> None:
         """Forget the environment's last reply: it has an image that cannot be read, by trainers neither."""
@@ -172,7 +172,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little")
 
 
-def _given(token_ids: tuple[int, ...] | list[int]) -> _Part:
+def _lay_out_given(token_ids: tuple[int, ...] | list[int]) -> _Part:
     """Lay out tokens that the policy did not generate."""
     num_tokens = len(token_ids)
     return (

@@ -223,7 +223,7 @@ class SampleRecorder:
             for group in command.groups
             for sample, advantage in enumerate(group.advantages)
         }
-        table = _chosen(tables, advantages)
+        table = _select_rows(tables, advantages)
         num_bytes = write_shard(shard, self._context.run_id, table)
         for path in of_rollout:
             path.unlink(missing_ok=True)
@@ -291,7 +291,7 @@ class SampleRecorder:
             print(line, file=sys.stderr, flush=True)
 
 
-def _chosen(tables: Sequence[pa.Table], advantages: dict[tuple[int, int, int], float | None]) -> pa.Table:
+def _select_rows(tables: Sequence[pa.Table], advantages: dict[tuple[int, int, int], float | None]) -> pa.Table:
     """Return the rows of these samples, each once, with their advantages. Raises `SamplesError` if there are none."""
     rows: dict[tuple[int, int, int], int] = {}
     table = pa.concat_tables(tables, promote_options="default") if tables else None

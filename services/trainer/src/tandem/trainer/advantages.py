@@ -72,7 +72,7 @@ def reinforce_plus_plus(config: Config, scored: ScoredShard) -> EstimatedAdvanta
     return EstimatedAdvantages({ADVANTAGES: advantages_T}, {})
 
 
-def on_policy_distillation(config: Config, scored: ScoredShard) -> EstimatedAdvantages:
+def compare_with_teacher(config: Config, scored: ScoredShard) -> EstimatedAdvantages:
     """Return as advantages each token's log-probability under its teacher, minus that under the policy.
 
     Their mean over samples of the policy is minus the reverse divergence between the two, and the same holds for the

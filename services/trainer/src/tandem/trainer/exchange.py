@@ -189,7 +189,7 @@ class BatchExchange:
         token_ids_T, loss_mask_T = (
             _everywhere(values_T, table, replicas)[tokens] for values_T in (samples.token_ids_T, samples.loss_mask_T)
         )
-        return again, _with_tokens(again, rows, token_ids_T, loss_mask_T)
+        return again, _add_tokens(again, rows, token_ids_T, loss_mask_T)
 
     def _shared(self, exchange: RankExchange, batch: SampleBatch) -> tuple[SampleBatch, SampleBatch]:
         """Return the table and the sequences of the first model here. Collective.
@@ -204,9 +204,7 @@ class BatchExchange:
         token_ids_T, loss_mask_T = (
             self._moved("policy", values_T, token_indices) for values_T in (batch.token_ids_T, batch.loss_mask_T)
         )
-        return (
-            (self._table, batch) if replicas is None else (table, _with_tokens(table, rows, token_ids_T, loss_mask_T))
-        )
+        return (self._table, batch) if replicas is None else (table, _add_tokens(table, rows, token_ids_T, loss_mask_T))
 
     def _columns(
         self,
@@ -285,7 +283,7 @@ def _everywhere(values_T: NDArray[Any], table: SampleBatch, replicas: ModelRepli
     return summed
 
 
-def _with_tokens(
+def _add_tokens(
     table: SampleBatch, rows: NDArray[np.int64], token_ids_T: NDArray[Any], loss_mask_T: NDArray[Any]
 ) -> SampleBatch:
     """Return some sequences of a table with their tokens. Other values of tokens come as columns."""

@@ -37,7 +37,7 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a parameter, or of a number computed from several, without gradient. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -123,10 +123,10 @@ def weights_of(parameters: Mapping[str, torch.Tensor], adapters: AdaptersConfig 
             storage = builder.storage(name, memory.nbytes(), address_of(local))
             builder.add(index, box, storage, int(local.storage_offset()) * size, strides)
             storages[name] = torch.empty(0, dtype=local.dtype, device=local.device).set_(memory)
-    return Weights(with_adapters(as_checkpoint(builder.build()), adapters), storages)
+    return Weights(mark_frozen(as_checkpoint(builder.build()), adapters), storages)
 
 
-def with_adapters(layout: Layout, adapters: AdaptersConfig | None) -> Layout:
+def mark_frozen(layout: Layout, adapters: AdaptersConfig | None) -> Layout:
     """Return a layout that marks the tensors that never change, because only adapters are trained."""
     if adapters is None:
         return layout

@@ -71,7 +71,7 @@ class SampleFormat(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @cached_property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Most tokens of one request."""
         max_tokens = MAX_TOKENS_FETCHED
         if self.masks is not None:
@@ -173,7 +173,7 @@ class SampleFetcher:
         if missing:
             return None, missing
         places = [self._places[key] for key in keys.values()]
-        samples = with_samples(table.take(rows), self._kept or [self._format.nothing()], places)
+        samples = join_samples(table.take(rows), self._kept or [self._format.nothing()], places)
         if differing := _differing_prompts(samples):
             return None, {keys[int(rows[place])][0]: reason for place, reason in differing.items()}
         return samples, {}
@@ -248,7 +248,7 @@ class _Inquiry:
         self._run_id = run_id
         self._table = table
         self._format = sample_format
-        self._requests = list(_cut(rows, table.lengths_S, sample_format.most_tokens))
+        self._requests = list(_cut(rows, table.lengths_S, sample_format.max_tokens))
         self._first = first
         self.num_requests = len(self._requests)
         self.num_taken = 0
@@ -291,13 +291,13 @@ def _keys_of(table: SampleBatch) -> list[SequenceKey]:
     return [*zip(*map(_TOLIST, columns), strict=True)]
 
 
-def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
+def _cut(rows: Rows, lengths_S: Int32s, max_tokens: int) -> Iterator[Rows]:
     """Divide rows into requests with a bounded number of tokens."""
     request: Rows = []
     num_tokens = 0
     for row in rows:
         length = int(lengths_S[row])
-        if request and num_tokens + length > most_tokens:
+        if request and num_tokens + length > max_tokens:
             yield request
             request, num_tokens = [], 0
         request.append(row)
@@ -305,7 +305,7 @@ def _cut(rows: Rows, lengths_S: Int32s, most_tokens: int) -> Iterator[Rows]:
     yield request
 
 
-def with_samples(table: SampleBatch, samples: Sequence[SampleBatch], places: Sequence[int]) -> SampleBatch:
+def join_samples(table: SampleBatch, samples: Sequence[SampleBatch], places: Sequence[int]) -> SampleBatch:
     """Return the sequences of a table with their tokens. A sequence without valid tokens is masked whole.
 
     `places` are those of the table's sequences among the samples.

@@ -29,7 +29,7 @@ def leave_out(step: TrainingStep, threshold: float, policy_T: Float32s) -> None:
     errors_S = torch.zeros(len(table), dtype=torch.float64)
     errors_S[torch.from_numpy(shard.rows)] = torch.from_numpy(mult_prob_errors(shard.samples, policy_T))
     errors = step.backend.sum_over_ranks(errors_S).cpu().numpy()
-    kept_S, metrics = kept_sequences(errors, table.num_valid_S, table.rewards_S, threshold)
+    kept_S, metrics = select_sequences(errors, table.num_valid_S, table.rewards_S, threshold)
     step.metrics |= metrics
     step.keep(kept_S)
 
@@ -47,7 +47,7 @@ def mult_prob_errors(batch: SampleBatch, policy_T: Float32s) -> NDArray[np.float
     return np.asarray(sums_S / np.maximum(1, batch.num_valid()), dtype=np.float64)
 
 
-def kept_sequences(
+def select_sequences(
     errors_S: NDArray[np.float64], num_valid_S: NDArray[np.int32], rewards_S: Float32s, threshold: float
 ) -> tuple[NDArray[np.bool_], dict[str, float]]:
     """Return a mask of the sequences to train on, and metrics under NeMo-RL's names.

@@ -151,7 +151,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self._read(TEACHER_TOPK_LOGITS)
 
     @property
-    def others_BTN(self) -> torch.Tensor | None:
+    def teacher_topk_ids_BTN(self) -> torch.Tensor | None:
         """The teacher's likeliest tokens at each position, which the policy scores too; None if none are read."""
         return self.columns.get(TEACHER_TOPK_INDICES.name)
 
@@ -162,6 +162,6 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.columns[column.name]
 
 
-def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+def move_to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return an array as a tensor on a device."""
     return torch.from_numpy(values).to(device)

@@ -95,7 +95,7 @@ def scalar_head(model: Any) -> torch.nn.Linear:
     return head
 
 
-def without_weights(
+def build_without_weights(
     source: str, dtype: torch.dtype, head: Head = "vocabulary", overrides: Mapping[str, Any] | None = None
 ) -> Any:
     """Return the model of a checkpoint as its configurations describe it, without memory for weights.

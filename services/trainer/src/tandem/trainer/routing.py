@@ -27,7 +27,7 @@ class RoutingReplay:
         """
         self._part = part
         self._experts: torch.Tensor | None = None
-        intercept(model, self._given)
+        intercept(model, self._replay)
 
     def give(self, experts_BTLK: torch.Tensor | None) -> None:
         """Set the experts of the tokens in the next forward pass, and in the backward pass that may follow it.
@@ -38,7 +38,7 @@ class RoutingReplay:
         if experts_BTLK is not None and self._part[1] > 1:
             self._experts = experts_BTLK.chunk(self._part[1], dim=1)[self._part[0]]
 
-    def _given(self, layer: int, own_NK: torch.Tensor) -> torch.Tensor:
+    def _replay(self, layer: int, own_NK: torch.Tensor) -> torch.Tensor:
         if self._experts is None:
             return own_NK
         given_NK = self._experts[:, :, layer].flatten(0, 1).to(own_NK.dtype)

@@ -100,7 +100,7 @@ def columns_at_once(num_logits: int, num_tokens: int) -> int:
     return num_columns if num_columns < _ALIGNED else num_columns // _ALIGNED * _ALIGNED
 
 
-def own_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:
+def find_rank_tokens(weight_VH: torch.Tensor, vocabulary: VocabularyShard | None) -> tuple[int, int]:
     """Return the first token of this rank's rows, and the number of them that are not padding."""
     num_rows = weight_VH.shape[0]
     first, size = (0, num_rows) if vocabulary is None else (vocabulary.first_row, vocabulary.num_rows)
@@ -127,7 +127,7 @@ class _Scores(torch.autograd.Function):
         undrawable: tuple[int, ...],
         masks: TokenMasks | None,
     ) -> tuple[torch.Tensor, ...]:
-        first, num_tokens = own_tokens(weight_VH, vocabulary)
+        first, num_tokens = find_rank_tokens(weight_VH, vocabulary)
         row_KN = token_KN - first
         is_here_KN = (row_KN >= 0) & (row_KN < num_tokens)
         row_KN = row_KN.clamp(0, weight_VH.shape[0] - 1)
@@ -207,7 +207,7 @@ class _Scores(torch.autograd.Function):
             if of_entropy_K is None:
                 grad_KC = exp_KC.mul_((spread_K * scale_K)[:, None])
             else:
-                grad_KC = _with_entropy(exp_KC.mul_(scale_K[:, None]), spread_K, of_entropy_K, entropy_K)
+                grad_KC = _add_entropy_gradient(exp_KC.mul_(scale_K[:, None]), spread_K, of_entropy_K, entropy_K)
             column_KN = row_KN - first
             is_inside_KN = (column_KN >= 0) & (column_KN < len(weight_CH))
             grad_KC.scatter_add_(1, column_KN.clamp(0, len(weight_CH) - 1), grad_KN * is_inside_KN)
@@ -222,7 +222,7 @@ class _Scores(torch.autograd.Function):
         return grad_hidden_KH, grad_weight_VH, *[None] * 8
 
 
-def _with_entropy(
+def _add_entropy_gradient(
     p_KC: torch.Tensor, spread_K: torch.Tensor, of_entropy_K: torch.Tensor, entropy_K: torch.Tensor
 ) -> torch.Tensor:
     """Return each logit's gradient, except for the tokens' own. That of the entropy is ``-p (log p + entropy)``.

@@ -165,7 +165,7 @@ class TrainerService:
             raise WireError(f"{type(command).__name__}.{error}") from error
         return table
 
-    def _given(self, command: Train | Evaluate, table: SampleBatch, arrays: Arrays) -> SampleBatch:
+    def _read_samples(self, command: Train | Evaluate, table: SampleBatch, arrays: Arrays) -> SampleBatch:
         """Return this rank's sequences, with tokens that came with the command. Raises `WireError` as `_table` does."""
         rank_table = table.take(table.rows_of(self._rank))
         try:
@@ -219,7 +219,7 @@ class TrainerService:
         self._context.reply(command.command_id, reply)
 
     def _train(self, command: Train, table: SampleBatch, arrays: Arrays) -> None:
-        shard = self._own_shard(command, table, arrays)
+        shard = self._fetch_shard(command, table, arrays)
         if isinstance(shard, SamplesMissing):
             self._context.reply(command.command_id, shard)
             return
@@ -266,14 +266,14 @@ class TrainerService:
         )
         self._context.reply(command.command_id, reply)
 
-    def _own_shard(self, command: Train, table: SampleBatch, arrays: Arrays) -> TrainingShard | SamplesMissing:
+    def _fetch_shard(self, command: Train, table: SampleBatch, arrays: Arrays) -> TrainingShard | SamplesMissing:
         """Return the table and this rank's sequences, fetched or sent with the command, or what any rank lacks.
 
         Groups with log-probabilities that no loss can compute with are set aside. Collective where rollouts have the
         samples.
         """
         if not command.sources:
-            return TrainingShard(table, self._given(command, table, arrays))
+            return TrainingShard(table, self._read_samples(command, table, arrays))
         rows, timeout_s = table.rows_of(self._rank), _FETCH_SHARE * command.deadline_s
         with self._context.phase(f"fetching the samples of step {command.step}"):
             samples, missing = self._fetcher.fetch(command.step, table, rows, command.sources, timeout_s)
@@ -298,7 +298,7 @@ class TrainerService:
         return values
 
     def _evaluate(self, command: Evaluate, table: SampleBatch, arrays: Arrays) -> None:
-        samples = self._given(command, table, arrays)
+        samples = self._read_samples(command, table, arrays)
         parts = self._built()
         evaluation = evaluate(parts.backend, table, samples, self._config, command.parts, parts.exchange)
         metrics, notes = finite_metrics(evaluation)

@@ -151,7 +151,7 @@ _POLICY_GRADIENT = (
 
 _ADVANTAGE_ESTIMATORS = {
     "reinforce_plus_plus": "tandem.trainer.advantages.reinforce_plus_plus",
-    "opd": "tandem.trainer.advantages.on_policy_distillation",
+    "opd": "tandem.trainer.advantages.compare_with_teacher",
 }
 """Finishers of GRPO's advantage estimators with token advantages."""
 

@@ -151,9 +151,9 @@ class RolloutAgents:
         self._wanted -= numbers
         self._loop.call_soon_threadsafe(self._cancel, numbers)
         if not self._wanted:
-            self.rest("the episode was given up because the policy's weights change")
+            self.abandon_requests("the episode was given up because the policy's weights change")
 
-    def rest(self, reason: str = "this episode is over") -> None:
+    def abandon_requests(self, reason: str = "this episode is over") -> None:
         """Take all requests out of the engine, which is needed for something else now."""
         self._driver.drop(reason)
 

@@ -152,7 +152,7 @@ class _Staying:
 
     async def _run(self, launcher: ProgramLauncher, command: tuple[str, ...], theirs: int) -> ProgramExit:
         try:
-            return await run(launcher, command, _own_variables(), theirs, logs=True)
+            return await run(launcher, command, _make_variables(), theirs, logs=True)
         finally:
             asyncio.get_running_loop().remove_writer(self._stdin)
             os.close(self._stdin)
@@ -185,7 +185,7 @@ class ByServer:
         """Do nothing: nothing stays between episodes."""
 
 
-def _own_variables() -> dict[str, str]:
+def _make_variables() -> dict[str, str]:
     """Return this process's environment variables, with `python` being this process's interpreter."""
     return {**os.environ, "PATH": search_path()}
 
@@ -193,7 +193,7 @@ def _own_variables() -> dict[str, str]:
 def _variables(described: Mapping[str, Any]) -> dict[str, str]:
     """Return the environment variables of a program that plays one episode: those that OpenAI's clients read."""
     return {
-        **_own_variables(),
+        **_make_variables(),
         "OPENAI_BASE_URL": described["base_url"],
         "OPENAI_API_KEY": described["api_key"],
         "OPENAI_MODEL": MODEL,
@@ -203,9 +203,9 @@ def _variables(described: Mapping[str, Any]) -> dict[str, str]:
 
 def _failure(episode: Episode, ended: ProgramExit) -> Failure:
     last = ended.errors.rstrip().rpartition("\n")[2]
-    failure = episode.unrewarded(f"its program ended ({ended.how}{': ' if last else ''}{last})", ended.errors)
+    failure = episode.unrewarded(f"its program ended ({ended.ending}{': ' if last else ''}{last})", ended.errors)
     # The exit code is unknown if the launcher was killed, and its programs with it.
-    was_killed = ended.code is None or ended.how in KILLED_FROM_OUTSIDE
+    was_killed = ended.code is None or ended.ending in KILLED_FROM_OUTSIDE
     return msgspec.structs.replace(failure, was_killed=was_killed)
 
 

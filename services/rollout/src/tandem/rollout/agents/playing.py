@@ -49,5 +49,5 @@ class AgentGenerations(RunningGenerations):
 
     def _finish(self, generation: RunningGeneration) -> None:
         if len(self.generations) == 1:
-            self._agents.rest()
+            self._agents.abandon_requests()
         super()._finish(generation)

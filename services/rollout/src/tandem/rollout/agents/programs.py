@@ -18,7 +18,7 @@ from tandem.common import kept_inputs
 from tandem.common.errors import HelperLost, RewardError
 from tandem.rollout.agents.launcher import AgentProgram
 from tandem.rollout.environments.printing import bounded
-from tandem.rollout.environments.processes.guarded import GuardedProcess, said_of
+from tandem.rollout.environments.processes.guarded import GuardedProcess, describe_exit
 
 _MOST_STARTS = 3
 """Launchers in a row that may die before starting programs is given up."""
@@ -105,9 +105,9 @@ class ProgramExit(msgspec.Struct, frozen=True):
     errors: str
 
     @property
-    def how(self) -> str:
+    def ending(self) -> str:
         """The end of the program, in words."""
-        return "nobody knows how" if self.code is None else said_of(self.code)
+        return "nobody knows how" if self.code is None else describe_exit(self.code)
 
 
 async def run(

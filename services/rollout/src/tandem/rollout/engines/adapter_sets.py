@@ -290,7 +290,7 @@ class _SetsDigest:
         return results
 
 
-def on_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | None:
+def attach_to_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | None:
     """Have one of torch's linear layers add adapters; see `Attach`."""
     if not isinstance(layer, torch.nn.Linear):
         return None

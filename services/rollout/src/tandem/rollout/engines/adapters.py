@@ -28,7 +28,7 @@ from tandem.refit.holder import RunningDigest
 from tandem.refit.program import TransferProgram
 from tandem.refit.weights import Weights
 from tandem.rollout.engine import EngineCompletion, SequenceRequest, VersionNotHeld
-from tandem.rollout.engines.adapter_sets import AdapterSets, VersionUses, on_linear, products_of
+from tandem.rollout.engines.adapter_sets import AdapterSets, VersionUses, attach_to_linear, products_of
 from tandem.rollout.engines.attention import AttentionStep
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
@@ -64,7 +64,7 @@ class SeveralVersions(RefittedEngine, ABC):
         if self.version == version:
             self._uses.begin(version)
             needed = {version_of(request) for request in self._requests()}
-            self._keep(version, self._uses.surplus({*self._held(), version}, {*needed, version}))
+            self._keep(version, self._uses.surplus({*self._list_versions(), version}, {*needed, version}))
         return counted
 
     def _named(self, request: SequenceRequest) -> SequenceRequest:
@@ -84,10 +84,10 @@ class SeveralVersions(RefittedEngine, ABC):
         self._uses.name([version_of(request), *request.sampling.kept_versions])
 
     def _holds(self, version: int) -> bool:
-        return version in self._held()
+        return version in self._list_versions()
 
     @abstractmethod
-    def _held(self) -> Collection[int]:
+    def _list_versions(self) -> Collection[int]:
         """Return the versions that are held."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
 
     def __init__(self, *args: Any, num_sets: int, **kwargs: Any) -> None:
         """Take what `TransformersEngine` takes. `num_sets` versions are held."""
-        self._sets = AdapterSets(on_linear)
+        self._sets = AdapterSets(attach_to_linear)
         self._staging: Mapping[str, torch.Tensor] = {}
         self._broken: list[int] = []
         """Requests whose weights have just given something that is no number."""
@@ -187,7 +187,7 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         self._sets.clear()
         super().close()
 
-    def _held(self) -> list[int]:
+    def _list_versions(self) -> list[int]:
         return self._sets.versions
 
     def _keep(self, version: int, dropped: Iterable[int]) -> None:

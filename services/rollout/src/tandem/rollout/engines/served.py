@@ -126,7 +126,7 @@ class ServedForward:
                 logits_RV[row] = self._served(logits_RV[row], row, request, request.sampling)
         return logits_RV
 
-    def with_alternatives(self, new_tokens: Mapping[int, NewTokens], starts: Mapping[int, int]) -> dict[int, NewTokens]:
+    def add_alternatives(self, new_tokens: Mapping[int, NewTokens], starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Add the alternatives to what requests have made from these tokens on."""
         alternatives = self._alternatives
         return {
@@ -149,7 +149,7 @@ class ServedForward:
     ) -> torch.Tensor:
         num_prompt = len(request.prompt_ids) - request.num_made
         prompt_ids = [*request.prompt_ids[:num_prompt]]
-        made_ids = [*request.prompt_ids[num_prompt:], *self._slots.made(row, 0).token_ids_T.tolist()]
+        made_ids = [*request.prompt_ids[num_prompt:], *self._slots.read_new_tokens(row, 0).token_ids_T.tolist()]
         if sampling.has_penalties:
             logits_V = penalised(logits_V, sampling, prompt_ids, made_ids)
         if sampling.grammar is not None:

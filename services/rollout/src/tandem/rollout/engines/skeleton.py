@@ -38,7 +38,7 @@ def load_skeleton(
         config = load_config(str(model_folder), config_overrides)
         _refuse_unsupported(config.get_text_config(), max_length)
         if with_weights:
-            model = _with_weights(model_folder, config, dtype)
+            model = _load_with_weights(model_folder, config, dtype)
         else:
             with no_init_weights():
                 model = model_class(config).from_config(
@@ -50,7 +50,7 @@ def load_skeleton(
     return model.eval().requires_grad_(False)
 
 
-def _with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _load_with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
     """Load a whole model. Raises `ModelError` if a tensor is missing, and what the library raises."""
     transformers.utils.logging.disable_progress_bar()
     verbosity = transformers.utils.logging.get_verbosity()

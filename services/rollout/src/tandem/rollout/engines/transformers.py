@@ -153,8 +153,10 @@ class TransformersEngine(RefittedEngine):
     def made(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Return what running requests have made from these tokens on, by id."""
         numbers = [(slot, sequence.request.request_id) for slot, sequence in enumerate(self._slots.sequences)]
-        new_tokens = {number: self._slots.made(slot, starts[number]) for slot, number in numbers if number in starts}
-        return new_tokens if self._served is None else self._served.with_alternatives(new_tokens, starts)
+        new_tokens = {
+            number: self._slots.read_new_tokens(slot, starts[number]) for slot, number in numbers if number in starts
+        }
+        return new_tokens if self._served is None else self._served.add_alternatives(new_tokens, starts)
 
     def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""

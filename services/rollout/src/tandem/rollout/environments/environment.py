@@ -98,7 +98,7 @@ class BatchEnvironment(Protocol):
         ...
 
 
-def whole_text(message: Mapping[str, Any]) -> str:
+def read_whole_text(message: Mapping[str, Any]) -> str:
     """Return all text of a message, with markers of reasoning and calls."""
     text: str = message["text"] if "text" in message else message["content"]
     return text

@@ -19,7 +19,7 @@ from tandem.common.returned import sayable
 from tandem.common.texts import visible
 from tandem.config import Config
 from tandem.config.checks.data import on_error
-from tandem.rollout.environments.environment import whole_text
+from tandem.rollout.environments.environment import read_whole_text
 from tandem.rollout.environments.outcomes import Failure
 from tandem.samples.chat_templates import Messages
 
@@ -55,7 +55,7 @@ class FaultPolicy:
     def judged(self, problem: Problem, conversation: Messages, failure: Failure) -> UnscoredResponse:
         """Return what becomes of a sample, and log the details. Raises `RewardError` if the failure ends the run."""
         self._num_failures += 1
-        message = self._said(problem, failure)
+        message = self._describe(problem, failure)
         _log(message, problem, conversation, failure)
         max_failures = self._settings.max_failures
         if self._on_error == "fail" or (failure.on_purpose and self._settings.on_error is None):
@@ -66,12 +66,12 @@ class FaultPolicy:
             )
         if self._settings.is_agent and not self._has_succeeded and self._num_failures >= _IN_VAIN:
             raise RewardError(
-                f"{message}{_to_install(failure)}; all of the first {self._num_failures} episodes have failed, so that "
-                "there is nothing to learn from"
+                f"{message}{_advise_install(failure)}; all of the first {self._num_failures} episodes have failed, so "
+                "that there is nothing to learn from"
             )
         return UnscoredResponse(message, failure.timed_out, dropped=self._on_error == "drop")
 
-    def _said(self, problem: Problem, failure: Failure) -> str:
+    def _describe(self, problem: Problem, failure: Failure) -> str:
         if failure.timed_out:
             doing = "play an episode of" if self._settings.is_agent else "score a response to"
             return (
@@ -83,7 +83,7 @@ class FaultPolicy:
         return f"environment {self._name!r}, problem {problem.problem_id!r}: {failure.what}"
 
 
-def _to_install(failure: Failure) -> str:
+def _advise_install(failure: Failure) -> str:
     """Return what to install, if a failure says what is missing."""
     match = _MISSING.search(failure.what) or _MISSING.search(failure.trace)
     return "" if match is None else f" (pip install {match[1]}, where the agent's program runs)"
@@ -92,7 +92,7 @@ def _to_install(failure: Failure) -> str:
 def _log(message: str, problem: Problem, conversation: Iterable[Mapping[str, str]], failure: Failure) -> None:
     """Write all details of a failure to the process's log."""
     lines = [time.strftime("%H:%M:%S ") + message, f"  problem: {problem.problem_id!r}"]
-    lines += [f"  {message['role']}: {whole_text(message)!r}" for message in conversation]
+    lines += [f"  {message['role']}: {read_whole_text(message)!r}" for message in conversation]
     text = visible(sayable("\n".join([*lines, failure.trace.rstrip()]).rstrip()))
     with contextlib.suppress(OSError):  # the disk may be full
         print(text, file=sys.stderr, flush=True)

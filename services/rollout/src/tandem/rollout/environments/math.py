@@ -90,7 +90,7 @@ def is_equal(expected: Parsed, actual: Parsed, *, asks_percent: bool = False) ->
     if not _verify(expected, actual, _DECIMALS):
         return False
     if _percentages(expected) != _percentages(actual) and not asks_percent:
-        expected, actual = _by_value(expected), _by_value(actual)
+        expected, actual = _convert_percentages(expected), _convert_percentages(actual)
         if not _verify(expected, actual, _DECIMALS):
             return False
     decimals = _decimals([*expected, *actual])
@@ -124,7 +124,7 @@ def _percentages(parsed: Parsed) -> bool:
     return any(isinstance(part, Basic) and part.has(_HUNDREDTH) for part in parsed)
 
 
-def _by_value(parsed: Parsed) -> Parsed:
+def _convert_percentages(parsed: Parsed) -> Parsed:
     """Return percentages as hundredths, without the text, which lacks their sign."""
     return [part.xreplace({_HUNDREDTH: _HUNDREDTH.args[0]}) for part in parsed if isinstance(part, Basic)]
 

@@ -21,7 +21,7 @@ from tandem.rollout.environments.environment import (
     Score,
     Step,
     Turn,
-    whole_text,
+    read_whole_text,
 )
 from tandem.rollout.environments.printing import bounded
 from tandem.samples.chat_templates import Messages
@@ -100,7 +100,7 @@ def step_of(environment: Environment | ConversingEnvironment) -> Step:
         return step
     score: Callable[[Problem, str], Score] = environment.score  # type: ignore[union-attr]
     if getattr(environment, "reads", "answer") == "text":
-        return lambda problem, conversation: score(problem, whole_text(conversation[-1]))
+        return lambda problem, conversation: score(problem, read_whole_text(conversation[-1]))
     return lambda problem, conversation: score(problem, conversation[-1]["content"])
 
 
@@ -115,9 +115,9 @@ def checked(result: object, *, is_multi_turn: bool) -> Score | Turn:
         return Score(
             finite_number(result.reward, "the reward"),
             result.correct if isinstance(result.correct, bool) else _truth(result.correct),
-            _by_name(result.components, "component"),
+            _check_numbers(result.components, "component"),
             None if result.answer is None else _answer(result.answer),
-            _by_name(result.spent, "cost"),
+            _check_numbers(result.spent, "cost"),
         )
     returned = type(result).__name__
     raise RewardError(
@@ -154,7 +154,7 @@ def timed_out(timeout_s: float) -> Failure:
     return Failure(f"took longer than {timeout_s:g} s", timed_out=True)
 
 
-def _by_name(numbers: object, kind: Literal["component", "cost"]) -> dict[str, float]:
+def _check_numbers(numbers: object, kind: Literal["component", "cost"]) -> dict[str, float]:
     """Return numbers by name, if they are few and no name is too long to send."""
     if not isinstance(numbers, Mapping):
         raise RewardError(f"the {kind}s are {shown(numbers)}, not numbers by name")

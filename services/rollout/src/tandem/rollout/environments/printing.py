@@ -37,7 +37,7 @@ class _Allowance:
             self._period, self._name, self._left = period, name, MOST
         return self
 
-    def taken(self, text: str) -> str:
+    def take(self, text: str) -> str:
         """Return the part of a text that may be printed."""
         printed = text[: self._left]
         self._left -= len(printed)
@@ -64,7 +64,7 @@ class _Bounded:
     def write(self, text: str) -> int:
         """Write the part of the text that is allowed."""
         allowance = _allowance.get()
-        self._stream.write(text if allowance is None else allowance.taken(text))
+        self._stream.write(text if allowance is None else allowance.take(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

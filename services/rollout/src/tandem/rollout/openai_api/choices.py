@@ -88,7 +88,7 @@ class ResponsePiece(msgspec.Struct, frozen=True, kw_only=True):
 def chat_job(model: ServedModel, request: ChatRequest) -> GenerationJob:
     """Return a chat's job. Raises `OpenAIRefused` and what `ServedModel.chat_ids` raises."""
     messages = model.messages_of(request)
-    job = _job(model, request, [model.chat_ids(request, messages)], request.most_tokens)
+    job = _job(model, request, [model.chat_ids(request, messages)], request.max_response_tokens)
     return msgspec.structs.replace(job, images=model.tokenizer.images_in(messages) or ())
 
 
@@ -99,11 +99,11 @@ def completion_job(model: ServedModel, request: CompletionRequest) -> Generation
         model.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         for prompt in request.prompts()
     ]
-    return _job(model, request, prompts, request.most_tokens)
+    return _job(model, request, prompts, request.max_response_tokens)
 
 
 def _job(
-    model: ServedModel, request: GenerationFields, prompts: list[list[int]], most_tokens: int | None
+    model: ServedModel, request: GenerationFields, prompts: list[list[int]], max_response_tokens: int | None
 ) -> GenerationJob:
     for prompt in prompts:
         if not prompt:
@@ -121,7 +121,7 @@ def _job(
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     ends = () if request.ignore_eos else model.stop_token_ids
     as_tokens = model.tokenizer.undivided_ids(request.stop_strings)
-    schema = request.wanted_schema
+    schema = request.response_schema
     grammar = None if schema is None else model.grammar_of(schema)
     responses: list[WantedResponse] = []
     for number, prompt in enumerate(prompts):
@@ -131,7 +131,7 @@ def _job(
             top_p=request.top_p or 1.0,
             top_k=max(request.top_k or 0, 0),
             min_p=request.min_p or 0.0,
-            max_new_tokens=min(most_tokens or room, room),
+            max_new_tokens=min(max_response_tokens or room, room),
             stop_token_ids=tuple(dict.fromkeys([*ends, *(request.stop_token_ids or ()), *as_tokens])),
             stop_strings=request.stop_strings,
         )

@@ -201,7 +201,7 @@ class EngineDriver:
             num_joining = max(0, self._most_at_once - len(self._streams) + len(gone))
             if 0 < num_joining < len(waiting):
                 running = Counter(_version_of(each) for each in self._streams.values() if each not in abandoned)
-                waiting = _in_turns(waiting, running)
+                waiting = _take_turns(waiting, running)
             self._arrived = deque(waiting[num_joining:])
         for number in gone:
             del self._streams[number]
@@ -255,7 +255,7 @@ class EngineDriver:
         if completion is None or not len(completion.token_ids_T):
             return []
         chunks = [_chunk(completion, stream.num_sent)] if len(completion.token_ids_T) > stream.num_sent else []
-        stream.request = self._rest_of(stream.request, completion)
+        stream.request = self._continue_request(stream.request, completion)
         stream.num_sent = 0
         return [(stream, chunk) for chunk in chunks]
 
@@ -294,7 +294,7 @@ class EngineDriver:
             self._unread.clear()
         _send([(stream, refused) for stream in streams])
 
-    def _rest_of(self, request: SequenceRequest, completion: EngineCompletion) -> SequenceRequest:
+    def _continue_request(self, request: SequenceRequest, completion: EngineCompletion) -> SequenceRequest:
         """Return what is left of a request."""
         num_tokens = len(completion.token_ids_T)
         sampling = msgspec.structs.replace(
@@ -314,7 +314,7 @@ def _version_of(stream: _Stream) -> int | None:
     return sampling.weight_version if isinstance(sampling, ServedSampling) else None
 
 
-def _in_turns(waiting: Sequence[_Stream], running: Counter[int | None]) -> list[_Stream]:
+def _take_turns(waiting: Sequence[_Stream], running: Counter[int | None]) -> list[_Stream]:
     """Order streams so that versions have equally many responses at a time; those of a version stay in order."""
     queues: dict[int | None, deque[_Stream]] = {}
     for stream in waiting:

@@ -153,7 +153,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
-    def wanted_schema(self) -> dict[str, Any] | None:
+    def response_schema(self) -> dict[str, Any] | None:
         """Schema of the response's JSON; None if it may be any text."""
         return None if self.response_format is None else self.response_format.schema
 
@@ -278,7 +278,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """Names of the fields that are no field of requests; set by the server."""
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_response_tokens(self) -> int | None:
         """Longest response asked for."""
         return self.max_completion_tokens or self.max_tokens
 
@@ -315,7 +315,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """vLLM's name: false leaves out all texts, also those of tokens with log-probabilities, which takes a while."""
 
     @property
-    def most_tokens(self) -> int:
+    def max_response_tokens(self) -> int:
         """Longest response asked for; the default is as short as OpenAI's."""
         return self.max_tokens or 16
 

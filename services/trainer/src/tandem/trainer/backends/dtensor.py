@@ -43,7 +43,7 @@ class DTensorBackend(HoldingBackend[DTensorHeldModel]):
         self.data_parallel_size = ranks.data.size()
         self.sequence_divisor = ranks.sequence_divisor
         proof = checkpoints.FileProof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
-        for name, number in self._to_hold():
+        for name, number in self._list_models():
             held_model = DTensorHeldModel(name, config, self._ranks[name], checkpoint=checkpoint, number=number)
             if name == "policy":
                 exposed_weights.share(held_model.parameters | held_model.buffers)

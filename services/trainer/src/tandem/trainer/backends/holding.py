@@ -85,7 +85,7 @@ class HoldingBackend(Generic[AnyHeld]):
         self._replicas: dict[Model, ModelReplicas] = {}
         """How each model divides the ranks."""
 
-    def _to_hold(self) -> Iterator[tuple[Model, int]]:
+    def _list_models(self) -> Iterator[tuple[Model, int]]:
         """Yield the models to hold here, by name and number."""
         adapts = self._config.policy.adapters is not None
         for name in self._model_group.models:

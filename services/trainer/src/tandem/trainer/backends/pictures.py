@@ -119,7 +119,7 @@ class ModelImageInputs:
         if family.has_image_blocks:  # after the attention was chosen for rows
             use_attention(model, WITH_IMAGES)
         language = model.get_submodule(family.language_prefix.removesuffix("."))
-        language.register_forward_pre_hook(self._with_tower, with_kwargs=True)
+        language.register_forward_pre_hook(self._run_blank_tower, with_kwargs=True)
 
     def __call__(self, batch: MicroBatch) -> dict[str, Any]:
         """Return the inputs of the model beside its tokens. Raises `DataError` for an image that cannot be read."""
@@ -134,7 +134,7 @@ class ModelImageInputs:
             return inputs
         return inputs | self._source.pixels(images)
 
-    def _with_tower(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _run_blank_tower(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Run the tower on the blank image before the language model, where there is no other."""
         if not self._needs_blank or not self._must_run():
             return None

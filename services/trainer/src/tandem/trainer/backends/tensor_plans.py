@@ -57,7 +57,7 @@ class PlainStyle(ParallelStyle):
         self._placements, self._gradients = zip(*placements, strict=True)
 
     @classmethod
-    def whole(cls, *, sums: bool) -> PlainStyle:
+    def make_whole(cls, *, sums: bool) -> PlainStyle:
         """Return a style that keeps parameters whole on every rank.
 
         With `sums`, ranks see different tokens or heads, so that their gradients are summed. Otherwise they are equal.
@@ -121,30 +121,30 @@ class AdapterStyle(ParallelStyle):
         style = self._style
         matrices = matrices_of(module)
         if matrices is None:
-            return self._on(style, module, device_mesh)
-        self._on(style, module.get_submodule("base_layer"), device_mesh)
+            return self._apply_style(style, module, device_mesh)
+        self._apply_style(style, module.get_submodule("base_layer"), device_mesh)
         if isinstance(style, ColwiseParallel):
             _gather_inputs(matrices[0], device_mesh, style.input_layouts[0])
             styles: tuple[ParallelStyle, ParallelStyle] = (
-                PlainStyle.whole(sums=False),
+                PlainStyle.make_whole(sums=False),
                 ColwiseParallel(output_layouts=style.output_layouts[0]),
             )
         elif isinstance(style, RowwiseParallel):
             first = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])
-            styles = first, PlainStyle.whole(sums=not style.output_layouts[0].is_replicate())
+            styles = first, PlainStyle.make_whole(sums=not style.output_layouts[0].is_replicate())
         elif isinstance(style, PlainStyle):
             styles = style, style
         else:
             allowed = "a layer with an adapter can be ColwiseParallel or RowwiseParallel"
             raise ConfigError(f"{_CUSTOM}: {allowed}, not {type(style).__name__}")
         for matrix, style_of_matrix in zip(matrices, styles, strict=True):
-            self._on(style_of_matrix, matrix, device_mesh)
+            self._apply_style(style_of_matrix, matrix, device_mesh)
         for dropout, is_share in zip(dropouts_of(module), _shares(style), strict=True):
             if dropout is not None:
                 dropout.is_share = is_share
         return module
 
-    def _on(self, style: ParallelStyle, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _apply_style(self, style: ParallelStyle, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         style.src_data_rank = self.src_data_rank
         return style._apply(module, device_mesh)
 
@@ -236,7 +236,7 @@ def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
             ("o_proj", "down_proj"), lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         )
     if sequence_parallel:
-        styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: PlainStyle.whole(sums=True))
+        styles |= dict.fromkeys((*_NORMS, "gate", "router", "experts"), lambda: PlainStyle.make_whole(sums=True))
     plan: dict[str, ParallelStyle] = {}
     towers = () if family is None else (family.tower_prefix, family.projector_prefix)
     for name, module in model.named_modules():
@@ -287,7 +287,7 @@ def _style_of_rest(model: torch.nn.Module, name: str) -> ParallelStyle:
     """Return the style of a module with parameters that no plan has split."""
     if name.endswith(".self_attn") and _is_cut_by_rows(model.get_submodule(name), "q_proj"):  # its sinks, one a head
         return PlainStyle((Shard(0), Shard(0)))
-    return PlainStyle.whole(sums=_sees_some_heads(model, name))
+    return PlainStyle.make_whole(sums=_sees_some_heads(model, name))
 
 
 def _sees_some_heads(model: torch.nn.Module, name: str) -> bool:
@@ -321,12 +321,12 @@ def _split_embeddings(language: torch.nn.Module, mesh: DeviceMesh) -> None:
     Features for its first layers, if there are any, are those of image tokens in this rank's part.
     """
 
-    def whole(tensor: torch.Tensor) -> DTensor:
+    def replicate(tensor: torch.Tensor) -> DTensor:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
     def split(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         local_kwargs: dict[str, Any] = {
-            "inputs_embeds": whole(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()
+            "inputs_embeds": replicate(kwargs["inputs_embeds"]).redistribute(placements=[Shard(1)]).to_local()
         }
         if kwargs.get("deepstack_visual_embeds"):
             is_image_BT = kwargs["visual_pos_masks"]
@@ -337,7 +337,8 @@ def _split_embeddings(language: torch.nn.Module, mesh: DeviceMesh) -> None:
             )
             mine = number_BT[local_kwargs["visual_pos_masks"]]
             local_kwargs["deepstack_visual_embeds"] = [
-                whole(each).to_local(grad_placements=[Partial()])[mine] for each in kwargs["deepstack_visual_embeds"]
+                replicate(each).to_local(grad_placements=[Partial()])[mine]
+                for each in kwargs["deepstack_visual_embeds"]
             ]
         return args, kwargs | local_kwargs
 

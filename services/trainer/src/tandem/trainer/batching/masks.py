@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tandem.config import Config
 from tandem.samples.batch import SampleBatch
 from tandem.samples.sampling_masks import BITS
-from tandem.trainer.micro_batches import to_device
+from tandem.trainer.micro_batches import move_to_device
 from tandem.trainer.scores import MaskedScores, StudentScores, TokenScores
 
 NEVER = -1e30
@@ -96,7 +96,7 @@ def masks_on(device: torch.device, batch: SampleBatch, tokens_K: NDArray[np.int6
     shifts_K = (np.cumsum(lengths_T) - lengths_T)[tokens_K] - (ends_K - lengths_K)
     place_W = np.arange(int(lengths_K.sum())) + np.repeat(shifts_K, lengths_K)
     lengths, starts, words = (
-        to_device(array, device) for array in (lengths_K, ends_K - lengths_K, batch.mask_words_W[place_W])
+        move_to_device(array, device) for array in (lengths_K, ends_K - lengths_K, batch.mask_words_W[place_W])
     )
     return TokenMasks(lengths, starts, words, bitmap_words)
 

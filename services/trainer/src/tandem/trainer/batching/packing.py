@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tandem.config.schema import PackingAlgorithm
 from tandem.trainer.batching import bins
-from tandem.trainer.micro_batches import Groups, TokenRow, to_device
+from tandem.trainer.micro_batches import Groups, TokenRow, move_to_device
 
 
 def packed_groups(
@@ -72,9 +72,9 @@ def pack_row(
     source_N[place_V] = np.flatnonzero(filled_BT)
 
     return TokenRow(
-        token_ids_1N=to_device(token_ids_N[None], device),
-        position_ids_1N=to_device(np.concatenate([np.arange(length) for length in lengths])[None], device),
+        token_ids_1N=move_to_device(token_ids_N[None], device),
+        position_ids_1N=move_to_device(np.concatenate([np.arange(length) for length in lengths])[None], device),
         lengths=tuple(lengths),
-        predictor_K=to_device(firsts_B[row_K] + position_K - 1, device),
-        source_N=to_device(source_N, device),
+        predictor_K=move_to_device(firsts_B[row_K] + position_K - 1, device),
+        source_N=move_to_device(source_N, device),
     )

@@ -29,7 +29,7 @@ from tandem.trainer.batching.images import row_images
 from tandem.trainer.batching.masks import masks_on
 from tandem.trainer.batching.packing import pack_row, packed_groups, padded_groups
 from tandem.trainer.batching.shared_prompts import shared_row
-from tandem.trainer.micro_batches import Columns, Groups, MicroBatch, to_device
+from tandem.trainer.micro_batches import Columns, Groups, MicroBatch, move_to_device
 
 
 class BatchShard:
@@ -113,7 +113,7 @@ class BatchShard:
         """Return this rank's micro-batches of a global batch, as many as on every other rank."""
         if self._limits is not None:
             return self._cut_by_tokens([rows], self._limits.train_mb_tokens)
-        return self._cut_by_sequences(self._own_filled_up(rows), self._settings.train_micro_batch_size)
+        return self._cut_by_sequences(self._fill_up_units(rows), self._settings.train_micro_batch_size)
 
     def scoring(self, global_batches: Sequence[Sequence[int]], size: int | None = None) -> Groups:
         """Return micro-batches for forward passes over all sequences that `training` gives this rank.
@@ -122,10 +122,10 @@ class BatchShard:
         """
         if self._limits is not None:
             return self._cut_by_tokens(global_batches, self._limits.logprob_mb_tokens)
-        units = [unit for rows in global_batches for unit in self._own_filled_up(rows)]
+        units = [unit for rows in global_batches for unit in self._fill_up_units(rows)]
         return self._cut_by_sequences(units, size or self._settings.logprob_batch_size)
 
-    def _own_filled_up(self, rows: Sequence[int]) -> list[int]:
+    def _fill_up_units(self, rows: Sequence[int]) -> list[int]:
         """Return this rank's units, filled up with empty ones to the number of every rank."""
         unit_U = np.array(rows[:: self._unit], dtype=np.int64) // self._unit
         rank_U = self._rank_U[unit_U]
@@ -228,7 +228,7 @@ def pad(
     if experts is not None and COLUMN in batch.columns:  # an empty shard has no columns
         routed_BTX = padded(batch.columns[COLUMN], np.uint8, fill=FILL)
         decoded = experts.decode(routed_BTX.reshape(-1, experts.num_bytes))
-        routed_BTLK = to_device(decoded.reshape(*filled_BT.shape, -1, experts.top_k), device)
+        routed_BTLK = move_to_device(decoded.reshape(*filled_BT.shape, -1, experts.top_k), device)
     row = None
     if row_divisible_by is not None:
         divisors = {"divisible_by": divisible_by, "row_divisible_by": row_divisible_by}
@@ -237,12 +237,12 @@ def pad(
         row = shared_row(batch, rows, token_ids_BT, valid_BT, routed_BTX, divisible_by=divisible_by, device=device)
     return MicroBatch(
         rows=tuple(rows),
-        lengths_B=to_device(lengths_B, device),
-        token_ids_BT=to_device(token_ids_BT, device),
-        attention_mask_BT=to_device(filled_BT, device),
-        loss_mask_BT=to_device(valid_BT, device),
+        lengths_B=move_to_device(lengths_B, device),
+        token_ids_BT=move_to_device(token_ids_BT, device),
+        attention_mask_BT=move_to_device(filled_BT, device),
+        loss_mask_BT=move_to_device(valid_BT, device),
         columns={
-            column.name: to_device(padded(values_T, column.dtype, column.fill), device)
+            column.name: move_to_device(padded(values_T, column.dtype, column.fill), device)
             for column, values_T in (columns or {}).items()
         },
         row=row,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT
-from tandem.trainer.micro_batches import TokenRow, to_device
+from tandem.trainer.micro_batches import TokenRow, move_to_device
 
 
 def shared_row(
@@ -33,7 +33,7 @@ def shared_row(
     """
     prompt_B, lengths_B = prompts_of(batch, rows)
     if routed_BTX is not None:
-        prompt_B = _told_apart(prompt_B, lengths_B, routed_BTX)
+        prompt_B = _tell_apart(prompt_B, lengths_B, routed_BTX)
     prompts = prompt_B[prompt_B != EMPTY_ROW]
     if len(np.unique(prompts)) == len(prompts):
         return None
@@ -51,7 +51,7 @@ def prompts_of(batch: SampleBatch, rows: Sequence[int]) -> tuple[NDArray[np.int6
     return np.where((prompt_B == NO_PROMPT) & (rows_B != EMPTY_ROW), alone + rows_B, prompt_B), lengths_B
 
 
-def _told_apart(
+def _tell_apart(
     prompt_B: NDArray[np.int64], lengths_B: NDArray[np.int64], routed_BTX: NDArray[np.uint8]
 ) -> NDArray[np.int64]:
     """Return new numbers of prompts, equal for equal prompts with tokens at the same experts."""
@@ -95,12 +95,14 @@ def share_prompts(
     padding = (0, max(1, -(-len(taken_N) // divisible_by)) * divisible_by - len(taken_N))
 
     return TokenRow(
-        token_ids_1N=to_device(np.pad(token_ids_BT[:, : len(position_W)].reshape(-1)[taken_N], padding)[None], device),
-        position_ids_1N=to_device(np.pad(position_N, padding)[None], device),
-        source_BW=to_device(source_BW, device),
-        taken_N=to_device(np.pad(taken_N, padding), device),
-        predictor_K=to_device(source_BW[:, : width - 1][valid_BT[:, 1 : len(position_W) + 1]], device),
-        source_N=to_device(
+        token_ids_1N=move_to_device(
+            np.pad(token_ids_BT[:, : len(position_W)].reshape(-1)[taken_N], padding)[None], device
+        ),
+        position_ids_1N=move_to_device(np.pad(position_N, padding)[None], device),
+        source_BW=move_to_device(source_BW, device),
+        taken_N=move_to_device(np.pad(taken_N, padding), device),
+        predictor_K=move_to_device(source_BW[:, : width - 1][valid_BT[:, 1 : len(position_W) + 1]], device),
+        source_N=move_to_device(
             np.pad(taken_N // len(position_W) * width + position_N, padding, constant_values=-1), device
         ),
     )

@@ -128,7 +128,7 @@ class OfMegatron:
         """Return the optimizer's state, and a copy of the gradient if there is one."""
         policy = self._policy
         gradients = [buffer.clone() for buffer in self._gradients()] if has_gradient else []
-        progress = _Progress(optimizer_state.taken(policy.optimizer), policy.num_steps, gradients)
+        progress = _Progress(optimizer_state.take(policy.optimizer), policy.num_steps, gradients)
         self.forget_steps()
         return progress
 

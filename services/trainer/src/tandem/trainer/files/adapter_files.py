@@ -23,7 +23,7 @@ from tandem.common.errors import CheckpointError
 from tandem.config.models import hub
 from tandem.config.models.lora import CONFIG, A, layer_of
 from tandem.config.schema.adapters import AdaptersConfig, LoraCfg, PeftConfig
-from tandem.trainer.exposed_weights import whole_of
+from tandem.trainer.exposed_weights import gather_whole
 from tandem.trainer.files.box_files import digests_of
 
 TENSORS = "adapter_model.safetensors"
@@ -102,7 +102,7 @@ def settings_of(adapters: AdaptersConfig, layers: Sequence[str], **about: Any) -
 
 def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the whole tensors at once on rank 0, and nothing elsewhere. Collective for sharded parameters."""
-    wholes = {name: whole_of(parameter) for name, parameter in parameters.items()}
+    wholes = {name: gather_whole(parameter) for name, parameter in parameters.items()}
     is_first = dist.get_rank() == 0
     yield {name: tensor.to("cpu", copy=True) for name, tensor in wholes.items()} if is_first else {}
 

@@ -180,7 +180,7 @@ def _copy(
     """Copy a state. If `is_lazy`, copy it a part at a time while it is written."""
     tensors = state.tensors
     if state.adapters is None:
-        tensors = (policy_files.by_checkpoint_names(state.model, batch) if batch else batch for batch in tensors)
+        tensors = (policy_files.convert_names(state.model, batch) if batch else batch for batch in tensors)
     optimizer = box_files.snapshot(state.optimizer())
     if is_lazy:
         return _Copy(name, writer, tensors, optimizer, state.counts)

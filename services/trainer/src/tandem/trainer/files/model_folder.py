@@ -25,16 +25,18 @@ def save_config(config: Any, folder: Path) -> Path | None:
     written = json.loads((folder / _CONFIG).read_text())
     source = Path(config.name_or_path or folder)
     if not (source / _CONFIG).is_file() or source.resolve() == folder.resolve():
-        settings, source_folder = _with_older_names(written), None
+        settings, source_folder = _add_older_names(written), None
     else:
         source_settings = json.loads((source / _CONFIG).read_text())
         same = json.loads(load_config(str(source), None).to_json_string())
-        settings, source_folder = _with_changes(source_settings, same, written), source
+        settings, source_folder = _apply_changes(source_settings, same, written), source
     (folder / _CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return source_folder
 
 
-def _with_changes(original: Mapping[str, Any], source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+def _apply_changes(
+    original: Mapping[str, Any], source: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return given settings with what differs between two forms that Transformers has written."""
     settings = dict(original)
     for key in source.keys() | written.keys():
@@ -44,7 +46,7 @@ def _with_changes(original: Mapping[str, Any], source: Mapping[str, Any], writte
         if key not in written:
             settings.pop(key, None)
         elif all(isinstance(form, dict) for form in forms):
-            settings[key] = _with_changes(original[key], source[key], written[key])
+            settings[key] = _apply_changes(original[key], source[key], written[key])
         elif key == "dtype" and "dtype" not in original:
             settings["torch_dtype"] = written[key]
         else:
@@ -52,7 +54,7 @@ def _with_changes(original: Mapping[str, Any], source: Mapping[str, Any], writte
     return settings
 
 
-def _with_older_names(written: Mapping[str, Any]) -> dict[str, Any]:
+def _add_older_names(written: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with the names that Transformers 4 has for some of them, besides those of Transformers 5."""
     settings = dict(written)
     if "dtype" in written:

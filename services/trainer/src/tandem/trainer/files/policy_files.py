@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from tandem.samples.unchanged_files import copy_generation_config
-from tandem.trainer.exposed_weights import whole_of
+from tandem.trainer.exposed_weights import gather_whole
 from tandem.trainer.files import model_folder
 from tandem.trainer.files.box_files import digests_of
 from tandem.trainer.models import decoder_layers
@@ -40,7 +40,7 @@ def gathered(model: Any, parameters: Mapping[str, torch.Tensor]) -> Iterator[dic
     for tensors in groups.values():
         copies = {}
         for name, tensor in tensors.items():
-            whole_tensor = whole_of(tensor)
+            whole_tensor = gather_whole(tensor)
             if dist.get_rank() == 0:
                 copies[name] = whole_tensor.to("cpu", copy=True)
         yield copies
@@ -52,7 +52,7 @@ def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def by_checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return whole tensors as in Hugging Face's checkpoints; they may be views.
 
     Args:

@@ -35,7 +35,7 @@ class CustomLoss:
         try:
             self._loss = make(settings, counts, device, **config.loss_fn.kwargs)
         except Exception as error:  # custom classes raise anything
-            raise ConfigError(f"{self._name}: {_said(error)}") from error
+            raise ConfigError(f"{self._name}: {_describe(error)}") from error
         if not callable(self._loss):
             raise ConfigError(f"{self._name}: it has no method __call__(batch, scores)")
         report = getattr(self._loss, "report", None)
@@ -50,7 +50,7 @@ class CustomLoss:
         except TandemError:
             raise
         except Exception as error:
-            raise TrainingError(f"{self._name}: {_said(error)}") from error
+            raise TrainingError(f"{self._name}: {_describe(error)}") from error
         complaint = _complaint(value, needs_gradient=scores_BT[0].requires_grad)
         if complaint is not None:
             raise TrainingError(
@@ -117,9 +117,9 @@ def _trial(config: Config) -> tuple[MicroBatch, Scores]:
         return batch, TokenValues(logprobs_BT.requires_grad_())
     entropy_BT = torch.where(mask_BT, 1.0, 0.0)
     scores = logprobs_BT.requires_grad_(), entropy_BT, mask_BT.float()
-    if batch.others_BTN is None:
+    if batch.teacher_topk_ids_BTN is None:
         return batch, TokenScores(*scores)
-    return batch, StudentScores(*scores, logprobs_BT[..., None] - batch.others_BTN)
+    return batch, StudentScores(*scores, logprobs_BT[..., None] - batch.teacher_topk_ids_BTN)
 
 
 def _tried(config: Config, column: ColumnDeclaration, mask_BT: torch.Tensor, logprobs_BT: torch.Tensor) -> torch.Tensor:
@@ -145,5 +145,5 @@ def _complaint(value: object, *, needs_gradient: bool) -> str | None:
     return None
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

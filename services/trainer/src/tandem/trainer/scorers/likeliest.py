@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tandem.trainer.batching.masks import NEVER, rule_out
 from tandem.trainer.scorers.scorer import HeadTask, Pictures, TokenScorer
 from tandem.trainer.scores import JudgedTokens, Scores, StudentScores, TopTokens
-from tandem.trainer.scoring import VocabularyShard, logits_of, own_tokens, rows_at_once
+from tandem.trainer.scoring import VocabularyShard, find_rank_tokens, logits_of, rows_at_once
 
 
 class TopScorer(TokenScorer):
@@ -101,7 +101,7 @@ def top_tokens(
     Each rank of a vocabulary's group finds those of its own rows, and the best of all are the result.
     """
     chunk = rows_at_once(weight_VH) if chunk is None else chunk
-    first, num_tokens = own_tokens(weight_VH, vocabulary)
+    first, num_tokens = find_rank_tokens(weight_VH, vocabulary)
     parts = []
     for hidden_RH in torch.split(hidden_KH, chunk):
         logits_RV = logits_of(hidden_RH, weight_VH, temperature)

@@ -17,7 +17,7 @@ from tandem.trainer.batching.masks import TokenMasks, masked_scores
 from tandem.trainer.context import inputs_of_share, sum_shares
 from tandem.trainer.micro_batches import MicroBatch, TokenRow
 from tandem.trainer.routing import RoutingReplay, experts_of
-from tandem.trainer.scorers.whole_logits import scores_of_logits, without_tokens
+from tandem.trainer.scorers.whole_logits import exclude_tokens, scores_of_logits
 from tandem.trainer.scores import Scores, StudentScores, TokenScores
 from tandem.trainer.scoring import VocabularyShard, placed, score_tokens
 
@@ -80,7 +80,7 @@ class ModelScorer:
 
         Position ``t`` holds the score of token ``t`` given the tokens before it.
         """
-        valid_BT, others_BTN = batch.loss_mask_BT, batch.others_BTN
+        valid_BT, others_BTN = batch.loss_mask_BT, batch.teacher_topk_ids_BTN
         inputs, predictor_K = self._inputs(batch)
         others_KN = None if others_BTN is None else others_BTN[valid_BT].long()
         task = HeadTask(predictor_K, batch.token_ids_BT[valid_BT], others_KN, batch.masks)
@@ -171,7 +171,7 @@ class TokenScorer(ModelScorer):
     def _scores(self, inputs: dict[str, Any], task: HeadTask) -> Scores:
         output: Any = self.model(**inputs, use_cache=False).logits
         if self._gives_logits:
-            return self._of_logits(without_tokens(output.float() / self._temperature, self._undrawable), task)
+            return self._of_logits(exclude_tokens(output.float() / self._temperature, self._undrawable), task)
         scores: Scores = output
         return scores
 

@@ -13,7 +13,7 @@ _ENTROPY_ROWS = 1024
 """Positions for which entropy is computed at once, so that a large vocabulary needs little extra memory."""
 
 
-def without_tokens(logits_KV: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+def exclude_tokens(logits_KV: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
     """Return whole logits by which these tokens have probability zero."""
     if not token_ids:
         return logits_KV

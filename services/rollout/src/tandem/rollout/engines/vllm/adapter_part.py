@@ -33,7 +33,7 @@ class AdapterPart(WorkerPart):
     def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Take what `WorkerPart` takes."""
         super().__init__(runner, *args, **kwargs)
-        self._sets = AdapterSets(_on_linear)
+        self._sets = AdapterSets(_attach_to_linear)
         self._homes: dict[str, torch.Tensor] = {}
         """Where the base lies in the weights, by its name in the program."""
         self._own: dict[str, torch.Tensor] = {}
@@ -69,9 +69,9 @@ class AdapterPart(WorkerPart):
                 weights.storages = {**weights.storages, name: home.detach()}
         self._sets.keep(version, self._staging, dropped)
         self._newest = version
-        return self.held()
+        return self.list_versions()
 
-    def held(self) -> list[int]:
+    def list_versions(self) -> list[int]:
         """Return the versions that are held."""
         return self._sets.versions
 
@@ -112,7 +112,7 @@ class AdapterPart(WorkerPart):
         return weight.detach().narrow(0, product.first, product.shape[0]).view(-1)
 
 
-def _on_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | None:
+def _attach_to_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | None:
     """Have one of vLLM's linear layers add adapters; see `tandem.rollout.engines.adapter_sets.Attach`."""
     from vllm.model_executor.layers.linear import LinearBase
 

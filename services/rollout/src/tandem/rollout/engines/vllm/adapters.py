@@ -46,7 +46,7 @@ class AdapterWorkers(EngineWorkers):
     def look(self) -> None:
         """Ask which versions are held: a worker drops one that has changed in its memory."""
         before = self.held
-        self._find(self._llm.ask("held"))
+        self._find(self._llm.ask("list_versions"))
         self.lost |= before - self.held
 
     def wipe(self) -> None:
@@ -156,7 +156,7 @@ class AdaptersVllmEngine(SeveralVersions, VllmEngine):
         """Repack what came of the base; the versions that are held have their keys and values."""
         self._workers_of_sets.pack()
 
-    def _held(self) -> Collection[int]:
+    def _list_versions(self) -> Collection[int]:
         return self._workers_of_sets.held
 
     def _keep(self, version: int, dropped: Iterable[int]) -> None:

@@ -67,7 +67,7 @@ class WorkerPart:
 
         Args:
             runner: of vLLM.
-            packed: what `kept_parameters` gave while the model was loaded.
+            packed: what `keep_parameters` gave while the model was loaded.
             rank: of the worker in its engine.
             sleeper: on a GPU, the worker, which can release and retake all of vLLM's memory.
 
@@ -229,7 +229,7 @@ def _give_back(address: int, num_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def kept_parameters() -> Iterator[list[PackedExperts]]:
+def keep_parameters() -> Iterator[list[PackedExperts]]:
     """Have models loaded in this block keep real parameters; give the packed copies that kernels read."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils

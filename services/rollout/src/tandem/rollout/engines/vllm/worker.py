@@ -23,7 +23,7 @@ from tandem.common.process_lifetime import die_with
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
-from tandem.rollout.engines.vllm.part import WorkerPart, kept_parameters, map_experts
+from tandem.rollout.engines.vllm.part import WorkerPart, keep_parameters, map_experts
 from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
 
 
@@ -63,7 +63,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
         if not current_platform.is_cpu():
             super().init_device()
             return
-        with _own_shared_memory(Path(self.distributed_init_method.removeprefix("file://"))):
+        with _name_shared_memory(Path(self.distributed_init_method.removeprefix("file://"))):
             super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
             mend_for_cpus()
             if self.vllm_config.speculative_config.method == "ngram":
                 start_numba()
-        with kept_parameters() as packed, draft_with_weights(self.vllm_config):
+        with keep_parameters() as packed, draft_with_weights(self.vllm_config):
             super().load_model(*args, **kwargs)
         runner = self.model_runner
         self.part = self._part_kind()(runner, packed, self.rank)
@@ -115,7 +115,7 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _own_shared_memory(meeting: Path) -> Iterator[None]:
+def _name_shared_memory(meeting: Path) -> Iterator[None]:
     """Have the workers that meet by this file share memory of a name that no other engine has, and that goes at once.
 
     vLLM names it after the file, which here is a descriptor: another engine's may have the same number.

@@ -64,7 +64,7 @@ class GuardedProcess:
 
     def ask_for_ending(self) -> str:
         """Ask the guardian how the process behind it has ended."""
-        return how_it_ended(self.lifeline, self._process.pid)
+        return ask_guardian(self.lifeline, self._process.pid)
 
     def close(self) -> None:
         """End the process and everything below it."""
@@ -215,17 +215,17 @@ class WorkerForkServer:
         self._process.close()
 
 
-def how_it_ended(lifeline: socket.socket, guardian: int | None, patience_s: float = _GUARDIAN_S) -> str:
+def ask_guardian(lifeline: socket.socket, guardian: int | None, patience_s: float = _GUARDIAN_S) -> str:
     """Ask a guardian how the process behind it has ended; one that is known is continued if it is stopped."""
     if guardian is not None:
         continue_stopped(guardian)
     try:
         lifeline.settimeout(max(0.001, patience_s))
-        return said_of(int(lifeline.recv(16) or b"-9"))
+        return describe_exit(int(lifeline.recv(16) or b"-9"))
     except (OSError, ValueError):
         return "nobody knows how"
 
 
-def said_of(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe how a process ended that its guardian saw end with this code."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

@@ -32,7 +32,7 @@ from tandem.rollout.environments.outcomes import (
     timed_out,
 )
 from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, packed
-from tandem.rollout.environments.processes.guarded import WorkerForkServer, how_it_ended
+from tandem.rollout.environments.processes.guarded import WorkerForkServer, ask_guardian
 from tandem.rollout.environments.processes.losing import WaitingJobs, WorkerLosses
 from tandem.rollout.environments.processes.starting import WorkerForked, WorkerReady, WorkerStart
 
@@ -151,7 +151,7 @@ class EnvironmentWorker:
 
     def ask_for_ending(self) -> str:
         """Ask its guardian how it has ended."""
-        return how_it_ended(self.lifeline, None if self.forked is None else self.forked.guardian)
+        return ask_guardian(self.lifeline, None if self.forked is None else self.forked.guardian)
 
     def close(self) -> None:
         """Have its guardian end it."""
@@ -366,7 +366,7 @@ class WorkerPool:
                 worker.calls.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _CLOSE_S
         for worker in idle:
-            how_it_ended(worker.lifeline, None, deadline - time.monotonic())
+            ask_guardian(worker.lifeline, None, deadline - time.monotonic())
         for worker in self._workers:
             worker.close()
         self._workers.clear()

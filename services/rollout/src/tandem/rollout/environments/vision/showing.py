@@ -33,9 +33,9 @@ class Showing:
         self._images = image_folder(config)
         self._limits = ImageLimits(max_pixels=config.data.max_image_pixels)
         step: Callable[[Problem, Messages], Any] = environment.step
-        self.step = self._later(step) if inspect.iscoroutinefunction(step) else self._at_once(step)
+        self.step = self._later(step) if inspect.iscoroutinefunction(step) else self._show_directly(step)
 
-    def _at_once(self, step: Callable[[Problem, Messages], Score | Turn]) -> Step:
+    def _show_directly(self, step: Callable[[Problem, Messages], Score | Turn]) -> Step:
         return lambda problem, conversation: self._marked(step(problem, conversation))
 
     def _later(self, step: Callable[[Problem, Messages], Awaitable[Score | Turn]]) -> Step:
@@ -49,12 +49,12 @@ class Showing:
         if not isinstance(result, Turn) or not _has_parts(result.messages):
             return result
         try:
-            return Turn(with_markers(result.messages, self._kept), result.reward)
+            return Turn(with_markers(result.messages, self._keep), result.reward)
         except DataError as error:
             text = str(error)
             raise RewardError(text if text.startswith(_WHERE) else f"{_WHERE}: {text}") from error
 
-    def _kept(self, image: object) -> str:
+    def _keep(self, image: object) -> str:
         """Keep an image in the run's folder; return its marker."""
         if type(image).__module__.partition(".")[0] == "PIL":
             written = io.BytesIO()

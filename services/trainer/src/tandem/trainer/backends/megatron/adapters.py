@@ -116,7 +116,7 @@ def _attach(module: Any, by_rows: bool, config: Any, adapters: PeftConfig) -> No
     module.lora_A = matrix((adapters.dim, num_in), is_cut=not by_rows, sums=by_rows and is_split)
     module.lora_B = matrix((num_out, adapters.dim), is_cut=by_rows, sums=not by_rows and is_split)
     module.adapts = True
-    product = _by_rows if by_rows else _by_columns
+    product = _multiply_by_rows if by_rows else _multiply_by_columns
     module.forward = functools.partial(
         _forward, module, module.forward, functools.partial(product, is_split=is_split), adapters.scale
     )
@@ -133,7 +133,7 @@ def _forward(module: Any, forward: Any, product: Any, scale: float, hidden: torc
     return output + product(hidden, module.lora_A.weight, module.lora_B.weight) * scale, bias
 
 
-def _by_rows(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
+def _multiply_by_rows(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
     """Multiply inputs, whole or split along the sequence, into this rank's rows of all tokens."""
     low = F.linear(hidden, a)
     gather = (
@@ -142,7 +142,7 @@ def _by_rows(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split
     return F.linear(gather(low), b)
 
 
-def _by_columns(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
+def _multiply_by_columns(hidden: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_split: bool) -> torch.Tensor:
     """Multiply this rank's columns into outputs, whole or split along the sequence."""
     low = F.linear(hidden, a)
     if is_split:

@@ -42,7 +42,7 @@ class MegatronBackend(HoldingBackend[MegatronHeldModel]):
         """Build the models of a model group; `model_group` None: of all."""
         super().__init__(config, model_group)
         proof = checkpoints.FileProof(checkpoints.files_to_load(config, checkpoint, self._model_group.models))
-        described = [ModelDescription(name, config, number) for name, number in self._to_hold()]
+        described = [ModelDescription(name, config, number) for name, number in self._list_models()]
         first = described[0]
         self.num_parameters = first.shape.num_parameters
         if dist.get_rank() == 0:

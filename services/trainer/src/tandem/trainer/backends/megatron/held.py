@@ -33,7 +33,13 @@ from tandem.trainer.backends.megatron.adapters import adapt, as_fused, layers_wi
 from tandem.trainer.backends.megatron.converted import open_tensors
 from tandem.trainer.backends.megatron.groups import RankDivision
 from tandem.trainer.backends.megatron.model import LayerChunk, build_chunks
-from tandem.trainer.backends.megatron.optimizer import clip, make_optimizer, make_schedule, state_of, with_gradients
+from tandem.trainer.backends.megatron.optimizer import (
+    add_gradient_buffers,
+    clip,
+    make_optimizer,
+    make_schedule,
+    state_of,
+)
 from tandem.trainer.backends.megatron.pipeline import ModelPipeline, Scored
 from tandem.trainer.backends.megatron.rows import MegatronRow
 from tandem.trainer.backends.megatron.settings import settings_of
@@ -46,7 +52,7 @@ from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.files import adapter_files
 from tandem.trainer.files.checkpoints import ModelState, OptimizerCounts, agree
 from tandem.trainer.micro_batches import MicroBatch
-from tandem.trainer.models import without_weights
+from tandem.trainer.models import build_without_weights
 from tandem.trainer.scores import Scores
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ class ModelDescription:
         self.name, self.number, self.section = name, number, config.settings_of(name, number)
         self.head = config.declaration.head_of(name)
         source, dtype = self.section.model_name, getattr(torch, self.section.precision)
-        self.hugging_face = without_weights(source, dtype, self.head, self.section.hf_config_overrides)
+        self.hugging_face = build_without_weights(source, dtype, self.head, self.section.hf_config_overrides)
         if self.head == "score":
             # Loaders tell padding by it, and so find the token with the score.
             self.hugging_face.config.pad_token_id = load_tokenizer(config).pad_id
@@ -143,7 +149,7 @@ class MegatronHeldModel:
         else:
             self.weights.load(self._tensors())
         self.chunks: list[Any] = (
-            with_gradients(chunks, settings)
+            add_gradient_buffers(chunks, settings)
             if self.is_trained
             else [chunk.requires_grad_(False).eval() for chunk in chunks]
         )
@@ -265,7 +271,7 @@ class MegatronHeldModel:
     def forget_steps(self) -> None:
         """Leave the optimizer no state, as if no step had been taken; forget the gradient."""
         self.forget_gradient()
-        optimizer_state.taken(self.optimizer)
+        optimizer_state.take(self.optimizer)
         self.num_steps = self.num_schedule_steps = 0
         self.recent = RecentSteps()
 

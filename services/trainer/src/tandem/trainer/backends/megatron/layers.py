@@ -91,14 +91,14 @@ def _plain(
 def _add_biases(layer: ModuleSpec, biased: Set[str]) -> None:
     if "o_proj" in biased:
         attention = layer.submodules.self_attention.submodules
-        attention.linear_proj = _with_bias(attention.linear_proj)
+        attention.linear_proj = _add_bias(attention.linear_proj)
     if "down_proj" in biased:
         mlp = layer.submodules.mlp.submodules
-        mlp.linear_fc1, mlp.linear_fc2 = _with_bias(mlp.linear_fc1), _with_bias(mlp.linear_fc2)
+        mlp.linear_fc1, mlp.linear_fc2 = _add_bias(mlp.linear_fc1), _add_bias(mlp.linear_fc2)
 
 
 @functools.cache
-def _with_bias(linear: type) -> type:
+def _add_bias(linear: type) -> type:
     """Return a linear layer of Megatron-Core with a bias, whatever the configuration says of all layers."""
     if hasattr(linear, "always_has_bias"):  # a specification may stand for several layers
         return linear

@@ -14,7 +14,9 @@ from tandem.config import Config, schema
 from tandem.trainer.backends.megatron.settings import MegatronSettings
 
 
-def with_gradients(chunks: Sequence[torch.nn.Module], settings: MegatronSettings) -> list[DistributedDataParallel]:
+def add_gradient_buffers(
+    chunks: Sequence[torch.nn.Module], settings: MegatronSettings
+) -> list[DistributedDataParallel]:
     """Return the chunks with gradient buffers, which are reduced over the data-parallel ranks of each parameter."""
     transformer, data_parallel = settings.transformer, settings.data_parallel
     wrapped = [

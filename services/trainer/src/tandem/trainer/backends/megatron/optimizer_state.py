@@ -89,7 +89,7 @@ Taken = list[tuple[Any, list[Any]]]
 """The state of each optimizer of torch, and the numbers of steps that its groups count."""
 
 
-def taken(optimizer: Any) -> Taken:
+def take(optimizer: Any) -> Taken:
     """Return an optimizer's state, and leave it none, as if no step had been taken."""
     states: Taken = []
     for part in _chained(optimizer):

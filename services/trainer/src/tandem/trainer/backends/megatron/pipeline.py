@@ -119,7 +119,7 @@ class ModelPipeline:
         if self._is_sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         valid_BT = row.batch.loss_mask_BT
-        scores = self._said(row, row.batch, hidden[:, 0].index_select(0, row.predictor_L))
+        scores = self._score_states(row, row.batch, hidden[:, 0].index_select(0, row.predictor_L))
         scores_K = [self._of_all_ranks(values_L, row, int(valid_BT.sum())) for values_L in scores]
         scores_BT = type(scores)(*(placed(values_K, valid_BT) for values_K in scores_K))
         return scored(row.batch, scores_BT) * scale, num_tokens, {}
@@ -135,12 +135,12 @@ class ModelPipeline:
         says = TokenValues if isinstance(self._last, ScalarChunk) else TokenScores
         return says(*(like(shape, dtype=torch.float32) for _ in says._fields))
 
-    def _said(self, row: MegatronRow, batch: MicroBatch, hidden_LE: torch.Tensor) -> Scores:
+    def _score_states(self, row: MegatronRow, batch: MicroBatch, hidden_LE: torch.Tensor) -> Scores:
         """Return the head's output for hidden states, each of which predicts a valid token, on this rank."""
         if isinstance(self._last, ScalarChunk):
             return TokenValues(self._last.head(hidden_LE)[:, 0].float())
         weight_VE, vocabulary = self._output_layer()
-        others_BTN, top = batch.others_BTN, None
+        others_BTN, top = batch.teacher_topk_ids_BTN, None
         others_LN = None if others_BTN is None else others_BTN[batch.loss_mask_BT][row.valid_L].long()
         if self._num_likeliest:
             top = top_tokens(

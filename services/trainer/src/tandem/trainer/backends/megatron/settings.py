@@ -167,7 +167,7 @@ def transformer_of(section: schema.ModelConfig, model: Mapping[str, Any], notice
     arguments |= {"apply_rope_fusion": megatron.apply_rope_fusion and has_rotation and counts}
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
     arguments |= {"gradient_accumulation_fusion": adds_weight_gradients()}
-    arguments |= _with_types(megatron.forwarded)
+    arguments |= _convert_types(megatron.forwarded)
     for products in products_of(megatron):
         arguments |= products.arguments
     if has_kernels():  # feed-forward layers then look at what `layers_of` names, unless they are to fuse by themselves
@@ -231,7 +231,7 @@ def _set_right(
 
 
 def _optimizer(section: schema.ModelConfig, transformer: TransformerConfig, notices: list[str]) -> OptimizerConfig:
-    arguments = _with_types(section.megatron_cfg.optimizer)
+    arguments = _convert_types(section.megatron_cfg.optimizer)
     arguments |= {"bf16": transformer.bf16, "params_dtype": transformer.params_dtype}
     arguments["clip_grad"] = arguments.get("clip_grad", section.max_grad_norm) or 0.0
     if arguments.get("use_precision_aware_optimizer") and not HAS_TRANSFORMER_ENGINE:
@@ -245,7 +245,7 @@ def _optimizer(section: schema.ModelConfig, transformer: TransformerConfig, noti
 def _data_parallel(
     section: schema.ModelConfig, optimizer: OptimizerConfig, notices: list[str]
 ) -> DistributedDataParallelConfig:
-    arguments = _with_types(section.megatron_cfg.distributed_data_parallel_config)
+    arguments = _convert_types(section.megatron_cfg.distributed_data_parallel_config)
     for key, reason in (
         ("average_in_collective", "gradients are summed, since the loss is a sum over the global batch"),
         ("overlap_param_gather", "engines read the parameters as soon as a step is over"),
@@ -256,7 +256,7 @@ def _data_parallel(
     return DistributedDataParallelConfig(**arguments, use_distributed_optimizer=optimizer.use_distributed_optimizer)
 
 
-def _with_types(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_types(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with dtypes, and attention kernels, in place of their names."""
     typed = dict(arguments)
     for key, value in arguments.items():

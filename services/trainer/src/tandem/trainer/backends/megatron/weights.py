@@ -168,7 +168,7 @@ class RankWeights:
         place_PX = np.array(place_S, np.int64).reshape(-1, 2)[at.storage_P]
         pieces = msgspec.structs.replace(at, storage_P=place_PX[:, 0], offset_P=at.offset_P + place_PX[:, 1])
         layout = msgspec.structs.replace(self._layout, storages=tuple(storages.values()), pieces=pieces)
-        return Weights(exposed_weights.with_adapters(layout, self._adapters), memories)
+        return Weights(exposed_weights.mark_frozen(layout, self._adapters), memories)
 
     @torch.no_grad()
     def gathered(self, batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, torch.Tensor]]:

@@ -97,22 +97,22 @@ def _name_the_cpu(place: str, name: str) -> None:
     """Replace CUDA by the CPU in the constants of a function, through its decorators."""
     plain = inspect.unwrap(function(place, name))
     code = plain.__code__
-    constants = tuple(_on_cpu(constant) for constant in code.co_consts)
+    constants = tuple(_move_to_cpu(constant) for constant in code.co_consts)
     if constants == code.co_consts:
         raise changed(f"{place}.{name}", "it does not name CUDA any more")
     plain.__code__ = code.replace(co_consts=constants)
 
 
-def _on_cpu(constant: object) -> object:
+def _move_to_cpu(constant: object) -> object:
     match constant:
         case "cuda":
             return "cpu"
         case str() if constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
             return constant.replace("torch.cuda.", "torch.")
         case tuple():
-            return tuple(_on_cpu(item) for item in constant)
+            return tuple(_move_to_cpu(item) for item in constant)
         case types.CodeType():
-            return constant.replace(co_consts=tuple(_on_cpu(item) for item in constant.co_consts))
+            return constant.replace(co_consts=tuple(_move_to_cpu(item) for item in constant.co_consts))
     return constant
 
 
