@@ -303,8 +303,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_page_quotes_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    block = page.partition("### What an age costs")[2].partition("```console\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "asynchronous.md").read_text()
+    block = page.partition("## What an age costs")[2].partition("```console\n")[2].partition("```")[0]
     command, *lines = block.splitlines()
     assert main(command.split()[2:]) == 0
     assert "\n".join(lines) in "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())

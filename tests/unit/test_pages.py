@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tandem.config import build_config
 from tandem.coordinator.scheduler.rule import RuleMode
 from tandem.coordinator.scheduler.rules import order as rules
 from tandem.rollout.engine import Engine
@@ -94,5 +96,13 @@ def names_bound_in(code: str) -> set[str]:
     return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-def test_the_readme_is_a_page_to_read() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+@pytest.mark.parametrize(("page", "most_lines"), [("README.md", 110), ("docs/architecture.md", 400)])
+def test_a_page_to_read_has_no_more_lines(page: str, most_lines: int) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= most_lines
+
+
+def test_the_configuration_of_the_readme_is_one() -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    config = build_config({"algorithm": "grpo", **yaml.safe_load(example)})
+    assert config.policy.model_name == "Qwen/Qwen2.5-1.5B"
+    assert config.env.keys() == {"mine"}

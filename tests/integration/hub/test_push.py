@@ -1,4 +1,4 @@
-"""Models that are pushed to a Hub on loopback by the real client, and used from there.
+"""Models that are pushed to a Hub on loopback by the real client, and used from there, as in docs/hub.md.
 
 The client sends large files by the LFS protocol here (HF_HUB_DISABLE_XET): the other one is a service of its own.
 """

@@ -34,13 +34,14 @@ SHORT = [
 ]
 TYPED_BY = {
     "algorithms.md": "test_dpo_run.py",
-    "architecture.md": "test_ages.py",
     "asynchronous.md": "test_docs.py",
+    "hub.md": "test_push.py",
     "index.md": "test_readme.py",
     "monitoring.md": "test_doctor.py",
     "quickstart.md": "test_quickstart.py",
     "refit.md": "test_docs.py",
     "replay.md": "test_docs.py",
+    "runs.md": "test_runs_listed.py",
     "tinker.md": "test_tinker.py",
 }
 """Pages whose commands other tests type."""
