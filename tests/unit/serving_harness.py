@@ -68,9 +68,9 @@ def text_ids(text: str) -> list[int]:
 class Driving:
     """An engine that a thread drives for as long as the block lasts."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, num_places: int = 16) -> None:
         self.engine = engine
-        self.driver = EngineDriver(engine)
+        self.driver = EngineDriver(engine, most_at_once=num_places)
         self.error: BaseException | None = None
         self._is_over = threading.Event()
         self._goes_on = threading.Event()

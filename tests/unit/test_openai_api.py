@@ -189,6 +189,32 @@ def test_a_stream_that_nobody_reads_leaves_its_place_to_others_until_it_is_read(
     asyncio.run(scenario())
 
 
+def test_a_short_answer_does_not_wait_for_long_ones_which_continue_where_they_were(tiny: Tiny) -> None:
+    driver = tiny.driving.driver
+    finished: list[int] = []
+
+    async def rest_of(num_tokens: int) -> list[int]:
+        sampling = SamplingParameters(
+            temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=num_tokens, stop_token_ids=(), stop_strings=()
+        )
+        stream = driver.generate(CHAT_IDS, sampling, 0)
+        tokens = [token_id async for chunk in stream for token_id in chunk.token_ids]
+        finished.append(num_tokens)
+        return tokens
+
+    async def scenario() -> None:
+        num_tokens = MAX_LENGTH - len(CHAT_IDS)
+        with tiny.driving.held():
+            tasks = [asyncio.create_task(rest_of(num_tokens)) for _ in range(64)]  # four times as many as have a place
+            tasks.append(asyncio.create_task(rest_of(4)))
+            await asyncio.sleep(0.1)
+        answers = await asyncio.gather(*tasks)
+        assert answers == [tiny.greedy(CHAT_IDS, num_tokens)] * 64 + [answers[0][:4]]
+
+    asyncio.run(scenario())
+    assert finished[0] == 4, "all others have 87 tokens to make"
+
+
 def test_json_is_written_by_a_model_whose_tokens_are_characters(tiny: Tiny, tmp_path: Path) -> None:
     config = {"model_type": "qwen3", "num_hidden_layers": 2}
     write_new_model(

@@ -7,9 +7,11 @@ import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import openai
 import psutil
@@ -23,6 +25,8 @@ from tests.harness.runs.by_hand import undisturbed_run
 from tests.harness.runs.running import BIN, TIMEOUT_S, Command, all_gone, wait_until
 
 QUESTION = "1+1="
+_FULL = 1 << 14
+"""Bytes of a stream that the system keeps for a client that does not read: less than that."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,24 @@ def test_a_run_is_served_until_ctrl_c_and_talked_to(trained: Path, answer: str) 
         assert all_gone(everyone, 10.0) == []
     with pytest.raises(openai.APIConnectionError):
         ask(url, "run-step_2")
+
+
+def test_a_newcomer_is_answered_while_two_hundred_streams_are_not_read(trained: Path) -> None:
+    with serving(trained, "--max-length", "30000") as (_, url), contextlib.ExitStack() as stack:
+        address = urlsplit(url)
+        settings = {"model": "run-step_2", "prompt": QUESTION, "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+        body = json.dumps(settings)
+        request = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}"
+        )
+        streams = [stack.enter_context(socket.create_connection((address.hostname, address.port))) for _ in range(200)]
+        for stream in streams:
+            stream.sendall(request.encode())
+        complete(url, "run-step_2", "none")
+        num_bytes = [len(stream.recv(_FULL, socket.MSG_PEEK | socket.MSG_DONTWAIT)) for stream in streams]
+        assert min(num_bytes) > 0, "all have begun"
+        assert max(num_bytes) < _FULL, "none had to fill what the system keeps for its client"
 
 
 def test_a_chat_at_a_terminal(trained: Path, answer: str) -> None:

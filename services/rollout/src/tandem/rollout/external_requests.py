@@ -57,7 +57,10 @@ class ExternalRequests:
         self._engine = engine
         self._is_beside = is_beside = generation.is_async
         self._driver = EngineDriver(
-            engine, notify=notify, most_at_once=_BESIDE_SAMPLES if is_beside else _AT_ONCE, for_external_requests=True
+            engine,
+            notify=notify,
+            most_at_once=min(_BESIDE_SAMPLES if is_beside else _AT_ONCE, generation.width),
+            for_external_requests=True,
         )
         run = config.logger.log_dir
         model = ServedModel(

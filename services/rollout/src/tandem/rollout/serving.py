@@ -65,7 +65,7 @@ def serve(serving: ServingHandover) -> None:
         from tandem.rollout.openai_api.generator import ServedModel
         from tandem.rollout.openai_api.server import HttpServer
 
-        driver = EngineDriver(engine)
+        driver = EngineDriver(engine, most_at_once=serving.vllm_kwargs.get("max_num_seqs") or serving.max_batch_size)
         model = ServedModel(
             serving.name,
             tokenizer,

@@ -5,6 +5,9 @@ the engine make a token for every running one, and sends the results to their co
 HTTP calls `generate`, which waits for these chunks; leaving it early takes the request out of the engine at the next
 token. So does not to read: a stream with much that is not read waits outside the engine until its client reads again.
 Neither thread waits for the other, except in `wait`, while there is nothing to generate.
+
+While all places are taken, responses take turns: one that has made little, or nothing yet, gets the place of one that
+has made much, which continues once a place is free. So a short answer comes soon, whatever others have asked for.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ _MAX_UNFINISHED = 4096
 """Responses that run or wait, of all requests together."""
 _MOST_UNREAD = 64
 """Chunks of a stream that wait for its client while the engine makes more."""
+_MIN_TURN = 8
+"""Tokens of a turn, unless the prompt has more: a response that returns has its prompt computed again, with what it has
+made, so that turns of that length at most double what is computed."""
+_TURN_RATIO = 8
+"""Ratio of what one response has made to what another has that gives the other its place."""
 
 
 class _Stream:
@@ -44,6 +52,8 @@ class _Stream:
         self.chunks: asyncio.Queue[ResponseChunk | OpenAIRefused] = asyncio.Queue()
         self.num_sent = 0
         """Tokens sent of what the engine has made since it got the request."""
+        self.num_steps_before = 0
+        """Steps of the engine before it got the request."""
 
 
 class EngineDriver:
@@ -83,6 +93,7 @@ class EngineDriver:
         self._streams: dict[int, _Stream] = {}
         """Streams of the requests that the engine has."""
         self._num_unfinished = 0
+        self._num_steps = 0
         self._telling: asyncio.AbstractEventLoop | None = None
         """The event loop that is about to tell the engine's thread that there is something to do."""
 
@@ -207,10 +218,14 @@ class EngineDriver:
             del self._streams[number]
             self._engine.abort(number)
         sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]] = []
-        for stream in waiting[:num_joining]:
+        joining = waiting[:num_joining]
+        if len(waiting) > num_joining:
+            joining += self._exchange(sent)
+        for stream in joining:
             try:
                 self._engine.add_request(stream.request)
                 self._streams[stream.request.request_id] = stream
+                stream.num_steps_before = self._num_steps
             except VersionNotHeld as error:
                 sent.append((stream, OpenAIRefused(str(error), status=409, code="version_not_held")))
             except DataError as error:
@@ -219,6 +234,7 @@ class EngineDriver:
 
     def hand_out(self, completions: Sequence[EngineCompletion]) -> list[EngineCompletion]:
         """Send the engine's results to their streams; return the finished requests of others."""
+        self._num_steps += 1
         sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]] = []
         other_completions = []
         for completion in completions:
@@ -258,6 +274,39 @@ class EngineDriver:
         stream.request = self._continue_request(stream.request, completion)
         stream.num_sent = 0
         return [(stream, chunk) for chunk in chunks]
+
+    def _exchange(self, sent: list[tuple[_Stream, ResponseChunk | OpenAIRefused]]) -> list[_Stream]:
+        """Take responses out of the engine whose turn is over; return those that join in their places.
+
+        Responses of a given weight version stay, since the engine may have dropped it when they return.
+        """
+        leaving = [
+            stream
+            for stream in self._streams.values()
+            if self._num_steps - stream.num_steps_before >= max(_MIN_TURN, len(stream.request.prompt_ids))
+            and _version_of(stream) is None
+        ]
+        if not leaving:
+            return []
+        leaving.sort(key=self._num_made, reverse=True)
+        with self._changed:
+            joining = heapq.nsmallest(len(leaving), self._arrived, key=lambda stream: stream.request.num_made)
+            pairs = [*zip(leaving, joining, strict=False)]
+            pairs = [pair for pair in pairs if pair[1].request.num_made * _TURN_RATIO <= self._num_made(pair[0])]
+            joining = [stream for _, stream in pairs]
+            newcomers = {*joining}
+            self._arrived = deque(stream for stream in self._arrived if stream not in newcomers)
+        for stream, _ in pairs:
+            number = stream.request.request_id
+            sent += self._take_out(number, stream)
+            del self._streams[number]
+        with self._changed:
+            self._arrived.extend(stream for stream, _ in pairs)
+        return joining
+
+    def _num_made(self, stream: _Stream) -> int:
+        """Return the number of tokens of a response in the engine, or more: its prompt may take several steps."""
+        return stream.request.num_made + self._num_steps - stream.num_steps_before
 
     def _take_out_unread(self) -> None:
         """Take streams out of the engine whose clients do not read: others need the room."""
