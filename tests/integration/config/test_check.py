@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tandem.common.keys import write_run_keys
 from tandem.common.wire import EXIT_NOT_ADMITTED
-from tandem.coordinator.cli import EXAMPLES
+from tandem.coordinator.cli import EXAMPLES, GROUPS
 from tests.harness.members import RUN
 from tests.harness.runs.by_hand import MEGATRON_TP2
 from tests.harness.runs.running import GYM, Command, coordinator, joins, merged, steps_of, typed, write_config
@@ -222,6 +223,15 @@ def test_too_few_words_are_answered_by_an_example(words: list[str]) -> None:
     assert ended.stderr.endswith(f"\nexample: {example}\n")
     if words in (["up"], ["check"]):
         assert "the following arguments are required: CONFIG\n" in ended.stderr
+
+
+def test_the_help_has_a_line_for_each_command_by_purpose_and_knows_near_misses() -> None:
+    shown = typed("coordinator", "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.findall("^  ([a-z ]+):$", shown, re.MULTILINE) == [*GROUPS]
+    assert sorted(re.findall("^    ([a-z]+)  +[a-z]", shown, re.MULTILINE)) == sorted({*EXAMPLES} - {""})
+    refused = typed("coordinator", "upp").stderr
+    assert "there is no command 'upp'; did you mean 'up'?\n  start a run: init, check, plan, up" in refused
 
 
 def test_the_version_is_said() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from tandem.common import descriptors, gc_tuning, kept_inputs
@@ -43,42 +45,14 @@ from tandem.coordinator.sweeping import sweep
 from tandem.coordinator.tinker import tinker
 from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 
-_COMMANDS = (
-    init,
-    check,
-    doctor,
-    plan,
-    keys,
-    up,
-    sweep,
-    join,
-    runs,
-    note,
-    view,
-    samples,
-    report,
-    diagnose,
-    refits,
-    replay,
-    eval,
-    merge,
-    push,
-    serve,
-    chat,
-    tinker,
-    slurm,
-    kubernetes,
-    completion,
-)
-"""Commands, in the order of the help text."""
-GROUPS = {
-    "prepare": ("init", "check", "doctor", "plan", "keys"),
-    "run": ("up", "sweep", "join", "replay", "eval", "slurm", "kubernetes"),
-    "look": ("runs", "note", "view", "samples", "report", "diagnose", "refits"),
-    "use a model": ("serve", "chat", "tinker", "merge", "push"),
-    "shell": ("completion",),
+GROUPS: dict[str, tuple[ModuleType, ...]] = {
+    "start a run": (init, check, plan, up, sweep, replay),
+    "look at a run": (view, samples, diagnose, report, runs, note, refits),
+    "weights and models": (eval, chat, serve, tinker, merge, push),
+    "machines": (doctor, slurm, kubernetes, join, keys),
+    "shell": (completion,),
 }
-"""Commands by purpose, as the error about an unknown one lists them."""
+"""Commands by purpose, in the order in which a newcomer meets them."""
 EXAMPLES = {
     "": "coordinator up examples/arithmetic.yaml grpo.max_num_steps=20",
     "init": "coordinator init --algorithm grpo --task chain_sum mine.yaml",
@@ -157,12 +131,25 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() if self.epilog else f"{super().format_help()}\n{self.example}\n"
 
 
+class _GroupedHelp(argparse.HelpFormatter):
+    """Help in which each command has a line, by purpose."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        lines = {command.dest: f"    {command.dest:12}{command.help}\n" for command in action._choices_actions}
+        return "".join(
+            f"  {purpose}:\n{''.join(lines[_name_of(module)] for module in modules)}"
+            for purpose, modules in GROUPS.items()
+        )
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Settings may stand before and after options, which argparse alone does not allow."""
     parser = _parser()
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in EXAMPLES:
-        groups = "\n".join(f"  {purpose}: {', '.join(names)}" for purpose, names in GROUPS.items())
+        groups = "\n".join(f"  {purpose}: {', '.join(map(_name_of, modules))}" for purpose, modules in GROUPS.items())
         parser.error(f"there is no command {words[0]!r}{nearest(words[0], EXAMPLES)}\n{groups}")
     arguments, extra_words = parser.parse_known_args(argv)
     unknown = [word for word in extra_words if word.startswith("-") or "=" not in word or "overrides" not in arguments]
@@ -180,13 +167,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="coordinator", description="Tandem: post-training for language models.")
+    parser = _Parser(
+        prog="coordinator",
+        description="Tandem: post-training for language models.",
+        formatter_class=_GroupedHelp,
+    )
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add(commands)
+    title = "commands, each with its own --help"
+    commands = parser.add_subparsers(title=title, dest="command", required=True, metavar="COMMAND")
+    for module in itertools.chain.from_iterable(GROUPS.values()):
+        module.add(commands)
     parser.set_defaults(root=parser)
     return parser
+
+
+def _name_of(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
 
 
 def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:

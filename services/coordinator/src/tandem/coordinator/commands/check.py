@@ -27,7 +27,7 @@ _NUM_SHOWN = 3
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    check = commands.add_parser("check", help="find what is wrong with a run before it starts; starts nothing")
+    check = commands.add_parser("check", help="find what is wrong with a run, and start nothing")
     add_config(check)
     check.add_argument("--resolved", action="store_true", help="print the whole configuration, every default filled in")
     check.add_argument(

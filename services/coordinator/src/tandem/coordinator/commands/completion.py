@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     completion = commands.add_parser(
         "completion",
-        help="print the script with which a shell completes commands, files and configuration keys",
+        help="print the script with which a shell completes commands and keys",
         epilog=_HOW_TO_LOAD,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -17,7 +17,7 @@ from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 def add(commands: Commands) -> None:
     """Declare the command."""
     evaluation = commands.add_parser(
-        "eval", help="score models on held-out problems: accuracy, pass@k, majority votes", description=_DESCRIPTION
+        "eval", help="score models on held-out problems: accuracy, pass@k, votes", description=_DESCRIPTION
     )
     add_config(evaluation)
     evaluation.add_argument(

@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     join = commands.add_parser(
         "join",
-        help="launch this node's part of a run whose coordinator is on another node",
+        help="launch this node's part of a run that another coordinates",
         description="Launch this node's trainers and rollout engines, keep them running, and end with the run. "
         "Which they are follows from cluster.num_nodes and the GPUs of each: `coordinator plan` shows it.",
     )

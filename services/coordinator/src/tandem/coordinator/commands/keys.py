@@ -12,7 +12,7 @@ from tandem.launch.exit_codes import OK
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    keys = commands.add_parser("keys", help="make a run's keys before it begins, and print the services' key file")
+    keys = commands.add_parser("keys", help="make a run's keys, for services that are started by hand")
     add_config(keys)
     keys.set_defaults(carry_out=_keys)
 

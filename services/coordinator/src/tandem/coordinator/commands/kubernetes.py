@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     kubernetes = commands.add_parser(
         "kubernetes",
-        help="write the manifests by which Kubernetes runs a configuration",
+        help="write a configuration's manifests for Kubernetes",
         description="Print a JobSet with a pod for each of cluster.num_nodes nodes, and the service, the "
         "configuration and the secret that it needs, for kubectl apply -f. The cluster needs the JobSet controller.",
     )

@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     merge = commands.add_parser(
         "merge",
-        help="make a plain Hugging Face model of adapters that a run has trained",
+        help="make a plain Hugging Face model of trained adapters",
         description="Write the model whose weights are the base's plus what the adapters add. "
         "It is loaded whole into host memory.",
     )

@@ -11,7 +11,7 @@ from tandem.launch.exit_codes import OK
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    note = commands.add_parser("note", help="write a note and tags to runs, by which `coordinator runs` finds them")
+    note = commands.add_parser("note", help="write a note and tags to runs, by which `runs` finds them")
     note.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders: logger.log_dir of their configurations"
     )

@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     push = commands.add_parser(
         "push",
-        help="put a checkpoint's model, or its adapters, on the Hugging Face Hub",
+        help="put a checkpoint's model, or its adapters, on the Hub",
         description="Make a commit on the Hub with a model's files: weights, configuration, tokenizer, chat template. "
         "HF_TOKEN is a token that may write.",
     )

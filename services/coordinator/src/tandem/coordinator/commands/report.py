@@ -11,9 +11,7 @@ from tandem.launch.exit_codes import OK
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    report = commands.add_parser(
-        "report", help="summarise runs, side by side: curves as one HTML file, PNG and JSON, and where the time went"
-    )
+    report = commands.add_parser("report", help="summarise runs side by side: curves, and where the time went")
     report.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders: logger.log_dir of their configurations"
     )

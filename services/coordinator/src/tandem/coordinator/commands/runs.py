@@ -19,9 +19,7 @@ _MOST_VIEWED = 8
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    runs = commands.add_parser(
-        "runs", help="list all runs below a folder: results, notes, tags, search, differences of configuration"
-    )
+    runs = commands.add_parser("runs", help="list all runs below a folder: results, notes, tags, differences")
     runs.add_argument(
         "folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs (default: results, or else .)"
     )

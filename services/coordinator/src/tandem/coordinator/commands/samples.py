@@ -20,9 +20,7 @@ _OF_SAMPLES = {"worst": False, "best": False, "group": None, "contains": "", "va
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    samples = commands.add_parser(
-        "samples", help="show samples that a run recorded: prompts, responses, rewards; of SFT, DPO and rm, its rows"
-    )
+    samples = commands.add_parser("samples", help="show samples or rows of a run: prompts, responses, rewards")
     add_run(samples)
     samples.add_argument("--step", type=int, metavar="N", help="samples of this step (default: the newest recorded)")
     which = samples.add_mutually_exclusive_group()

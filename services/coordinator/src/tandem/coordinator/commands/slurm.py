@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     slurm = commands.add_parser(
         "slurm",
-        help="write the batch script by which Slurm runs a configuration, and submit it",
+        help="write or submit a configuration's batch script for Slurm",
         description="Print the batch script of a job that runs a configuration on cluster.num_nodes nodes, or submit "
         "it. Every node must see this folder, this command's Python environment, and logger.log_dir.",
     )

@@ -12,7 +12,7 @@ from tandem.serving.access_token import add_token, token_of
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    view = commands.add_parser("view", help="look at runs in a browser: curves, timeline, samples; until Ctrl-C")
+    view = commands.add_parser("view", help="look at runs in a browser: curves, timeline, samples")
     view.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
     view.add_argument("--port", type=int, metavar="PORT", help="(default: the first free one from 8700 on)")
     view.add_argument(

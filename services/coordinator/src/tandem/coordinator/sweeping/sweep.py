@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     """Declare the command."""
     sweep = commands.add_parser(
         "sweep",
-        help="run a configuration for all combinations of values, key=1,2,3; the same command continues",
+        help="run a configuration for all combinations of values, key=1,2,3",
         description="Run a configuration once for each combination of the values that keys have, such as "
         "grpo.seed=1,2,3 policy.optimizer.kwargs.lr=1e-6,3e-6. Runs that have finished are left alone, "
         "so that the same command continues a sweep that was interrupted.",
