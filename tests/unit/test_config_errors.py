@@ -9,8 +9,8 @@ import pytest
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import Config, build_config, load_config
-from tandem.config.foreign import HOW_TO_IGNORE
 from tandem.config.installed.vllm_arguments import engine_arguments
+from tandem.config.load import HOW_TO_IGNORE
 from tandem.config.model_names import change_model_names, is_used
 
 SMALL = """

@@ -26,7 +26,7 @@ _VALUE = f"{_CONFIG}/checks/value.py"
 _TRAINER = "services/trainer/src/tandem/trainer"
 
 OTHERWISE = {
-    "nemo_rl_version": (f"{_CONFIG}/foreign.py", 'settings.get("nemo_rl_version")'),
+    "nemo_rl_version": (f"{_CONFIG}/load.py", 'settings.get("nemo_rl_version")'),
     "grpo.normalize_rewards": (f"{_CONFIG}/derive.py", '"grpo.normalize_rewards")'),
     "grpo.scale_rewards": (f"{_CONFIG}/derive.py", '"grpo.scale_rewards")'),
     "grpo.use_leave_one_out_baseline": (f"{_CONFIG}/derive.py", '"grpo.use_leave_one_out_baseline")'),

@@ -11,7 +11,7 @@ import yaml
 from tandem.common.errors import ConfigError
 from tandem.config import build_config, config_from_json, config_to_json, dump_yaml, load_config, notices, valid_part
 from tandem.config.dump import fingerprint, resume_differences
-from tandem.config.foreign import HOW_TO_IGNORE, NOT_KNOWN
+from tandem.config.load import HOW_TO_IGNORE, NOT_KNOWN
 
 NEWER = "nemo_rl_version=newer"
 SMALL = """

@@ -9,8 +9,8 @@ import pytest
 from tandem.common.errors import ConfigError
 from tandem.config import build_config
 from tandem.config.conform import all_keys, config_type
-from tandem.config.foreign import HOW_TO_IGNORE
 from tandem.config.layers import merge
+from tandem.config.load import HOW_TO_IGNORE
 from tandem.config.names.peer_names import TRL, VERL, peer_keys
 
 SETTINGS: dict[str, Any] = {

@@ -19,7 +19,7 @@ from samples_harness import sample_of
 from tandem.common.errors import ModelError, SamplesError, WireError
 from tandem.common.messages import Problem, PromptGroup
 from tandem.common.routers import intercept
-from tandem.config.checks.router_replay import ROUTERS
+from tandem.config.checks.generation import ROUTERS
 from tandem.rollout.agents.session import EpisodeSession
 from tandem.rollout.engine import EngineCompletion
 from tandem.rollout.engines.transformers import TransformersEngine

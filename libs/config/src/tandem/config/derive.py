@@ -11,6 +11,7 @@ from msgspec import NODEFAULT
 
 from tandem.config.conform import config_type, field_of, struct_types
 from tandem.config.data_sets import place_data_sets
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.named import NAMED
 from tandem.config.names.newer_names import name_as_here
 from tandem.config.problem import InvalidValue
@@ -368,12 +369,14 @@ def _trainers(look: Look) -> Any:
 
 
 def _rollouts(look: Look) -> Any:
-    """Return the number of vLLM engines that fit on the GPUs for generation; 1 for engines without GPUs."""
-    gpus = _gpus(look)
-    engine_size = _product(f"{_VLLM}.tensor_parallel_size", f"{_VLLM}.pipeline_parallel_size")(look)
-    if gpus is None or not engine_size or look("policy.generation.backend") != "vllm":
+    """Return the number of engines that fit on the GPUs for generation; 1 for engines without GPUs."""
+    gpus, kind = _gpus(look), ENGINE_KINDS.get(look("policy.generation.backend"))
+    if gpus is None or kind is None or not kind.is_on_gpus:
         return 1
-    return max(1, (gpus[1] or gpus[0]) // engine_size)
+    sizes = [look(f"policy.generation.{key}") for key in kind.size_keys]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return 1
+    return max(1, (gpus[1] or gpus[0]) // math.prod(sizes))
 
 
 def _launch(look: Look) -> Any:

@@ -53,8 +53,8 @@ def is_used(config: Config, key: str) -> bool:
         case "policy":
             if subkey == _DRAFT:
                 generation = config.policy.generation
-                is_vllms = config.declaration.rolls_out and generation.backend == "vllm"
-                return is_vllms and speculation.draft_of(generation.vllm_kwargs) is not None
+                takes_drafts = config.declaration.rolls_out and generation.kind.drafts
+                return takes_drafts and speculation.draft_of(generation.vllm_kwargs) is not None
             return not subkey.startswith("draft.") or config.policy.draft.enabled
         case "env":
             return subkey.partition(".")[0] in config.reward_models

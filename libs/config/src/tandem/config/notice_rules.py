@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 
+from tandem.common.dotted import named
 from tandem.config.checks.run import why_never_validated
 from tandem.config.derive import DERIVED
 from tandem.config.installed.sources import package_folder
-from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT
 from tandem.config.models.model_sizes import expert_sizes, model_config, model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, keys_of
 from tandem.config.named import holds_texts
-from tandem.config.problem import shown
+from tandem.config.problem import without_effect
 from tandem.config.schema import MODELS, Config, OptimizerConfig
 from tandem.config.schema.declarations import SECTIONS
 from tandem.config.schema.distillation import DistillationLossConfig
@@ -68,15 +67,15 @@ def _backends(config: Config) -> Iterator[str]:
     policy = config.policy
     if not policy.megatron_cfg.enabled:
         if policy.megatron_cfg.env_vars:
-            yield _vain(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
+            yield without_effect(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
         return
     reason = f"{_MEGATRON}.enabled is true"
     if policy.dtensor_cfg.env_vars:
-        yield _vain("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, reason)
+        yield without_effect("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, reason)
     if policy.dtensor_cfg.enabled:
-        yield _vain("policy.dtensor_cfg.enabled", True, f"{reason}, and wins")
+        yield without_effect("policy.dtensor_cfg.enabled", True, f"{reason}, and wins")
     if policy.optimizer not in (None, OptimizerConfig()):
-        yield _vain("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
+        yield without_effect("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
     if policy.scheduler:
         yield f"policy.scheduler has no effect: {_MEGATRON}.scheduler decides"
 
@@ -91,7 +90,7 @@ def _sequences(config: Config) -> Iterator[str]:
         section, split, ranks = "policy.dtensor_cfg", policy.dtensor_cfg.sequence_parallel, "tensor_parallel_size"
         size = policy.dtensor_cfg.tensor_parallel_size
     if split and size == 1:
-        yield _vain(f"{section}.sequence_parallel", True, f"{section}.{ranks} is 1")
+        yield without_effect(f"{section}.sequence_parallel", True, f"{section}.{ranks} is 1")
 
 
 def _experts(config: Config) -> Iterator[str]:
@@ -109,21 +108,23 @@ def _megatron(config: Config) -> Iterator[str]:
     if not megatron.enabled:
         return
     if megatron.converter_type is not None:
-        yield _vain(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
+        yield without_effect(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
     if megatron.forwarded.get("moe_token_dispatcher_type") == "allgather":
         reason = "micro-batches have different lengths"
         yield f"{_MEGATRON}.moe_token_dispatcher_type (allgather) is taken as alltoall: {reason}"
     bf16 = megatron.optimizer.get("bf16")
     if bf16 is not None and bf16 != (policy.precision == "bfloat16"):
-        yield _vain(f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides")
+        yield without_effect(f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides")
     clip_grad = megatron.optimizer.get("clip_grad")
     if clip_grad != (policy.max_grad_norm or 0.0):
-        yield _vain("policy.max_grad_norm", policy.max_grad_norm, f"{_MEGATRON}.optimizer.clip_grad is {clip_grad:g}")
+        yield without_effect(
+            "policy.max_grad_norm", policy.max_grad_norm, f"{_MEGATRON}.optimizer.clip_grad is {clip_grad:g}"
+        )
     if package_folder("transformer_engine") is None:
         arguments = {**megatron.forwarded, **{f"optimizer.{key}": value for key, value in megatron.optimizer.items()}}
         for key, off in _OF_TRANSFORMER_ENGINE.items():
             if arguments.get(key, off) != off:
-                yield _vain(f"{_MEGATRON}.{key}", arguments[key], "Transformer Engine is not installed here")
+                yield without_effect(f"{_MEGATRON}.{key}", arguments[key], "Transformer Engine is not installed here")
 
 
 def _adapters(config: Config) -> Iterator[str]:
@@ -133,13 +134,15 @@ def _adapters(config: Config) -> Iterator[str]:
         return
     if policy.megatron_cfg.enabled:
         if policy.megatron_cfg.peft.a2a_experimental:
-            yield _vain(f"{_MEGATRON}.peft.a2a_experimental", True, "ranks exchange only small tensors already")
+            yield without_effect(
+                f"{_MEGATRON}.peft.a2a_experimental", True, "ranks exchange only small tensors already"
+            )
         return
     lora, key = policy.dtensor_cfg.lora_cfg, "policy.dtensor_cfg.lora_cfg"
     if lora.use_triton:
-        yield _vain(f"{key}.use_triton", True, "torch multiplies")
+        yield without_effect(f"{key}.use_triton", True, "torch multiplies")
     if lora.match_all_linear and lora.target_modules:
-        yield _vain(f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true")
+        yield without_effect(f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true")
     if expert_sizes(model_config(policy) or {}) is not None:
         yield f"{key}: routed experts have no adapters and stay as they are"
 
@@ -150,12 +153,14 @@ def _data_parallel(config: Config) -> Iterator[str]:
     if not config.policy.megatron_cfg.enabled:
         return
     if ddp_config.get("average_in_collective"):
-        yield _vain(f"{_DDP}.average_in_collective", True, "gradients are summed, since the loss is already a mean")
+        yield without_effect(
+            f"{_DDP}.average_in_collective", True, "gradients are summed, since the loss is already a mean"
+        )
     if ddp_config.get("overlap_param_gather"):
-        yield _vain(f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over")
+        yield without_effect(f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over")
     strategy = ddp_config.get("data_parallel_sharding_strategy")
     if strategy not in (None, "no_shard"):
-        yield _vain(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
+        yield without_effect(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
 
 
 def _rewards(config: Config) -> Iterator[str]:
@@ -165,16 +170,16 @@ def _rewards(config: Config) -> Iterator[str]:
     section = config.rollout_section
     if section.batch_multiplier != 1 and not section.use_dynamic_sampling:
         key = f"{config.algorithm}.use_dynamic_sampling"
-        yield _vain(f"{config.algorithm}.batch_multiplier", section.batch_multiplier, f"{key} is false")
+        yield without_effect(f"{config.algorithm}.batch_multiplier", section.batch_multiplier, f"{key} is false")
     shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.group_estimator
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
         key = f"{config.algorithm}.reward_shaping"
-        yield _vain(
+        yield without_effect(
             f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
         )
     if estimator is not None and estimator.reward_weights is not None and estimator.name != "gdpo":
         key = f"{config.algorithm}.adv_estimator"
-        yield _vain(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
+        yield without_effect(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
 
 
 def _reward_model(config: Config) -> Iterator[str]:
@@ -183,14 +188,14 @@ def _reward_model(config: Config) -> Iterator[str]:
         key, scores = f"env.{environment}", "it scores batches of one shape"
         for name in ("sequence_packing", "dynamic_batching"):
             if getattr(entry, name).enabled:
-                yield _vain(f"{key}.{name}.enabled", True, scores)
+                yield without_effect(f"{key}.{name}.enabled", True, scores)
         if entry.max_grad_norm is not None:
-            yield _vain(f"{key}.max_grad_norm", entry.max_grad_norm, "a reward model is not trained here")
+            yield without_effect(f"{key}.max_grad_norm", entry.max_grad_norm, "a reward model is not trained here")
         gpus, nodes = entry.resources.gpus_per_node, config.cluster.num_nodes
         if gpus and (nodes > 1 or not config.cluster.gpus_per_node):
             reason = f"cluster.num_nodes is {nodes}" if nodes > 1 else "cluster.gpus_per_node is 0"
             placement = "a reward model runs beside its rollout process"
-            yield _vain(f"{key}.resources.gpus_per_node", gpus, f"{reason}; {placement}")
+            yield without_effect(f"{key}.resources.gpus_per_node", gpus, f"{reason}; {placement}")
 
 
 def _asynchronous(config: Config) -> Iterator[str]:
@@ -206,21 +211,19 @@ def _asynchronous(config: Config) -> Iterator[str]:
             )
         if asynchronous.recompute_kv_cache_after_weight_updates and not asynchronous.in_flight_weight_updates:
             reason = f"{key}.in_flight_weight_updates is false"
-            yield _vain(f"{key}.recompute_kv_cache_after_weight_updates", True, reason)
+            yield without_effect(f"{key}.recompute_kv_cache_after_weight_updates", True, reason)
         return
     if config.refit.keep_copy == "on":
-        yield _vain("refit.keep_copy", "on", f"{key}.enabled is false")
+        yield without_effect("refit.keep_copy", "on", f"{key}.enabled is false")
     for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
         if getattr(asynchronous, name):
-            yield _vain(f"{key}.{name}", True, f"{key}.enabled is false")
+            yield without_effect(f"{key}.{name}", True, f"{key}.enabled is false")
 
 
-def _of_vllm(config: Config) -> Iterator[str]:
-    """Yield the arguments of vLLM that are accepted but not passed to it."""
-    generation = config.policy.generation
-    for name, reason in WITHOUT_EFFECT.items() if config.generates and generation.backend == "vllm" else ():
-        if name in generation.vllm_kwargs:
-            yield _vain(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], reason)
+def _of_engine(config: Config) -> Iterator[str]:
+    """Yield what the engine's own declaration has a notice about."""
+    for path in config.policy.generation.kind.notices if config.generates else ():
+        yield from named(path)(config)
 
 
 USUAL_PEAK_TIMES_WIDTH = 0.46
@@ -264,7 +267,7 @@ def _seed(config: Config) -> Iterator[str]:
     """Yield the seed of the data, which NeMo-RL uses to hold out part of some data sets."""
     if config.data.seed is not None:
         reason = f"prompts decide what is held out, {config.algorithm}.seed the order"
-        yield _vain("data.seed", config.data.seed, reason)
+        yield without_effect("data.seed", config.data.seed, reason)
 
 
 def _left_to_others(config: Config) -> Iterator[str]:
@@ -275,7 +278,7 @@ def _left_to_others(config: Config) -> Iterator[str]:
             if key == MODEL_ARGUMENTS and family_of(config.policy) is not None:
                 value = {name: each for name, each in value.items() if name != "freeze_config"}
             if value not in row.off:
-                yield _vain(key, value, row.reason)
+                yield without_effect(key, value, row.reason)
 
 
 def _other_losses(config: Config) -> Iterator[str]:
@@ -296,11 +299,11 @@ def _joint_teachers(config: Config) -> Iterator[str]:
         return
     loss = config.loss_fn
     if loss.sum_weights_metric is None and loss.alpha != 1.0:
-        yield _vain("loss_fn.alpha", loss.alpha, "loss_fn.sum_weights_metric is null")
+        yield without_effect("loss_fn.alpha", loss.alpha, "loss_fn.sum_weights_metric is null")
     for index, teacher in enumerate(config.joint_teachers if config.weighs_teachers_by else ()):
         if teacher.weight != 1.0:
             by = "kd_loss_mode" if loss.sum_weights_metric is None else "sum_weights_metric"
-            yield _vain(f"teachers[{index}].weight", teacher.weight, f"loss_fn.{by} decides")
+            yield without_effect(f"teachers[{index}].weight", teacher.weight, f"loss_fn.{by} decides")
 
 
 def _data_sets(config: Config) -> Iterator[str]:
@@ -316,7 +319,7 @@ def _data_sets(config: Config) -> Iterator[str]:
             }
             for name, (value, reason) in unread.items():
                 if value is not None and not (reason == _RAW and holds_texts(str(data_set.dataset_name))):
-                    yield _vain(f"data.{side}[{index}].{name}", value, reason)
+                    yield without_effect(f"data.{side}[{index}].{name}", value, reason)
 
 
 _RAW = "only arrow_text is raw text"
@@ -326,7 +329,7 @@ def _sees(config: Config) -> Iterator[str]:
     """Yield a wrong statement whether the model sees."""
     stated, sees = config.policy.is_vlm, family_of(config.policy) is not None
     if stated is not None and stated != sees:
-        yield _vain("policy.is_vlm", stated, "the model's config.json decides")
+        yield without_effect("policy.is_vlm", stated, "the model's config.json decides")
 
 
 def _validation(config: Config) -> Iterator[str]:
@@ -335,16 +338,16 @@ def _validation(config: Config) -> Iterator[str]:
         return
     section, name = config.rollout_section, config.algorithm
     if section.val_start_at and not section.val_period:
-        yield _vain(f"{name}.val_start_at", section.val_start_at, f"{name}.val_period is 0")
+        yield without_effect(f"{name}.val_start_at", section.val_start_at, f"{name}.val_period is 0")
     elif section.val_start_at > section.max_num_steps:
         yield f"{name}.val_start_at ({section.val_start_at}) is after the last step ({section.max_num_steps})"
     if section.stop_at_validation_threshold is not None and section.stop_at_validation_metric is None:
         reason = f"{name}.stop_at_validation_metric is null"
-        yield _vain(f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, reason)
+        yield without_effect(f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, reason)
     if getattr(section, "zero_variance_prompt_filtering", False) and not section.leaves_out_equal_rewards:
         left_out = "grpo.use_dynamic_sampling leaves such groups out already"
         reason = left_out if section.use_dynamic_sampling else "grpo.adv_estimator.name opd does not learn from rewards"
-        yield _vain(f"{name}.zero_variance_prompt_filtering", True, reason)
+        yield without_effect(f"{name}.zero_variance_prompt_filtering", True, reason)
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -352,7 +355,7 @@ def _lengths(config: Config) -> Iterator[str]:
     longest, length = config.policy.max_total_sequence_length, config.data.max_input_seq_length
     if length > longest:
         reason = f"policy.max_total_sequence_length is {longest}"
-        yield _vain("data.max_input_seq_length", length, f"{reason}, and a longer prompt is left out")
+        yield without_effect("data.max_input_seq_length", length, f"{reason}, and a longer prompt is left out")
 
 
 def _unranked(config: Config) -> Iterator[str]:
@@ -387,10 +390,6 @@ def _nodes(config: Config) -> Iterator[str]:
         )
 
 
-def _vain(key: str, value: Any, reason: str) -> str:
-    return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {reason}"
-
-
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _ignored,
     _other_algorithms,
@@ -403,7 +402,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _rewards,
     _reward_model,
     _asynchronous,
-    _of_vllm,
+    _of_engine,
     about_learning_rate,
     _seed,
     _left_to_others,

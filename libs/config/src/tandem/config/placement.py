@@ -33,9 +33,9 @@ def first_gpu_of_engines(config: Config) -> int:
 
 
 def gpus_per_engine(config: Config) -> int:
-    """Return the number of GPUs per engine: none for the embedded one, which runs on the CPU."""
+    """Return the number of GPUs per engine: none for one that runs on the CPU."""
     generation = config.policy.generation
-    return generation.vllm_cfg.num_workers if generation.backend == "vllm" else 0
+    return generation.kind.num_workers(generation) if generation.kind.is_on_gpus else 0
 
 
 def gpus_of_reward_models(config: Config) -> int:

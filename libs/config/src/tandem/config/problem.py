@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_SHOWN = 80
 """Most characters of a value in an error."""
@@ -74,3 +74,8 @@ def shown(value: object) -> str:
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str)
     text = " ".join(text.splitlines())
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def without_effect(key: str, value: Any, reason: str) -> str:
+    """Return the notice that a value has no effect."""
+    return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {reason}"

@@ -57,6 +57,7 @@ def num_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores
         num_here = num_all if cluster.launch == "all" else 1
     else:
         num_here = getattr(cluster.launch, kind)
-    if kind == "rollouts" and config.policy.generation.backend == "vllm":
-        num_here *= config.policy.generation.vllm_cfg.num_workers
+    if kind == "rollouts":
+        generation = config.policy.generation
+        num_here *= generation.kind.num_workers(generation)
     return max(1, num_cores // max(1, num_here))

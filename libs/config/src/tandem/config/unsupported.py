@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.installed import speculation
 from tandem.config.nemo_eval import NOT_BUILT as NOT_BUILT_EVALUATIONS
 from tandem.config.problem import shown
@@ -28,7 +29,7 @@ def _rolls_out(config: Config) -> bool:
 
 
 def _vllm(config: Config) -> bool:
-    return _rolls_out(config) and config.policy.generation.backend == "vllm"
+    return _rolls_out(config) and config.policy.generation.reads("vllm_cfg")
 
 
 def _float8_engine(config: Config) -> bool:
@@ -122,7 +123,7 @@ NOT_SUPPORTED_YET = (
     UnsupportedKey("loss_fn.xtoken_loss", (False,), _distils),
     *_of_the_policy_alone("value"),
     *_of_the_policy_alone("teacher"),
-    UnsupportedKey("policy.generation.backend", ("transformers", "vllm"), _rolls_out),
+    UnsupportedKey("policy.generation.backend", tuple(ENGINE_KINDS), _rolls_out),
     UnsupportedKey("policy.generation.quant_cfg", (None,), _rolls_out),
     UnsupportedKey("policy.generation.real_quant", (False,), _rolls_out),
     UnsupportedKey(f"{_VLLM_CFG}.precision", _PRECISIONS, _vllm),

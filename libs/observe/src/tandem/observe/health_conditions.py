@@ -87,8 +87,8 @@ def _of_samples(config: Config) -> Iterator[HealthCondition]:
         look_at="loss_fn.ratio_clip_max, loss_fn.reference_policy_kl_penalty and policy.generation.temperature",
     )
     precisions = "policy.precision"
-    if generation.backend == "vllm":
-        precisions += ", policy.generation.vllm_cfg.precision"
+    if generation.kind.precision_key:
+        precisions += f", {generation.kind.precision_key}"
     age = config.max_trajectory_age_steps
     high = HIGH_PROBABILITY_ERROR_OF_AGE if age else HIGH_PROBABILITY_ERROR
     of_age = f"{config.asynchronous_key}.max_trajectory_age_steps ({age}), the learning rate, "

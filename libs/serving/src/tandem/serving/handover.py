@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.config.engine_kinds import EngineName
 from tandem.config.schema.base import ConfigSection, NonEmptyStr, PositiveFloat, PositiveInt
 from tandem.config.schema.generation import ToolCallParser, VllmCfg
 
@@ -23,7 +24,7 @@ class ServingHandover(ConfigSection, frozen=True, kw_only=True):
     """Name in requests."""
     aliases: tuple[str, ...] = ()
     """Other names in requests."""
-    engine: Literal["transformers", "vllm"]
+    engine: EngineName
     max_length: PositiveInt
     """Longest sequence, prompt included."""
     vocabulary: PositiveInt

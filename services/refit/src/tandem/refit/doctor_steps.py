@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from tandem.common.errors import RefitError
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.launch.doctor import steps
 from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
 from tandem.launch.doctor.steps import NO_GPU, DoctorStep, skipped
@@ -110,7 +111,8 @@ _TRIALS = {
     "ipc": DoctorStep("CUDA IPC", _ipc, _ON_GPU),
     "nccl": DoctorStep("NCCL", _nccl, _ON_GPU),
 }
-_ORDER = ("gpus", "torch", "memory", "cuda", "kernel", "peers", "ipc", "nccl", "vllm", "megatron")
+_ENGINES = tuple(kind.name for kind in ENGINE_KINDS.values() if kind.module)
+_ORDER = ("gpus", "torch", "memory", "cuda", "kernel", "peers", "ipc", "nccl", *_ENGINES, "megatron")
 STEPS = {name: {**steps.STEPS, **_TRIALS}[name] for name in _ORDER}
 """All steps, in order."""
 

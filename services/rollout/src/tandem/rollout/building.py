@@ -18,16 +18,15 @@ from tandem.observe.exporters.gpu_monitor import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
-from tandem.rollout.engines.kind import adapters_kind, engine_kind
+from tandem.rollout.engines.factory import find_factory
 from tandem.rollout.environments.program import RewardProgram
 from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.rollout.parts import RolloutParts
 from tandem.samples.images.reading import ImageLimits
 from tandem.samples.images.rows import image_folder
 from tandem.samples.model_files import load_tokenizer
-from tandem.samples.routed_experts import RoutedExperts, replayed_experts
+from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sample_store import SampleStore
-from tandem.samples.sampling_masks import masks_of_run
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -185,28 +184,6 @@ def _received_images(config: Config) -> RequestImages | None:
 
 def _make_engine(config: Config, tokenizer: Tokenizer, received: RequestImages | None) -> Engine:
     """Start the engine that the configuration names; `received` are images beside those in the run's folder."""
-    policy, generation = config.policy, config.policy.generation
     read_image = (image_folder(config) if received is None else received).get
-    kind = engine_kind(generation.backend, tokenizer, read_image, ImageLimits(max_pixels=config.data.max_image_pixels))
-    if (num_sets := generation.num_adapter_sets) > 1:
-        kind = partial(adapters_kind(generation.backend), num_sets=num_sets)
-    if generation.backend == "vllm":
-        # External requests are few, and do not wait for all waiting samples.
-        extra = {"scheduling_policy": "priority"} if generation.takes_external_requests and generation.is_async else {}
-        return kind(
-            Path(policy.model_name),
-            generation.vllm_cfg,
-            extra={**extra, **generation.vllm_kwargs},
-            experts=replayed_experts(config),
-            mask_format=masks_of_run(config),
-            config_overrides=policy.engine_config_overrides,
-        )
-    return kind(
-        Path(policy.model_name),
-        num_slots=generation.transformers_cfg.num_slots,
-        max_total_sequence_length=policy.max_total_sequence_length,
-        dtype=policy.precision,
-        experts=replayed_experts(config),
-        mask_format=masks_of_run(config),
-        config_overrides=policy.engine_config_overrides,
-    )
+    limits = ImageLimits(max_pixels=config.data.max_image_pixels)
+    return find_factory(config.policy.generation.backend).build(config, tokenizer, read_image, limits)

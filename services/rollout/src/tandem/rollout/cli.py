@@ -14,7 +14,7 @@ from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_t
 from tandem.config.threads import num_threads
 from tandem.launch.run_service import RunnableService, run_service
 from tandem.launch.service import ServiceContext
-from tandem.rollout.engines.vllm import insides
+from tandem.rollout.engines.factory import find_factory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +35,11 @@ def preload() -> None:
 def _make(context: ServiceContext) -> RunnableService:
     visible = visible_to_reward_models(context.config, context.index, os.environ)
     os.environ[VISIBLE_TO_REWARD_MODELS] = json.dumps(visible)
-    if context.config.policy.generation.backend == "vllm":
+    generation = context.config.policy.generation
+    if generation.kind.is_on_gpus:
         os.environ[VISIBLE] = visible_to_engine(context.config, context.index, os.environ)
-        insides.prepare_environment(num_threads(context.config, "rollouts", len(os.sched_getaffinity(0))))
+    threads = num_threads(context.config, "rollouts", len(os.sched_getaffinity(0)))
+    find_factory(generation.backend).prepare_process(threads)
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.rollout.service import RolloutService
 

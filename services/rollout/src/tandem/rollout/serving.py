@@ -90,25 +90,11 @@ def serve(serving: ServingHandover) -> None:
 
 
 def _make_engine(serving: ServingHandover, tokenizer: Tokenizer, images: RequestImages) -> Engine:
-    folder = Path(serving.model_folder)
-    if serving.engine == "vllm":
-        from tandem.rollout.engines.vllm import insides
+    from tandem.rollout.engines.factory import find_factory
 
-        insides.prepare_environment(serving.num_threads)
-    from tandem.rollout.engines.kind import engine_kind
-
-    kind = engine_kind(serving.engine, tokenizer, images.get)
-    if serving.engine == "vllm":
-        extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
-        return kind(folder, serving.vllm_cfg, extra=extra, with_weights=True)
-    return kind(
-        folder,
-        num_slots=serving.max_batch_size,
-        max_total_sequence_length=serving.max_length,
-        dtype=serving.precision,
-        num_threads=serving.num_threads,
-        with_weights=True,
-    )
+    factory = find_factory(serving.engine)
+    factory.prepare_process(serving.num_threads)
+    return factory.load(serving, tokenizer, images.get)
 
 
 def _try_template(tokenizer: Tokenizer) -> None:

@@ -19,11 +19,11 @@ from tandem.config.checks import (
     paths,
     processes,
     reward_model,
-    router_replay,
     run,
     vision,
 )
 from tandem.config.checks.rule import Rule
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.problem import InvalidValue, ProblemCollector
 from tandem.config.schema import Config
 
@@ -43,18 +43,20 @@ RULES: tuple[Rule, ...] = (
     *processes.RULES,
     *cluster.RULES,
     *generation.RULES,
-    *router_replay.RULES,
     *vision.RULES,
     *numbers.RULES,
 )
-"""Rules for all algorithms, in the order of checking; those in the algorithm's declaration come last."""
+"""Rules for all algorithms, in the order of checking; those of the engine's and the algorithm's declarations follow."""
 
 
 def broken_rules(config: Config) -> ProblemCollector:
     """Return the problems that the rules find, one per key, in order: the first often explains the others."""
     problems = ProblemCollector()
-    algorithm_rules: list[Rule] = [rule for path in config.declaration.rules for rule in named(path)]
-    for rule in (*RULES, *algorithm_rules):
+    paths = config.declaration.rules
+    if config.declaration.rolls_out and config.policy.generation.backend in ENGINE_KINDS:
+        paths = (*config.policy.generation.kind.rules, *paths)
+    declared_rules: list[Rule] = [rule for path in paths for rule in named(path)]
+    for rule in (*RULES, *declared_rules):
         try:
             with problems.collected():
                 rule(config)

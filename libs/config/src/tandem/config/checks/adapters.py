@@ -43,15 +43,6 @@ def adapters_are_of_a_language_model(config: Config) -> None:
         raise InvalidValue(key, f"true, but {config.algorithm} trains a head, which adapters leave unchanged")
 
 
-def engines_can_merge_adapters(config: Config) -> None:
-    """Check the engine's precision: block-scaled float8 weights are quantised on arrival, so adapters cannot be
-    added."""
-    policy = config.policy
-    if policy.adapters and policy.generation.backend == "vllm" and policy.generation.vllm_cfg.precision == "fp8":
-        text = "'fp8', but adapters are trained: engines merge them into bfloat16, float16 or float32"
-        raise InvalidValue("policy.generation.vllm_cfg.precision", text)
-
-
 def engines_can_hold_several_sets_of_adapters(config: Config) -> None:
     """Check that an engine which is to hold several versions of adapters can."""
     policy, key = config.policy, "policy.generation.adapter_sets"
@@ -128,7 +119,6 @@ RULES: tuple[Rule, ...] = (
     restored_adapters_exist,
     adapters_have_the_type_of_the_weights,
     adapters_are_of_a_language_model,
-    engines_can_merge_adapters,
     engines_can_hold_several_sets_of_adapters,
     megatron_has_adapters_of_the_family,
     routed_experts_have_no_adapters,

@@ -1,72 +1,62 @@
-"""Rules for generation engines."""
+"""Rules for generation engines, and for the replay of the experts that they choose."""
 
 from __future__ import annotations
 
 from tandem.config.checks.rule import Rule, where_it_rolls_out
-from tandem.config.installed import speculation
-from tandem.config.installed.vllm_arguments import complaint
-from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_SEEING
-from tandem.config.models.model_sizes import model_config
-from tandem.config.models.vision_families import family_of
+from tandem.config.models.model_sizes import expert_sizes, model_config
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
+_ROUTER_REPLAY = "policy.router_replay.enabled"
+ROUTERS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
+"""Architectures in Transformers, by ``model_type``, with routers that choose as `tandem.common.routers` expects."""
+_MOST_BYTES = 2**28
+"""Most bytes of recorded experts per sample: trainers accept no larger array."""
 
-def vllm_takes_its_arguments(config: Config) -> None:
-    """Check vLLM's arguments by name if vLLM is installed: its engine would refuse them only after everything has
-    started."""
-    generation = config.policy.generation
-    if generation.backend != "vllm":
+
+def routing_can_be_replayed(config: Config) -> None:
+    """Check that the model has experts, that an engine generates, and that both sides know the model's routers."""
+    policy = config.policy
+    if not policy.router_replay.enabled:
         return
-    arguments = dict(generation.vllm_kwargs)
-    if speculation.unbuilt_method(arguments) is not None:  # which is reported elsewhere
-        del arguments[speculation.KEY]
-    problem = complaint(arguments)
-    if problem is not None:
-        raise InvalidValue(f"policy.generation.vllm_kwargs.{problem[0]}", problem[1])
-    longest = config.policy.max_total_sequence_length
-    if generation.vllm_cfg.max_model_len < longest:
+    if not config.declaration.rolls_out:
+        raise InvalidValue(_ROUTER_REPLAY, f"true, but no engine generates what {config.declaration.title} trains on")
+    model = model_config(policy)
+    if model is None:  # refused later, before the run starts
+        return
+    model_type = model.get("model_type")
+    experts = expert_sizes(model)
+    if experts is None:
+        raise InvalidValue(_ROUTER_REPLAY, f"true, but {model_type}, the model of policy.model_name, has no experts")
+    kind = policy.generation.kind
+    for setting, knows_all in (
+        ("policy.dtensor_cfg", policy.megatron_cfg.enabled),
+        (f"policy.generation.backend {kind.name}", kind.knows_every_router),
+    ):
+        if not knows_all and model_type not in ROUTERS:
+            raise InvalidValue(_ROUTER_REPLAY, f"true, but {setting} supports {', '.join(ROUTERS)}, not {model_type}")
+    longest = policy.max_total_sequence_length
+    if longest * experts.num_bytes > _MOST_BYTES:
         raise InvalidValue(
-            "policy.generation.vllm_cfg.max_model_len",
-            f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
+            _ROUTER_REPLAY,
+            f"true, but a sample of policy.max_total_sequence_length ({longest}) tokens would have "
+            f"{experts.num_bytes} bytes of experts a token, more than {_MOST_BYTES >> 20} MB in all",
         )
 
 
-def drafts_are_verified_where_that_was_tried(config: Config) -> None:
-    """Check that speculative decoding is not combined with what changes vLLM's steps in other ways."""
-    generation = config.policy.generation
-    if generation.backend != "vllm" or speculation.method_of(generation.vllm_kwargs) is None:
+def megatron_can_be_given_experts(config: Config) -> None:
+    """Check Megatron-Core's options: Sinkhorn assigns all tokens at once, and recomputed experts know no
+    micro-batch."""
+    megatron = config.policy.megatron_cfg
+    if not (config.policy.router_replay.enabled and megatron.enabled):
         return
-    vllm = generation.vllm_cfg
-    features = {
-        "a model that sees": family_of(config.policy) is not None,
-        "policy.router_replay.enabled": config.policy.router_replay.enabled,
-        "policy.generation.top_p, top_k, min_p or bad_words, whose sampling masks drafts would need": (
-            config.replays_sampling_masks
-        ),
-        "policy.generation.vllm_cfg.precision: fp8": vllm.precision == "fp8",
-        "policy.generation.vllm_cfg.pipeline_parallel_size": vllm.pipeline_parallel_size > 1,
-    }
-    for key, is_on in features.items():
-        if is_on:
-            raise InvalidValue(f"policy.generation.vllm_kwargs.{speculation.KEY}", f"cannot be combined with {key}")
-    draft_ranks = generation.vllm_kwargs[speculation.KEY].get("draft_tensor_parallel_size")
-    if draft_ranks not in (None, vllm.tensor_parallel_size):
+    if megatron.moe_router_load_balancing_type == "sinkhorn":
+        raise InvalidValue(_ROUTER_REPLAY, "true, but policy.megatron_cfg.moe_router_load_balancing_type is sinkhorn")
+    if "moe" in (megatron.forwarded.get("recompute_modules") or ()) and megatron.pipeline_model_parallel_size > 1:
         raise InvalidValue(
-            f"policy.generation.vllm_kwargs.{speculation.KEY}.draft_tensor_parallel_size",
-            f"{draft_ranks}, but vLLM shares a draft as the policy: tensor_parallel_size is "
-            f"{vllm.tensor_parallel_size}",
-        )
-
-
-def vllm_can_be_refitted(config: Config) -> None:
-    """Check that refits can write the model family's parameters in vLLM, if the family is known here."""
-    model_type = (model_config(config.policy) or {}).get("model_type")
-    if config.policy.generation.backend == "vllm" and model_type not in (None, *VLLM_PLANNED, *VLLM_SEEING):
-        supported = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
-        raise InvalidValue(
-            "policy.generation.backend",
-            f"vllm, but refits write vLLM's {supported}, not its {model_type}; transformers is the other engine",
+            _ROUTER_REPLAY,
+            "true, but policy.megatron_cfg.recompute_modules has moe, and with pipeline_model_parallel_size above 1 "
+            "it would be recomputed with the experts of another micro-batch: use recompute_granularity: full",
         )
 
 
@@ -102,11 +92,12 @@ def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
         )
 
 
-RULES: tuple[Rule, ...] = where_it_rolls_out(
-    vllm_takes_its_arguments,
-    drafts_are_verified_where_that_was_tried,
-    vllm_can_be_refitted,
-    prompts_move_where_engines_are_async,
-    a_prompt_group_fits_the_engine_that_makes_it,
-    engines_beside_training_have_devices_of_their_own,
+RULES: tuple[Rule, ...] = (
+    *where_it_rolls_out(
+        prompts_move_where_engines_are_async,
+        a_prompt_group_fits_the_engine_that_makes_it,
+        engines_beside_training_have_devices_of_their_own,
+    ),
+    routing_can_be_replayed,
+    megatron_can_be_given_experts,
 )

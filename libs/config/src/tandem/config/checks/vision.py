@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tandem.common.errors import nearest
-from tandem.config.checks.rule import Rule, where_it_rolls_out
+from tandem.config.checks.rule import Rule
 from tandem.config.models.model_sizes import model_config, model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
@@ -103,19 +103,6 @@ def frozen_parts_are_known(config: Config) -> None:
         raise InvalidValue(f"{FREEZE}.freeze_language_model", "true, but the tower is frozen too")
 
 
-def vllm_sees_with_whole_models(config: Config) -> None:
-    """Check that vLLM has a model that sees in one pipeline stage, and in no float8."""
-    family, generation = family_of(config.policy), config.policy.generation
-    if family is None or generation.backend != "vllm":
-        return
-    key, settings = "policy.generation.vllm_cfg", generation.vllm_cfg
-    if settings.pipeline_parallel_size > 1:
-        text = f"{settings.pipeline_parallel_size}, which with images is not built"
-        raise InvalidValue(f"{key}.pipeline_parallel_size", text)
-    if settings.precision == "fp8":
-        raise InvalidValue(f"{key}.precision", "fp8, which with images is not built")
-
-
 def _models(config: Config) -> Iterator[tuple[str, ModelConfig]]:
     """Yield the models that take the tokens of the run, by the key of each one's name."""
     yield "policy.model_name", config.policy
@@ -127,5 +114,4 @@ RULES: tuple[Rule, ...] = (
     the_first_stage_has_the_layers_that_images_reach,
     images_are_built_for_the_models_beside_the_policy,
     frozen_parts_are_known,
-    *where_it_rolls_out(vllm_sees_with_whole_models),
 )

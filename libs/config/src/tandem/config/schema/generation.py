@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.config.engine_kinds import ENGINE_KINDS, EngineKind, EngineName
 from tandem.config.schema.base import (
     ConfigSection,
     Fraction,
@@ -163,14 +164,10 @@ class ColocatedConfig(ConfigSection, frozen=True, kw_only=True):
     resources: ColocatedResources = ColocatedResources()
 
 
-_VLLM_WIDTH = 256
-"""Sequences that vLLM runs at once unless ``max_num_seqs`` says otherwise."""
-
-
 class GenerationConfig(ConfigSection, frozen=True, kw_only=True):
     """Settings of generation in algorithms that roll out; no other algorithm reads them."""
 
-    backend: Literal["transformers", "vllm", "sglang", "megatron"] = "transformers"
+    backend: EngineName = "transformers"
     """The engine. NeMo-RL's base files have vllm; transformers is Tandem's own."""
     max_new_tokens: PositiveInt
     """Longest response, in tokens; applies to each of several turns."""
@@ -252,6 +249,15 @@ class GenerationConfig(ConfigSection, frozen=True, kw_only=True):
         """Probability that validation samples from."""
         return self.top_p if self.val_top_p is None else self.val_top_p
 
+    @property
+    def kind(self) -> EngineKind:
+        """Declaration of the engine. Raises `KeyError` for one that is not built, which no checked run has."""
+        return ENGINE_KINDS[self.backend]
+
+    def reads(self, section: str) -> bool:
+        """Return whether the engine reads the settings of an engine in ``policy.generation``."""
+        return self.backend in ENGINE_KINDS and self.kind.section == section
+
     @cached_property
     def validation_top_k(self) -> int | None:
         """Likeliest tokens that validation samples from; None means all."""
@@ -270,9 +276,7 @@ class GenerationConfig(ConfigSection, frozen=True, kw_only=True):
     @cached_property
     def width(self) -> int:
         """Samples that each engine runs at once."""
-        if self.backend == "vllm":
-            return int(self.vllm_kwargs.get("max_num_seqs") or _VLLM_WIDTH)
-        return self.transformers_cfg.num_slots
+        return self.kind.num_running(self)
 
     @cached_property
     def num_adapter_sets(self) -> int:

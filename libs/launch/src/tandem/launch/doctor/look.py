@@ -34,8 +34,8 @@ def needed_by(config: Config | None) -> frozenset[str]:
     if config is None:
         return frozenset()
     needed = {"torch", "memory copy", "shared memory", "disk"}
-    if config.generates and config.policy.generation.backend == "vllm":
-        needed.add("vLLM")
+    if config.generates and config.policy.generation.kind.module:
+        needed.add(config.policy.generation.kind.title)
     if config.policy.megatron_cfg.enabled:
         needed.add("Megatron-Core")
     if config.cluster.gpus_per_node:  # without a GPU those are skipped, and the run takes the CPU

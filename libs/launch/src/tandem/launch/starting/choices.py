@@ -14,6 +14,7 @@ from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.values.texts import text_of
 from tandem.config import build_config
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.installed.sources import package_folder
 from tandem.config.models import hub
 from tandem.samples.data_sets import sources
@@ -41,8 +42,8 @@ TASKS = {
 OF_NUMBERS = ("chain_sum", "products", "gcd")
 """Tasks for which worse solutions can be written."""
 ENGINES = {
-    "transformers": "embedded; runs anywhere, also on a CPU",
-    "vllm": f"fast; needs a GPU, and {install_command('vllm')}",
+    kind.name: f"{kind.summary}, and {install_command(kind.extra)}" if kind.extra else kind.summary
+    for kind in ENGINE_KINDS.values()
 }
 ENVIRONMENTS = {
     "exact_match": "the response is the answer, letter for letter",

@@ -11,6 +11,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError, RunFolderError
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.launch.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, DataProperties, UserChoices, max_length
 
 Entry: TypeAlias = "tuple[Any, str] | dict[str, Entry]"
@@ -177,7 +178,7 @@ def _policy(choices: UserChoices, properties: DataProperties, model: str, *, is_
         policy["new_model"] = _new_model(properties, length)
     policy |= {
         "precision": (
-            "float32" if choices.engine == "transformers" else "bfloat16",
+            "bfloat16" if ENGINE_KINDS[choices.engine].is_on_gpus else "float32",
             "type of weights and activations: float32 on a CPU, bfloat16 on GPUs",
         ),
         "max_total_sequence_length": (length, "tokens of prompt and response together"),
@@ -213,7 +214,7 @@ def _generation(choices: UserChoices, length: int) -> dict[str, Entry]:
     its_own: dict[str, Entry] = {
         "transformers_cfg": {"num_slots": (64, "sequences that it decodes at once")},
     }
-    if choices.engine == "vllm":
+    if ENGINE_KINDS[choices.engine].is_on_gpus:
         its_own = {"vllm_cfg": {"gpu_memory_utilization": (0.5, "share of a GPU that vLLM may take")}}
     return {
         "backend": (choices.engine, "the engine that samples: transformers (embedded) or vllm"),
@@ -293,7 +294,7 @@ def _env(choices: UserChoices) -> dict[str, Entry]:
 
 
 def _num_gpus(choices: UserChoices) -> int:
-    return int(choices.engine == "vllm")
+    return int(ENGINE_KINDS[choices.engine].is_on_gpus)
 
 
 def _lines(tree: Mapping[str, Entry], indent: str) -> Iterator[str]:

@@ -7,7 +7,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from tandem.config import Config
 from tandem.observe.diagnosis.evidence import RunEvidence, in_steps, shortened
 from tandem.observe.diagnosis.finding import Certainty, DiagnosisFinding
 
@@ -17,8 +16,6 @@ SLOW_SHARE = 0.5
 """Share of a step, without validation, for which samples wait for the environment."""
 _LEAST_SAMPLES, _LEAST_STEPS, _TOGETHER_S = 4, 3, 0.05
 """Least samples of one length that an engine started together, least steps with such, longest time between starts."""
-USUAL_PLACES = 256
-"""Samples that vLLM generates at once, unless its configuration says otherwise; its cache may hold fewer."""
 _ENVIRONMENT = re.compile(r"environment '")
 _QUOTED = re.compile(r"(environment '[^']*')|'[^']*'|\"[^\"]*\"")
 
@@ -79,7 +76,7 @@ def slow_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     waits = []
     for step in sorted({row.step for row in evidence.samples} & records.keys()):
         at_once = Counter(row.rollout for row in evidence.samples if row.step == step)
-        if max(at_once.values()) > _num_places(config):
+        if max(at_once.values()) > config.policy.generation.width:
             continue
         begun: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         for row in evidence.samples:
@@ -104,18 +101,10 @@ def slow_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
             f"{total:.3g} s without validation ({SLOW_SHARE:.0%} is the threshold)",
         ),
         look_at=f"{evidence.config.environment_keys}: its class and num_workers",
-        certainty="likely" if config.policy.generation.backend == "transformers" else "possible",
+        certainty="possible" if config.policy.generation.kind.is_on_gpus else "likely",
         since=slow[0],
         explains=("slow engine", "became slow"),
     )
-
-
-def _num_places(config: Config) -> int:
-    """Return the number of samples that an engine generates at once."""
-    generation = config.policy.generation
-    if generation.backend == "transformers":
-        return generation.transformers_cfg.num_slots
-    return int(generation.vllm_kwargs.get("max_num_seqs") or USUAL_PLACES)
 
 
 def without_restated(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:

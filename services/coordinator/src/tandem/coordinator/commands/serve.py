@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from tandem.common.errors import ConfigError, TandemError
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.models import hub
 from tandem.config.schema.generation import ToolCallParser
 from tandem.coordinator.commands.arguments import Commands, count, number
@@ -78,7 +79,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the settings of the engine that generates to a parser."""
     engine = parser.add_argument_group("engine")
     engine.add_argument("--name", help="the model's name in requests (default: the folder's name)")
-    engine.add_argument("--engine", choices=("transformers", "vllm"), help="default: transformers, embedded")
+    engine.add_argument("--engine", choices=tuple(ENGINE_KINDS), help="default: transformers, embedded")
     engine.add_argument("--max-batch-size", type=count, metavar="N", help="responses at the same time (default: 32)")
     engine.add_argument(
         "--max-length",

@@ -42,8 +42,7 @@ def run_spec(
         samples_folder=samples_folder if config.generates and config.logger.samples != "off" else "",
         reward_server=reward_server,
         images_at=images_at,
-        # vLLM on a GPU asserts that no process frees memory meanwhile, and takes what others allocate for its own.
-        engines_first=config.is_colocated and generation.backend == "vllm" and config.cluster.gpus_per_node > 0,
+        engines_first=config.is_colocated and generation.kind.must_start_first and config.cluster.gpus_per_node > 0,
         # If the two are colocated, no engine generates while a trainer steps.
         allow_alias=config.is_colocated and config.refit.alias == "auto",
         alias_frozen=config.refit.alias == "auto",

@@ -209,8 +209,11 @@ def _find_extras(config: Config) -> None:
     judges = [name for name in config.environments if config.env[name].judge is not None]
     if launched.get("rollout") and judges and package_folder("openai") is None:
         missing.append(f"env.{judges[0]}.judge: the package openai is not installed; {install_command('judge')}")
-    if launched.get("rollout") and config.policy.generation.backend == "vllm" and package_folder("vllm") is None:
-        missing.append(f"policy.generation.backend: vllm, but vLLM is not installed; {install_command('vllm')}")
+    kind = config.policy.generation.kind
+    if launched.get("rollout") and kind.module and package_folder(kind.module) is None:
+        missing.append(
+            f"policy.generation.backend: {kind.name}, but {kind.title} is not installed; {install_command(kind.extra)}"
+        )
     if missing:
         raise ConfigError(*missing)
 

@@ -15,6 +15,7 @@ from msgspec.inspect import type_info
 from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError
 from tandem.common.network import is_loopback
 from tandem.config.conform import conform
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.installed.sources import package_folder
 from tandem.config.installed.vllm_arguments import check_arguments
 from tandem.config.layers import COMMAND_LINE, ConfigLayers, overridden
@@ -60,10 +61,13 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> ServingHand
     length = _length(arguments.max_length, max_positions_in(config))
     precision = arguments.precision or _precision(config)
     engine_settings = _given(arguments.overrides, length, precision)
-    if arguments.overrides and arguments.engine != "vllm":
+    kind = ENGINE_KINDS[arguments.engine]
+    if arguments.overrides and not kind.module:
         raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: a setting of vLLM: give --engine vllm as well")
-    if arguments.engine == "vllm" and package_folder("vllm") is None:
-        raise ConfigError("--engine vllm: vLLM is not installed; the embedded engine is --engine transformers")
+    if kind.module and package_folder(kind.module) is None:
+        raise ConfigError(
+            f"--engine {kind.name}: {kind.title} is not installed; the embedded engine is --engine transformers"
+        )
     typed = str(arguments.folder)
     name = arguments.name or model.name
     return ServingHandover(

@@ -24,9 +24,7 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(config: Config) -> SampleLimits:
         """Return the limits of a run; its model folder must exist."""
-        policy, longest = config.policy, config.policy.max_total_sequence_length
-        if policy.generation.backend == "vllm":
-            longest = max(longest, policy.generation.vllm_cfg.max_model_len)
+        policy = config.policy
         agent = config.agent
         turns = config.rollout_section.max_rollout_turns if config.declaration.rolls_out else 0
         if agent is not None:
@@ -34,7 +32,7 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
         vocabulary = vocabulary_size(policy)
         return SampleLimits(
             vocabulary=vocabulary,
-            max_tokens=longest,
+            max_tokens=policy.generation.kind.longest_sequence(config),
             max_turns=turns,
             plays=agent is not None,
             speakers=frozenset(f"trainer-{model_group.first}" for model_group in model_groups_of(config)),

@@ -131,10 +131,7 @@ def _app(desk: object, config: Config, keys: ApiKeys, states: Path, terms: Servi
     from tandem.serving.tinker.states import StateFolder
 
     assert isinstance(desk, CallDesk), "as `_desk` returns"
-    generation = config.policy.generation
-    longest = config.policy.max_total_sequence_length
-    if generation.backend == "vllm":
-        longest = max(longest, generation.vllm_cfg.max_model_len)
+    longest = config.policy.generation.kind.longest_sequence(config)
     engines = SamplingEngines(Path(config.logger.log_dir), longest, config.cluster.deadlines.generate_s)
     service = TinkerService(desk, config, engines, StateFolder(states.absolute()), terms.most_tokens)
     return make_app(service, keys, is_on_loopback=on_loopback(terms.listening))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.errors import ConfigError, ModelError
+from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.config.models.model_sizes import config_file
@@ -17,9 +17,10 @@ from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_co
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import FAMILIES
-from tandem.refit.adapters.huggingface import HuggingFace, is_of_tower
+from tandem.refit.adapters.huggingface import is_of_tower
 from tandem.refit.adapters.megatron import Megatron, linear_layers
 from tandem.refit.adapters.vllm import Vllm
+from tandem.refit.forecast.engine_plans import find_plan
 
 _LINEAR = re.compile(r"^(?!.*\.experts\.).*_proj(_with_mqa)?\.weight$")
 """Weights of layers that PEFT can adapt; routed experts are one parameter for each layer, so not among them."""
@@ -43,7 +44,7 @@ def sides(config: Config, model: ModelShape) -> tuple[ForecastSide, ForecastSide
     trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
     trained_model = model.with_dtype("float32" if trains_all_in_float32 else policy.precision)
     return ForecastSide("trainer", training(config), _with_adapters(config, trained_model)), ForecastSide(
-        "engine", generation(config), _held_by_engines(config, model)
+        "engine", generation(config), find_plan(config).shape(config, model)
     )
 
 
@@ -92,18 +93,9 @@ def training(config: Config) -> Megatron | DTensor:
     )
 
 
-def generation(config: Config) -> Vllm | HuggingFace:
+def generation(config: Config) -> ParallelDeployment:
     """Return how the engines divide the model."""
-    settings, num_engines = config.policy.generation, config.cluster.rollouts
-    if settings.backend == "transformers":
-        return HuggingFace(num_engines)
-    vllm = settings.vllm_cfg
-    return Vllm(
-        tp=vllm.tensor_parallel_size,
-        pp=vllm.pipeline_parallel_size,
-        replicas=num_engines,
-        expert_parallel=vllm.expert_parallel_size > 1,
-    )
+    return find_plan(config).divide(config)
 
 
 def words(config: Config, deployment: ParallelDeployment) -> str:
@@ -129,33 +121,6 @@ def words(config: Config, deployment: ParallelDeployment) -> str:
 
 def _said(sizes: dict[str, int]) -> str:
     return " × ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "on one GPU"
-
-
-_ENGINE_DTYPES = {
-    "auto": "",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "half": "float16",
-    "float32": "float32",
-    "float": "float32",
-    "fp8": "fp8",
-}
-"""Element types by vLLM's names for them, and NeMo-RL's ``fp8``; ``auto`` is the policy's own."""
-
-
-def _held_by_engines(config: Config, model: ModelShape) -> ModelShape:
-    settings = config.policy.generation
-    if settings.backend == "transformers":
-        return model.with_dtype(config.policy.precision)
-    dtype = _ENGINE_DTYPES.get(settings.vllm_cfg.precision)
-    if dtype is None:
-        valid = ", ".join(_ENGINE_DTYPES)
-        raise ConfigError(
-            f"policy.generation.vllm_cfg.precision: {settings.vllm_cfg.precision!r} is not one of {valid}"
-        )
-    if dtype == "fp8":
-        return model.with_dtype("bfloat16").quantised()
-    return model.with_dtype(dtype or config.policy.precision)
 
 
 def model_shape(config: Config) -> ModelShape | str:

@@ -77,7 +77,7 @@ def _hosts(config: Config, trainers: ForecastSide, engines: ForecastSide) -> tup
 
 def is_on_gpus(config: Config) -> bool:
     """Return whether weights lie on GPUs: the embedded engine keeps its own on the CPU, and its trainers do, too."""
-    return config.cluster.gpus_per_node > 0 and config.policy.generation.backend != "transformers"
+    return config.cluster.gpus_per_node > 0 and config.policy.generation.kind.is_on_gpus
 
 
 def _named(kind: str, layouts: Iterable[Layout]) -> dict[str, Layout]:

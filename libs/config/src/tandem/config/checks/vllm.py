@@ -1,0 +1,109 @@
+"""Rules and notices for configurations that generate with vLLM; its declaration names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.config.checks.rule import Rule
+from tandem.config.installed import speculation
+from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, complaint
+from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_SEEING
+from tandem.config.models.model_sizes import model_config
+from tandem.config.models.vision_families import family_of
+from tandem.config.problem import InvalidValue, without_effect
+from tandem.config.schema import Config
+
+
+def vllm_takes_its_arguments(config: Config) -> None:
+    """Check vLLM's arguments by name if vLLM is installed: its engine would refuse them only after everything has
+    started."""
+    generation = config.policy.generation
+    arguments = dict(generation.vllm_kwargs)
+    if speculation.unbuilt_method(arguments) is not None:  # which is reported elsewhere
+        del arguments[speculation.KEY]
+    problem = complaint(arguments)
+    if problem is not None:
+        raise InvalidValue(f"policy.generation.vllm_kwargs.{problem[0]}", problem[1])
+    longest = config.policy.max_total_sequence_length
+    if generation.vllm_cfg.max_model_len < longest:
+        raise InvalidValue(
+            "policy.generation.vllm_cfg.max_model_len",
+            f"{generation.vllm_cfg.max_model_len} is less than policy.max_total_sequence_length ({longest})",
+        )
+
+
+def drafts_are_verified_where_that_was_tried(config: Config) -> None:
+    """Check that speculative decoding is not combined with what changes vLLM's steps in other ways."""
+    generation = config.policy.generation
+    if speculation.method_of(generation.vllm_kwargs) is None:
+        return
+    vllm = generation.vllm_cfg
+    features = {
+        "a model that sees": family_of(config.policy) is not None,
+        "policy.router_replay.enabled": config.policy.router_replay.enabled,
+        "policy.generation.top_p, top_k, min_p or bad_words, whose sampling masks drafts would need": (
+            config.replays_sampling_masks
+        ),
+        "policy.generation.vllm_cfg.precision: fp8": vllm.precision == "fp8",
+        "policy.generation.vllm_cfg.pipeline_parallel_size": vllm.pipeline_parallel_size > 1,
+    }
+    for key, is_on in features.items():
+        if is_on:
+            raise InvalidValue(f"policy.generation.vllm_kwargs.{speculation.KEY}", f"cannot be combined with {key}")
+    draft_ranks = generation.vllm_kwargs[speculation.KEY].get("draft_tensor_parallel_size")
+    if draft_ranks not in (None, vllm.tensor_parallel_size):
+        raise InvalidValue(
+            f"policy.generation.vllm_kwargs.{speculation.KEY}.draft_tensor_parallel_size",
+            f"{draft_ranks}, but vLLM shares a draft as the policy: tensor_parallel_size is "
+            f"{vllm.tensor_parallel_size}",
+        )
+
+
+def vllm_can_be_refitted(config: Config) -> None:
+    """Check that refits can write the model family's parameters in vLLM, if the family is known here."""
+    model_type = (model_config(config.policy) or {}).get("model_type")
+    if model_type not in (None, *VLLM_PLANNED, *VLLM_SEEING):
+        supported = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
+        raise InvalidValue(
+            "policy.generation.backend",
+            f"vllm, but refits write vLLM's {supported}, not its {model_type}; transformers is the other engine",
+        )
+
+
+def engines_can_merge_adapters(config: Config) -> None:
+    """Check the engine's precision: block-scaled float8 weights are quantised on arrival, so adapters cannot be
+    added."""
+    policy = config.policy
+    if policy.adapters and policy.generation.vllm_cfg.precision == "fp8":
+        text = "'fp8', but adapters are trained: engines merge them into bfloat16, float16 or float32"
+        raise InvalidValue("policy.generation.vllm_cfg.precision", text)
+
+
+def vllm_sees_with_whole_models(config: Config) -> None:
+    """Check that vLLM has a model that sees in one pipeline stage, and in no float8."""
+    family, generation = family_of(config.policy), config.policy.generation
+    if family is None:
+        return
+    key, settings = "policy.generation.vllm_cfg", generation.vllm_cfg
+    if settings.pipeline_parallel_size > 1:
+        text = f"{settings.pipeline_parallel_size}, which with images is not built"
+        raise InvalidValue(f"{key}.pipeline_parallel_size", text)
+    if settings.precision == "fp8":
+        raise InvalidValue(f"{key}.precision", "fp8, which with images is not built")
+
+
+def arguments_without_effect(config: Config) -> Iterator[str]:
+    """Yield the arguments of vLLM that are accepted but not passed to it."""
+    generation = config.policy.generation
+    for name, reason in WITHOUT_EFFECT.items():
+        if name in generation.vllm_kwargs:
+            yield without_effect(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], reason)
+
+
+RULES: tuple[Rule, ...] = (
+    vllm_takes_its_arguments,
+    drafts_are_verified_where_that_was_tried,
+    vllm_can_be_refitted,
+    engines_can_merge_adapters,
+    vllm_sees_with_whole_models,
+)

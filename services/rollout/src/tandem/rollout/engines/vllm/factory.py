@@ -1,0 +1,71 @@
+"""The factory of vLLM's engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.rollout.engines.factory import EngineFactory, ReadImage, describe_images
+from tandem.rollout.engines.vllm import insides
+from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits
+from tandem.samples.routed_experts import replayed_experts
+from tandem.samples.sampling_masks import masks_of_run
+
+if TYPE_CHECKING:
+    from tandem.config import Config
+    from tandem.config.schema.generation import VllmCfg
+    from tandem.rollout.engine import Engine
+    from tandem.samples.tokenizer import Tokenizer
+    from tandem.serving.handover import ServingHandover
+
+
+class VllmFactory:
+    """Builds vLLM's engine, of a text model or of one that sees, with one set of adapters or several."""
+
+    def prepare_process(self, num_threads: int) -> None:
+        """Set what vLLM, torch and OpenMP read once."""
+        insides.prepare_environment(num_threads)
+
+    def build(self, config: Config, tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits) -> Engine:
+        """Return the engine of a run."""
+        policy, generation = config.policy, config.policy.generation
+        # External requests are few, and do not wait for all waiting samples.
+        extra = {"scheduling_policy": "priority"} if generation.takes_external_requests and generation.is_async else {}
+        settings: dict[str, Any] = {
+            "extra": {**extra, **generation.vllm_kwargs},
+            "experts": replayed_experts(config),
+            "mask_format": masks_of_run(config),
+            "config_overrides": policy.engine_config_overrides,
+        }
+        folder = Path(policy.model_name)
+        if generation.num_adapter_sets > 1:
+            from tandem.rollout.engines.vllm.adapters import AdaptersVllmEngine
+
+            return AdaptersVllmEngine(folder, generation.vllm_cfg, num_sets=generation.num_adapter_sets, **settings)
+        return _make(folder, generation.vllm_cfg, tokenizer, read_image, limits, settings)
+
+    def load(self, serving: ServingHandover, tokenizer: Tokenizer, read_image: ReadImage) -> Engine:
+        """Return an engine with the weights of a model folder."""
+        extra = {"max_num_seqs": serving.max_batch_size, **serving.vllm_kwargs}
+        settings = {"extra": extra, "with_weights": True}
+        return _make(Path(serving.model_folder), serving.vllm_cfg, tokenizer, read_image, DEFAULT_LIMITS, settings)
+
+
+def _make(
+    folder: Path,
+    vllm_cfg: VllmCfg,
+    tokenizer: Tokenizer,
+    read_image: ReadImage,
+    limits: ImageLimits,
+    settings: dict[str, Any],
+) -> Engine:
+    if tokenizer.sees:
+        from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine
+
+        return SeeingVllmEngine(folder, vllm_cfg, **describe_images(tokenizer, read_image, limits), **settings)
+    from tandem.rollout.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(folder, vllm_cfg, **settings)
+
+
+FACTORY: EngineFactory = VllmFactory()
