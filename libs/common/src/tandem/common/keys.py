@@ -21,6 +21,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from tandem.common.atomic_files import replace_file
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.regular_files import irregular
 
@@ -129,7 +130,7 @@ def write_admitted(run: Path, admitted: AdmittedProcesses) -> None:
     """Write atomically which processes the coordinator has admitted. Raises `RunFolderError`."""
     path = run.absolute() / FOLDER / ADMITTED_FILE
     try:
-        _replace(path, encode(admitted))
+        replace_file(path, encode(admitted), is_private=True, is_synced=True)
     except OSError as error:
         raise RunFolderError(f"cannot write the list of the run's processes to {path}: {error.strerror}") from error
 
@@ -143,18 +144,7 @@ def forget_admitted(run: Path) -> None:
 def _write(path: Path, text: bytes) -> None:
     """Write a file atomically that only its owner can read; keep one that exists."""
     if not path.exists():
-        _replace(path, text)
-
-
-def _replace(path: Path, text: bytes) -> None:
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.unlink(missing_ok=True)
-    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(descriptor)
-    written.replace(path)
+        replace_file(path, text, is_private=True, is_synced=True)
 
 
 def _read(path: Path, kind: type[_Kept], file_kind: str, most_bytes: int = _MOST_BYTES) -> _Kept:

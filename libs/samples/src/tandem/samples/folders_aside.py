@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.common.atomic_files import replace_file
+
 _ASIDE = "before-resume-"
 """Prefix of the folders with files from before the run was resumed; a number follows."""
 _LIMITS = "limits.json"
@@ -63,9 +65,7 @@ def read_limits(aside: Path) -> RestoreLimits:
 
 def _write_limits(aside: Path, limits: RestoreLimits) -> None:
     """Write the validity limits, atomically. Raises `OSError`."""
-    temporary = aside / f".{_LIMITS}"
-    temporary.write_bytes(msgspec.json.encode(limits))
-    temporary.rename(aside / _LIMITS)
+    replace_file(aside / _LIMITS, msgspec.json.encode(limits))
 
 
 def _number(aside: Path) -> int:

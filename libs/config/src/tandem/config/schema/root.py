@@ -236,8 +236,7 @@ class Config(ConfigSection, frozen=True, kw_only=True):
     @cached_property
     def table_columns(self) -> dict[str, str]:
         """Dtypes of the batch table's additional arrays, by name."""
-        has_routes = self.num_of("teacher") > 1 and not self.joint_teachers
-        several = {f"{columns.TEACHER}_S": "int32"} if has_routes else {}
+        several = {f"{columns.TEACHER}_S": "int32"} if self.has_routed_teachers else {}
         return self.loss_fn.environment_columns | several
 
     def with_policy(self, section: ModelConfig, **updates: Any) -> Config:
@@ -354,6 +353,11 @@ class Config(ConfigSection, frozen=True, kw_only=True):
     def joint_teachers(self) -> tuple[TeacherConfig, ...]:
         """Teachers that all score every sequence; empty if each sequence has one."""
         return () if self.declaration.rolls_out else self.teachers or ()
+
+    @cached_property
+    def has_routed_teachers(self) -> bool:
+        """Whether trainers hold several teachers, and each sequence has one of them."""
+        return self.num_of("teacher") > 1 and not self.joint_teachers
 
     @cached_property
     def weighs_teachers_by(self) -> str:

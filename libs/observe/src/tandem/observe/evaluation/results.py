@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from tandem.common.atomic_files import replaced
 from tandem.common.messages import SampleScored
 from tandem.observe.evaluation.scores import SampleVote, ScoreEstimate, estimate, ks, majority_at, pass_at
 
@@ -125,11 +126,9 @@ def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(
-        pa.Table.from_pylist([msgspec.to_builtins(result) for result in results], schema=_schema()), temporary
-    )
-    temporary.replace(path)
+    table = pa.Table.from_pylist([msgspec.to_builtins(result) for result in results], schema=_schema())
+    with replaced(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def _schema() -> object:

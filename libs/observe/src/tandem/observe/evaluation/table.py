@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tandem.common.atomic_files import replace_file
 from tandem.config import Config
 from tandem.observe.evaluation.results import ModelScores
 from tandem.observe.evaluation.scores import ScoreEstimate
@@ -40,9 +41,7 @@ class EvaluationResults(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_table(folder: Path, evaluation: EvaluationResults) -> None:
     """Write the table as JSON. Raise `OSError` if that fails."""
-    temporary = folder / f".{FILE}.tmp"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation)))
-    temporary.replace(folder / FILE)
+    replace_file(folder / FILE, msgspec.json.format(msgspec.json.encode(evaluation)))
 
 
 def print_table(evaluation: EvaluationResults, config: Config, console: Console) -> None:

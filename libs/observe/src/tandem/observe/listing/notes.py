@@ -5,13 +5,13 @@ No process of a run reads or writes it, so it may change while the run goes on.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tandem.common.atomic_files import replace_file
 from tandem.common.errors import ConfigError, RunFolderError, nearest
 from tandem.observe.run_folder.journal_file import require_journal
 
@@ -76,10 +76,9 @@ def change_notes(
 
 
 def _write(folder: Path, notes: RunNotes) -> RunNotes:
-    path, temporary = folder / NOTES_NAME, folder / f".{NOTES_NAME}.{os.getpid()}"
+    path = folder / NOTES_NAME
     try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(notes)))
-        temporary.replace(path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(notes)))
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
     return notes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
+from tandem.common.atomic_files import replace_file
 from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.journal_file import is_taken
 
@@ -40,16 +40,11 @@ class EngineServersFile:
 
     def _write(self) -> None:
         """Write the whole file; errors of the disk never stop the run."""
-        temporary = self._path.with_name(f".{FILE_NAME}")
         with contextlib.suppress(OSError):
             if not self._servers:
                 self._path.unlink(missing_ok=True)
                 return
-            temporary.unlink(missing_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(self._servers))
-            temporary.rename(self._path)
+            replace_file(self._path, msgspec.json.encode(self._servers), is_private=True)
 
 
 def read_engine_servers(folder: Path) -> dict[str, EngineServer] | None:

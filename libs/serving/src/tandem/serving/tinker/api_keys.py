@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
@@ -14,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tandem.common.atomic_files import replace_file
 from tandem.common.errors import ConfigError
 from tandem.common.keys import refuse_others
 from tandem.common.regular_files import irregular
@@ -60,16 +60,9 @@ def add_key(path: Path, name: str) -> str:
     key = PREFIX + secrets.token_urlsafe(32)
     keys = {**({} if kept is None else kept.keys), name: hashlib.sha256(key.encode()).hexdigest()}
     text = msgspec.json.format(msgspec.json.encode(_Kept(keys))) + b"\n"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        replace_file(path, text, is_private=True, is_synced=True)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise ConfigError(f"--keys {path}: cannot write it: {error.strerror}") from error
     return key
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from tandem.common.atomic_files import replace_file
 from tandem.serving.tinker.requests import TinkerRefused
 
 _RECORD = "tinker.json"
@@ -85,10 +86,7 @@ class StateFolder:
 
     def write(self, record: StateRecord) -> None:
         """Note a state whose files are written: from now on it is one."""
-        folder = self._folder / record.model_id / record.name
-        beside = folder / f"{_RECORD}.new"
-        beside.write_bytes(msgspec.json.encode(record))
-        beside.rename(folder / _RECORD)
+        replace_file(self._folder / record.model_id / record.name / _RECORD, msgspec.json.encode(record))
 
     def find(self, path: str, owner: str) -> tuple[StateRecord, Path]:
         """Return the state that a client names, its own or a published one. Raises `TinkerRefused`."""

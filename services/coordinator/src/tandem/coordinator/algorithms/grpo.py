@@ -183,7 +183,7 @@ class GrpoAlgorithm:
         batch, metrics = training_batch(
             self._config, step, records, prompts, lambda group: drawn[group].problem.problem_id
         )
-        if self._config.num_of("teacher") > 1:
+        if self._config.has_routed_teachers:
             batch = teachers.with_teachers(self._config, batch, drawn)
         if self._has_origins:
             samples = [record.scored for record in records]

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.common.atomic_files import replace_file
 from tandem.common.errors import DataError, nearest
 from tandem.common.returned import shown
 from tandem.common.values.json_values import encode_json
@@ -43,9 +44,7 @@ class CheckedRows(msgspec.Struct, frozen=True):
         """Write the file, unless it is already there."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            temporary = path.with_name(f".{path.name}")
-            temporary.write_bytes(self.content)
-            temporary.rename(path)
+            replace_file(path, self.content)
 
     def path(self, folder: Path, name: str) -> Path:
         """Return the path of the file in a run folder."""

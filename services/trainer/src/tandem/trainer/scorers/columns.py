@@ -69,7 +69,7 @@ def scored_by(
     models are joint teachers, all.
     """
     batches: Sequence[Sequence[int]] = step.global_batches
-    if step.config.num_of(model) > 1 and not step.config.joint_teachers:
+    if model == "teacher" and step.config.has_routed_teachers:
         is_its_S = step.table.columns[f"{model}_S"] == number
         batches = [[row for row in rows if is_its_S[row]] for rows in batches]
     if not any(batches):
