@@ -8,12 +8,12 @@
 | build | an engine comes in the place of a lost one, and no trainer works on its GPU | it is built |
 | publish | trainers hold a version that an engine lacks, and it may take it | refit it, verify it, record |
 | discard | an engine is lost or invalidated, or made samples with unverified weights | its groups wait again |
-| record | a step has trained | rollouts log its samples while the run goes on |
+| record | a step has trained | rollouts log its samples meanwhile |
 | start | the weights to start from have reached the engines | the first step begins |
 | offer | every rank has trained, the last version is verified and no longer read | trainers hold, or copy, a new one |
 | validate | a step has trained, it is due, and engines hold the new version | groups, or a batch, are evaluated |
 | publish checkpoint | a checkpoint is written, and its steps are in the rollout log | it gets its name |
-| save | it is due, no checkpoint is being written, no engine built | copy; write while the run goes on |
+| save | it is due, no checkpoint is being written, no engine built | copy; write meanwhile |
 | commit | trained, validated, copied | the step is in the journal |
 | advance | the step in progress is committed | the next one begins |
 | draw | a step is at most `max_trajectory_age_steps` ahead of the one in progress | its groups wait |
