@@ -109,7 +109,7 @@ def stand_in() -> None:
             num_bytes = sum(size for size in receive(asked.at, asked.own, digests))
         else:
             images = ImageFolder(Path(asked.folder) / str(rank))
-            fetcher = ImageFetcher(images, name=f"trainer-{rank}", run_id=RUN_ID, own=asked.own)
+            fetcher = ImageFetcher(images, name=f"trainer-{rank}", run_id=RUN_ID, key_pair=asked.own)
             fetcher.begin(asked.at, asked.at.address)
             fetcher.fetch(digests, TIMEOUT_S)
             num_bytes = 0

@@ -40,7 +40,7 @@ def digest_of(image: bytes) -> str:
 
 
 def fetcher_into(folder: ImageFolder, at: Listener | None) -> ImageFetcher:
-    fetcher = ImageFetcher(folder, name="trainer-1", run_id=RUN_ID, own=MEMBER)
+    fetcher = ImageFetcher(folder, name="trainer-1", run_id=RUN_ID, key_pair=MEMBER)
     fetcher.begin(at, ADDRESS)
     return fetcher
 
@@ -120,7 +120,7 @@ def test_a_damaged_image_and_one_of_another_run_are_not_given(tmp_path: Path, he
         missing = fetcher_into(here, at).fetch([digest_of(b"whole"), harmed], 20.0)
         assert missing == [f"trainer-1 lacks image {harmed[:12]}: coordinator: it does not have it"]
         assert here.has(digest_of(b"whole"))
-        other = ImageFetcher(ImageFolder(tmp_path / "other"), name="trainer-1", run_id="other", own=MEMBER)
+        other = ImageFetcher(ImageFolder(tmp_path / "other"), name="trainer-1", run_id="other", key_pair=MEMBER)
         other.begin(at, ADDRESS)
         assert "does not have it" in other.fetch([digest_of(b"whole")], 20.0)[0]
 

@@ -160,13 +160,15 @@ class SampleBatch:
 
     def take(self, rows: slice | Sequence[int] | Int64s) -> SampleBatch:
         """Return the given sequences in the given order. Those of a slice are not copied."""
-        chosen: dict[str, slice | Int64s] = {"S": rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)}
+        index_of_axis: dict[str, slice | Int64s] = {
+            "S": rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)
+        }
         arrays = {}
         for name, array in self.columns.items():
             axis = name.rpartition("_")[2][0]
-            if axis not in chosen:
-                chosen[axis] = self._along(axis, chosen["S"])
-            arrays[name] = array[chosen[axis]]
+            if axis not in index_of_axis:
+                index_of_axis[axis] = self._along(axis, index_of_axis["S"])
+            arrays[name] = array[index_of_axis[axis]]
         return SampleBatch(**arrays).with_sources(self.sources, self.notes)
 
     def rows_of(self, rank: int) -> Int64s:
@@ -194,8 +196,8 @@ class SampleBatch:
 
     def of_tokens(self, name: str) -> NDArray[Any]:
         """Return a column's value for each token: its own, or that of its sequence."""
-        own = self.columns.get(f"{name}_T")
-        return np.repeat(self.columns[f"{name}_S"], self.lengths_S) if own is None else own
+        column_T = self.columns.get(f"{name}_T")
+        return np.repeat(self.columns[f"{name}_S"], self.lengths_S) if column_T is None else column_T
 
     def valid(self) -> Bools:
         """Return the loss mask without the first token of each sequence, which nothing predicts."""
@@ -263,10 +265,10 @@ class SampleBatch:
         """Raise `WireError` if any number of an array is wrong, and name the first."""
         if wrong.any():
             at = int(wrong.argmax())
-            where = f"sequence {at}"
+            place = f"sequence {at}"
             if name.endswith("_T"):
-                where = f"token {at}, of sequence {int(np.searchsorted(self.offsets(), at, side='right')) - 1}"
-            raise WireError(f"{name}: {self.columns[name][at]} for {where}, {must}")
+                place = f"token {at}, of sequence {int(np.searchsorted(self.offsets(), at, side='right')) - 1}"
+            raise WireError(f"{name}: {self.columns[name][at]} for {place}, {must}")
 
 
 LENGTHS = {"T": "lengths_S", "I": "num_images_S", "W": "num_mask_words_S"}
@@ -337,8 +339,8 @@ def _check_declared(frames: Mapping[str, NDArray[Any]], names: Sequence[str], co
         if name not in frames:
             raise WireError(f"{name}: is missing")
         if name not in names and name not in columns:
-            known = ", ".join([*names, *columns])
-            raise WireError(f"{name[:_SHOWN]}: is no array of this message, which has {known}")
+            declared = ", ".join([*names, *columns])
+            raise WireError(f"{name[:_SHOWN]}: is no array of this message, which has {declared}")
         array, dtype = frames[name], np.dtype(columns[name]) if name in columns else DECLARED[name]
         num_axes = len(name.rpartition("_")[2])
         if array.dtype != dtype or array.ndim != num_axes:

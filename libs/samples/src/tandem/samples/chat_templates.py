@@ -48,9 +48,9 @@ class _TooSlow(Exception):
 class ChatTemplate:
     """A Hugging Face tokenizer's chat template, from the folder `where` and configured at `key`."""
 
-    def __init__(self, hugging_face: Any, where: str, key: str) -> None:
+    def __init__(self, hugging_face: Any, source: str, key: str) -> None:
         self._hugging_face = hugging_face
-        self._name = f"{key}.chat_template: the chat template of {where}"
+        self._name = f"{key}.chat_template: the chat template of {source}"
 
     @property
     def words(self) -> frozenset[str]:
@@ -61,8 +61,8 @@ class ChatTemplate:
     @property
     def variables(self) -> frozenset[str]:
         """Variables that a conversation may set for it."""
-        taken = inspect.signature(self._hugging_face.apply_chat_template).parameters
-        return self.words - taken.keys() - {"messages"}
+        parameters = inspect.signature(self._hugging_face.apply_chat_template).parameters
+        return self.words - parameters.keys() - {"messages"}
 
     def render(
         self,
@@ -104,12 +104,12 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._hugging_face.chat_template
-        given = {**self._hugging_face.special_tokens_map, **(variables or {})}
+        all_variables = {**self._hugging_face.special_tokens_map, **(variables or {})}
 
         def apply(form: list[dict[str, Any]]) -> list[tuple[int, int]]:
             present = [{name: value for name, value in message.items() if value is not None} for message in form]
             _, (parts,) = render_jinja_template(
-                conversations=[present], chat_template=template, return_assistant_tokens_mask=True, **given
+                conversations=[present], chat_template=template, return_assistant_tokens_mask=True, **all_variables
             )
             return [(int(begin), int(end)) for begin, end in parts]
 
@@ -211,11 +211,11 @@ def memory_limit() -> Iterator[None]:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = num_pages * resource.getpagesize() + _MAX_MEMORY
-    if soft != resource.RLIM_INFINITY and soft <= most:
+    max_bytes = num_pages * resource.getpagesize() + _MAX_MEMORY
+    if soft != resource.RLIM_INFINITY and soft <= max_bytes:
         yield
         return
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, hard))
     try:
         yield
     finally:
@@ -235,11 +235,11 @@ def _deadline(seconds: float) -> Iterator[None]:
     handler = signal.signal(signal.SIGALRM, interrupt)
     begun = time.monotonic()
     # Repeat the signal: the first exception may be lost, for example in an object's finalizer.
-    others, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
+    earlier_s, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if others:  # a timer set elsewhere continues
-            signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - begun), 0.001), interval)
+        if earlier_s:  # a timer set elsewhere continues
+            signal.setitimer(signal.ITIMER_REAL, max(earlier_s - (time.monotonic() - begun), 0.001), interval)

@@ -17,11 +17,11 @@ class TextDecoder:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def decode(
-        self, tokens: Sequence[int], *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+        self, tokens: Sequence[int], *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
     ) -> str:
-        """Return the text of tokens; special tokens in `kept` are not skipped."""
-        if kept and skip_special_tokens:
-            tokens = [token for token in tokens if token in kept or token not in self._special_ids]
+        """Return the text of tokens; special tokens in `kept_ids` are not skipped."""
+        if kept_ids and skip_special_tokens:
+            tokens = [token for token in tokens if token in kept_ids or token not in self._special_ids]
             skip_special_tokens = False
         return str(
             self._hugging_face.decode(

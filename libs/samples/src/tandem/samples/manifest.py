@@ -94,11 +94,11 @@ def write_part(folder: Path, writer: int, files: Mapping[str, FileRecord]) -> Pa
 
 def take_parts(folder: Path) -> dict[str, FileRecord]:
     """Collect the records of all processes' files, and delete the parts. Raises `OSError`."""
-    found: dict[str, FileRecord] = {}
+    records: dict[str, FileRecord] = {}
     for part in sorted(folder.glob(_PARTS)):
-        found |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileRecord])
+        records |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileRecord])
         part.unlink()
-    return found
+    return records
 
 
 def read(folder: Path) -> CheckpointManifest | None:
@@ -108,14 +108,14 @@ def read(folder: Path) -> CheckpointManifest | None:
     """
     path = folder / NAME
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+        checkpoint_manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise DamagedCheckpoint(f"{path} {DAMAGED}: {error}") from error
-    if found.format != FORMAT:
-        raise DamagedCheckpoint(f"{path} has format {found.format}, this release reads {FORMAT}")
-    return found
+    if checkpoint_manifest.format != FORMAT:
+        raise DamagedCheckpoint(f"{path} has format {checkpoint_manifest.format}, this release reads {FORMAT}")
+    return checkpoint_manifest
 
 
 def of_model(folder: Path) -> tuple[Path, CheckpointManifest] | None:
@@ -124,8 +124,8 @@ def of_model(folder: Path) -> tuple[Path, CheckpointManifest] | None:
     Raises `DamagedCheckpoint`.
     """
     actual = folder.resolve()
-    found = read(actual.parent) if actual.name in MODELS else None
-    return None if found is None else (actual.parent, only(found, actual.name))
+    checkpoint_manifest = read(actual.parent) if actual.name in MODELS else None
+    return None if checkpoint_manifest is None else (actual.parent, only(checkpoint_manifest, actual.name))
 
 
 def only(manifest: CheckpointManifest, subfolder: str) -> CheckpointManifest:
@@ -148,8 +148,8 @@ def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
         except (OSError, ValueError, struct.error) as error:
             raise DamagedCheckpoint(f"{path} {DAMAGED}: it cannot be read: {error}") from error
         if digest_of(content) != record.digest:
-            what = "its header is" if path.suffix == _SAFETENSORS else "its bytes are"
-            raise DamagedCheckpoint(f"{path} {DAMAGED}: {what} not what was written")
+            subject = "its header is" if path.suffix == _SAFETENSORS else "its bytes are"
+            raise DamagedCheckpoint(f"{path} {DAMAGED}: {subject} not what was written")
     for parent in {(folder / name).parent for name in files} - {folder}:
         for path in sorted(parent.iterdir()):
             if path.suffix in _LISTED and str(path.relative_to(folder)) not in files:
@@ -184,9 +184,9 @@ def check_tensors(
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
                 memoryview(mapped) as content,
             ):
-                for each in group:
-                    if digest_of(content[each.start : each.start + each.num_bytes]) != each.digest:
-                        raise DamagedCheckpoint(f"{path} {DAMAGED}: {each.tensor} is not what was written")
+                for span in group:
+                    if digest_of(content[span.start : span.start + span.num_bytes]) != span.digest:
+                        raise DamagedCheckpoint(f"{path} {DAMAGED}: {span.tensor} is not what was written")
         except (OSError, ValueError) as error:
             raise DamagedCheckpoint(f"{path} {DAMAGED}: it cannot be read: {error}") from error
 
@@ -215,16 +215,16 @@ def _ranges(folder: Path, files: Mapping[str, FileRecord]) -> Iterator[_Range]:
 
 def _share(ranges: list[_Range], reader: int, num_readers: int) -> Iterator[_Range]:
     """Yield the tensors of one reader: those with their middle in its part of all bytes."""
-    total, before = sum(each.num_bytes for each in ranges), 0
-    for each in ranges:
-        middle = before + each.num_bytes / 2
+    total, before = sum(span.num_bytes for span in ranges), 0
+    for span in ranges:
+        middle = before + span.num_bytes / 2
         if min(int(middle * num_readers / max(total, 1)), num_readers - 1) == reader:
-            yield each
-        before += each.num_bytes
+            yield span
+        before += span.num_bytes
 
 
 def _by_file(ranges: Iterable[_Range]) -> Iterator[tuple[Path, list[_Range]]]:
     groups: dict[Path, list[_Range]] = {}
-    for each in ranges:
-        groups.setdefault(each.path, []).append(each)
+    for span in ranges:
+        groups.setdefault(span.path, []).append(span)
     yield from groups.items()

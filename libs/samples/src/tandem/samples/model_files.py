@@ -40,10 +40,10 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     read.
     """
     tokenizer = load_configured_tokenizer(KEY, config.policy.tokenizer, folder)
-    where = config.policy.tokenizer.name
+    source = config.policy.tokenizer.name
     model = local_folder(config.policy.model_name) or Path(config.policy.model_name)
     tokenizer.model_folders = tuple(dict.fromkeys((*tokenizer.model_folders, model)))
-    return with_images(tokenizer, folder or local_folder(where) or Path(where))
+    return with_images(tokenizer, folder or local_folder(source) or Path(source))
 
 
 def with_images(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
@@ -68,7 +68,7 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
     vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, *special, *characters])}
     # A unique name, since another killed attempt, here or on another host, may have left its folder behind.
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
-    made = [parent for parent in folder.parents if not parent.exists()]
+    new_parents = [parent for parent in folder.parents if not parent.exists()]
     try:
         temporary.mkdir(parents=True)
         if family is None:
@@ -88,7 +88,7 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
         raise ModelError(f"policy.model_name: cannot write a new model to {str(folder)!r}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
+        for parent in new_parents:
             with contextlib.suppress(OSError):  # the folder is not empty: it holds the model, for example
                 parent.rmdir()
 
@@ -135,23 +135,23 @@ def load_configured_tokenizer(key: str, settings: Settings, folder: Path | None 
     Raises `ModelError` if there is no tokenizer, and `ConfigError` for a variable that its chat template does not
     read.
     """
-    where = settings.name
+    source = settings.name
     try:
-        hugging_face = _read_tokenizer(folder or Path(where), where)
+        hugging_face = _read_tokenizer(folder or Path(source), source)
     except ModelError as error:
         raise ModelError(f"{key}.name: {error}") from error
     template = _configured_template(f"{key}.chat_template", settings.chat_template)
     if template is not None:
         hugging_face.chat_template = template
     variables = settings.chat_template_kwargs or {}
-    tokenizer = Tokenizer(hugging_face, where, variables, key)
-    tokenizer.model_folders = (folder or local_folder(where) or Path(where),)
+    tokenizer = Tokenizer(hugging_face, source, variables, key)
+    tokenizer.model_folders = (folder or local_folder(source) or Path(source),)
     for name in variables:
-        known = tokenizer.template_variables
-        if name not in known:
-            hint = nearest(name, sorted(known))
+        known_variables = tokenizer.template_variables
+        if name not in known_variables:
+            hint = nearest(name, sorted(known_variables))
             raise ConfigError(
-                f"{key}.chat_template_kwargs.{name}: the chat template of {where} reads no such variable{hint}"
+                f"{key}.chat_template_kwargs.{name}: the chat template of {source} reads no such variable{hint}"
             )
     return tokenizer
 
@@ -214,11 +214,11 @@ def load_model_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(_read_tokenizer(folder, str(folder)), str(folder))
 
 
-def _read_tokenizer(folder: Path, where: str) -> Any:
+def _read_tokenizer(folder: Path, source: str) -> Any:
     # AutoTokenizer would import torch; every tokenizer that Tandem supports has the one file that this class reads.
     from transformers import PreTrainedTokenizerFast
 
-    failure = f"cannot load a tokenizer from {where!r}: "
+    failure = f"cannot load a tokenizer from {source!r}: "
     files = itertools.chain([folder], folder.glob("*"), folder.glob("additional_chat_templates/*"))
     strange = first_irregular(files)
     if strange is not None:

@@ -96,10 +96,10 @@ def read_rows(
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             check_schema(path, file.schema_arrow, run_id)
             sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-            wanted, places, first, num_read = {*rows}, dict[int, int](), 0, 0
+            requested, places, first, num_read = {*rows}, dict[int, int](), 0, 0
             groups = []
             for number, size in enumerate(sizes):
-                inside = [row for row in range(first, first + size) if row in wanted]
+                inside = [row for row in range(first, first + size) if row in requested]
                 if inside:
                     groups.append(number)
                     places |= {row: num_read + row - first for row in inside}
@@ -123,14 +123,16 @@ def read_logprobs(folder: Path, step: int, run_id: str | None = None) -> dict[tu
     An array covers each token of the sequence, or of all branches end to end; NaN where the trainer has none. Raises
     `SamplesError`, as `read_step` does.
     """
-    found: dict[tuple[int, int], dict[int, Float32s]] = {}
+    branches_of: dict[tuple[int, int], dict[int, Float32s]] = {}
     for path in [file.path for file in files(folder / LOGPROBS, SHARD) if file.step == step]:
         table = read_shard(path, run_id, schema=LOGPROBS_SCHEMA)
         names = ("group", "sample", "branch")
         keys = zip(*(table[name].to_pylist() for name in names), strict=True)
         for (group, sample, branch), logprobs in zip(keys, _lists(table["logprobs"]), strict=True):
-            found.setdefault((group, sample), {})[branch] = logprobs
-    return {key: np.concatenate([branches[number] for number in sorted(branches)]) for key, branches in found.items()}
+            branches_of.setdefault((group, sample), {})[branch] = logprobs
+    return {
+        key: np.concatenate([branches[number] for number in sorted(branches)]) for key, branches in branches_of.items()
+    }
 
 
 def samples_of(table: pa.Table) -> list[RecordedSample]:

@@ -101,7 +101,7 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Markers that end a message's text."""
     headers: tuple[str, ...]
     """Texts that a header begins with."""
-    others: tuple[str, ...]
+    further_markers: tuple[str, ...]
     """Further markers."""
     kind_of: Callable[[str, str], Kind]
     """Return what a message is, by its header and its recipient, which may be empty."""
@@ -112,7 +112,7 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers."""
-        return (*self.ends, "<|message|>", *self.others)
+        return (*self.ends, "<|message|>", *self.further_markers)
 
 
 def _harmony_kind(header: str, recipient: str) -> Kind:
@@ -142,7 +142,7 @@ MESSAGE_FORMATS: Mapping[str, MessageFormat] = {
         signs=("<|channel|>", "<|message|>"),
         ends=("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"),
         headers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "to="),
-        others=("<|constrain|>",),
+        further_markers=("<|constrain|>",),
         kind_of=_harmony_kind,
         read_calls=_read_harmony_call,
     ),
@@ -150,7 +150,7 @@ MESSAGE_FORMATS: Mapping[str, MessageFormat] = {
         signs=("<|message|>", "<atem:invoke"),
         ends=("<|eom|>", "<|eot|>", "<|start|>"),
         headers=("<|start|>", "<|message|>", "to="),
-        others=(),
+        further_markers=(),
         kind_of=_muse_kind,
         read_calls=lambda recipient, text, tools: read_atem_calls(text, tools),
     ),
@@ -529,14 +529,14 @@ class MessagesReader:
 
     def _header(self) -> list[ResponsePart] | None:
         """Read the header of a message; None if more text is needed."""
-        header, marker, rest = self._held.partition("<|message|>")
+        header, marker, body = self._held.partition("<|message|>")
         begun = self._held.lstrip()
         if not any(begun.startswith(begin) or begin.startswith(begun) for begin in self._format.headers):
             self._begin("content")  # text without a header
             return []
         if not marker:
             return None
-        self._held = rest
+        self._held = body
         recipient = _RECIPIENT.search(header)
         self._recipient = "" if recipient is None else recipient[1]
         kind = self._format.kind_of(header, self._recipient)
@@ -619,8 +619,8 @@ class ResponseStream:
         if self._begins[kind]:
             text = text.lstrip()
             self._begins[kind] = not text
-        whole = self._blanks[kind] + text
-        shown = whole.rstrip()
-        self._blanks[kind] = whole[len(shown) :]
+        pending = self._blanks[kind] + text
+        shown = pending.rstrip()
+        self._blanks[kind] = pending[len(shown) :]
         self._has_reasoning |= kind == "reasoning" and bool(shown)
         return shown

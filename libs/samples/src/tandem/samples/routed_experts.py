@@ -61,14 +61,14 @@ class RoutedExperts(ExpertSizes, frozen=True, kw_only=True):
         known_TE = np.where(numbers_TE == self.unknown, -1, numbers_TE.astype(np.int32))
         return known_TE.astype(np.int16).reshape(-1, self.num_layers, self.top_k)
 
-    def of_sequence(self, said: Iterable[Bytes], num_tokens: int) -> Bytes:
+    def of_sequence(self, routings: Iterable[Bytes], num_tokens: int) -> Bytes:
         """Return the column of a sequence from the engine's routing of each response in turn.
 
-        Each entry of `said` covers the tokens from the first on. The first entry that knows a token is used for it,
+        Each entry of `routings` covers the tokens from the first on. The first entry that knows a token is used for it,
         since later tokens were generated from that routing.
         """
         whole_TX, num_known = self.nothing(num_tokens), 0
-        for experts_TX in said:
+        for experts_TX in routings:
             whole_TX[num_known : len(experts_TX)] = experts_TX[num_known:]
             num_known = max(num_known, len(experts_TX))
         return whole_TX

@@ -70,12 +70,12 @@ def half_written(folder: Path) -> list[RecordFile]:
 
 
 def _named(paths: Iterable[Path]) -> list[RecordFile]:
-    found = []
+    record_files = []
     for path in paths:
         named = _NAME.fullmatch(path.name)
         if named is not None:
-            found.append(RecordFile(path, int(named["step"]), named["rollout"], _OF_KIND[named["kind"]]))
-    return found
+            record_files.append(RecordFile(path, int(named["step"]), named["rollout"], _OF_KIND[named["kind"]]))
+    return record_files
 
 
 def shard_path(folder: Path, step: int, rollout: str, purpose: Purpose = "train") -> Path:
@@ -174,21 +174,21 @@ class SampleFolder:
     def _look_for_logprobs(self, step: int) -> None:
         """Look for new log-probabilities from trainers, for the latest steps up to this one."""
         self._awaited[step] = {*self._trainers}
-        for each, trainers in [*self._awaited.items()]:
-            if each > step - _LATEST:
-                sizes = {trainer: _size(self._logprobs_path(each, trainer)) for trainer in trainers}
+        for awaited_step, trainers in [*self._awaited.items()]:
+            if awaited_step > step - _LATEST:
+                sizes = {trainer: _size(self._logprobs_path(awaited_step, trainer)) for trainer in trainers}
                 self._num_bytes += sum(sizes.values())
                 trainers -= {trainer for trainer, size in sizes.items() if size}  # most often none is there yet
-            if each <= step - _LATEST or not trainers:
-                del self._awaited[each]
+            if awaited_step <= step - _LATEST or not trainers:
+                del self._awaited[awaited_step]
 
-    def _delete_oldest(self, newest: int, most: float) -> None:
-        """Delete the oldest steps until at most `most` bytes, or only the newest step, are left."""
-        while self._num_bytes > most:
+    def _delete_oldest(self, newest: int, max_bytes: float) -> None:
+        """Delete the oldest steps until at most `max_bytes` bytes, or only the newest step, are left."""
+        while self._num_bytes > max_bytes:
             if not self._oldest:
                 self._look()
                 self._list_oldest(newest)
-            if self._num_bytes <= most or not self._oldest:
+            if self._num_bytes <= max_bytes or not self._oldest:
                 return
             oldest, paths = self._oldest.popleft()
             for path in paths:
@@ -210,10 +210,10 @@ class SampleFolder:
     def _delete_leftovers(self, of: set[tuple[int, Purpose]]) -> None:
         """Delete all files of these steps except their shards."""
         folders = (self.path / UNFINISHED, *self._aside)
-        found = half_written(self.path)
+        leftovers = half_written(self.path)
         for folder, purpose in product(folders, PURPOSES):
-            found += files(folder, purpose=purpose)
-        for file in found:
+            leftovers += files(folder, purpose=purpose)
+        for file in leftovers:
             if (file.step, file.purpose) in of:
                 self._num_bytes -= self._counted.pop(file.path, 0)
                 _delete(file.path)

@@ -126,8 +126,10 @@ class SampleStore:
             for command_id, group, sample, branch in request.keys:
                 arrays = self._samples.get(command_id, {}).get((group, sample))
                 if arrays is None or branch >= len(arrays.lengths_S):
-                    what = f"sample {sample} of group {group} of command {command_id}"
-                    raise SamplesError(f"it does not have {what if arrays is None else f'branch {branch} of {what}'}")
+                    sample_name = f"sample {sample} of group {group} of command {command_id}"
+                    raise SamplesError(
+                        f"it does not have {sample_name if arrays is None else f'branch {branch} of {sample_name}'}"
+                    )
                 samples.append(arrays if len(arrays.lengths_S) == 1 else arrays.take([branch]))
         self._await_record()
         num_tokens = sum(map(len, map(_TOKENS, samples)))

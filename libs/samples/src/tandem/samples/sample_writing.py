@@ -124,9 +124,9 @@ class UnfinishedFile:
         self._file.close()
 
     def _write(self, message: pa.Buffer) -> None:
-        rest = memoryview(message)
-        while rest:
-            rest = rest[self._file.write(rest) or 0 :]
+        unwritten = memoryview(message)
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) or 0 :]
 
 
 def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
@@ -224,17 +224,17 @@ def check_schema(path: Path, schema: pa.Schema, run_id: str | None, expected: pa
     if not is_expected and expected is SCHEMA:
         is_expected = schema.equals(schema_with(dict.fromkeys(schema.names, True)))
     if metadata[FORMAT_KEY] != str(FORMAT).encode() or not is_expected:
-        said = metadata[FORMAT_KEY].decode(errors="replace")
+        file_format = metadata[FORMAT_KEY].decode(errors="replace")
         raise SamplesError(
-            f"{path} has format {said} of the rollout log, this release reads format {FORMAT}: use the release "
+            f"{path} has format {file_format} of the rollout log, this release reads format {FORMAT}: use the release "
             "that wrote it"
         )
-    found = metadata[RUN_ID].decode(errors="replace")
-    if run_id is not None and found != run_id:
-        raise SamplesError(f"{path} is of the run {found}, not {run_id}")
+    file_run_id = metadata[RUN_ID].decode(errors="replace")
+    if run_id is not None and file_run_id != run_id:
+        raise SamplesError(f"{path} is of the run {file_run_id}, not {run_id}")
 
 
 def unreadable(path: Path, error: Exception) -> SamplesError:
     """Return the error of a file that cannot be read, with a reader's message on one line."""
-    why = getattr(error, "strerror", None) or str(error).split("\n")[0]
-    return SamplesError(f"{path} cannot be read as part of the rollout log: {why}")
+    reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    return SamplesError(f"{path} cannot be read as part of the rollout log: {reason}")

@@ -103,8 +103,8 @@ def _spaces(steps: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def _byte_characters() -> dict[str, int]:
     """Return the characters that stand for bytes in the vocabularies of byte-level tokenizers (GPT-2's table)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    other_bytes = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(other_bytes)}
 
 
 _BYTE_OF = _byte_characters()

@@ -47,16 +47,16 @@ class Tokenizer(TokenDecoder):
     """A Hugging Face tokenizer, reduced to what Tandem needs."""
 
     def __init__(
-        self, hugging_face: Any, where: str, variables: Mapping[str, Any] | None = None, key: str = KEY
+        self, hugging_face: Any, source: str, variables: Mapping[str, Any] | None = None, key: str = KEY
     ) -> None:
         """Wrap a tokenizer; `variables` are the chat template's defaults, `key` is the tokenizer's key."""
         super().__init__(hugging_face)
         self._variables = dict(variables or {})
-        self.where = where
+        self.where = source
         """Folder that it comes from."""
-        self._template = ChatTemplate(hugging_face, where, key)
+        self._template = ChatTemplate(hugging_face, source, key)
         self._alphabet = _alphabet(hugging_face)
-        self.model_folders: tuple[Path, ...] = (Path(where),)
+        self.model_folders: tuple[Path, ...] = (Path(source),)
         """Folders whose `generation_config.json` and `config.json` say what ends a response."""
 
     @property
@@ -78,14 +78,16 @@ class Tokenizer(TokenDecoder):
         bos_id = self._hugging_face.bos_token_id
         return None if bos_id is None else int(bos_id)
 
-    def difference(self, other: Tokenizer) -> str | None:
+    def difference(self, peer: Tokenizer) -> str | None:
         """Return a description of the first token that differs in another tokenizer; None if all agree."""
-        own, others = self._hugging_face.get_vocab(), other._hugging_face.get_vocab()
-        token = next((token for token in sorted({*own, *others}) if own.get(token) != others.get(token)), None)
+        own_ids, peer_ids = self._hugging_face.get_vocab(), peer._hugging_face.get_vocab()
+        token = next(
+            (token for token in sorted({*own_ids, *peer_ids}) if own_ids.get(token) != peer_ids.get(token)), None
+        )
         if token is None:
             return None
-        here, there = (vocabulary.get(token, "none") for vocabulary in (own, others))
-        return f"token {token!r} is {here} in {self.where} and {there} in {other.where}"
+        own_id, peer_id = (ids.get(token, "none") for ids in (own_ids, peer_ids))
+        return f"token {token!r} is {own_id} in {self.where} and {peer_id} in {peer.where}"
 
     @property
     def image_token_id(self) -> int | None:
@@ -129,8 +131,8 @@ class Tokenizer(TokenDecoder):
         """
         if not self.has_chat_template:
             return join_texts(messages).text
-        given = self._variables | dict(variables or {})
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=given)
+        all_variables = self._variables | dict(variables or {})
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=all_variables)
 
     def encode_chat(
         self,
@@ -170,9 +172,9 @@ class Tokenizer(TokenDecoder):
 
         A text that is a token of its own, such as ``<end_of_turn>``, is looked for as that token.
         """
-        rest = tuple(text for text in texts if text not in self._undivided)
+        stop_texts = tuple(text for text in texts if text not in self._undivided)
         ends = (*self.turn_ends.stop_ids, *token_ids, *self.undivided_ids(texts))
-        return tuple(dict.fromkeys(ends)), rest
+        return tuple(dict.fromkeys(ends)), stop_texts
 
     def undivided_ids(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens of those texts that are a token of their own."""
@@ -185,9 +187,9 @@ class Tokenizer(TokenDecoder):
         A chat template writes its own, so they are for texts without one.
         """
         plain = self._hugging_face("1", add_special_tokens=False)["input_ids"]
-        whole = self._hugging_face("1", add_special_tokens=True)["input_ids"]
-        place = next((n for n in range(len(whole)) if plain and whole[n : n + len(plain)] == plain), 0)
-        return tuple(int(token) for token in whole[:place])
+        prefixed = self._hugging_face("1", add_special_tokens=True)["input_ids"]
+        place = next((n for n in range(len(prefixed)) if plain and prefixed[n : n + len(plain)] == plain), 0)
+        return tuple(int(token) for token in prefixed[:place])
 
     @cached_property
     def _undivided(self) -> dict[str, int]:
@@ -209,8 +211,10 @@ class Tokenizer(TokenDecoder):
         """
         if not self.has_chat_template:
             return join_texts(messages)
-        given = self._variables | dict(variables or {})
-        generated = self._template.generated(messages, variables=given) if self._template.marks_generated else ()
+        all_variables = self._variables | dict(variables or {})
+        generated = (
+            self._template.generated(messages, variables=all_variables) if self._template.marks_generated else ()
+        )
         return locate_turns(self._plain_render(dict(variables or {})), messages, self._end_texts, generated)
 
     @cached_property
@@ -258,7 +262,7 @@ class Tokenizer(TokenDecoder):
             turn = learned[number // 2]
             is_turn = number % 2 == 0
             following = learned[number // 2 + 1 :][:1]
-            is_joined = any(turn.end == other.begin for other in following)  # by a template that writes two as one
+            is_joined = any(turn.end == later.begin for later in following)  # by a template that writes two as one
             if is_turn and not turn.is_closed and not is_joined and add_eos:
                 part = [*part, self.turn_ends.missing_id]
             token_ids += part
@@ -278,9 +282,9 @@ class Tokenizer(TokenDecoder):
         crossed = [place for place in bounds[1:-1] if any(begin < place < end for begin, end in offsets)]
         if crossed:
             cut = crossed[0]
-            left = self.encode_parts(text[:cut], [place for place in places if place < cut])
-            right = self.encode_parts(text[cut:], [place - cut for place in places if place > cut])
-            return [*left, *right]
+            left_parts = self.encode_parts(text[:cut], [place for place in places if place < cut])
+            right_parts = self.encode_parts(text[cut:], [place - cut for place in places if place > cut])
+            return [*left_parts, *right_parts]
         parts: list[list[int]] = [[] for _ in bounds[1:]]
         number = 0
         for token, (begin, _) in zip(encoded["input_ids"], offsets, strict=True):
@@ -310,15 +314,15 @@ class Tokenizer(TokenDecoder):
         """
         if not self.has_chat_template:
             return self._encode_after(last_id, join_texts(messages).text)
-        rest, tail = render_after_turn(self._plain_render(dict(variables or {})), messages, turn, self.where)
-        place = find_end(rest, self._end_texts)
+        continuation, tail = render_after_turn(self._plain_render(dict(variables or {})), messages, turn, self.where)
+        place = find_end(continuation, self._end_texts)
         if place is None:
-            return self._encode_after(last_id, rest[common_length(rest, tail) :])
-        end = rest[slice(*place)]
+            return self._encode_after(last_id, continuation[common_length(continuation, tail) :])
+        end = continuation[slice(*place)]
         # A marker that only the next message brings, such as GLM's `<|user|>`, is dropped if it was generated.
         is_own = end in tail or self._undivided[end] in self.turn_ends.closing_ids
         was_ended = last_id == self._undivided[end] or (is_own and last_id in self.turn_ends.all_ids)
-        return self._encode_after(last_id, rest[place[1 if was_ended else 0] :])
+        return self._encode_after(last_id, continuation[place[1 if was_ended else 0] :])
 
     def _encode_after(self, last_id: int, text: str) -> list[int]:
         """Return the tokens of a text that follows a token: some tokenizers begin a text with a space of their own."""
@@ -336,8 +340,8 @@ class Tokenizer(TokenDecoder):
     def _check_characters(self, text: str) -> None:
         unknown = self.unknown_characters(text)
         if unknown:
-            what = "character" if len(unknown) == 1 else "characters"
-            raise DataError(f"the tokenizer in {self.where} does not know the {what} {unknown!r}")
+            noun = "character" if len(unknown) == 1 else "characters"
+            raise DataError(f"the tokenizer in {self.where} does not know the {noun} {unknown!r}")
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Return the tokens of a word at the beginning of a text and, if one other token begins them, after a space.

@@ -59,7 +59,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     opens: tuple[str, ...]
     """Markers that begin a call."""
-    others: tuple[str, ...] = ()
+    inner_markers: tuple[str, ...] = ()
     """Further markers within a call."""
     silent: tuple[str, ...] = ()
     """Markers around calls, which are no text."""
@@ -74,7 +74,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers, which must stay in the text even if they are special tokens."""
-        return (*self.opens, *self.others, *self.silent)
+        return (*self.opens, *self.inner_markers, *self.silent)
 
 
 # --- JSON between markers --------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def _read_lfm2(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
 
 _DEEPSEEK_V3_FORMAT = ToolFormat(
     opens=("<｜tool▁call▁begin｜>",),
-    others=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    inner_markers=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     silent=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     signs=("<｜tool▁call▁begin｜>",),
     read=_read_deepseek,
@@ -483,23 +483,23 @@ _DSML_BLOCKS = ("｜DSML｜function_calls>", "｜DSML｜tool_calls>", "｜DSML�
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v32": ToolFormat(
         opens=("<｜DSML｜invoke", "<｜DSML｜ invoke"),
-        others=("</｜DSML｜",),
+        inner_markers=("</｜DSML｜",),
         silent=tuple(f"{slash}{block}" for block in _DSML_BLOCKS for slash in ("<", "</")),
         signs=("｜DSML｜",),
         read=_read_dsml,
     ),
     "cohere_command3": ToolFormat(
-        opens=("<|START_ACTION|>",), others=("<|END_ACTION|>",), signs=("<|START_ACTION|>",), read=_read_cohere
+        opens=("<|START_ACTION|>",), inner_markers=("<|END_ACTION|>",), signs=("<|START_ACTION|>",), read=_read_cohere
     ),
     "gemma4": ToolFormat(
         opens=("<|tool_call>call:",),
-        others=("<tool_call|>", _GEMMA_TEXT),
+        inner_markers=("<tool_call|>", _GEMMA_TEXT),
         signs=("<|tool_call>call:",),
         read=_read_gemma4,
     ),
     "kimi_k2": ToolFormat(
         opens=("<|tool_call_begin|>",),
-        others=("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        inner_markers=("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         silent=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         signs=("<|tool_call_begin|>",),
         read=_read_kimi,
@@ -507,23 +507,28 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK_V3_FORMAT,
     "lfm2": ToolFormat(
         opens=("<|tool_call_start|>",),
-        others=("<|tool_call_end|>",),
+        inner_markers=("<|tool_call_end|>",),
         signs=("<|tool_call_start|>",),
         read=_read_lfm2,
     ),
     "mistral": ToolFormat(
-        opens=("[TOOL_CALLS]",), others=("[ARGS]", "[CALL_ID]"), signs=("[TOOL_CALLS]",), read=_read_mistral
+        opens=("[TOOL_CALLS]",), inner_markers=("[ARGS]", "[CALL_ID]"), signs=("[TOOL_CALLS]",), read=_read_mistral
     ),
     "qwen3_coder": ToolFormat(
-        opens=("<tool_call>", "<function="), others=("</tool_call>",), signs=("<function=",), read=_read_qwen3_coder
+        opens=("<tool_call>", "<function="),
+        inner_markers=("</tool_call>",),
+        signs=("<function=",),
+        read=_read_qwen3_coder,
     ),
     "glm45": ToolFormat(
         opens=("<tool_call>",),
-        others=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        inner_markers=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         signs=("<arg_key>",),
         read=_read_glm,
     ),
-    "hermes": ToolFormat(opens=("<tool_call>",), others=("</tool_call>",), signs=("<tool_call>",), read=_read_hermes),
+    "hermes": ToolFormat(
+        opens=("<tool_call>",), inner_markers=("</tool_call>",), signs=("<tool_call>",), read=_read_hermes
+    ),
     "llama3_json": ToolFormat(
         opens=("<|python_tag|>", "{"),
         signs=("<|python_tag|>", '"parameters": '),

@@ -70,15 +70,15 @@ def copy_generation_config(source: Path, folder: Path) -> bool:
 
 def read_template(folder: Path) -> str | dict[str, str] | None:
     """Return the chat template of a tokenizer's folder, or its templates by name, as Transformers reads them."""
-    others = {path.stem: path.read_text() for path in sorted((folder / _TEMPLATES[0]).glob("*.jinja"))}
+    named_templates = {path.stem: path.read_text() for path in sorted((folder / _TEMPLATES[0]).glob("*.jinja"))}
     template = _object(folder / _TOKENIZER_CONFIG).get("chat_template")
     if (folder / _TEMPLATE).is_file():
         template = (folder / _TEMPLATE).read_text()
     if isinstance(template, list):
         template = {item["name"]: item["template"] for item in template}
-    if not others or not isinstance(template, str | None):
+    if not named_templates or not isinstance(template, str | None):
         return template
-    return others if template is None else {"default": template, **others}
+    return named_templates if template is None else {"default": template, **named_templates}
 
 
 def _files(source: Path) -> Iterator[Path]:

@@ -142,7 +142,7 @@ def _make_fetcher(command: BuildEngine, context: ServiceContext, store: SampleSt
 
     images = image_folder(context.config)
     store.give_images(partial(answer, images, context.run_id))
-    fetcher = ImageFetcher(images, name=context.name, run_id=context.run_id, own=context.keys)
+    fetcher = ImageFetcher(images, name=context.name, run_id=context.run_id, key_pair=context.keys)
     fetcher.begin(command.images_at, context.coordinator)
     return fetcher
 

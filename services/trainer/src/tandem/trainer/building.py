@@ -74,7 +74,7 @@ def image_fetcher(context: ServiceContext) -> ImageFetcher:
     from tandem.samples.images.fetching import ImageFetcher
     from tandem.samples.images.rows import image_folder
 
-    return ImageFetcher(image_folder(context.config), name=context.name, run_id=context.run_id, own=context.keys)
+    return ImageFetcher(image_folder(context.config), name=context.name, run_id=context.run_id, key_pair=context.keys)
 
 
 def open_rendezvous(context: ServiceContext, command: OpenRendezvous) -> tuple[TCPStore, RendezvousOpened]:

@@ -70,10 +70,10 @@ def majority_at(answers: Sequence[SampleVote], k: int) -> float:
 
 
 def _ways(votes: Counter[str | None], worth: dict[str | None, float], silent: int, k: int, num_votes: int) -> float:
-    """Add up the scores of all choices of k samples in which the winners have exactly `most` votes.
+    """Add up the scores of all choices of k samples in which the winners have exactly `num_votes` votes.
 
-    Answers are added one by one. `ways[chosen][winners]` holds the number of choices with so many samples and so many
-    winners, and the total worth of their winners.
+    Answers are added one by one. `ways[num_chosen][winners]` holds the number of choices with so many samples and so
+    many winners, and the total worth of their winners.
     """
     longest = k // num_votes
     ways = [[(0.0, 0.0)] * (longest + 1) for _ in range(k + 1)]

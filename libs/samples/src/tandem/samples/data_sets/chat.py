@@ -40,14 +40,14 @@ class ChatEncoder:
         places: dict[str, str] = {}
         for number, (name, (prompt, *answers)) in enumerate(items):
             texts = [str(message.get("content") or "") for messages in (prompt, *answers) for message in messages]
-            said = "".join(texts)
+            contents = "".join(texts)
             if number == 0:  # the chat template adds the same to all
                 texts.append(self._render(name, prompt, not self._learns_header))
                 texts += [self._render(name, [*prompt, *answer], False) for answer in answers]
             for character in self._tokenizer.unknown_characters("".join(texts)):
                 if character not in places:
                     by_template = next((key for key, text in literals.items() if character in text), None)
-                    by_chat = None if character in said else "the chat template"
+                    by_chat = None if character in contents else "the chat template"
                     places[character] = by_template or by_chat or f"problem {name!r}"
         if places:
             raise DataError(self._unknown(places))
@@ -57,10 +57,10 @@ class ChatEncoder:
         together: dict[str, str] = {}
         for character, place in places.items():
             together[place] = together.get(place, "") + character
-        what = "1 character" if len(places) == 1 else f"{len(places)} characters"
-        found = ", ".join(f"{characters!r} (first in {place})" for place, characters in together.items())
+        count = "1 character" if len(places) == 1 else f"{len(places)} characters"
+        listing = ", ".join(f"{characters!r} (first in {place})" for place, characters in together.items())
         hint = "; policy.new_model.characters lacks them" if self._is_new else ""
-        return f"the tokenizer in {self._tokenizer.where} does not know {what}: {found}{hint}"
+        return f"the tokenizer in {self._tokenizer.where} does not know {count}: {listing}{hint}"
 
     def prompt(self, name: str, messages: Messages) -> tuple[int, ...]:
         """Tokenise a prompt of any length, up to where a response begins. Raise `DataError` if that fails."""

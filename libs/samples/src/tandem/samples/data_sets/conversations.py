@@ -96,13 +96,17 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
     def conversations(rows: sources.Rows) -> list[ConversationRow]:
         nonlocal num_ties
         if data.dataset_name == "open_assistant":
-            rows = [(thread, {_THREAD: messages}) for where, row in rows for thread, messages in threads(where, row)]
-        found = [read(where, row, data) for where, row in rows]
-        kept = [conversation for conversation in found if conversation is not None]
-        num_ties += len(found) - len(kept)
-        return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in kept]
+            rows = [
+                (thread, {_THREAD: messages}) for row_name, row in rows for thread, messages in threads(row_name, row)
+            ]
+        parsed = [read(row_name, row, data) for row_name, row in rows]
+        untied = [conversation for conversation in parsed if conversation is not None]
+        num_ties += len(parsed) - len(untied)
+        return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in untied]
 
-    train, apart = sources.rows(data, images, asked=data.prompt_key if config.declaration.learns_preferences else None)
+    train, apart = sources.rows(
+        data, images, text_key=data.prompt_key if config.declaration.learns_preferences else None
+    )
     sides = hold_out(
         data,
         conversations(train),
@@ -118,16 +122,16 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
 def _listed(config: Config, images: ImageRows | None) -> ConversationSets:
     """Load the conversations of several datasets."""
     training, validation = load_parts(config, functools.partial(load_conversations, images=images), with_train=True)
-    own: list[list[ConversationRow]] = [taken(part) for part in training]
-    train = [conversation for conversations in own for conversation in conversations]
+    conversation_lists: list[list[ConversationRow]] = [taken(part) for part in training]
+    train = [conversation for conversations in conversation_lists for conversation in conversations]
     apart: dict[str, HeldOut[ConversationRow]] = held_out(training, validation)
-    held = {name: items for name, (items, _) in apart.items()}
-    refuse_leakage(train, held, _IDENTITY)
+    held_items = {name: items for name, (items, _) in apart.items()}
+    refuse_leakage(train, held_items, _IDENTITY)
     parts = (*training, *validation)
     return ConversationSets(
         train=train,
-        held_out=held,
-        sizes=tuple(map(len, own)),
+        held_out=held_items,
+        sizes=tuple(map(len, conversation_lists)),
         num_ties=sum(part.sets.num_ties for part in parts),
         num_set_aside=sum(part.sets.num_set_aside for part in parts),
     )
@@ -186,18 +190,18 @@ def _reader(config: Config) -> Read | None:
 # --- SFT -------------------------------------------------------------------------------------------------------------
 
 
-def _chat(chat_key: str, where: str, row: sources.Row, data: DataConfig) -> ConversationRow:
-    messages = _messages(where, chat_key, sources.field(where, row, "chat_key", chat_key))
+def _chat(chat_key: str, row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow:
+    messages = _messages(row_name, chat_key, sources.field(row_name, row, "chat_key", chat_key))
     if data.system_key is not None and messages[0]["role"] != "system":
-        system = sources.field(where, row, "system_key", data.system_key)
+        system = sources.field(row_name, row, "system_key", data.system_key)
         if not isinstance(system, str):
-            raise DataError(f"{where}: {data.system_key!r} is not text (data.system_key)")
+            raise DataError(f"{row_name}: {data.system_key!r} is not text (data.system_key)")
         messages = [{"role": "system", "content": system}, *messages]
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken or spoken[0] == 0:
-        raise DataError(f"{where}: {chat_key!r} has no turn of the assistant that follows another message")
+        raise DataError(f"{row_name}: {chat_key!r} has no turn of the assistant that follows another message")
     return ConversationRow(
-        name=where, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],), tools=_tools(where, row, data)
+        name=row_name, prompt=messages[: spoken[0]], answers=(messages[spoken[0] :],), tools=_tools(row_name, row, data)
     )
 
 
@@ -215,52 +219,58 @@ class _SquadRow(msgspec.Struct, frozen=True):
     answers: _Answers
 
 
-def _squad(where: str, row: sources.Row, data: DataConfig) -> ConversationRow:
+def _squad(row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow:
     """Read a question as NeMo-RL does: the passage is the system message."""
-    asked = _converted(where, row, _SquadRow, "question about a passage")
+    question_row = _converted(row_name, row, _SquadRow, "question about a passage")
     return ConversationRow(
-        name=where,
-        prompt=[{"role": "system", "content": asked.context}, {"role": "user", "content": asked.question}],
-        answers=(_answer(asked.answers.text[0]),),
+        name=row_name,
+        prompt=[
+            {"role": "system", "content": question_row.context},
+            {"role": "user", "content": question_row.question},
+        ],
+        answers=(_answer(question_row.answers.text[0]),),
     )
 
 
 # --- preferences -----------------------------------------------------------------------------------------------------
 
 
-def _with_margin(read: Read, where: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
+def _with_margin(read: Read, row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
     """Read a pair, and the margin of the better response if the dataset has one."""
-    pair, key = read(where, row, data), data.margin_key
+    pair, key = read(row_name, row, data), data.margin_key
     if pair is None or key is None:
         return pair
-    value = sources.field(where, row, "margin_key", key)
+    value = sources.field(row_name, row, "margin_key", key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where}: {key!r} is not a number (data.margin_key)")
+        raise DataError(f"{row_name}: {key!r} is not a number (data.margin_key)")
     if wrong := beyond(value):
-        raise DataError(f"{where}: {key!r} is {wrong} (data.margin_key)")
+        raise DataError(f"{row_name}: {key!r} is {wrong} (data.margin_key)")
     return msgspec.structs.replace(pair, margin=abs(float(value)))
 
 
-def _preference(where: str, row: sources.Row, data: DataConfig) -> ConversationRow:
+def _preference(row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow:
     """Read a row of prompt, better and worse response, or one of ranked completions."""
     if "context" in row and "completions" in row:
-        return _ranked(where, row)
+        return _ranked(row_name, row)
     pair = [
-        _messages(where, key, sources.field(where, row, setting, key), role="assistant")
+        _messages(row_name, key, sources.field(row_name, row, setting, key), role="assistant")
         for setting, key in (("chosen_key", data.chosen_key), ("rejected_key", data.rejected_key))
     ]
-    tools = _tools(where, row, data)
+    tools = _tools(row_name, row, data)
     if data.prompt_key in row or all(len(messages) == 1 for messages in pair):
         prompt = _messages(
-            where, data.prompt_key, sources.field(where, row, "prompt_key", data.prompt_key), role="user"
+            row_name, data.prompt_key, sources.field(row_name, row, "prompt_key", data.prompt_key), role="user"
         )
         pair = [_with_prompt(messages, prompt) for messages in pair]
-    chosen, rejected = pair
-    shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)  # a response for each
+    better, worse = pair
+    shared = min(common_length(better, worse), len(better) - 1, len(worse) - 1)  # a response for each
     if shared == 0:
-        raise DataError(f"{where}: {data.chosen_key!r} and {data.rejected_key!r} do not begin with the same prompt")
+        raise DataError(f"{row_name}: {data.chosen_key!r} and {data.rejected_key!r} do not begin with the same prompt")
     return ConversationRow(
-        name=where, prompt=chosen[:shared], answers=(chosen[shared:], rejected[shared:]), tools=tools
+        name=row_name,
+        prompt=better[:shared],
+        answers=(better[shared:], worse[shared:]),
+        tools=tools,
     )
 
 
@@ -277,19 +287,21 @@ class _Completion(msgspec.Struct, frozen=True):
     completion: list[dict[str, Any]]
 
 
-def _ranked(where: str, row: sources.Row) -> ConversationRow:
+def _ranked(row_name: str, row: sources.Row) -> ConversationRow:
     try:
         completions = msgspec.convert(row["completions"], list[_Completion])
     except msgspec.ValidationError as error:
-        raise DataError(f"{where}: 'completions' is not a list of ranked completions: {error}") from error
+        raise DataError(f"{row_name}: 'completions' is not a list of ranked completions: {error}") from error
     if len(completions) != 2 or completions[0].rank == completions[1].rank:
         ranks = ", ".join(str(completion.rank) for completion in completions)
-        raise DataError(f"{where}: preferences are two completions of different rank, got ranks {ranks or 'of none'}")
+        raise DataError(
+            f"{row_name}: preferences are two completions of different rank, got ranks {ranks or 'of none'}"
+        )
     return ConversationRow(
-        name=where,
-        prompt=_messages(where, "context", row["context"], role="user"),
+        name=row_name,
+        prompt=_messages(row_name, "context", row["context"], role="user"),
         answers=tuple(
-            _messages(where, "completions", completion.completion)
+            _messages(row_name, "completions", completion.completion)
             for completion in sorted(completions, key=lambda completion: completion.rank)
         ),
     )
@@ -304,30 +316,32 @@ class _HelpSteerRow(msgspec.Struct, frozen=True):
     overall_preference: float
 
 
-def _help_steer(where: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
+def _help_steer(row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
     """Read a pair of HelpSteer: a negative preference is for the first response."""
-    pair = _converted(where, row, _HelpSteerRow, "pair of responses")
+    pair = _converted(row_name, row, _HelpSteerRow, "pair of responses")
     if pair.overall_preference == 0:
         return None
     first, second = _answer(pair.response1), _answer(pair.response2)
     answers = (first, second) if pair.overall_preference < 0 else (second, first)
-    return ConversationRow(name=where, prompt=_messages(where, "context", pair.context, role="user"), answers=answers)
+    return ConversationRow(
+        name=row_name, prompt=_messages(row_name, "context", pair.context, role="user"), answers=answers
+    )
 
 
 Parsed = TypeVar("Parsed")
 
 
-def _converted(where: str, row: sources.Row, kind: type[Parsed], what: str) -> Parsed:
+def _converted(row_name: str, row: sources.Row, kind: type[Parsed], kind_name: str) -> Parsed:
     try:
         return msgspec.convert(row, kind)
     except msgspec.ValidationError as error:
-        raise DataError(f"{where} is not a {what}: {error}") from error
+        raise DataError(f"{row_name} is not a {kind_name}: {error}") from error
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def _messages(where: str, key: str, value: object, *, role: str | None = None) -> Messages:
+def _messages(row_name: str, key: str, value: object, *, role: str | None = None) -> Messages:
     """Read a list of messages with all of their fields; with `role`, a text is one message of it.
 
     Raise `DataError` for anything else.
@@ -338,17 +352,17 @@ def _messages(where: str, key: str, value: object, *, role: str | None = None) -
         value = msgspec.convert(value, list[Any])
     except msgspec.ValidationError as error:
         text = "neither a text nor" if role is not None else "not"
-        raise DataError(f"{where}: {key!r} is {text} a list of messages: {error}") from error
+        raise DataError(f"{row_name}: {key!r} is {text} a list of messages: {error}") from error
     if not value:
-        raise DataError(f"{where}: {key!r} holds no message")
-    messages = [read_message(f"{where}: {key}[{number}]", message) for number, message in enumerate(value)]
+        raise DataError(f"{row_name}: {key!r} holds no message")
+    messages = [read_message(f"{row_name}: {key}[{number}]", message) for number, message in enumerate(value)]
     for number, message in enumerate(messages):
         if message.get("weight", 1) not in (0, 1):
-            raise DataError(f"{where}: {key}[{number}].weight is {message['weight']!r}, must be 0 or 1")
+            raise DataError(f"{row_name}: {key}[{number}].weight is {message['weight']!r}, must be 0 or 1")
     return messages
 
 
-def _tools(where: str, row: sources.Row, data: DataConfig) -> tuple[dict[str, Any], ...]:
+def _tools(row_name: str, row: sources.Row, data: DataConfig) -> tuple[dict[str, Any], ...]:
     """Return the tools of a row, as JSON schemas, which may stand in it as JSON text.
 
     Without ``data.tool_key``, a field ``tools`` that holds something else is no field of tools. Raise `DataError`.
@@ -364,7 +378,7 @@ def _tools(where: str, row: sources.Row, data: DataConfig) -> tuple[dict[str, An
         return tuple(_without_nulls(tool) for tool in value)
     if data.tool_key is None:
         return ()
-    raise DataError(f"{where}: {key!r} is not a list of tools as JSON schemas (data.tool_key)")
+    raise DataError(f"{row_name}: {key!r} is not a list of tools as JSON schemas (data.tool_key)")
 
 
 def _without_nulls(value: Any) -> Any:

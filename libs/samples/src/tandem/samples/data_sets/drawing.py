@@ -55,22 +55,24 @@ class ChosenSets:
         """Return the set of a place, and the place within that set's stream. Raise `DataError` if choosing fails."""
         step, place = divmod(position, self._per_step)
         while len(self._steps) <= step:
-            chosen = self._asked(len(self._steps) + 1)
-            self._steps.append(chosen)
-            self._before.append([count + chosen.count(n) for n, count in enumerate(self._before[-1])])
-        chosen = self._steps[step]
-        return chosen[place], self._before[step][chosen[place]] + chosen[:place].count(chosen[place])
+            sets = self._asked(len(self._steps) + 1)
+            self._steps.append(sets)
+            self._before.append([count + sets.count(n) for n, count in enumerate(self._before[-1])])
+        sets = self._steps[step]
+        return sets[place], self._before[step][sets[place]] + sets[:place].count(sets[place])
 
     def _asked(self, step: int) -> list[int]:
-        where = f"{_KEY}: {self._path}"
+        function_name = f"{_KEY}: {self._path}"
         try:
-            given = self._choose(step, dict(self._sizes), self._per_step)
+            returned = self._choose(step, dict(self._sizes), self._per_step)
         except Exception as error:  # the function is the user's
-            raise DataError(f"{where} raised {type(error).__name__} for step {step}: {line(str(error))}") from error
-        names = [*given] if isinstance(given, list | tuple) else []
+            raise DataError(
+                f"{function_name} raised {type(error).__name__} for step {step}: {line(str(error))}"
+            ) from error
+        names = [*returned] if isinstance(returned, list | tuple) else []
         if len(names) != self._per_step or any(name not in self._numbers for name in names):
             raise DataError(
-                f"{where} returned {shown(given)} for step {step}, not {self._per_step} names of data sets "
+                f"{function_name} returned {shown(returned)} for step {step}, not {self._per_step} names of data sets "
                 f"({', '.join(self._numbers)})"
             )
         return [self._numbers[name] for name in names]
@@ -90,9 +92,9 @@ def drawing_pattern(data: DataConfig, num_sets: int) -> tuple[int, ...]:
 
 def _spread(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the shortest pattern with these proportions, each spread evenly; every set has at least one place."""
-    wanted = [weight / sum(weights) * _FINEST for weight in weights]
-    counts = [max(1, int(share)) for share in wanted]
-    by_rest = sorted(range(len(wanted)), key=lambda number: int(wanted[number]) - wanted[number])
+    shares = [weight / sum(weights) * _FINEST for weight in weights]
+    counts = [max(1, int(share)) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda number: int(shares[number]) - shares[number])
     for number in by_rest[: max(0, _FINEST - sum(counts))]:
         counts[number] += 1
     divisor = math.gcd(*counts)

@@ -78,11 +78,11 @@ def held_out(
     training: Sequence[ListedDataSet[Sets]], validation: Sequence[ListedDataSet[Sets]]
 ) -> dict[str, HeldOut[Item]]:
     """Return all held-out items, by name; a single set has the name ``""``."""
-    found: dict[str, HeldOut[Item]] = {}
+    held_sets: dict[str, HeldOut[Item]] = {}
     for part in training:
         for items in part.sets.held_out.values():
             if items:
-                found[part.name] = HeldOut(list(items), part.data)
+                held_sets[part.name] = HeldOut(list(items), part.data)
     for part in validation:
-        found[name_apart(part.name, found)] = HeldOut(taken(part), part.data)
-    return {"": next(iter(found.values()))} if len(found) == 1 else found
+        held_sets[name_apart(part.name, held_sets)] = HeldOut(taken(part), part.data)
+    return {"": next(iter(held_sets.values()))} if len(held_sets) == 1 else held_sets

@@ -59,9 +59,9 @@ class DataOrder:
         """
         data = config.data
         self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
-        chosen = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
+        chosen_sets = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
         pattern = drawing_pattern(data, len(sizes))
-        self._sets: ChosenSets | DrawingPattern | None = chosen or (
+        self._sets: ChosenSets | DrawingPattern | None = chosen_sets or (
             DrawingPattern(pattern) if len({*pattern}) > 1 else None
         )
         """The sets that take turns in the stream; None if there is one."""
@@ -75,14 +75,14 @@ class DataOrder:
 
     def index(self, position: int) -> int:
         """Return the index at a position."""
-        number, own = (0, position) if self._sets is None else self._sets.at(position)
-        return self._starts[number] + epoch_index(self._seed, self._sizes[number], own, shuffle=self._shuffle)
+        number, set_position = (0, position) if self._sets is None else self._sets.at(position)
+        return self._starts[number] + epoch_index(self._seed, self._sizes[number], set_position, shuffle=self._shuffle)
 
     def first_of(self, number: int, count: int) -> list[int]:
         """Return the first `count` indexes that are drawn from one set."""
         size = self._sizes[number]
-        own = epoch_stream(self._seed, size, 0, min(count, size), shuffle=self._shuffle)
-        return [self._starts[number] + index for index in own]
+        indexes = epoch_stream(self._seed, size, 0, min(count, size), shuffle=self._shuffle)
+        return [self._starts[number] + index for index in indexes]
 
     def following(self, index: int) -> Iterator[int]:
         """Yield those that replace an index in turn: all others of its set."""
@@ -143,12 +143,12 @@ class LazyDataset(Generic[Item, Encoded]):
     def at(self, position: int) -> Encoded:
         """Return the item at a position of the stream of epochs, or the next of its set that fits."""
         index = self._order.index(position)
-        found = self._encoded(index)
-        if found is None:
-            others = map(self._encoded, self._order.following(index))
-            found = next((other for other in others if other is not None), None)
-        assert found is not None, "one of the first items of each set fits"
-        return found
+        item = self._encoded(index)
+        if item is None:
+            candidates = map(self._encoded, self._order.following(index))
+            item = next((candidate for candidate in candidates if candidate is not None), None)
+        assert item is not None, "one of the first items of each set fits"
+        return item
 
     def _check_sets(self) -> None:
         """Raise `DataError` if none of a set's first items fits; they stand for all of it."""
@@ -163,10 +163,10 @@ class LazyDataset(Generic[Item, Encoded]):
 
 def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> list[Encoded]:
     """Return the items that fit, encoded. Raise `DataError` if there are items and none fits."""
-    found = [encoded for encoded in map(encode, items) if encoded is not None]
-    if items and not found:
+    encoded_items = [encoded for encoded in map(encode, items) if encoded is not None]
+    if items and not encoded_items:
         raise DataError("data: everything held out is longer than policy.max_total_sequence_length allows")
-    return found
+    return encoded_items
 
 
 def sample_seed(seed: int, step: int, purpose: str, group: int, sample: int) -> int:

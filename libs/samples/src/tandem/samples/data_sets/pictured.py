@@ -30,20 +30,20 @@ _WHOLE = 1000
 
 def converter(data: DataConfig) -> Convert | None:
     """Return how the rows of a data set are read; None if they are read as they are."""
-    made = _CONVERTERS.get(data.dataset_name)
-    return None if made is None else made(data)
+    make_converter = _CONVERTERS.get(data.dataset_name)
+    return None if make_converter is None else make_converter(data)
 
 
 def _clevr(data: DataConfig) -> Convert:
     """Read a row of CLEVR-CoGenT: the answer is in tags within its solution."""
 
-    def convert(where: str, row: Row) -> Row:
-        solution = str(_field(where, row, "solution", data))
-        found = _ANSWER.search(solution)
+    def convert(row_name: str, row: Row) -> Row:
+        solution = str(_field(row_name, row, "solution", data))
+        match = _ANSWER.search(solution)
         return {
-            data.image_key or "image": _field(where, row, "image", data),
-            data.input_key: str(_field(where, row, "problem", data)),
-            data.output_key: (found[1] if found else solution).strip(),
+            data.image_key or "image": _field(row_name, row, "image", data),
+            data.input_key: str(_field(row_name, row, "problem", data)),
+            data.output_key: (match[1] if match else solution).strip(),
         }
 
     return convert
@@ -52,14 +52,14 @@ def _clevr(data: DataConfig) -> Convert:
 def _geometry(data: DataConfig) -> Convert:
     """Read a row of Geometry3K: of its images the first counts, and stands in front."""
 
-    def convert(where: str, row: Row) -> Row:
-        images = _field(where, row, "images", data)
+    def convert(row_name: str, row: Row) -> Row:
+        images = _field(row_name, row, "images", data)
         return {
             data.image_key or "image": images[0]
             if isinstance(images, Sequence) and not isinstance(images, str | bytes)
             else images,
-            data.input_key: str(_field(where, row, "problem", data)).replace("<image>", ""),
-            data.output_key: str(_field(where, row, "answer", data)),
+            data.input_key: str(_field(row_name, row, "problem", data)).replace("<image>", ""),
+            data.output_key: str(_field(row_name, row, "answer", data)),
         }
 
     return convert
@@ -74,16 +74,16 @@ def _refcoco(data: DataConfig) -> Convert:
     folder = Path(data.download_dir or _COCO)
     scaled: dict[str, tuple[bytes, int, int]] = {}
 
-    def convert(where: str, row: Row) -> Row:
-        name = str(_field(where, row, "image_path", data))
+    def convert(row_name: str, row: Row) -> Row:
+        name = str(_field(row_name, row, "image_path", data))
         if name not in scaled:
-            scaled[name] = _scaled(where, folder / name.removeprefix("coco/"), data)
+            scaled[name] = _scaled(row_name, folder / name.removeprefix("coco/"), data)
         image, width, height = scaled[name]
-        phrases = _field(where, row, "captions", data)
-        is_held_out = "val" in str(_field(where, row, "split", data))
-        phrase = max(phrases, key=len) if is_held_out else random.Random(where.rpartition(":")[2]).choice(phrases)
+        phrases = _field(row_name, row, "captions", data)
+        is_held_out = "val" in str(_field(row_name, row, "split", data))
+        phrase = max(phrases, key=len) if is_held_out else random.Random(row_name.rpartition(":")[2]).choice(phrases)
         sizes = (width, height, width, height)
-        box = [round(at / size * _WHOLE) for at, size in zip(_field(where, row, "bbox", data), sizes, strict=True)]
+        box = [round(at / size * _WHOLE) for at, size in zip(_field(row_name, row, "bbox", data), sizes, strict=True)]
         return {
             data.image_key or "image": image,
             data.input_key: "Please provide the bounding box coordinate of the region described by the following "
@@ -94,29 +94,29 @@ def _refcoco(data: DataConfig) -> Convert:
     return convert
 
 
-def _scaled(where: str, path: Path, data: DataConfig) -> tuple[bytes, int, int]:
+def _scaled(row_name: str, path: Path, data: DataConfig) -> tuple[bytes, int, int]:
     """Return an image scaled to a square, as PNG, and its own width and height. Raise `DataError`."""
     from tandem.samples.images.reading import ImageLimits, decode
 
     if (kind := irregular(path)) is not None:
-        raise DataError(f"{where}: the image {str(path)!r} is {kind}, not a file")
+        raise DataError(f"{row_name}: the image {str(path)!r} is {kind}, not a file")
     try:
         encoded = path.read_bytes()
     except OSError as error:
         key = f"data.download_dir ({data.download_dir or _COCO})"
         raise DataError(
-            f"{where}: cannot read {str(path)!r}: {error.strerror}. {key} is a folder with COCO's train2014; nothing "
-            "is downloaded to it"
+            f"{row_name}: cannot read {str(path)!r}: {error.strerror}. {key} is a folder with COCO's train2014; "
+            "nothing is downloaded to it"
         ) from error
-    image = decode(encoded, where, ImageLimits(max_pixels=data.max_image_pixels))
+    image = decode(encoded, row_name, ImageLimits(max_pixels=data.max_image_pixels))
     written = io.BytesIO()
     image.resize((_SIDE, _SIDE)).save(written, "PNG", compress_level=1)  # three times as fast
     return written.getvalue(), image.width, image.height
 
 
-def _field(where: str, row: Row, name: str, data: DataConfig) -> Any:
+def _field(row_name: str, row: Row, name: str, data: DataConfig) -> Any:
     if row.get(name) is None:
-        raise DataError(f"{where} has no {name!r}, which rows of {data.dataset_name} have: {', '.join(row)}")
+        raise DataError(f"{row_name} has no {name!r}, which rows of {data.dataset_name} have: {', '.join(row)}")
     return row[name]
 
 

@@ -111,32 +111,32 @@ class PromptEncoder:
         """The writers are keyed by identity, so the views must stay alive."""
         self._writers = {id(view): PromptWriter(view) for view in self._views}
 
-    def check_characters(self, asked: Iterable[PromptedProblem]) -> None:
+    def check_characters(self, prompted_problems: Iterable[PromptedProblem]) -> None:
         """Raise `DataError` naming all characters of all prompts that the tokenizer does not know."""
-        items = ((each.problem.problem_id, (self._messages(each),)) for each in asked)
+        items = ((each.problem.problem_id, (self._messages(each),)) for each in prompted_problems)
         literals = {key: text for writer in self._writers.values() for key, text in writer.literals().items()}
         self._chat.check_characters(items, literals)
 
-    def _messages(self, asked: PromptedProblem) -> Messages:
-        return self._writers[id(asked.data)].messages(asked.problem)
+    def _messages(self, prompted: PromptedProblem) -> Messages:
+        return self._writers[id(prompted.data)].messages(prompted.problem)
 
-    def encode(self, asked: PromptedProblem) -> EncodedProblem | None:
+    def encode(self, prompted: PromptedProblem) -> EncodedProblem | None:
         """Tokenise a problem's prompt; return None if it does not fit the context and is left out.
 
         Raise `DataError` if it cannot be tokenised, or was generated for this run and does not fit.
         """
-        problem, messages = asked.problem, self._messages(asked)
+        problem, messages = prompted.problem, self._messages(prompted)
         prompt_ids = self._chat.prompt(problem.problem_id, messages)
         if self._chat.leaves_out(problem.problem_id, self._chat.complaint(prompt_ids)):
             return None
-        environment = asked.data.environment or ""
+        environment = prompted.data.environment or ""
         if environment in self._reward_models:
             problem = msgspec.structs.replace(problem, prompt=tuple(dict(message) for message in messages))
         return EncodedProblem(
             problem=problem,
             prompt_ids=prompt_ids,
             environment=environment,
-            set_name=asked.set_name,
+            set_name=prompted.set_name,
             images=self._chat.images(messages),
         )
 
@@ -168,16 +168,16 @@ def solution_writer(key: str, template: str) -> Callable[[Problem], list[Message
         raise ConfigError(f"{key}: cannot import {template!r}: {error}") from error
 
     def write(problem: Problem) -> list[Messages]:
-        where = f"problem {problem.problem_id!r}: {key} {template}"
+        label = f"problem {problem.problem_id!r}: {key} {template}"
         try:
             solution = function(problem)
         except Exception as error:  # the function is the user's
             reason = " ".join(str(error).split())
-            raise DataError(f"{where} raised {type(error).__name__}: {reason}") from error
+            raise DataError(f"{label} raised {type(error).__name__}: {reason}") from error
         try:
             return _solutions(solution)
         except (msgspec.ValidationError, DataError) as error:
-            raise DataError(f"{where} returned neither a text nor a list of texts or messages: {error}") from error
+            raise DataError(f"{label} returned neither a text nor a list of texts or messages: {error}") from error
 
     return write
 
@@ -217,15 +217,15 @@ def _prompt_format(data: DataConfig) -> str | None:
     text = read_text("data.prompt_file", path_of(data.prompt_file))
     if data.processor == MULTIPLE_CHOICE and "{}" not in text:
         return text.replace("{", "{{").replace("}", "}}") + "\n\n{}"
-    where = f"data.prompt_file: {data.prompt_file!r}"
+    label = f"data.prompt_file: {data.prompt_file!r}"
     try:
         text.format("a prompt")
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        what = f"it has a field {error}" if isinstance(error, KeyError) else str(error)
+        fault = f"it has a field {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"{where} cannot be filled: {what}. It is a format string: {{}} stands for the prompt, once, and a brace "
+            f"{label} cannot be filled: {fault}. It is a format string: {{}} stands for the prompt, once, and a brace "
             r"of the text is written twice, as in \boxed{{}}"
         ) from error
     if all(name is None for _, name, _, _ in string.Formatter().parse(text)):
-        raise ConfigError(f"{where} has no {{}} for the prompt to go to ({{{{}}}} is a {{}} of the text)")
+        raise ConfigError(f"{label} has no {{}} for the prompt to go to ({{{{}}}} is a {{}} of the text)")
     return text

@@ -59,14 +59,14 @@ def _mixture(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"datasets": [DatasetSpec(part.name, part.weight, part.config) for part in mixture.datasets]}
 
 
-def _refusal(task: str, given: Mapping[str, Any], config_class: Any, error: Exception) -> str:
+def _refusal(task: str, parameters: Mapping[str, Any], config_class: Any, error: Exception) -> str:
     """Describe the unknown parameter, or else the task's own error."""
     valid = sorted(set(config_class.__dataclass_fields__) - {"seed", "size"})
-    unknown = next((name for name in given if name not in valid), None)
+    unknown = next((name for name in parameters if name not in valid), None)
     reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-    what = (
-        f"refuses {dict(given)}: {reason}"
+    fault = (
+        f"refuses {dict(parameters)}: {reason}"
         if unknown is None
         else f"has no parameter {unknown!r}{nearest(unknown, valid)}"
     )
-    return f"data.task_params: {task} {what} (parameters are {', '.join(valid)})"
+    return f"data.task_params: {task} {fault} (parameters are {', '.join(valid)})"

@@ -109,13 +109,14 @@ def rows(
     data: DataConfig,
     images: ImageRows | None = None,
     *,
-    asked: str | None = None,
+    text_key: str | None = None,
     only_held_out: bool = False,
     keeps_digits: bool = False,
 ) -> tuple[Rows, dict[str, Rows]]:
     """Read the files or splits of a dataset: those to train on, and those to validate on, by name.
 
-    `images` reads the images of the rows, if the model sees; they are shown in the field `asked`, or in conversations.
+    `images` reads the images of the rows, if the model sees; they are shown in the field `text_key`, or in
+    conversations.
 
     With `only_held_out`, training rows are not read where held-out rows have a source of their own. With
     `keeps_digits`, numbers of JSON files are `tandem.common.values.json_values.WrittenFloat` where needed. Raise
@@ -125,31 +126,31 @@ def rows(
         raise DataError(f"data.dataset_name: {data.dataset_name} has images, but policy.model_name is a text model")
     train, apart = _read_rows(data, only_held_out=only_held_out, keeps_digits=keeps_digits)
     if images is None:
-        for where, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
-            _refuse_images(where, row, data)
+        for row_name, row in itertools.islice(itertools.chain(train, *apart.values()), 1):
+            _refuse_images(row_name, row, data)
         return train, apart
     is_file, convert = is_local(data.dataset_name), converter(data)
     held_out = validation_paths(data) if is_file else {}
 
-    def seen(found: Rows, file: str | None) -> Rows:
+    def seen(part_rows: Rows, file: str | None) -> Rows:
         """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
         folder = None if file is None else Path(file).absolute().parent
         if convert is not None:
-            found = [(where, convert(where, row)) for where, row in found]
-        return [(where, images.row(where, row, asked, folder)) for where, row in found]
+            part_rows = [(row_name, convert(row_name, row)) for row_name, row in part_rows]
+        return [(row_name, images.row(row_name, row, text_key, folder)) for row_name, row in part_rows]
 
-    own = data.train_data_path if is_file else None
-    return seen(train, own), {name: seen(part, held_out.get(name)) for name, part in apart.items()}
+    train_file = data.train_data_path if is_file else None
+    return seen(train, train_file), {name: seen(part, held_out.get(name)) for name, part in apart.items()}
 
 
-def _refuse_images(where: str, row: Row, data: DataConfig) -> None:
+def _refuse_images(row_name: str, row: Row, data: DataConfig) -> None:
     """Raise `DataError` for a row with an image, as bytes or as Hugging Face's data sets hold it."""
     for key in IMAGE_FIELDS if data.image_key is None else (data.image_key,):
         value = row.get(key)
         first = value[0] if isinstance(value, list) and value else value
         is_image = isinstance(first, bytes | StoredMedia) or (isinstance(first, Mapping) and "bytes" in first)
         if is_image or (data.image_key is not None and first is not None):
-            raise DataError(f"{where} has an image in {key!r}, but policy.model_name is a text model")
+            raise DataError(f"{row_name} has an image in {key!r}, but policy.model_name is a text model")
 
 
 def _read_rows(data: DataConfig, *, only_held_out: bool, keeps_digits: bool) -> tuple[Rows, dict[str, Rows]]:
@@ -184,12 +185,12 @@ def parquet(path: str) -> Rows:
     import pyarrow
     from pyarrow.parquet import read_table
 
-    kept = path_of(path)
-    kind = irregular(kept)
+    file_path = path_of(path)
+    kind = irregular(file_path)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a Parquet file")
     try:
-        read = read_table(kept).to_pylist()
+        read = read_table(file_path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"data: cannot read {path!r}: {_first_line(error)}") from error
     if not read:
@@ -199,43 +200,43 @@ def parquet(path: str) -> Rows:
 
 def csv_rows(path: str) -> Rows:
     """Read a CSV file with column names in its first line; every field is text. Raise `DataError` naming the line."""
-    kept = path_of(path)
-    kind = irregular(kept)
+    file_path = path_of(path)
+    kind = irregular(file_path)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a CSV file")
-    found: Rows = []
+    named_rows: Rows = []
     try:
-        with open(kept, newline="", encoding="utf-8-sig") as file:
+        with open(file_path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             for row in reader:
-                where = f"{path}:{reader.line_num}"
+                row_name = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
                     fields = _listed(reader.fieldnames or ())
-                    raise DataError(f"{where} has not as many fields as the first line names: {fields}")
-                found.append((where, row))
+                    raise DataError(f"{row_name} has not as many fields as the first line names: {fields}")
+                named_rows.append((row_name, row))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
-    if not found:
+    if not named_rows:
         raise DataError(f"data: {path!r} holds no problem")
-    return found
+    return named_rows
 
 
 def jsonl(path: str, *, keeps_digits: bool = False) -> Rows:
     """Read a file of one JSON object a line, which may be compressed (``.gz``). Raise `DataError` naming the line."""
-    kept = path_of(path)
-    kind = irregular(kept)
+    file_path = path_of(path)
+    kind = irregular(file_path)
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a file of one JSON object a line")
     decode = decode_object if keeps_digits else _decode_object
     try:
-        with gzip.open(kept) if path.endswith(".gz") else open(kept, "rb") as file:
-            lines = ((where, line) for where, line in _lines(path, file) if line.strip())
-            found: Rows = [(where, _json_object(where, line, decode)) for where, line in lines]
+        with gzip.open(file_path) if path.endswith(".gz") else open(file_path, "rb") as file:
+            lines = ((row_name, line) for row_name, line in _lines(path, file) if line.strip())
+            named_rows: Rows = [(row_name, _json_object(row_name, line, decode)) for row_name, line in lines]
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"data: cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from error
-    if not found:
+    if not named_rows:
         raise DataError(f"data: {path!r} holds no problem")
-    return found
+    return named_rows
 
 
 def hub(name: str, split: str, subset: str | None, commit: str | None = None) -> Rows:
@@ -262,13 +263,13 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
         columns = stored_columns(loaded)
         read = rows_of(loaded, columns) if columns else loaded
-        found: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(read)]
+        named_rows: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(read)]
     except Exception as error:  # the library raises dozens of kinds, its own and the network's
         reason = f"{unreachable}, and there is no copy here" if unreachable else _why_not_loaded(error, name, commit)
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
-    if not found:
+    if not named_rows:
         raise DataError(f"data.dataset_name: {name!r}, split {split!r}, holds no problem")
-    return found
+    return named_rows
 
 
 def prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
@@ -282,14 +283,16 @@ def prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
 
     cache, short = Path(datasets.config.HF_DATASETS_CACHE), name.rpartition("/")[2]
     folder = "___".join([*name.split("/")[:-1], camelcase_to_snakecase(short)])
-    there = sorted(cache.glob(f"{folder}/*/*/{commit}"))
-    names = [path.parent.parent.name for path in there]
-    wanted = [path for path, each in zip(there, names, strict=True) if each.partition("-")[0] == (subset or "default")]
-    if not wanted and subset is None and len(there) == 1:
-        wanted = there
-    if not wanted:
+    builds = sorted(cache.glob(f"{folder}/*/*/{commit}"))
+    names = [path.parent.parent.name for path in builds]
+    matching = [
+        path for path, each in zip(builds, names, strict=True) if each.partition("-")[0] == (subset or "default")
+    ]
+    if not matching and subset is None and len(builds) == 1:
+        matching = builds
+    if not matching:
         raise FileNotFoundError(f"commit {commit[:8]} is not in the cache of datasets ({cache})")
-    version, configuration = wanted[0].parent.name, wanted[0].parent.parent.name
+    version, configuration = matching[0].parent.name, matching[0].parent.parent.name
     builder = Cache(dataset_name=short, config_name=configuration, version=version, hash=commit, repo_id=name)
     builder.download_and_prepare()
     return builder.as_dataset(split=split)
@@ -315,24 +318,24 @@ def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
     return _first_line(error)
 
 
-def problem(where: str, row: Row, data: DataConfig) -> Problem:
+def problem(row_name: str, row: Row, data: DataConfig) -> Problem:
     """Read a row that holds a question and its answer, which keeps its type. Raise `DataError` if it lacks one."""
     row = _of_conversation(row, data)
-    value = field(where, row, "input_key", data.input_key)
+    value = field(row_name, row, "input_key", data.input_key)
     if value is None:
-        raise DataError(f"{where} has null in the field {data.input_key!r} (data.input_key)")
-    question = read_question(f"{where}: {data.input_key!r} (data.input_key)", value)
-    answer = field(where, row, "output_key", data.output_key)
+        raise DataError(f"{row_name} has null in the field {data.input_key!r} (data.input_key)")
+    question = read_question(f"{row_name}: {data.input_key!r} (data.input_key)", value)
+    answer = field(row_name, row, "output_key", data.output_key)
     if data.processor == MULTIPLE_CHOICE:
-        options = _options(where, row)
-        question = with_user_text(where, question, lambda text: f"Question: {text}\nOptions:\n{options}")
+        options = _options(row_name, row)
+        question = with_user_text(row_name, question, lambda text: f"Question: {text}\nOptions:\n{options}")
     named = NAMED.get(data.dataset_name)
     if named is not None and named.answer_after and isinstance(answer, str):
         answer = answer.rpartition(named.answer_after)[2].strip()
-    others = {name: value for name, value in row.items() if name not in (data.input_key, data.output_key)}
+    metadata = {name: value for name, value in row.items() if name not in (data.input_key, data.output_key)}
     if not isinstance(question, str):  # templates write numbers as Transformers' do
         question = msgspec.json.decode(encode_json(question, str))
-    return Problem(problem_id=where, question=question, **plain_object({"answer": answer, "metadata": others}))
+    return Problem(problem_id=row_name, question=question, **plain_object({"answer": answer, "metadata": metadata}))
 
 
 def _of_conversation(row: Row, data: DataConfig) -> Row:
@@ -346,36 +349,36 @@ def _of_conversation(row: Row, data: DataConfig) -> Row:
     last = messages[-1] if len(messages) > 1 else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return row
-    others = {name: value for name, value in row.items() if name != _MESSAGES}
-    return {**others, data.input_key: messages[:-1], data.output_key: last.get("content")}
+    metadata = {name: value for name, value in row.items() if name != _MESSAGES}
+    return {**metadata, data.input_key: messages[:-1], data.output_key: last.get("content")}
 
 
-def _options(where: str, row: Row) -> str:
+def _options(row_name: str, row: Row) -> str:
     """Return the choices of a question, a line each after its letter. Raise `DataError` if they are malformed."""
-    options = field(where, row, "processor", _OPTIONS)
+    options = field(row_name, row, "processor", _OPTIONS)
     if isinstance(options, list | tuple):
         options = dict(zip(string.ascii_uppercase, options, strict=False))
     if not isinstance(options, Mapping) or not options:
-        raise DataError(f"{where}: {_OPTIONS!r} holds neither texts by letter nor a list of texts (data.processor)")
+        raise DataError(f"{row_name}: {_OPTIONS!r} holds neither texts by letter nor a list of texts (data.processor)")
     return "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
 
 
-def field(where: str, row: Row, setting: str, key: str) -> Any:
+def field(row_name: str, row: Row, setting: str, key: str) -> Any:
     """Return a row's field `key`, the value of ``data.SETTING``. Raise `DataError` if there is no such field.
 
     A key ``a.0.b`` may also be the entry `b` of the first entry of the field `a`.
     """
     if key not in row:
-        found: Any = row
+        value: Any = row
         for part in key.split("."):
-            if isinstance(found, list | tuple) and part.isdecimal() and int(part) < len(found):
-                found = found[int(part)]
+            if isinstance(value, list | tuple) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
             else:
-                found = found.get(part, _ABSENT) if isinstance(found, Mapping) else _ABSENT
-        if found is not _ABSENT:
-            return found
+                value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is not _ABSENT:
+            return value
         raise DataError(
-            f"{where} has no field {key!r} (data.{setting}); its fields are {_listed(row)}{nearest(key, row)}"
+            f"{row_name} has no field {key!r} (data.{setting}); its fields are {_listed(row)}{nearest(key, row)}"
         )
     return row[key]
 
@@ -398,22 +401,22 @@ def _lines(path: str, file: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[str, by
             yield f"{path}:{number}", line
 
 
-def _json_object(where: str, line: bytes, decode: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+def _json_object(row_name: str, line: bytes, decode: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     try:
         text = line.decode()
         row = decode(text)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
+            f"{row_name} is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
         ) from error
     except msgspec.MsgspecError as error:
-        raise DataError(f"{where} is not a JSON object: {error}") from error
+        raise DataError(f"{row_name} is not a JSON object: {error}") from error
     except RecursionError:
         is_deep = True
     else:  # an exact count takes time, and few rows need it
         is_deep = line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _depth(row) > _MAX_DEPTH
     if is_deep:
-        raise DataError(f"{where} is nested more than {_MAX_DEPTH} levels deep")
+        raise DataError(f"{row_name} is nested more than {_MAX_DEPTH} levels deep")
     return row
 
 

@@ -117,11 +117,11 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
             return _generated(data, shapes(data, seed, images))
         case _:
             train_rows, held_out_rows = sources.rows(
-                data, images, asked=data.input_key, only_held_out=config.evaluates, keeps_digits=True
+                data, images, text_key=data.input_key, only_held_out=config.evaluates, keeps_digits=True
             )
 
     def problems(rows: sources.Rows) -> list[Problem]:
-        return [sources.problem(where, row, data) for where, row in rows]
+        return [sources.problem(row_name, row, data) for row_name, row in rows]
 
     identity = _identity(partial(_prompt, data))
     apart = {name: problems(rows) for name, rows in held_out_rows.items()}
@@ -135,18 +135,19 @@ def _listed(config: Config, images: ImageRows | None) -> ProblemSets:
     """Load the problems of several datasets."""
     is_alone = config.evaluates and bool(config.data.validation)
     training, validation = load_parts(config, partial(load_problems, images=images), with_train=not is_alone)
-    own: list[list[Problem]] = [taken(part) for part in training]
-    train = [problem for problems in own for problem in problems]
-    held: dict[str, HeldOut[Problem]] = held_out(training, validation)
-    held_problems = {name: items for name, (items, _) in held.items()}
+    problem_lists: list[list[Problem]] = [taken(part) for part in training]
+    train = [problem for problems in problem_lists for problem in problems]
+    held_sets: dict[str, HeldOut[Problem]] = held_out(training, validation)
+    held_problems = {name: items for name, (items, _) in held_sets.items()}
     refuse_leakage(train, held_problems, _identity(lambda problem: text_of(problem.question)))
     return ProblemSets(
         train=train,
         held_out=held_problems,
         sources=tuple(
-            TrainingSource(part.name, part.data, len(items)) for part, items in zip(training, own, strict=True)
+            TrainingSource(part.name, part.data, len(items))
+            for part, items in zip(training, problem_lists, strict=True)
         ),
-        views={name: data for name, (_, data) in held.items()},
+        views={name: data for name, (_, data) in held_sets.items()},
         num_set_aside=sum(part.sets.num_set_aside for part in training),
     )
 
@@ -170,11 +171,11 @@ def _generated(data: DataConfig, problems: Iterator[Problem]) -> ProblemSets:
             f"{_MOST_MADE} problems for a run, all before it begins"
         )
     share = num_validation / (num_train + num_validation)
-    wanted = {True: num_validation, False: num_train}
-    found: dict[bool, list[Problem]] = {True: [], False: []}
+    sizes = {True: num_validation, False: num_train}
+    sides: dict[bool, list[Problem]] = {True: [], False: []}
     seen: dict[str, Problem] = {}
     num_repeats = 0
-    while any(len(found[held]) < wanted[held] for held in (True, False)):
+    while any(len(sides[is_held_out]) < sizes[is_held_out] for is_held_out in (True, False)):
         problem = next(problems)
         prompt = _prompt(data, problem)
         num_repeats = num_repeats + 1 if prompt in seen else 0
@@ -182,10 +183,10 @@ def _generated(data: DataConfig, problems: Iterator[Problem]) -> ProblemSets:
             return _all_there_is(data, seen)
         if num_repeats == 0:
             seen[prompt] = problem
-            held = _position(prompt) < share
-            if len(found[held]) < wanted[held]:
-                found[held].append(problem)
-    return ProblemSets(train=found[False], held_out={"": found[True]})
+            is_held_out = _position(prompt) < share
+            if len(sides[is_held_out]) < sizes[is_held_out]:
+                sides[is_held_out].append(problem)
+    return ProblemSets(train=sides[False], held_out={"": sides[True]})
 
 
 def _all_there_is(data: DataConfig, seen: Mapping[str, Problem]) -> ProblemSets:
@@ -246,9 +247,9 @@ def hold_out(
     held_out = _held_out_apart(data, apart, identity)
     if len(train) < (data.num_train or 1):
         raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
-    kept = list(train[: data.num_train])
-    refuse_leakage(kept, held_out, identity)
-    return SplitSides(train=kept, held_out=held_out)
+    train_items = list(train[: data.num_train])
+    refuse_leakage(train_items, held_out, identity)
+    return SplitSides(train=train_items, held_out=held_out)
 
 
 def _held_out_apart(
@@ -266,14 +267,18 @@ def _held_out_apart(
 
 def refuse_leakage(train: Sequence[Item], held_out: Mapping[str, Sequence[Item]], identity: ItemIdentity[Item]) -> None:
     """Raise `DataError` if a training item is held out as well."""
-    held = {identity.content(item): identity.place(item) for items in held_out.values() for item in reversed(items)}
-    shared = [(identity.place(item), held[key]) for item in train if (key := identity.content(item)) in held]
+    held_places = {
+        identity.content(item): identity.place(item) for items in held_out.values() for item in reversed(items)
+    }
+    shared = [
+        (identity.place(item), held_places[key]) for item in train if (key := identity.content(item)) in held_places
+    ]
     if shared:
-        here, there = shared[0]
+        train_place, held_place = shared[0]
         more = f" (and {len(shared) - 1} more)" if len(shared) > 1 else ""
         raise DataError(
-            f"data: {here} and {there} hold the same problem{more}, which would be trained on and validated on: take "
-            "it out of one of them"
+            f"data: {train_place} and {held_place} hold the same problem{more}, which would be trained on and "
+            "validated on: take it out of one of them"
         )
 
 
@@ -281,35 +286,35 @@ def _split(
     data: DataConfig, name: str, items: Sequence[Item], identity: ItemIdentity[Item], *, keep_prompts_together: bool
 ) -> SplitSides[Item]:
     """Split one file in the first way that leaves enough to train on."""
-    wanted = _num_held_out(data, len(items))
-    if len(items) < wanted:
-        raise DataError(f"data.num_validation: {name} has only {_counted(items, identity)}, not {wanted}")
+    num_held_out = _num_held_out(data, len(items))
+    if len(items) < num_held_out:
+        raise DataError(f"data.num_validation: {name} has only {_counted(items, identity)}, not {num_held_out}")
     prompts = [identity.prompt(item) for item in items]
     contents = [identity.content(item) for item in items]
     # Prompts decide; contents break ties.
     order = sorted(range(len(items)), key=lambda i: (_position(prompts[i]), _position(contents[i])))
     by_prompt = sorted(range(len(items)), key=lambda i: _position(prompts[i]))
-    ways: list[tuple[list[int], list[str]]] = [(by_prompt[:wanted], prompts)] if keep_prompts_together else []
-    ways += [(held, contents) for held in _choices(_groups(order, contents), wanted)]
-    most = 0
-    for held, keys in ways:
-        kept_out = {keys[i] for i in held}
-        rest = [i for i in range(len(items)) if keys[i] not in kept_out]
-        if len(rest) >= (data.num_train or 1):
+    ways: list[tuple[list[int], list[str]]] = [(by_prompt[:num_held_out], prompts)] if keep_prompts_together else []
+    ways += [(held_indexes, contents) for held_indexes in _choices(_groups(order, contents), num_held_out)]
+    max_num_train = 0
+    for held_indexes, keys in ways:
+        kept_out = {keys[i] for i in held_indexes}
+        train_indexes = [i for i in range(len(items)) if keys[i] not in kept_out]
+        if len(train_indexes) >= (data.num_train or 1):
             return SplitSides(
-                train=[items[i] for i in rest[: data.num_train]],
-                held_out={"": [items[i] for i in held]},
-                num_set_aside=len(items) - len(held) - len(rest),
+                train=[items[i] for i in train_indexes[: data.num_train]],
+                held_out={"": [items[i] for i in held_indexes]},
+                num_set_aside=len(items) - len(held_indexes) - len(train_indexes),
             )
-        most = max(most, len(rest))
-    if most:
+        max_num_train = max(max_num_train, len(train_indexes))
+    if max_num_train:
         raise DataError(
-            f"data.num_train: without those held out, {name} has only {most} "
+            f"data.num_train: without those held out, {name} has only {max_num_train} "
             f"{_distinct(len(items), len(set(contents)))}problems, not {data.num_train}"
         )
     raise DataError(
-        f"data: {name} has {_counted(items, identity)}, and with {wanted} of them held out (data.num_validation) none "
-        "is left to train on"
+        f"data: {name} has {_counted(items, identity)}, and with {num_held_out} of them held out "
+        "(data.num_validation) none is left to train on"
     )
 
 
@@ -334,21 +339,21 @@ def _groups(order: Sequence[int], contents: Sequence[str]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _choices(groups: Sequence[list[int]], wanted: int) -> Iterator[list[int]]:
-    """Yield choices of `wanted` items to hold out that cut few groups; the rest of a cut group is of no use."""
-    held: list[int] = []
-    left: list[list[int]] = []
+def _choices(groups: Sequence[list[int]], num_held_out: int) -> Iterator[list[int]]:
+    """Yield choices of `num_held_out` items to hold out that cut few groups; the rest of a cut group is of no use."""
+    held_indexes: list[int] = []
+    cut_groups: list[list[int]] = []
     for group in groups:
-        if len(held) + len(group) <= wanted:
-            held += group
+        if len(held_indexes) + len(group) <= num_held_out:
+            held_indexes += group
         else:
-            left.append(group)
-    if len(held) < wanted:
-        held += min(left, key=len)[: wanted - len(held)]
-    yield held
-    large = [group for group in groups if len(group) >= wanted]
+            cut_groups.append(group)
+    if len(held_indexes) < num_held_out:
+        held_indexes += min(cut_groups, key=len)[: num_held_out - len(held_indexes)]
+    yield held_indexes
+    large = [group for group in groups if len(group) >= num_held_out]
     if large:
-        yield min(large, key=len)[:wanted]
+        yield min(large, key=len)[:num_held_out]
 
 
 def _counted(items: Sequence[Item], identity: ItemIdentity[Item]) -> str:

@@ -18,10 +18,10 @@ def check_step_size(config: Config, num_items: int) -> None:
     if config.declaration.rolls_out:
         names = ("num_prompts_per_step", "num_generations_per_prompt", "batch_multiplier")
         keys = {f"{config.algorithm}.{name}": getattr(config.rollout_section, name) for name in names}
-    most = 1.0
+    num_sequences = 1.0
     for value in keys.values():
-        most *= min(value, MAX_SEQUENCES + 1)  # a larger integer may not fit a float
-    if most <= MAX_SEQUENCES:
+        num_sequences *= min(value, MAX_SEQUENCES + 1)  # a larger integer may not fit a float
+    if num_sequences <= MAX_SEQUENCES:
         return
     key = max(keys, key=lambda name: keys[name])
     product = " * ".join(

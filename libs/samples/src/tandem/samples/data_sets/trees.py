@@ -21,7 +21,7 @@ class _Node(msgspec.Struct, frozen=True):
     replies: list[_Node] = []
 
 
-def threads(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
+def threads(row_name: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
     """Yield the threads of a tree in which the assistant speaks, each with its place, for errors.
 
     A row is the tree's ``prompt``, or has it. A user's last message is left out, since nothing answers it. Threads that
@@ -30,7 +30,7 @@ def threads(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]
     try:
         root = msgspec.convert(row.get("prompt", row), _Node)
     except msgspec.ValidationError as error:
-        raise DataError(f"{where} is not a tree of messages: {error}") from error
+        raise DataError(f"{row_name} is not a tree of messages: {error}") from error
     ends: set[int] = set()
     for number, nodes in enumerate(_ways(root), 1):
         spoken = [index for index, node in enumerate(nodes) if node.role == "assistant"]
@@ -38,12 +38,12 @@ def threads(where: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]
             continue
         ends.add(id(nodes[spoken[-1]]))
         messages = [{"role": _ROLES[node.role], "content": node.text} for node in nodes[: spoken[-1] + 1]]
-        yield f"{where}, thread {number}", messages
+        yield f"{row_name}, thread {number}", messages
 
 
 def _ways(node: _Node) -> Iterator[list[_Node]]:
     if not node.replies:
         yield [node]
     for reply in node.replies:
-        for rest in _ways(reply):
-            yield [node, *rest]
+        for branch in _ways(reply):
+            yield [node, *branch]

@@ -40,19 +40,19 @@ def attend_blocks(
     """
     output_1NHD = output_1NHD.clone()
     for begin, start, stop in blocks:
-        own, seen = slice(start, stop), slice(begin, stop)
+        block, seen = slice(start, stop), slice(begin, stop)
         place_B1 = torch.arange(start, stop, device=query_1HND.device)[:, None]
         place_M = torch.arange(begin, stop, device=query_1HND.device)
         is_before_BM = place_M <= place_B1
         if window is not None:
             is_before_BM &= place_M > place_B1 - window
         attended_1HBD = F.scaled_dot_product_attention(
-            query_1HND[:, :, own],
+            query_1HND[:, :, block],
             key_1GND[:, :, seen],
             value_1GND[:, :, seen],
             attn_mask=is_before_BM | (place_M >= start),
             scale=scaling,
             enable_gqa=query_1HND.shape[1] != key_1GND.shape[1],
         )
-        output_1NHD[:, own] = attended_1HBD.transpose(1, 2)
+        output_1NHD[:, block] = attended_1HBD.transpose(1, 2)
     return output_1NHD

@@ -61,14 +61,14 @@ class VisionTokenizer(Tokenizer):
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> tuple[ImageRef, ...]:
         """Return the images of messages, in order. Raises `DataError` for one of a shape that the family refuses."""
         contents = (message.get("content") for message in messages)
-        return tuple(self._reference(found) for text in contents if isinstance(text, str) for found in marked_in(text))
+        return tuple(self._reference(image) for text in contents if isinstance(text, str) for image in marked_in(text))
 
-    def _reference(self, found: MarkedImage) -> ImageRef:
-        grid = grid_of(self.settings, found.width, found.height)
+    def _reference(self, image: MarkedImage) -> ImageRef:
+        grid = grid_of(self.settings, image.width, image.height)
         return ImageRef(
-            digest=found.digest,
-            width=found.width,
-            height=found.height,
+            digest=image.digest,
+            width=image.width,
+            height=image.height,
             grid=grid,
             num_tokens=num_tokens(self.settings, grid),
         )
@@ -89,13 +89,13 @@ class VisionTokenizer(Tokenizer):
         plain = [{**message, "content": self._content(message.get("content"), images)} for message in messages]
         text = super().render_chat(plain, add_generation_prompt=add_generation_prompt, variables=variables)
         placeholder = self.settings.family.placeholder
-        first, *others = text.split(placeholder)
-        if len(others) != len(images):
+        first, *parts = text.split(placeholder)
+        if len(parts) != len(images):
             raise ConfigError(
-                f"policy.tokenizer.chat_template: the chat template of {self.where} writes {len(others)} × "
+                f"policy.tokenizer.chat_template: the chat template of {self.where} writes {len(parts)} × "
                 f"{placeholder} for {len(images)} images"
             )
-        return first + "".join(marker(*image) + part for image, part in zip(images, others, strict=True))
+        return first + "".join(marker(*image) + part for image, part in zip(images, parts, strict=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, with those of each image in the place of its marker.

@@ -68,15 +68,15 @@ def read_settings(folder: Path, name: str = "") -> ImageSettings:
     family = vision_family(config)
     if family is None:
         raise ModelError(f"{name}: {config.get('model_type', 'a model without model_type')} takes no images here")
-    found = [_object(folder / file, name) for file in PROCESSOR_FILES if (folder / file).exists()]
+    objects = [_object(folder / file, name) for file in PROCESSOR_FILES if (folder / file).exists()]
     # A processor_config.json of late has the image processor's settings in it; else they have a file of their own.
-    nested = [each["image_processor"] for each in found if isinstance(each.get("image_processor"), dict)]
-    own = [each for each in found[-1:] if (folder / PROCESSOR_FILES[1]).exists()]
-    if not nested and not own:
+    nested = [each["image_processor"] for each in objects if isinstance(each.get("image_processor"), dict)]
+    separate = [each for each in objects[-1:] if (folder / PROCESSOR_FILES[1]).exists()]
+    if not nested and not separate:
         raise ModelError(
             f"{name} has no preprocessor_config.json (or processor_config.json), which says how images become tokens"
         )
-    settings = [*nested, *own][0]
+    settings = [*nested, *separate][0]
     try:
         return _settings(family, config, settings)
     except (TypeError, KeyError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -92,20 +92,20 @@ def _settings(family: VisionFamily, config: Mapping[str, Any], settings: Mapping
     common: dict[str, Any] = {"family": family, "image_token_id": int(token_id), "is_resized": is_resized}
     vision = config.get("vision_config") or {}
     if family.is_qwen:
-        found = ImageSettings(
+        image_settings = ImageSettings(
             **common,
             patch_size=int(settings.get("patch_size", 14)),
             merge_size=int(settings.get("merge_size", 2)),
             min_pixels=int(settings.get("min_pixels") or size.get("shortest_edge", 56 * 56)),
             max_pixels=int(settings.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280)),
         )
-        tower = (int(vision.get("patch_size", found.patch_size)), int(vision.get("spatial_merge_size", 2)))
-        if tower != (found.patch_size, found.merge_size):
-            own = (found.patch_size, found.merge_size)
+        tower = (int(vision.get("patch_size", image_settings.patch_size)), int(vision.get("spatial_merge_size", 2)))
+        if tower != (image_settings.patch_size, image_settings.merge_size):
+            sizes = (image_settings.patch_size, image_settings.merge_size)
             raise ValueError(
-                f"patch_size and merge_size are {own[0]} and {own[1]}, and {tower[0]} and {tower[1]} in config.json"
+                f"patch_size and merge_size are {sizes[0]} and {sizes[1]}, and {tower[0]} and {tower[1]} in config.json"
             )
-        return found
+        return image_settings
     if not family.has_crops:
         if settings.get("do_pan_and_scan"):
             raise ValueError("do_pan_and_scan is not built")
@@ -130,14 +130,14 @@ def _object(path: Path, name: str) -> dict[str, Any]:
     if (kind := irregular(path)) is not None:
         raise ModelError(f"{name}: {str(path)!r} is {kind}, not a file")
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{name} has no {path.name}") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: cannot read {path.name}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"{name}: {path.name} holds no object")
-    return found
+    return content
 
 
 def grid_of(settings: ImageSettings, width: int, height: int) -> Grid:
@@ -236,14 +236,14 @@ def expansion(settings: ImageSettings, grid: Grid) -> str:
     if not family.has_crops:
         return f"\n\n{family.begin_token}{features}{family.end_token}\n\n"
     rows, columns = grid
-    whole = f"{family.begin_token}<global-img>{features}{family.end_token}"
+    global_image = f"{family.begin_token}<global-img>{features}{family.end_token}"
     if not rows and not columns:
-        return whole
+        return global_image
     lines = (
         "".join(f"{family.begin_token}<row_{row + 1}_col_{column + 1}>{features}" for column in range(columns))
         for row in range(rows)
     )
-    return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
+    return "".join(f"{line}\n" for line in lines) + f"\n{global_image}"
 
 
 def expanded(settings: ImageSettings, text: str, grids: Sequence[Grid]) -> str:
@@ -251,12 +251,12 @@ def expanded(settings: ImageSettings, text: str, grids: Sequence[Grid]) -> str:
 
     Raises `DataError` if there are more or fewer placeholders than images.
     """
-    first, *others = text.split(settings.family.placeholder)
-    if len(others) != len(grids):
+    first, *parts = text.split(settings.family.placeholder)
+    if len(parts) != len(grids):
         raise DataError(
-            f"the conversation as text has {len(others)} × {settings.family.placeholder} for {len(grids)} images"
+            f"the conversation as text has {len(parts)} × {settings.family.placeholder} for {len(grids)} images"
         )
-    return first + "".join(expansion(settings, grid) + part for grid, part in zip(grids, others, strict=True))
+    return first + "".join(expansion(settings, grid) + part for grid, part in zip(grids, parts, strict=True))
 
 
 def positions(settings: ImageSettings, token_ids_T: Sequence[int], grids: Sequence[Grid]) -> tuple[Int64s, int]:
@@ -268,8 +268,8 @@ def positions(settings: ImageSettings, token_ids_T: Sequence[int], grids: Sequen
     ids_T = np.asarray(token_ids_T, np.int64)
     is_image_T = ids_T == settings.image_token_id
     expected = sum(num_tokens(settings, grid) for grid in grids)
-    if (found := int(is_image_T.sum())) != expected:
-        raise DataError(f"the sequence has {found} image tokens, its {len(grids)} images need {expected}")
+    if (num_image_tokens := int(is_image_T.sum())) != expected:
+        raise DataError(f"the sequence has {num_image_tokens} image tokens, its {len(grids)} images need {expected}")
     length = len(ids_T)
     if not settings.family.has_mrope:
         return np.arange(length, dtype=np.int64)[None], 0
@@ -301,35 +301,37 @@ def undrawable_ids(tokenizer: Tokenizer, family: VisionFamily) -> tuple[int, ...
 
     A drawn one would stand for an image that is not there. Raises `ModelError` if the tokenizer lacks the image token.
     """
-    found = {text: _token_id(tokenizer, text) for text in dict.fromkeys((*family.tokens, family.image_token))}
+    id_of_text = {text: _token_id(tokenizer, text) for text in dict.fromkeys((*family.tokens, family.image_token))}
     needed = (family.placeholder, family.image_token, family.begin_token, family.end_token)
-    missing = [text for text in needed if found.get(text) is None]
+    missing = [text for text in needed if id_of_text.get(text) is None]
     if missing:
         raise ModelError(
             f"the tokenizer in {tokenizer.where} has no token {missing[0]}, which {family.model_type} needs"
         )
-    return tuple(sorted(token_id for token_id in found.values() if token_id is not None))
+    return tuple(sorted(token_id for token_id in id_of_text.values() if token_id is not None))
 
 
 def _token_id(tokenizer: Tokenizer, text: str) -> int | None:
-    known = tokenizer.hugging_face
-    found = known.convert_tokens_to_ids(text)  # that of the unknown token, where there is one
-    return int(found) if found is not None and known.convert_ids_to_tokens(found) == text else None
+    hugging_face = tokenizer.hugging_face
+    token_id = hugging_face.convert_tokens_to_ids(text)  # that of the unknown token, where there is one
+    return int(token_id) if token_id is not None and hugging_face.convert_ids_to_tokens(token_id) == text else None
 
 
 def _known_id(tokenizer: Tokenizer, text: str) -> int:
-    found = _token_id(tokenizer, text)
-    assert found is not None, "see check_tokenizer"
-    return found
+    token_id = _token_id(tokenizer, text)
+    assert token_id is not None, "see check_tokenizer"
+    return token_id
 
 
 def check_tokenizer(tokenizer: Tokenizer, settings: ImageSettings) -> None:
     """Raise `ModelError` unless the tokenizer has the special tokens that images need, with the model's id."""
     undrawable_ids(tokenizer, settings.family)
     text = settings.family.image_token
-    own = _token_id(tokenizer, text)
-    if own != settings.image_token_id:
-        raise ModelError(f"{text} is token {own} in {tokenizer.where} and {settings.image_token_id} in config.json")
+    token_id = _token_id(tokenizer, text)
+    if token_id != settings.image_token_id:
+        raise ModelError(
+            f"{text} is token {token_id} in {tokenizer.where} and {settings.image_token_id} in config.json"
+        )
 
 
 def collapsed(token_ids: Iterable[int], tokenizer: Tokenizer, settings: ImageSettings) -> list[int]:
@@ -376,13 +378,13 @@ def _end_of_image(ids: Sequence[int], at: int, tokenizer: Tokenizer, settings: I
 
 def _without_newlines(ids: list[int], tokenizer: Tokenizer, *, at_end: bool) -> list[int]:
     """Return tokens without the two line breaks that an expansion of Gemma 3 has on this side."""
-    taken: list[int] = []
-    rest = list(ids)
+    end_ids: list[int] = []
+    other_ids = list(ids)
     text = ""
-    while rest and len(text) < 2:
-        taken.append(rest.pop(-1 if at_end else 0))
-        text = tokenizer.decode(taken[::-1] if at_end else taken, skip_special_tokens=False)
+    while other_ids and len(text) < 2:
+        end_ids.append(other_ids.pop(-1 if at_end else 0))
+        text = tokenizer.decode(end_ids[::-1] if at_end else end_ids, skip_special_tokens=False)
     if not (text.endswith("\n\n") if at_end else text.startswith("\n\n")):
         raise DataError("an image stands without the two line breaks around it")
-    kept = tokenizer.encode(text[:-2] if at_end else text[2:]) if len(text) > 2 else []
-    return [*rest, *kept] if at_end else [*kept, *rest]
+    text_ids = tokenizer.encode(text[:-2] if at_end else text[2:]) if len(text) > 2 else []
+    return [*other_ids, *text_ids] if at_end else [*text_ids, *other_ids]

@@ -36,10 +36,10 @@ _MAX_REPLY_BYTES = max(MAX_IMAGE_BYTES_FETCHED, DEFAULT_LIMITS.max_bytes)
 class ImageFetcher:
     """A process's copy of the run's images, and its way to those that it lacks."""
 
-    def __init__(self, images: ImageFolder, *, name: str, run_id: str, own: KeyPair) -> None:
+    def __init__(self, images: ImageFolder, *, name: str, run_id: str, key_pair: KeyPair) -> None:
         """Take the process's own view of the run's folder, its name, and the keys that prove it."""
         self._images = images
-        self._name, self._run_id, self._own = name, run_id, own
+        self._name, self._run_id, self._key_pair = name, run_id, key_pair
         self._coordinator: Listener | None = None
 
     def begin(self, images_at: Listener | None, coordinator: str) -> None:
@@ -58,19 +58,19 @@ class ImageFetcher:
         flat = batch.image_digests_IX.tobytes().hex()
         digests = [flat[place : place + 64] for place in range(0, len(flat), 64)]
         of_image = batch.source_S.repeat(batch.num_images_S).tolist() if names else [0] * len(digests)
-        wanted = {
+        source_by_digest = {
             digest: names[source] if names else COORDINATOR for digest, source in zip(digests, of_image, strict=True)
         }
-        return self.fetch_from(wanted, sources, timeout_s)
+        return self.fetch_from(source_by_digest, sources, timeout_s)
 
     def fetch_from(
-        self, wanted: Mapping[str, str], sources: Mapping[str, Listener], timeout_s: float
+        self, source_by_digest: Mapping[str, str], sources: Mapping[str, Listener], timeout_s: float
     ) -> dict[str, str]:
         """Have images in the folder; return why some are not to be had, by source.
 
-        `wanted` has the source of each, by digest. `sources` are asked before the coordinator.
+        `source_by_digest` has the source of each, by digest. `sources` are asked before the coordinator.
         """
-        lacking = {digest: source for digest, source in wanted.items() if not self._images.has(digest)}
+        lacking = {digest: source for digest, source in source_by_digest.items() if not self._images.has(digest)}
         if not lacking:
             return {}
         deadline = time.monotonic() + timeout_s
@@ -87,20 +87,24 @@ class ImageFetcher:
             lacking = {digest: source for digest, source in lacking.items() if not self._images.has(digest)}
         missing: dict[str, str] = {}
         for digest, source in lacking.items():
-            asked = [name for name in dict.fromkeys((source, COORDINATOR)) if name in whys]
-            said = "; ".join(f"{name}: {whys[name]}" for name in asked) or "nobody could be asked"
-            missing.setdefault(source, f"{self._name} lacks image {digest[:12]}: {said}")
+            names = [name for name in dict.fromkeys((source, COORDINATOR)) if name in whys]
+            reasons = "; ".join(f"{name}: {whys[name]}" for name in names) or "nobody could be asked"
+            missing.setdefault(source, f"{self._name} lacks image {digest[:12]}: {reasons}")
         return missing
 
     def _ask(
-        self, listeners: Mapping[str, Listener], wanted: Mapping[str, list[str]], deadline: float, timeout_s: float
+        self,
+        listeners: Mapping[str, Listener],
+        digests_by_name: Mapping[str, list[str]],
+        deadline: float,
+        timeout_s: float,
     ) -> dict[str, str]:
         """Ask several processes at once until all have answered or the time is up; return why some lack some."""
         try:
-            callers = CallerConnections(listeners, self._own, max_bytes=_MAX_REPLY_BYTES)
+            callers = CallerConnections(listeners, self._key_pair, max_bytes=_MAX_REPLY_BYTES)
         except WireError as error:
             return dict.fromkeys(listeners, str(error))
-        inquiries = {name: _Inquiry(self._images, self._run_id, digests) for name, digests in wanted.items()}
+        inquiries = {name: _Inquiry(self._images, self._run_id, digests) for name, digests in digests_by_name.items()}
         try:
             while open_ones := {name: each for name, each in inquiries.items() if not each.is_done}:
                 for name, frames in callers.receive(_POLL_S):
@@ -135,10 +139,10 @@ class _Inquiry:
         """Whether there is nothing more to ask for, or asking is pointless."""
         return not self._left
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Ask no more, unless all was answered."""
         if self._left:
-            self._left, self.why = [], why
+            self._left, self.why = [], reason
 
     def request(self) -> FetchImages:
         """Return the next request, or the same one again."""
@@ -159,8 +163,8 @@ class _Inquiry:
     def _keep(self, reply: ImagesFetched, arrays: Arrays) -> None:
         """Keep the images of an answer in the folder. Raises `WireError` unless they are what was asked for."""
         answered = {*reply.digests, *reply.gone}
-        asked = {*self._left[:MAX_IMAGES_FETCHED]}
-        if not answered or not answered <= asked or len(reply.digests) + len(reply.gone) != len(answered):
+        requested = {*self._left[:MAX_IMAGES_FETCHED]}
+        if not answered or not answered <= requested or len(reply.digests) + len(reply.gone) != len(answered):
             raise WireError("digests: not those that were asked for")
         bytes_B = arrays.get("bytes_B")
         if bytes_B is None or bytes_B.dtype != "uint8" or bytes_B.ndim != 1 or len(arrays) != 1:

@@ -34,18 +34,18 @@ def split_at_markers(text: str) -> list[str | MarkedImage]:
     """Return a text's parts in order: text between markers, never empty, and images."""
     parts: list[str | MarkedImage] = []
     end = 0
-    for found in _MARKER.finditer(text):
-        if found.start() > end:
-            parts.append(text[end : found.start()])
-        parts.append(MarkedImage(found[1], int(found[2]), int(found[3])))
-        end = found.end()
+    for match in _MARKER.finditer(text):
+        if match.start() > end:
+            parts.append(text[end : match.start()])
+        parts.append(MarkedImage(match[1], int(match[2]), int(match[3])))
+        end = match.end()
     return [*parts, text[end:]] if end < len(text) else parts
 
 
 def in_front(text: str) -> tuple[str, str]:
     """Return the markers that a text begins with, and the rest of it."""
-    found = _IN_FRONT.match(text)
-    end = 0 if found is None else found.end()
+    match = _IN_FRONT.match(text)
+    end = 0 if match is None else match.end()
     return text[:end], text[end:]
 
 
@@ -56,4 +56,4 @@ def marked_in(text: str) -> list[MarkedImage]:
 
 def shown(text: str) -> str:
     """Return a text as people read it: ``[image 640×480 3f9ac2]`` for a marker."""
-    return _MARKER.sub(lambda found: f"[image {found[2]}×{found[3]} {found[1][:6]}]", text)
+    return _MARKER.sub(lambda match: f"[image {match[2]}×{match[3]} {match[1][:6]}]", text)

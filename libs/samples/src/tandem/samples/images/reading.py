@@ -55,7 +55,7 @@ DEFAULT_LIMITS = ImageLimits()
 
 
 def described(
-    value: object, where: str, limits: ImageLimits = DEFAULT_LIMITS, folder: Path | None = None
+    value: object, label: str, limits: ImageLimits = DEFAULT_LIMITS, folder: Path | None = None
 ) -> tuple[MarkedImage, bytes | Path]:
     """Return what a marker says of an image, and its bytes, or its path if it is a file.
 
@@ -64,78 +64,78 @@ def described(
     Args:
         value: encoded bytes, a path, a data URI, or a mapping with ``bytes``, ``path`` or ``url``, as the data sets of
             Hugging Face and the API of OpenAI have them.
-        where: text that errors begin with, such as ``data.train: row FILE:12``.
+        label: text that errors begin with, such as ``data.train: row FILE:12``.
         limits: limits of the image.
         folder: folder that relative paths begin at.
     """
-    found = _source(value, where, limits, folder)
-    data = _read(found, where, limits) if isinstance(found, Path) else found
+    source = _source(value, label, limits, folder)
+    data = _read(source, label, limits) if isinstance(source, Path) else source
     if len(data) > limits.max_bytes:
-        raise DataError(f"{where}: the image has over {limits.max_bytes} bytes")
-    width, height = _shown_size(data, where, limits)
-    return MarkedImage(hashlib.sha256(data).hexdigest(), width, height), found
+        raise DataError(f"{label}: the image has over {limits.max_bytes} bytes")
+    width, height = _shown_size(data, label, limits)
+    return MarkedImage(hashlib.sha256(data).hexdigest(), width, height), source
 
 
-def decode(data: bytes, where: str = "image", limits: ImageLimits = DEFAULT_LIMITS) -> Image:
+def decode(data: bytes, label: str = "image", limits: ImageLimits = DEFAULT_LIMITS) -> Image:
     """Return the pixels of an encoded image as RGB: turned as its EXIF data says, on white where it is transparent.
 
     Of an animation it is the first frame. Raises `DataError` if it is damaged or too large.
     """
-    image = _opened(data, where, limits)
+    image = _opened(data, label, limits)
     turn = _turn(image)
-    _tried(image.load, where)
-    decoded: Image = _tried(lambda: _as_rgb(image, turn), where)
+    _tried(image.load, label)
+    decoded: Image = _tried(lambda: _as_rgb(image, turn), label)
     return decoded
 
 
-def _source(value: object, where: str, limits: ImageLimits, folder: Path | None) -> bytes | Path:
+def _source(value: object, label: str, limits: ImageLimits, folder: Path | None) -> bytes | Path:
     """Return the bytes of an image, or the path of its file."""
     if isinstance(value, Mapping):
         keys = ("bytes", "url", "path")  # some data sets have a path beside the bytes that leads nowhere
         inner = next((value[key] for key in keys if value.get(key) is not None), None)
         if inner is None or isinstance(inner, Mapping):
-            raise DataError(f"{where}: the image is a mapping without bytes, url and path")
-        return _source(inner, where, limits, folder)
+            raise DataError(f"{label}: the image is a mapping without bytes, url and path")
+        return _source(inner, label, limits, folder)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, str) and value[:5].lower() == "data:":
-        return _from_data_uri(value, where, limits)
+        return _from_data_uri(value, label, limits)
     if isinstance(value, str) and _SCHEME.match(value):
         scheme, host, *_ = urlsplit(value) if "[" not in value else (value.split(":", 1)[0], "...")
         shown = f"{scheme}://{host}/..."[:_MAX_SHOWN]
         raise DataError(
-            f"{where}: the image is {shown}, and nothing is fetched over a network: give a file or its bytes"
+            f"{label}: the image is {shown}, and nothing is fetched over a network: give a file or its bytes"
         )
     if not isinstance(value, (str, Path)) or not str(value):
-        raise DataError(f"{where}: an image is bytes, a path or a data URI, not {type(value).__name__}")
+        raise DataError(f"{label}: an image is bytes, a path or a data URI, not {type(value).__name__}")
     if not limits.allow_paths:
-        raise DataError(f"{where}: an image is a data URI here, not {_shown(value)}")
+        raise DataError(f"{label}: an image is a data URI here, not {_shown(value)}")
     return (folder or Path()) / value
 
 
-def _from_data_uri(value: str, where: str, limits: ImageLimits) -> bytes:
+def _from_data_uri(value: str, label: str, limits: ImageLimits) -> bytes:
     head, comma, body = value.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise DataError(f"{where}: the image's data URI is not of the form data:image/...;base64,...")
+        raise DataError(f"{label}: the image's data URI is not of the form data:image/...;base64,...")
     if len(body) > limits.max_bytes * 4 // 3 + 4:
-        raise DataError(f"{where}: the image has over {limits.max_bytes} bytes")
+        raise DataError(f"{label}: the image has over {limits.max_bytes} bytes")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"{where}: the image's data URI is damaged: {error}") from error
+        raise DataError(f"{label}: the image's data URI is damaged: {error}") from error
 
 
-def _read(path: Path, where: str, limits: ImageLimits) -> bytes:
+def _read(path: Path, label: str, limits: ImageLimits) -> bytes:
     if (kind := irregular(path)) is not None:
-        raise DataError(f"{where}: the image {_shown(path)} is {kind}, not a file")
+        raise DataError(f"{label}: the image {_shown(path)} is {kind}, not a file")
     try:
         with path.open("rb") as file:
             return file.read(limits.max_bytes + 1)
     except FileNotFoundError:
-        raise DataError(f"{where}: no such image file {_shown(path)}") from None
+        raise DataError(f"{label}: no such image file {_shown(path)}") from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise DataError(f"{where}: cannot read the image {_shown(path)}: {reason}") from error
+        raise DataError(f"{label}: cannot read the image {_shown(path)}: {reason}") from error
 
 
 def _shown(path: object) -> str:
@@ -143,37 +143,37 @@ def _shown(path: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"...{text[-_MAX_SHOWN:]}"
 
 
-def _shown_size(data: bytes, where: str, limits: ImageLimits) -> tuple[int, int]:
+def _shown_size(data: bytes, label: str, limits: ImageLimits) -> tuple[int, int]:
     """Return width and height after the turn that EXIF asks for, and check what can be checked without decoding."""
-    image = _opened(data, where, limits)
+    image = _opened(data, label, limits)
     width, height = (int(side) for side in image.size)
     turn = _turn(image)
     if image.format == "PNG":
-        _tried(image.verify, where)  # the sums of its chunks
+        _tried(image.verify, label)  # the sums of its chunks
     elif image.format == "JPEG" and image.fp is not None and data.find(_END_OF_JPEG, image.fp.tell()) < 0:
-        raise DataError(f"{where} is damaged: the image file is truncated")
+        raise DataError(f"{label} is damaged: the image file is truncated")
     return (height, width) if turn >= 5 else (width, height)
 
 
-def _opened(data: bytes, where: str, limits: ImageLimits) -> ImageFile:
+def _opened(data: bytes, label: str, limits: ImageLimits) -> ImageFile:
     """Return an image with its header read; its size is within limits."""
     kind = kind_of(data)
     if kind is None:
-        raise DataError(f"{where}: the image is no PNG, JPEG, WEBP or GIF")
+        raise DataError(f"{label}: the image is no PNG, JPEG, WEBP or GIF")
     if (canvas := _webp_canvas(data)) is not None:
-        _check_size(canvas, where, limits)  # its reader takes memory for the canvas at once
-    image = _tried(lambda: _readers()[kind](io.BytesIO(data)), where)
-    _check_size(image.size, where, limits)
+        _check_size(canvas, label, limits)  # its reader takes memory for the canvas at once
+    image = _tried(lambda: _readers()[kind](io.BytesIO(data)), label)
+    _check_size(image.size, label, limits)
     return image
 
 
-def _check_size(size: tuple[int, int], where: str, limits: ImageLimits) -> None:
+def _check_size(size: tuple[int, int], label: str, limits: ImageLimits) -> None:
     width, height = size
     if width < 1 or height < 1:
-        raise DataError(f"{where} is damaged: the image is {width} × {height} pixels")
+        raise DataError(f"{label} is damaged: the image is {width} × {height} pixels")
     if width * height > limits.max_pixels:
         raise DataError(
-            f"{where}: the image is {width} × {height} pixels, data.max_image_pixels is {limits.max_pixels}"
+            f"{label}: the image is {width} × {height} pixels, data.max_image_pixels is {limits.max_pixels}"
         )
 
 
@@ -212,14 +212,14 @@ def _readers() -> dict[str, Callable[[Any], ImageFile]]:
     }
 
 
-def _tried(act: Callable[[], _T], where: str) -> _T:
+def _tried(act: Callable[[], _T], label: str) -> _T:
     try:
         return act()
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # readers raise whatever a damaged file makes them raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{where} is damaged: {reason[:200]}") from error
+        raise DataError(f"{label} is damaged: {reason[:200]}") from error
 
 
 def _turn(image: ImageFile) -> int:
@@ -227,10 +227,10 @@ def _turn(image: ImageFile) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         return 1  # it could follow the pixels, which only decoding tells
     try:
-        found = image.getexif().get(_ORIENTATION, 1)
+        orientation = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged remarks do not damage the picture
         return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
 def _as_rgb(image: Image, turn: int) -> Image:

@@ -30,17 +30,17 @@ class ImageRows:
         self._found: dict[str, bytes | Path | StoredMedia] = {}
         """Images by digest: their bytes, or where these are."""
 
-    def marked(self, where: str, image: object, folder: Path | None = None) -> str:
+    def marked(self, row_name: str, image: object, folder: Path | None = None) -> str:
         """Return the marker of an image, given as bytes, path, data URI, or a mapping that has one of these.
 
-        Relative paths begin at `folder`. Raise `DataError` that begins with `where`.
+        Relative paths begin at `folder`. Raise `DataError` that begins with `row_name`.
         """
         read = image.read() if isinstance(image, StoredMedia) else image
-        found, source = described(read, where, self._limits, folder)
-        self._found.setdefault(found.digest, image if isinstance(image, StoredMedia) else source)
-        return marker(*found)
+        marked_image, source = described(read, row_name, self._limits, folder)
+        self._found.setdefault(marked_image.digest, image if isinstance(image, StoredMedia) else source)
+        return marker(*marked_image)
 
-    def row(self, where: str, row: Mapping[str, Any], text_key: str | None, folder: Path | None) -> dict[str, Any]:
+    def row(self, row_name: str, row: Mapping[str, Any], text_key: str | None, folder: Path | None) -> dict[str, Any]:
         """Return a row whose field `text_key`, and whose conversations, have markers in the place of images.
 
         Conversations that begin alike, such as a better and a worse one, get the same markers.
@@ -48,34 +48,34 @@ class ImageRows:
         for name, value in row.items():
             first = value[0] if isinstance(value, list) and value else value
             if isinstance(first, StoredMedia) and first.kind != "image":
-                raise DataError(f"{where} has {first.kind} in {name!r}, which is not built")
-        plain = {name: self._parts(where, value, folder) for name, value in row.items()}
+                raise DataError(f"{row_name} has {first.kind} in {name!r}, which is not built")
+        plain = {name: self._parts(row_name, value, folder) for name, value in row.items()}
         for key in IMAGE_FIELDS if self._key is None else (self._key,):
             value = plain.pop(key, None)
             if value is None:
                 continue
             images = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
-            markers = [self.marked(where, image, folder) for image in images]
+            markers = [self.marked(row_name, image, folder) for image in images]
             if text_key is not None and isinstance(plain.get(text_key), str):
-                plain[text_key] = _placed(where, plain[text_key], markers)
-            elif asked := _asked_in(plain):
-                text = asked[0]["content"]
-                for message in asked:
+                plain[text_key] = _placed(row_name, plain[text_key], markers)
+            elif user_messages := _asked_in(plain):
+                text = user_messages[0]["content"]
+                for message in user_messages:
                     if message["content"] == text:
-                        message["content"] = _placed(where, text, markers)
+                        message["content"] = _placed(row_name, text, markers)
             else:
                 key = f"in {text_key!r} " if text_key is not None else ""
-                raise DataError(f"{where} has images, and no text {key}(data.input_key) to show them with")
+                raise DataError(f"{row_name} has images, and no text {key}(data.input_key) to show them with")
         return plain
 
-    def _parts(self, where: str, value: Any, folder: Path | None) -> Any:
+    def _parts(self, row_name: str, value: Any, folder: Path | None) -> Any:
         """Return a field with its messages' contents as texts; another field as it is."""
         if not isinstance(value, list) or not all(isinstance(each, Mapping) and "content" in each for each in value):
             return value
         try:
-            return with_markers(value, lambda image: self.marked(where, image, folder))
+            return with_markers(value, lambda image: self.marked(row_name, image, folder))
         except DataError as error:
-            raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+            raise error if str(error).startswith(row_name) else DataError(f"{row_name}: {error}") from error
 
     def keep(self, folder: Path) -> None:
         """Move all images found so far to a run's folder. Raise `RunFolderError` if that fails."""
@@ -96,21 +96,23 @@ def image_folder(config: Config) -> ImageFolder:
     return ImageFolder(Path(run).absolute() / "images")
 
 
-def _placed(where: str, text: str, markers: Sequence[str]) -> str:
+def _placed(row_name: str, text: str, markers: Sequence[str]) -> str:
     """Return a text with markers where it has ``<image>``, or in front of it."""
     num_places = text.count(_PLACEHOLDER)
     if not num_places:
         return "".join(markers) + text
     if num_places != len(markers):
-        raise DataError(f"{where} has {len(markers)} images, and {_PLACEHOLDER} {num_places} times in its text")
-    first, *rest = text.split(_PLACEHOLDER)
-    return first + "".join(marker + after for marker, after in zip(markers, rest, strict=True))
+        raise DataError(f"{row_name} has {len(markers)} images, and {_PLACEHOLDER} {num_places} times in its text")
+    first, *parts = text.split(_PLACEHOLDER)
+    return first + "".join(marker + after for marker, after in zip(markers, parts, strict=True))
 
 
 def _asked_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the first message of the user in each conversation of a row that has one."""
-    found: list[dict[str, Any]] = []
+    user_messages: list[dict[str, Any]] = []
     for value in row.values():
         if isinstance(value, list) and all(isinstance(each, dict) and "content" in each for each in value):
-            found += [each for each in value if each.get("role") == "user" and isinstance(each["content"], str)][:1]
-    return found
+            user_messages += [
+                each for each in value if each.get("role") == "user" and isinstance(each["content"], str)
+            ][:1]
+    return user_messages

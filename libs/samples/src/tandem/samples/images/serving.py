@@ -22,7 +22,7 @@ _MAX_REQUEST_BYTES = 2**20
 
 def answer(images: ImageFolder, run_id: str, request: FetchImages) -> Frames:
     """Return the reply to a request: images that a folder has, as many as fit into a message."""
-    found: dict[str, bytes] = {}
+    data_of_digest: dict[str, bytes] = {}
     gone = []
     num_bytes = 0
     for digest in request.digests:
@@ -34,16 +34,16 @@ def answer(images: ImageFolder, run_id: str, request: FetchImages) -> Frames:
             gone.append(digest)
             continue
         num_bytes += len(data)
-        if found and num_bytes > MAX_IMAGE_BYTES_FETCHED:
+        if data_of_digest and num_bytes > MAX_IMAGE_BYTES_FETCHED:
             break
-        found[digest] = data
+        data_of_digest[digest] = data
     reply = ImagesFetched(
         request_id=request.request_id,
-        digests=tuple(found),
-        sizes=tuple(map(len, found.values())),
+        digests=tuple(data_of_digest),
+        sizes=tuple(map(len, data_of_digest.values())),
         gone=tuple(gone),
     )
-    return encode(reply, {"bytes_B": np.frombuffer(b"".join(found.values()), dtype=np.uint8)})
+    return encode(reply, {"bytes_B": np.frombuffer(b"".join(data_of_digest.values()), dtype=np.uint8)})
 
 
 class ImageServer:

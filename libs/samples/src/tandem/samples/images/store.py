@@ -84,10 +84,12 @@ def _write(partial: Path, image: bytes | Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check(data: bytes, digest: str, what: str) -> bytes:
-    found = hashlib.sha256(data).hexdigest()
-    if found != digest:
-        raise DataError(f"{what} is not image {digest[:12]} but {found[:12]}: it was changed since it was first read")
+def _check(data: bytes, digest: str, label: str) -> bytes:
+    actual_digest = hashlib.sha256(data).hexdigest()
+    if actual_digest != digest:
+        raise DataError(
+            f"{label} is not image {digest[:12]} but {actual_digest[:12]}: it was changed since it was first read"
+        )
     return data
 
 

@@ -40,17 +40,17 @@ def stored_columns(dataset: Any) -> dict[str, str]:
     import datasets
 
     kinds = {datasets.Image: "image", datasets.Audio: "audio", getattr(datasets, "Video", datasets.Image): "video"}
-    found = {name: getattr(kind, "feature", kind) for name, kind in (dataset.features or {}).items()}
-    return {name: kinds[type(kind)] for name, kind in found.items() if type(kind) in kinds}
+    features = {name: getattr(kind, "feature", kind) for name, kind in (dataset.features or {}).items()}
+    return {name: kinds[type(kind)] for name, kind in features.items() if type(kind) in kinds}
 
 
 def rows_of(dataset: Any, columns: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a dataset, those columns as `StoredMedia`."""
     if dataset._indices is not None:  # rows are then not where the table has them
         dataset = dataset.flatten_indices()
-    held = {name: dataset.data.column(name) for name in columns}
+    column_of = {name: dataset.data.column(name) for name in columns}
     for index, row in enumerate(dataset.remove_columns(list(columns))):
-        yield row | {name: _stored(kind, held[name], index) for name, kind in columns.items()}
+        yield row | {name: _stored(kind, column_of[name], index) for name, kind in columns.items()}
 
 
 def _stored(kind: str, column: Any, row: int) -> StoredMedia | list[StoredMedia | None] | None:

@@ -27,13 +27,13 @@ class MarkedTexts:
         self._images = images
         self._marked = functools.lru_cache(maxsize=_MAX_SIZES)(self._read)
 
-    def text_of(self, token_ids: Sequence[int], digests: Sequence[str], known: Iterable[ImageRef] = ()) -> str:
+    def text_of(self, token_ids: Sequence[int], digests: Sequence[str], references: Iterable[ImageRef] = ()) -> str:
         """Return the text of tokens, special ones included, with a marker for each image.
 
         Args:
             token_ids: tokens of a part of a sequence that divides no image.
             digests: its images, in order; more of them may follow.
-            known: references of images whose files need not be asked.
+            references: references of images whose files need not be asked.
 
         """
         settings = self._tokenizer.settings
@@ -41,13 +41,13 @@ class MarkedTexts:
             plain = self._tokenizer.decode(collapsed(token_ids, self._tokenizer, settings), skip_special_tokens=False)
         except DataError:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        sizes = {image.digest: MarkedImage(image.digest, image.width, image.height) for image in known}
+        sizes = {image.digest: MarkedImage(image.digest, image.width, image.height) for image in references}
         placeholder = settings.family.placeholder
-        text, *others = plain.split(placeholder)
-        for number, part in enumerate(others):
+        text, *parts = plain.split(placeholder)
+        for number, part in enumerate(parts):
             digest = digests[number] if number < len(digests) else None
-            found = None if digest is None else sizes.get(digest) or self._marked(digest)
-            text += (placeholder if found is None else marker(*found)) + part
+            image = None if digest is None else sizes.get(digest) or self._marked(digest)
+            text += (placeholder if image is None else marker(*image)) + part
         return text
 
     def _read(self, digest: str) -> MarkedImage | None:

@@ -67,16 +67,16 @@ def pixels(family: VisionFamily, processor: Any, image: Image) -> TowerPixels:
     """Return what a tower takes of an image, as RGB. Raises `DataError` if the processor cannot take it."""
     extra = {"return_row_col_info": True} if family.has_crops else {}
     try:
-        found = processor(images=[image], return_tensors="pt", **extra)
+        processed = processor(images=[image], return_tensors="pt", **extra)
     except Exception as error:  # processors raise whatever a strange size makes them raise
         raise DataError(f"an image of {image.width} × {image.height} pixels cannot be used: {error}") from error
     if family.is_qwen:
-        grid = tuple(int(number) for number in found["image_grid_thw"][0])
-        return TowerPixels({"pixel_values": found["pixel_values"]}, grid)
+        grid = tuple(int(number) for number in processed["image_grid_thw"][0])
+        return TowerPixels({"pixel_values": processed["pixel_values"]}, grid)
     if family.has_crops:
-        tensors = {name: found[name][0] for name in ("pixel_values", "pixel_attention_mask")}
-        return TowerPixels(tensors, (int(found["rows"][0][0]), int(found["cols"][0][0])))
-    return TowerPixels({"pixel_values": found["pixel_values"]}, ())
+        tensors = {name: processed[name][0] for name in ("pixel_values", "pixel_attention_mask")}
+        return TowerPixels(tensors, (int(processed["rows"][0][0]), int(processed["cols"][0][0])))
+    return TowerPixels({"pixel_values": processed["pixel_values"]}, ())
 
 
 def tower_inputs(family: VisionFamily, images: Sequence[TowerPixels], device: torch.device | None = None) -> Inputs:
@@ -118,7 +118,7 @@ def _joined(features: Sequence[Any]) -> Any:
     """Join features: a tensor ``[I, F, H]``, or a sequence of tensors ``[F, H]``."""
     if torch.is_tensor(features[0]):
         return torch.cat(list(features))
-    return tuple(each for own in features for each in own)
+    return tuple(each for image_features in features for each in image_features)
 
 
 def num_bytes(output: Any) -> int:
@@ -128,14 +128,14 @@ def num_bytes(output: Any) -> int:
 
 def features_of(output: Any) -> list[torch.Tensor]:
     """Return an output's tensors of features: those of images, or of several at once, and of deeper layers."""
-    found = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    return [part for each in found for part in ([each] if torch.is_tensor(each) else each)]
+    outputs = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return [part for each in outputs for part in ([each] if torch.is_tensor(each) else each)]
 
 
 def features_only(output: Any) -> Any:
     """Return an output without what the language model does not take, such as the tower's last hidden states."""
-    kept = {name: getattr(output, name, None) for name in ("pooler_output", "deepstack_features")}
-    return type(output)(**{name: value for name, value in kept.items() if value is not None})
+    features = {name: getattr(output, name, None) for name in ("pooler_output", "deepstack_features")}
+    return type(output)(**{name: value for name, value in features.items() if value is not None})
 
 
 class PixelCache(ReadThrough[TowerPixels]):
@@ -143,4 +143,4 @@ class PixelCache(ReadThrough[TowerPixels]):
 
     def __init__(self, read: Callable[[str], TowerPixels], max_bytes: int = 2**30) -> None:
         """Take what is missing from `read`, by digest."""
-        super().__init__(read, lambda found: found.num_bytes, max_bytes)
+        super().__init__(read, lambda tower_pixels: tower_pixels.num_bytes, max_bytes)

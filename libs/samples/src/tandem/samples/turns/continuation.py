@@ -15,14 +15,16 @@ from tandem.samples.turns.rendering import Message, Render, mark_of, with_mark
 _TURN, _REPLY = mark_of(0), mark_of(1)
 
 
-def render_after_turn(render: Render, messages: Sequence[Message], turn: Message | None, where: str) -> tuple[str, str]:
+def render_after_turn(
+    render: Render, messages: Sequence[Message], turn: Message | None, source: str
+) -> tuple[str, str]:
     """Return what a template writes after a turn's content, and how much of it belongs to a call in that turn.
 
     Args:
-        render: the chat template, from the folder `where`.
+        render: the chat template, from the folder `source`.
         messages: those that follow the turn.
         turn: the turn itself, if its calls are known.
-        where: the folder, for errors.
+        source: the folder, for errors.
 
     Raises:
         ConfigError: the template refuses the messages, or drops them.
@@ -48,7 +50,7 @@ def render_after_turn(render: Render, messages: Sequence[Message], turn: Message
     if refusal is not None:
         raise refusal
     part = "earlier turns" if is_turn_dropped else f"messages of the role {messages[-1]['role']}"
-    raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {where} drops {part}")
+    raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {source} drops {part}")
 
 
 def _shows_last(render: Render, messages: Sequence[Message]) -> bool:

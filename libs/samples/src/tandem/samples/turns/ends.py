@@ -49,16 +49,16 @@ def read_turn_ends(render: Render | None, tokens: Mapping[str, int], eos_id: int
     if render is None:
         return TurnEnds(stop_ids=tuple(dict.fromkeys(stop_ids)), closing_ids=(), missing_id=eos_id)
     user, assistant = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ASSISTANT}
-    known = frozenset(stop_ids)
-    last = _closing_token(render, [user, assistant], tokens, known)
-    inner = _closing_token(render, [user, assistant, user], tokens, known)
+    ending_ids = frozenset(stop_ids)
+    last = _closing_token(render, [user, assistant], tokens, ending_ids)
+    inner = _closing_token(render, [user, assistant, user], tokens, ending_ids)
     closing = [] if last is None else [last]
     if inner is not None and inner not in _headers(render, tokens):
-        before_prompt = _closing_token(render, [user, assistant], tokens, known, add_generation_prompt=True)
+        before_prompt = _closing_token(render, [user, assistant], tokens, ending_ids, add_generation_prompt=True)
         if before_prompt in (inner, None):
             closing.append(inner)
     stop_ids += [] if last is None else [last]
-    missing = inner if last is None and inner in known else None
+    missing = inner if last is None and inner in ending_ids else None
     return TurnEnds(
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         closing_ids=tuple(dict.fromkeys(closing)),
@@ -83,7 +83,7 @@ def _closing_token(
     render: Render,
     messages: Sequence[Mapping[str, str]],
     tokens: Mapping[str, int],
-    known: Collection[int],
+    ending_ids: Collection[int],
     *,
     add_generation_prompt: bool = False,
 ) -> int | None:
@@ -97,11 +97,11 @@ def _closing_token(
     except TandemError:
         return None
     following: list[int] = []
-    _, content, rest = text.partition(_ASSISTANT)
-    while content and (place := find_end(rest, tokens)) is not None and not rest[: place[0]].strip():
-        following.append(tokens[rest[slice(*place)]])
-        rest = rest[place[1] :]
-    return next((token for token in following if token in known), following[0] if following else None)
+    _, content, tail = text.partition(_ASSISTANT)
+    while content and (place := find_end(tail, tokens)) is not None and not tail[: place[0]].strip():
+        following.append(tokens[tail[slice(*place)]])
+        tail = tail[place[1] :]
+    return next((token for token in following if token in ending_ids), following[0] if following else None)
 
 
 def _headers(render: Render, tokens: Mapping[str, int]) -> set[int]:

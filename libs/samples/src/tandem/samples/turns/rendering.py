@@ -105,11 +105,11 @@ def _locate_turn(
 ) -> TurnSpan:
     """Return where one turn is in the rendered text."""
     content_end = content_ends[number]
-    before = max((end for other, end in content_ends.items() if other < number), default=0)
-    after = min((end for other, end in content_ends.items() if other > number), default=len(text))
+    before = max((end for index, end in content_ends.items() if index < number), default=0)
+    after = min((end for index, end in content_ends.items() if index > number), default=len(text))
     if content_end < before:
         raise ConfigError(f"the chat template writes message {number + 1} before the one that it answers")
-    previous = max((other for other in content_ends if other < number), default=None)
+    previous = max((index for index in content_ends if index < number), default=None)
     (prompt_length, is_whole_prompt), (header_length, _) = (
         _measure_header(render, messages[:number], previous, text[before:], add_generation_prompt=is_prompt)
         for is_prompt in (True, False)
@@ -137,7 +137,9 @@ def _span_of_parts(parts: Sequence[tuple[int, int]], text: str, ends: Sequence[s
     """Return where a turn begins and ends by the template's own marks, without what follows the token that ends it."""
     begin, end = parts[0][0], max(last for _, last in parts)
     closing = [text.rfind(close, begin, end) + len(close) for close in ends if close in text[begin:end]]
-    closed = [place for place in closing if not (rest := text[place:end].strip()) or rest.startswith(tuple(ends))]
+    closed = [
+        place for place in closing if not (following := text[place:end].strip()) or following.startswith(tuple(ends))
+    ]
     return (begin, min(closed), True) if closed else (begin, end, False)
 
 
@@ -234,7 +236,7 @@ def find_end(text: str, ends: Iterable[str], begin: int = 0, limit: int | None =
     return min(places, key=lambda place: (place[0], -place[1]), default=None)
 
 
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of what two sequences, such as texts, begin with alike."""
-    length = min(len(one), len(other))
-    return next((place for place in range(length) if one[place] != other[place]), length)
+    length = min(len(first), len(second))
+    return next((place for place in range(length) if first[place] != second[place]), length)

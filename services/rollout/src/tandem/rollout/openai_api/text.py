@@ -57,7 +57,7 @@ class TextStream:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special, kept=self._shown_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special, kept_ids=self._shown_ids)
 
 
 class StoppedText:
