@@ -18,7 +18,7 @@ _COMMANDS = {
     "/quit": "leave",
     "/help": "list these",
 }
-HELP = ", ".join(f"{command}: {what}" for command, what in _COMMANDS.items())
+HELP = ", ".join(f"{command}: {description}" for command, description in _COMMANDS.items())
 
 
 class ChatSession:
@@ -67,7 +67,7 @@ class ChatSession:
                 self._ask(typed)
 
     def _carry_out(self, command: str) -> None:
-        word, _, rest = command.partition(" ")
+        word, _, argument = command.partition(" ")
         match command:
             case "/reset":
                 self._messages, self._images = [*self._beginning], []
@@ -75,10 +75,10 @@ class ChatSession:
             case "/help":
                 print(HELP)
             case _ if word == "/image":
-                self._show(rest.strip().strip("'\""))
+                self._show(argument.strip().strip("'\""))
             case _:
-                known = [known.split()[0] for known in _COMMANDS]
-                print(f"error: there is no {word}{nearest(word, known)} ({HELP})", file=sys.stderr)
+                names = [usage.split()[0] for usage in _COMMANDS]
+                print(f"error: there is no {word}{nearest(word, names)} ({HELP})", file=sys.stderr)
 
     def _show(self, path: str) -> None:
         """Have the next question begin with a picture."""
@@ -99,24 +99,27 @@ class ChatSession:
         images, self._images = self._images, []
         content = [*images, {"type": "text", "text": text}] if images else text
         question: dict[str, Any] = {"role": "user", "content": content}
-        said: list[AnswerPiece] = []
+        answer_pieces: list[AnswerPiece] = []
         try:
             server = self._find_server()
             with contextlib.closing(server.stream([*self._messages, question], **self._settings)) as pieces:
                 for piece in pieces:
-                    if said and said[-1].is_reasoning and not piece.is_reasoning:
+                    if answer_pieces and answer_pieces[-1].is_reasoning and not piece.is_reasoning:
                         print("\n")
-                    said.append(piece)
+                    answer_pieces.append(piece)
                     print(_printable(piece.text), end="", flush=True)
             print()
             self._show_versions(server.versions)
         except KeyboardInterrupt:
             print("\n(stopped)")
         except ServiceError as error:
-            print(f"{chr(10) if said else ''}error: {error.what}", file=sys.stderr, flush=True)
+            print(f"{chr(10) if answer_pieces else ''}error: {error.what}", file=sys.stderr, flush=True)
             return  # the unanswered question is not part of the conversation
-        answer = {"role": "assistant", "content": "".join(piece.text for piece in said if not piece.is_reasoning)}
-        if reasoning := "".join(piece.text for piece in said if piece.is_reasoning):
+        answer = {
+            "role": "assistant",
+            "content": "".join(piece.text for piece in answer_pieces if not piece.is_reasoning),
+        }
+        if reasoning := "".join(piece.text for piece in answer_pieces if piece.is_reasoning):
             answer["reasoning_content"] = reasoning
         self._messages += [question, answer]
 

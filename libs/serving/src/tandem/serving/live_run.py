@@ -28,9 +28,9 @@ def answers_itself(run: Path) -> bool:
         config = config_of(journal)
     if config.generates and config.policy.generation.takes_external_requests:
         return True  # the servers are starting
-    what = f"the run in {run} is live, but its newest checkpoint is served"
-    how = f"; {_SWITCH}=true lets the rollouts of a run answer themselves" if config.generates else ""
-    print(f"note: {what}{how}", flush=True)
+    statement = f"the run in {run} is live, but its newest checkpoint is served"
+    advice = f"; {_SWITCH}=true lets the rollouts of a run answer themselves" if config.generates else ""
+    print(f"note: {statement}{advice}", flush=True)
     return False
 
 
@@ -44,7 +44,7 @@ class LiveRun:
         """Return a rollout that answers. Raises `ServiceError` if there is none."""
         servers = read_engine_servers(self.run)
         if not servers:
-            why = "the run has ended" if servers is None else "none of its rollouts answers now: ask again later"
-            raise ServiceError(str(self.run), "answering", why)
+            reason = "the run has ended" if servers is None else "none of its rollouts answers now: ask again later"
+            raise ServiceError(str(self.run), "answering", reason)
         server = random.choice([*servers.values()])
         return ChatServer(server.url, server.token or None)

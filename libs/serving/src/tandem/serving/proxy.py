@@ -86,8 +86,8 @@ class RolloutProxy:
     async def answer(self, request: Request) -> Response:
         """Answer a request."""
         if self._token is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            token = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
                 return _refusal(401, "the header Authorization: Bearer TOKEN is missing or wrong", "invalid_api_key")
         try:
             async with asyncio.timeout(_BODY_S):
@@ -107,8 +107,8 @@ class RolloutProxy:
             self._num_asked[name] += 1
             self._num_ever[name] += 1
             try:
-                asked = self._upstream.asked(server, request.method, _target(request), _headers(request), body)
-                async with asked as answer:
+                exchange = self._upstream.asked(server, request.method, _target(request), _headers(request), body)
+                async with exchange as answer:
                     if answer.status != _UNAVAILABLE:
                         await _pass_on(answer, name, send)
                         return
@@ -179,8 +179,8 @@ async def _with_its_end(body: AsyncGenerator[bytes, None], name: str) -> AsyncGe
             async for part in body:
                 yield part
     except BROKEN:
-        what = _error(f"{name} is gone, and with it the rest of this answer: ask again", "rollout_lost")
-        yield b"\n\ndata: " + what + b"\n\n"
+        error_body = _error(f"{name} is gone, and with it the rest of this answer: ask again", "rollout_lost")
+        yield b"\n\ndata: " + error_body + b"\n\n"
 
 
 async def _body(request: Request) -> bytes | None:
@@ -210,16 +210,16 @@ def _headers(request: Request) -> dict[str, str]:
 
 
 def _forwarded(answer: UpstreamResponse, name: str) -> dict[str, str]:
-    kept = {key: value for key, value in answer.headers.items() if key in _FORWARDED}
-    return {**kept, ROLLOUT_HEADER: name}
+    headers = {key: value for key, value in answer.headers.items() if key in _FORWARDED}
+    return {**headers, ROLLOUT_HEADER: name}
 
 
-def _error(what: str, code: str | None) -> bytes:
+def _error(message: str, code: str | None) -> bytes:
     """Return an error in the format of OpenAI's API."""
-    body: dict[str, Any] = {"message": what, "type": "server_error", "param": None, "code": code}
+    body: dict[str, Any] = {"message": message, "type": "server_error", "param": None, "code": code}
     return msgspec.json.encode({"error": body})
 
 
-def _refusal(status: int, what: str, code: str | None = None) -> Response:
+def _refusal(status: int, message: str, code: str | None = None) -> Response:
     headers = {"retry-after": "2"} if status == _UNAVAILABLE and code != "run_ended" else None
-    return Response(_error(what, code), status, headers, "application/json")
+    return Response(_error(message, code), status, headers, "application/json")

@@ -60,11 +60,11 @@ def launched(serving: ServingHandover) -> Iterator[None]:
 
 
 def _await(output: IO[bytes], greeting: str) -> None:
-    deadline, said = time.monotonic() + _LOAD_S, b""
-    while greeting.encode() not in said:
+    deadline, received = time.monotonic() + _LOAD_S, b""
+    while greeting.encode() not in received:
         if not select.select([output], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             raise ServiceError(_PROCESS, _LOADING, f"it does not answer after {_LOAD_S:g} s")
         read = os.read(output.fileno(), 1 << 16)
         if not read:
             raise ServiceError(_PROCESS, _LOADING, "it has ended")
-        said += read
+        received += read

@@ -125,8 +125,8 @@ class UpstreamServers:
 
     def close(self) -> None:
         """Close the connections that are kept."""
-        kept, self._kept = self._kept, {}
-        for connections in kept.values():
+        connections_by_url, self._kept = self._kept, {}
+        for connections in connections_by_url.values():
             for connection in connections:
                 connection.close()
 
@@ -147,9 +147,9 @@ class UpstreamServers:
 
     def _take(self, url: str) -> _Connection | None:
         """Return a connection that is kept: the one that was used last."""
-        kept = self._kept.get(url)
-        while kept:
-            connection = kept.pop()
+        idle = self._kept.get(url)
+        while idle:
+            connection = idle.pop()
             if connection.is_open and time.monotonic() < connection.idle_since + _KEPT_S:
                 return connection
             connection.close()
@@ -158,11 +158,11 @@ class UpstreamServers:
     def _keep(self, url: str, connection: _Connection) -> None:
         """Keep a connection, and close those that are idle for too long, of all servers: some may be gone."""
         self._kept.setdefault(url, deque()).append(connection)
-        for each, kept in [*self._kept.items()]:
-            while kept and (len(kept) > _MOST_KEPT or connection.idle_since > kept[0].idle_since + _KEPT_S):
-                kept.popleft().close()
-            if not kept:
-                del self._kept[each]
+        for server_url, idle in [*self._kept.items()]:
+            while idle and (len(idle) > _MOST_KEPT or connection.idle_since > idle[0].idle_since + _KEPT_S):
+                idle.popleft().close()
+            if not idle:
+                del self._kept[server_url]
 
 
 async def _connect(url: str) -> _Connection:

@@ -39,26 +39,26 @@ class ApiKeys:
 
     def owner_of(self, key: str) -> str | None:
         """Return the owner of a key; None if it is none of these."""
-        given = hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
-        found = [name for name, hashed in self._hashed.items() if hmac.compare_digest(hashed, given)]
-        return found[0] if found else None
+        digest = hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
+        owners = [name for name, hashed in self._hashed.items() if hmac.compare_digest(hashed, digest)]
+        return owners[0] if owners else None
 
 
 def read_keys(path: Path) -> ApiKeys:
     """Read a key file. Raises `ConfigError` if there is none, or if others can read it."""
-    kept = _read(path)
-    if kept is None or not kept.keys:
+    key_file = _read(path)
+    if key_file is None or not key_file.keys:
         raise ConfigError(f"--keys {path}: there is no key yet; make one: coordinator tinker keys NAME --keys {path}")
-    return ApiKeys(kept.keys)
+    return ApiKeys(key_file.keys)
 
 
 def add_key(path: Path, name: str) -> str:
     """Make a key for `name`, in the place of one that it may have; return it. Raises `ConfigError`."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r}: a key's name has letters, digits, '.', '_' and '-', at most 64")
-    kept = _read(path)
+    key_file = _read(path)
     key = PREFIX + secrets.token_urlsafe(32)
-    keys = {**({} if kept is None else kept.keys), name: hashlib.sha256(key.encode()).hexdigest()}
+    keys = {**({} if key_file is None else key_file.keys), name: hashlib.sha256(key.encode()).hexdigest()}
     text = msgspec.json.format(msgspec.json.encode(_Kept(keys))) + b"\n"
     try:
         replace_file(path, text, is_private=True, is_synced=True)

@@ -209,8 +209,8 @@ async def _sampler(service: TinkerService, owner: str, request: Request, body: b
 
 
 async def _runs(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
-    found, cursor = _page(request, service.training_runs(owner), 20)
-    return _json({"training_runs": found, "cursor": cursor})
+    runs, cursor = _page(request, service.training_runs(owner), 20)
+    return _json({"training_runs": runs, "cursor": cursor})
 
 
 async def _run(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
@@ -222,8 +222,8 @@ async def _checkpoints(service: TinkerService, owner: str, request: Request, bod
 
 
 async def _all_checkpoints(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
-    found, cursor = _page(request, service.checkpoints(owner), 100)
-    return _json({"checkpoints": found, "cursor": cursor})
+    checkpoints, cursor = _page(request, service.checkpoints(owner), 100)
+    return _json({"checkpoints": checkpoints, "cursor": cursor})
 
 
 async def _delete(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
@@ -239,7 +239,7 @@ def _configured(service: TinkerService, body: requests.ClientConfig) -> dict[str
     return _CLIENT_CONFIG | limits
 
 
-def _page(request: Request, whole: list[Any], default: int) -> tuple[list[Any], dict[str, int]]:
+def _page(request: Request, entries: list[Any], default: int) -> tuple[list[Any], dict[str, int]]:
     """Return the part of a list that a client asks for, and where it is."""
     try:
         offset, limit = (int(request.query_params.get(name, value)) for name, value in _page_of(default).items())
@@ -247,7 +247,7 @@ def _page(request: Request, whole: list[Any], default: int) -> tuple[list[Any], 
         raise TinkerRefused("offset and limit must be whole numbers") from None
     if offset < 0 or limit < 0:
         raise TinkerRefused("offset and limit must be at least 0")
-    return whole[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(whole)}
+    return entries[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(entries)}
 
 
 def _page_of(default: int) -> dict[str, int]:
@@ -273,8 +273,8 @@ def _json(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def _refusal(status: int, why: str) -> Response:
-    return _json({"error": why, "detail": why, "category": "user"}, status)
+def _refusal(status: int, reason: str) -> Response:
+    return _json({"error": reason, "detail": reason, "category": "user"}, status)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

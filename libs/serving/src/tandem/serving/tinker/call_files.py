@@ -169,9 +169,9 @@ def _frames(path: Path) -> Iterator[Frame]:
 
 def gradient_done(index: int, call: AddGradients, answer: GradientsScored | CallFailed) -> GradientDone:
     """Return a gradient with its data."""
-    each = call.sequences
-    tokens = _joined((one.token_ids for one in each), np.int32)
-    inputs = {name: _joined((one.inputs[name] for one in each), np.float32) for name in INPUTS}
+    sequences = call.sequences
+    tokens = _joined((sequence.token_ids for sequence in sequences), np.int32)
+    inputs = {name: _joined((sequence.inputs[name] for sequence in sequences), np.float32) for name in INPUTS}
     result: dict[str, Any] = (
         {"error": str(answer)}
         if isinstance(answer, CallFailed)
@@ -181,35 +181,37 @@ def gradient_done(index: int, call: AddGradients, answer: GradientsScored | Call
         index=index,
         loss_name=call.loss,
         settings=call.settings,
-        lengths=np.array([len(one.token_ids) for one in each], dtype="<i4").tobytes(),
+        lengths=np.array([len(sequence.token_ids) for sequence in sequences], dtype="<i4").tobytes(),
         token_ids=tokens.tobytes(),
-        targets=_joined((one.targets for one in each), np.int32).tobytes() if call.has_other_targets else None,
+        targets=_joined((sequence.targets for sequence in sequences), np.int32).tobytes()
+        if call.has_other_targets
+        else None,
         inputs={name: values.tobytes() for name, values in inputs.items() if values.view(np.int32).any()},
         **result,
     )
 
 
-def call_of(done: GradientDone) -> AddGradients:
+def call_of(gradient: GradientDone) -> AddGradients:
     """Return the call of a gradient. Raises `ValueError` if its arrays do not fit together."""
-    lengths = np.frombuffer(done.lengths, dtype="<i4")
+    lengths = np.frombuffer(gradient.lengths, dtype="<i4")
     if not len(lengths) or lengths.min() < 1:
         raise ValueError("there are no sequences, or empty ones")
     total = int(lengths.sum())
 
     def parts(data: bytes | None, dtype: str) -> list[NDArray[Any]]:
-        whole = np.zeros(total, dtype=dtype) if data is None else np.frombuffer(data, dtype=dtype)
-        if len(whole) != total:
-            raise ValueError(f"there are {len(whole)} numbers for {total} tokens")
-        return np.split(whole, np.cumsum(lengths)[:-1])
+        numbers = np.zeros(total, dtype=dtype) if data is None else np.frombuffer(data, dtype=dtype)
+        if len(numbers) != total:
+            raise ValueError(f"there are {len(numbers)} numbers for {total} tokens")
+        return np.split(numbers, np.cumsum(lengths)[:-1])
 
-    token_ids = parts(done.token_ids, "<i4")
-    targets = token_ids if done.targets is None else parts(done.targets, "<i4")
-    inputs = {name: parts(done.inputs.get(name), "<f4") for name in INPUTS}
+    token_ids = parts(gradient.token_ids, "<i4")
+    targets = token_ids if gradient.targets is None else parts(gradient.targets, "<i4")
+    inputs = {name: parts(gradient.inputs.get(name), "<f4") for name in INPUTS}
     sequences = []
     for place, tokens in enumerate(token_ids):
-        own = {name: values[place] for name, values in inputs.items()}
-        sequences.append(GivenSequence(token_ids=tokens, targets=targets[place], inputs=own))
-    return AddGradients(sequences=sequences, loss=done.loss_name, settings=done.settings, has_gradient=True)
+        sequence_inputs = {name: values[place] for name, values in inputs.items()}
+        sequences.append(GivenSequence(token_ids=tokens, targets=targets[place], inputs=sequence_inputs))
+    return AddGradients(sequences=sequences, loss=gradient.loss_name, settings=gradient.settings, has_gradient=True)
 
 
 def digest_of(scored: GradientsScored) -> str:
@@ -224,11 +226,11 @@ def digest_of_state(call: SaveState | RestoreState) -> str:
     """
     if not call.folder:
         return ""
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     try:
         for part in sorted(Path(call.folder).glob("manifest*.json")):
-            found |= msgspec.json.decode(part.read_bytes(), type=dict[str, Any])
-        tensors = {name: record.get("tensors") for name, record in found.items() if name.endswith(".safetensors")}
+            records |= msgspec.json.decode(part.read_bytes(), type=dict[str, Any])
+        tensors = {name: record.get("tensors") for name, record in records.items() if name.endswith(".safetensors")}
     except (OSError, msgspec.MsgspecError, AttributeError):
         return ""
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(tensors, order="deterministic")) if tensors else ""

@@ -113,8 +113,8 @@ Answer = GradientsScored | PublishedSet | float | int | None
 class CallFailed(Exception):
     """A call that could not be carried out, with the reason for the client."""
 
-    def __init__(self, why: str, *, is_users: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, *, is_users: bool = False) -> None:
+        super().__init__(reason)
         self.is_users = is_users
         """Whether the client is to blame."""
 
@@ -238,11 +238,11 @@ class CallDesk:
         """
         pending = PendingCall(call, answer, number, number if turn is None else turn, model)
         with self._lock:
-            why = self._why_over
-            if why is None:
+            reason = self._why_over
+            if reason is None:
                 self._waiting.setdefault(pending.turn, deque()).append(pending)
-        if why is not None:
-            answer(CallFailed(why))
+        if reason is not None:
+            answer(CallFailed(reason))
         else:
             self.wake()
 
@@ -277,7 +277,7 @@ class CallDesk:
             if self.held is not None:
                 self.held.versions = {self.base: version}
 
-    def close(self, why: str, *, is_over: bool = False) -> None:
+    def close(self, reason: str, *, is_over: bool = False) -> None:
         """End an attempt: fail the calls that wait. Later ones wait for the next attempt, unless the run is over."""
         with self._lock:
             queues, self._waiting = self._waiting, {}
@@ -288,6 +288,6 @@ class CallDesk:
             self.is_publishing = self.is_reserved = self.is_open = False
             self.attempt += 1
             if is_over:
-                self._why_over = why
+                self._why_over = reason
         for pending in itertools.chain(*queues.values()):
-            pending.answer(CallFailed(why))
+            pending.answer(CallFailed(reason))

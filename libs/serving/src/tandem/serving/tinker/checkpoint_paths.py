@@ -32,8 +32,8 @@ async def _links(service: TinkerService, owner: str, request: Request, body: byt
     before, _, _ = str(request.url).partition("/training_runs/")
     if request.headers.get("x-forwarded-proto") == "https":  # a proxy has ended TLS
         before = f"https://{before.partition('://')[2]}"
-    found = service.saved.links(owner, **request.path_params, base_url=f"{before}/")
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    links = service.saved.links(owner, **request.path_params, base_url=f"{before}/")
+    return Response(msgspec.json.encode(links), media_type="application/json")
 
 
 PATHS = (
@@ -48,5 +48,7 @@ LINK = f"{LINKS}/{{model_id}}/{{name}}/{{file:path}}"
 
 def linked(service: TinkerService, request: Request) -> Response:
     """Send the file of a link, which needs no key. Raises `Refused`."""
-    given = {name: request.query_params.get(name, "") for name in ("expires", "signature")}
-    return FileResponse(service.saved.linked(**request.path_params, **given), media_type="application/octet-stream")
+    parameters = {name: request.query_params.get(name, "") for name in ("expires", "signature")}
+    return FileResponse(
+        service.saved.linked(**request.path_params, **parameters), media_type="application/octet-stream"
+    )

@@ -75,10 +75,10 @@ class SavedStates:
             raise TinkerRefused("this link is not one of this server, or was made before it was started again", 403)
         if not time.time() <= int(expires):  # as it was signed
             raise TinkerRefused("this link has expired: ask for another", 403)
-        found = self.external.file(model_id, name, file)
-        if found is None:
+        file_path = self.external.file(model_id, name, file)
+        if file_path is None:
             raise TinkerRefused("these weights have been deleted", 404)
-        return found
+        return file_path
 
     def _signature(self, path: str, expires: str) -> str:
         return hmac.new(self._secret, f"{path}\n{expires}".encode("utf-8", "replace"), hashlib.sha256).hexdigest()

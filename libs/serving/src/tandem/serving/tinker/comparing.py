@@ -33,63 +33,65 @@ class CallComparison:
         """Whether nothing differs."""
         return not self._first
 
-    def gradient(self, done: GradientDone, scored: GradientsScored | None, error: str) -> None:
+    def gradient(self, recorded: GradientDone, scored: GradientsScored | None, error: str) -> None:
         """Compare a gradient: its loss, and the log-probabilities that it was taken at."""
-        why = self._failure(done, error)
-        if not why and scored is not None:
-            why = self._number("loss", done.loss, scored.loss)
-            why = why or ("" if digest_of(scored) == done.logprobs else "its log-probabilities differ")
-        self._count(done, why)
+        difference = self._failure(recorded, error)
+        if not difference and scored is not None:
+            difference = self._number("loss", recorded.loss, scored.loss)
+            difference = difference or (
+                "" if digest_of(scored) == recorded.logprobs else "its log-probabilities differ"
+            )
+        self._count(recorded, difference)
 
-    def step(self, done: StepDone, norm: float | None, error: str) -> None:
+    def step(self, recorded: StepDone, norm: float | None, error: str) -> None:
         """Compare a step: the norm of its gradient."""
-        why = self._failure(done, error)
-        if not why and norm is not None:
-            why = self._number("norm", done.norm, norm)
-        self._count(done, why)
+        difference = self._failure(recorded, error)
+        if not difference and norm is not None:
+            difference = self._number("norm", recorded.norm, norm)
+        self._count(recorded, difference)
 
-    def saved(self, done: SaveDone, state: str, error: str) -> None:
+    def saved(self, recorded: SaveDone, state: str, error: str) -> None:
         """Compare a saved state: the digests of its tensors, those of the optimizer too."""
-        why = self._failure(done, error)
-        if not why and state != done.state:
-            why = "its tensors differ" if done.state else "the record has no digests of its tensors"
-        self._count(done, why)
+        difference = self._failure(recorded, error)
+        if not difference and state != recorded.state:
+            difference = "its tensors differ" if recorded.state else "the record has no digests of its tensors"
+        self._count(recorded, difference)
 
-    def other(self, done: RestoreDone, error: str) -> None:
+    def other(self, recorded: RestoreDone, error: str) -> None:
         """Note that a state was loaded, or could not be."""
-        self._note(done, self._failure(done, error))
+        self._note(recorded, self._failure(recorded, error))
 
     def describe(self, run: Path, changed: Collection[str]) -> str:
         """Return a line about the model, and a second one if its record has ended early."""
         counted = [
             f"{count} {_NAMES[kind]}{'' if count == 1 else 's'}" for kind, count in self._counts.items() if count
         ]
-        what = " and ".join(filter(None, [", ".join(counted[:-1]), *counted[-1:]])) or "no calls"
+        calls = " and ".join(filter(None, [", ".join(counted[:-1]), *counted[-1:]])) or "no calls"
         if self.is_equal:
-            said = f"{self._model}: {what}: equal to the bit to those of {run}"
+            summary = f"{self._model}: {calls}: equal to the bit to those of {run}"
         else:
-            why = f"as {', '.join(changed)} changed" if changed else "though nothing was changed"
+            cause = f"as {', '.join(changed)} changed" if changed else "though nothing was changed"
             num = f"{self._num_equal} of {sum(self._counts.values())}"
             gap = f"losses and norms within {self._gap:.1g}"
-            said = f"{self._model}: {what}: {num} are equal to the bit to those of {run}, {gap}, {why}"
-            said = f"{said}; the first that differs is {self._first}"
-        return said if not self._why_over else f"{said}\n{self._model}: its record ends there: {self._why_over}"
+            summary = f"{self._model}: {calls}: {num} are equal to the bit to those of {run}, {gap}, {cause}"
+            summary = f"{summary}; the first that differs is {self._first}"
+        return summary if not self._why_over else f"{summary}\n{self._model}: its record ends there: {self._why_over}"
 
-    def _count(self, done: Done, why: str) -> None:
-        self._counts[type(done)] += 1
-        self._num_equal += not why
-        self._note(done, why)
+    def _count(self, recorded: Done, difference: str) -> None:
+        self._counts[type(recorded)] += 1
+        self._num_equal += not difference
+        self._note(recorded, difference)
 
-    def _note(self, done: Done, why: str) -> None:
-        if why and not self._first:
-            self._first = f"call {done.index}, a {_NAMES[type(done)]}: {why}"
+    def _note(self, recorded: Done, difference: str) -> None:
+        if difference and not self._first:
+            self._first = f"call {recorded.index}, a {_NAMES[type(recorded)]}: {difference}"
 
-    def _failure(self, done: Done, error: str) -> str:
+    def _failure(self, recorded: Done, error: str) -> str:
         """Return how a failure differs from the record; empty if both have failed, or neither."""
-        if error and not done.error:
+        if error and not recorded.error:
             self.has_failed = True
             return f"it has failed: {error}"
-        return "it has not failed, and had before" if done.error and not error else ""
+        return "it has not failed, and had before" if recorded.error and not error else ""
 
     def _number(self, name: str, before: float, after: float) -> str:
         if struct.pack("<d", before) == struct.pack("<d", after) or (before != before and after != after):

@@ -72,10 +72,10 @@ class _Batch:
         return not (self.num_unfinished or self.num_waiting or self.finished)
 
 
-def failure(why: str, *, is_users: bool) -> FinishedRequest:
+def failure(reason: str, *, is_users: bool) -> FinishedRequest:
     """Return the result of a request that could not be carried out."""
-    body = msgspec.json.encode({"error": why, "category": "user" if is_users else "server"})
-    return FinishedRequest(body, why_failed=why or "it has failed")
+    body = msgspec.json.encode({"error": reason, "category": "user" if is_users else "server"})
+    return FinishedRequest(body, why_failed=reason or "it has failed")
 
 
 class RequestFutures:
@@ -117,8 +117,8 @@ class RequestFutures:
 
     def tokens_of(self, request_ids: Iterable[str]) -> int:
         """Return the tokens of requests, as far as they are in progress."""
-        found = map(self._futures.get, request_ids)
-        return sum(each.about.num_tokens for each in found if each is not None and each.result is None)
+        futures = map(self._futures.get, request_ids)
+        return sum(each.about.num_tokens for each in futures if each is not None and each.result is None)
 
     def finish(self, request_id: str, result: FinishedRequest) -> None:
         """Give a future its result, once."""

@@ -44,8 +44,8 @@ def gradient_call(body: proto.GradientRequest, limits: ClientLimits) -> AddGradi
     if body.problem:
         raise TinkerRefused(body.problem)
     if body.loss not in _LOSSES:
-        what = "custom losses run in the client: forward_backward_custom" if body.loss == "custom" else ""
-        raise TinkerRefused(f"loss_fn: {body.loss[:100]!r} is not served; {what or ', '.join(_LOSSES) + ' are'}")
+        hint = "custom losses run in the client: forward_backward_custom" if body.loss == "custom" else ""
+        raise TinkerRefused(f"loss_fn: {body.loss[:100]!r} is not served; {hint or ', '.join(_LOSSES) + ' are'}")
     settings = dict(_SETTINGS[body.loss])
     for name, value in body.settings.items():
         if name not in settings or isinstance(value, str) or not abs(value) <= LARGEST:
@@ -73,12 +73,12 @@ def _sequence(row: int, datum: proto.TrainingDatum, loss: str, limits: ClientLim
         raise TinkerRefused(
             f"data[{row}]: {size + 1} tokens, and policy.max_total_sequence_length is {limits.max_length}"
         )
-    whole, scored = np.concatenate([token_ids, targets[-1:]]), np.concatenate([token_ids[:1], targets])
-    if min(whole.min(), scored.min()) < 0 or max(whole.max(), scored.max()) >= limits.vocabulary:
+    all_ids, scored = np.concatenate([token_ids, targets[-1:]]), np.concatenate([token_ids[:1], targets])
+    if min(all_ids.min(), scored.min()) < 0 or max(all_ids.max(), scored.max()) >= limits.vocabulary:
         raise TinkerRefused(f"data[{row}]: token ids must be from 0 to {limits.vocabulary - 1}")
     inputs = {name: np.zeros(size + 1, dtype=np.float32) for name in INPUTS}
-    taken = _INPUTS_OF.get(loss, _OF_SAMPLES)
-    for name in taken:
+    input_names = _INPUTS_OF.get(loss, _OF_SAMPLES)
+    for name in input_names:
         values = datum.inputs.get(name)
         if values is None and name == "weights":
             values = np.ones(size, dtype=np.float32)
@@ -88,12 +88,12 @@ def _sequence(row: int, datum: proto.TrainingDatum, loss: str, limits: ClientLim
             raise TinkerRefused(f"data[{row}].{name}: must be finite")
         inputs[name][1:] = values
     for name in datum.inputs:
-        if name not in ("target_tokens", *taken):
+        if name not in ("target_tokens", *input_names):
             advice = "; advantages of 0 leave tokens out" if name in ("mask", "weights") else ""
             raise TinkerRefused(
-                f"data[{row}].{name[:100]}: {loss} takes target_tokens and {' and '.join(taken)}{advice}"
+                f"data[{row}].{name[:100]}: {loss} takes target_tokens and {' and '.join(input_names)}{advice}"
             )
-    return GivenSequence(token_ids=whole.astype(np.int32), targets=scored.astype(np.int32), inputs=inputs)
+    return GivenSequence(token_ids=all_ids.astype(np.int32), targets=scored.astype(np.int32), inputs=inputs)
 
 
 def scores_call(token_ids: list[int]) -> AddGradients:
@@ -119,10 +119,12 @@ def step_call(params: requests.AdamParams | None) -> TakeStep:
     """Return the call for a step of the optimizer. Raises `TinkerRefused`."""
     if params is None:
         raise TinkerRefused("adam_params: only AdamW is served")
-    given = msgspec.structs.asdict(params)
-    for name, value in given.items():
-        most = math.nextafter(1.0, 0.0) if name.startswith("beta") else LARGEST
-        if not 0.0 <= value <= most:
-            raise TinkerRefused(f"adam_params.{name}: {value}, must be from 0 to {'below 1' if most < 1 else LARGEST}")
-    max_grad_norm = given.pop("grad_clip_norm")
-    return TakeStep(max_grad_norm=max_grad_norm, **given)
+    parameters = msgspec.structs.asdict(params)
+    for name, value in parameters.items():
+        largest = math.nextafter(1.0, 0.0) if name.startswith("beta") else LARGEST
+        if not 0.0 <= value <= largest:
+            raise TinkerRefused(
+                f"adam_params.{name}: {value}, must be from 0 to {'below 1' if largest < 1 else LARGEST}"
+            )
+    max_grad_norm = parameters.pop("grad_clip_norm")
+    return TakeStep(max_grad_norm=max_grad_norm, **parameters)

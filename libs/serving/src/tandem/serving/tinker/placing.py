@@ -73,8 +73,8 @@ class SamplingSession:
     def check(self, desk: CallDesk) -> None:
         """Raise `CallFailed` if it is over."""
         if self.attempt != desk.attempt:
-            why = f"sampling session {self.sampler_id}: its weights are lost, because a trainer was"
-            raise CallFailed(why, is_users=True)
+            reason = f"sampling session {self.sampler_id}: its weights are lost, because a trainer was"
+            raise CallFailed(reason, is_users=True)
         if isinstance(self.weights, LatestWeights):
             if desk.model_ids.get(self.weights.number) != self.weights.model_id:
                 reason = f"sampling session {self.sampler_id}: another model is in the place of its own"
@@ -172,20 +172,20 @@ class WeightPlaces:
 
     def _recalled(self, number: int, answer: Answer | CallFailed) -> None:
         """Let samples begin that have waited for their weights."""
-        waiting = [each for each in self._recalls.pop(number) if not each.done()]  # others were given up
+        waiting = [future for future in self._recalls.pop(number) if not future.done()]  # others were given up
         if not isinstance(answer, CallFailed):
             self._desk.num_samples += len(waiting)
             self._desk.is_reserved = False
-        for each in waiting:
-            each.set_result(answer)
+        for future in waiting:
+            future.set_result(answer)
 
 
 class PlacesApart:
     """Places in engines that hold the adapters of several models."""
 
-    def __init__(self, desk: CallDesk, held: EngineAdapterSets, engines: SamplingEngines, put: Put) -> None:
+    def __init__(self, desk: CallDesk, adapter_sets: EngineAdapterSets, engines: SamplingEngines, put: Put) -> None:
         self._desk = desk
-        self._held = held
+        self._held = adapter_sets
         self._engines = engines
         self._put = put
         self._shares = EqualShares(max(1, _MOST_AT_ONCE // (desk.most_models + 1)))
@@ -217,7 +217,7 @@ class PlacesApart:
                 sets = self._desk.base, *self._desk.latest.values()
                 newest = [versions[number] for number in sets if number in versions]
                 named = {"weight_version": version, "kept_versions": newest}
-                found = await _asked(self._engines, version, {**question, **named})
+                samples = await _asked(self._engines, version, {**question, **named})
             except MissingVersion:
                 if time.monotonic() > deadline:
                     raise
@@ -228,7 +228,7 @@ class PlacesApart:
                 continue
             if sampler.attempt != self._desk.attempt:  # versions have begun anew
                 sampler.check(self._desk)
-            return found
+            return samples
 
     async def _recall(self, number: int) -> None:
         """Have all engines hold a set again. Raises `CallFailed`."""
@@ -247,9 +247,9 @@ class PlacesApart:
 class EqualShares:
     """Equal shares of what is done at a time; what is more waits, in its order."""
 
-    def __init__(self, most: int) -> None:
-        """`most` is the largest share; something larger has it alone."""
-        self._most = most
+    def __init__(self, largest_share: int) -> None:
+        """Something larger than `largest_share` has it alone."""
+        self._most = largest_share
         self._taken: dict[int, int] = {}
         self._waiting: dict[int, deque[tuple[int, asyncio.Future[None]]]] = {}
 
@@ -278,8 +278,8 @@ class EqualShares:
         self._go_on(number)
 
     def _fits(self, number: int, count: int) -> bool:
-        taken = self._taken.get(number, 0)
-        return not taken or taken + count <= self._most
+        num_taken = self._taken.get(number, 0)
+        return not num_taken or num_taken + count <= self._most
 
     def _go_on(self, number: int) -> None:
         waiting = self._waiting[number]
@@ -292,7 +292,7 @@ class EqualShares:
 
 async def _asked(engines: SamplingEngines, version: int, question: dict[str, Any]) -> VersionedSamples:
     """Return samples of one version. Raises `CallFailed` if they are of another."""
-    found = await engines.sample(question)
-    if found.versions != [version]:
-        raise CallFailed(f"it was made by versions {found.versions}, not by {version} alone")
-    return found
+    samples = await engines.sample(question)
+    if samples.versions != [version]:
+        raise CallFailed(f"it was made by versions {samples.versions}, not by {version} alone")
+    return samples

@@ -48,7 +48,7 @@ class _Prefix:
         self.saved = sum(part.saved for part in self.parts)
         gain = sum(gain for gain in gains if gain > 0) - self.length  # which is computed once
         if gain > 0:
-            self.joined = [part for part, its in zip(self.parts, gains, strict=True) if its > 0]
+            self.joined = [part for part, part_gain in zip(self.parts, gains, strict=True) if part_gain > 0]
             self.saved += gain
 
     @property
@@ -60,37 +60,37 @@ class _Prefix:
 def prefixes_of(sequences: Sequence[NDArray[np.int32]]) -> CommonPrefixes:
     """Return groups of sequences, of one token or more, with what they begin with."""
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">i4").tobytes())
-    found = CommonPrefixes(np.full(len(order), NO_PROMPT, np.int32), np.zeros(len(order), np.int32))
-    for prefix in _tree([_common(sequences[one], sequences[other]) for one, other in itertools.pairwise(order)]):
+    prefixes = CommonPrefixes(np.full(len(order), NO_PROMPT, np.int32), np.zeros(len(order), np.int32))
+    for prefix in _tree([_common(sequences[row], sequences[next_row]) for row, next_row in itertools.pairwise(order)]):
         prefix.join()
         if prefix.joined:  # instead of groups of these parts
             rows = [order[place] for part in prefix.joined for place in range(part.first, part.last + 1)]
-            found.prompt_S[rows] = min(rows)
-            found.prompt_lengths_S[rows] = prefix.length
-    return found
+            prefixes.prompt_S[rows] = min(rows)
+            prefixes.prompt_lengths_S[rows] = prefix.length
+    return prefixes
 
 
 def _tree(lengths: list[int]) -> list[_Prefix]:
     """Return the prefixes of neighbours, of which these are the lengths; the parts of each before it."""
     ends = {place: _Prefix(place, place, 0, []) for place in range(len(lengths) + 1)}
     """Prefixes and sequences that no shorter one has yet, by their first and by their last place."""
-    made: list[_Prefix] = []
+    prefixes: list[_Prefix] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        left, right, length = ends[place], ends[place + 1], lengths[place]
+        before, after, length = ends[place], ends[place + 1], lengths[place]
         if length == 0:
             break
-        if left.parts and left.length == length:
-            left.parts.append(right)
-            left.last = right.last
+        if before.parts and before.length == length:
+            before.parts.append(after)
+            before.last = after.last
         else:
-            left = _Prefix(left.first, right.last, length, [left, right])
-            made.append(left)
-        ends[left.first] = ends[right.last] = left
-    return made
+            before = _Prefix(before.first, after.last, length, [before, after])
+            prefixes.append(before)
+        ends[before.first] = ends[after.last] = before
+    return prefixes
 
 
-def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
     """Return the length of the common prefix, without the last token of the shorter."""
-    size = min(len(one), len(other)) - 1
-    differs = one[:size] != other[:size]
+    size = min(len(first), len(second)) - 1
+    differs = first[:size] != second[:size]
     return int(differs.argmax()) if differs.any() else size

@@ -151,20 +151,20 @@ def _entry(body: bytes) -> tuple[str, Value]:
     """Read an entry of a map."""
     key = ""
     value: Value = b""
-    for number, each in _fields(body):
-        if number == 1 and isinstance(each, bytes):
-            key = _text(each)
+    for number, content in _fields(body):
+        if number == 1 and isinstance(content, bytes):
+            key = _text(content)
         elif number == 2:
-            value = each
+            value = content
     return key, value
 
 
 def _setting(body: Value) -> float | str:
-    for number, each in _fields(body) if isinstance(body, bytes) else ():
+    for number, content in _fields(body) if isinstance(body, bytes) else ():
         if number == 1:
-            return _double(each)
-        if number == 2 and isinstance(each, bytes):
-            return _text(each)
+            return _double(content)
+        if number == 2 and isinstance(content, bytes):
+            return _text(content)
     raise MalformedMessage("loss_fn_config_v2: a value has neither number nor text")
 
 
@@ -272,12 +272,12 @@ def sample_output(
 
     """
     parts = []
-    for each in sequences:
-        tokens = np.asarray(each.token_ids, dtype="<i4").tobytes()
-        logprobs = np.asarray(each.logprobs, dtype="<f4").tobytes()
-        fields = _put(1, STOP_REASONS[each.stop_reason]) + _put(2, tokens) + _put(3, logprobs)
+    for sequence in sequences:
+        tokens = np.asarray(sequence.token_ids, dtype="<i4").tobytes()
+        logprobs = np.asarray(sequence.logprobs, dtype="<f4").tobytes()
+        fields = _put(1, STOP_REASONS[sequence.stop_reason]) + _put(2, tokens) + _put(3, logprobs)
         if num_of_samples:
-            fields += _put(4, _likeliest(each.likeliest, num_of_samples))
+            fields += _put(4, _likeliest(sequence.likeliest, num_of_samples))
         parts.append(_put(1, fields))
     if prompt_logprobs is not None:
         parts.append(_put(2, prompt_logprobs.astype("<f4").tobytes()))
@@ -290,8 +290,8 @@ def _likeliest(places: Sequence[Likeliest], num: int) -> bytes:
     """Return a ``TopkLogprobs``: a row of `num` tokens for each place, filled up with what stands for none."""
     token_ids = np.zeros((len(places), num), dtype="<i4")
     logprobs = np.full((len(places), num), _NO_LOGPROB, dtype="<f4")
-    for row, found in enumerate(places):
-        for column, (token_id, logprob) in enumerate(found[:num]):
+    for row, candidates in enumerate(places):
+        for column, (token_id, logprob) in enumerate(candidates[:num]):
             token_ids[row, column], logprobs[row, column] = token_id, logprob
     return _put(1, token_ids.tobytes()) + _put(2, logprobs.tobytes()) + _put(3, num) + _put(4, len(places))
 
@@ -307,9 +307,9 @@ def _put_double(number: int, value: float) -> bytes:
 
 
 def _number(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)

@@ -111,8 +111,8 @@ class ModelRecords:
         # Now, because the client may replace the state as soon as it has the answer.
         is_of_state = isinstance(call, SaveState | RestoreState) and not isinstance(answer, CallFailed)
         state = call_files.digest_of_state(call) if is_of_state and isinstance(call, SaveState | RestoreState) else ""
-        kept = None if is_late else partial(self._frame_of, call, answer, state)
-        self._queue.put(partial(self._write, model, kept, num_tokens))
+        make_frame = None if is_late else partial(self._frame_of, call, answer, state)
+        self._queue.put(partial(self._write, model, make_frame, num_tokens))
 
     def close(self) -> None:
         """Write what is left."""
@@ -160,9 +160,9 @@ class ModelRecords:
         self._append(model, call_files.encode(head))
 
     def _append(self, model: str, frame: bytes) -> None:
-        left = memoryview(frame)
-        while left:
-            left = left[os.write(self._files[model], left) :]
+        unwritten = memoryview(frame)
+        while unwritten:
+            unwritten = unwritten[os.write(self._files[model], unwritten) :]
         self._sizes[model] += len(frame)
         self._num_bytes += len(frame)
 
@@ -177,13 +177,13 @@ class ModelRecords:
             self._ended.discard(over)
         return True
 
-    def _end(self, model: str, why: str) -> None:
+    def _end(self, model: str, reason: str) -> None:
         """Give the record of a model up."""
         self._ended.add(model)
-        self._say(f"note: the record of {model} has ended, and no replay goes further: {why}")
+        self._say(f"note: the record of {model} has ended, and no replay goes further: {reason}")
         with contextlib.suppress(OSError):  # a full disk may be the reason
             if model in self._files:
-                self._append(model, call_files.encode(call_files.RecordEnd(why=why)))
+                self._append(model, call_files.encode(call_files.RecordEnd(why=reason)))
         self._close(model)
 
     def _close(self, model: str | None) -> None:

@@ -20,8 +20,8 @@ Metadata = dict[str, Any]
 class TinkerRefused(Exception):
     """A request that is not carried out, with an HTTP status and a line for the client."""
 
-    def __init__(self, why: str, status: int = 400) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
         self.status = status
 
 

@@ -72,9 +72,9 @@ class ClientSamplers:
         sampler = self.get(owner, body.sampling_session_id)
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         sequence_ids = [f"{request_id}:{number}" for number in range(body.num_samples)]
-        found = {"request_id": request_id, "sample_sequence_ids": sequence_ids}
+        reply = {"request_id": request_id, "sample_sequence_ids": sequence_ids}
         if self._futures.get(request_id, owner) is not None or self._futures.is_dropped(request_id, owner):
-            return found
+            return reply
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if getattr(body, name):
                 raise TinkerRefused(f"{name}: is not served")
@@ -108,7 +108,7 @@ class ClientSamplers:
         task = asyncio.create_task(self._sample(sampler, request_id, [question, *places], token_ids, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return found
+        return reply
 
     async def _sample(
         self,
@@ -123,13 +123,13 @@ class ClientSamplers:
                 prompt_logprobs = await self._scores_of(token_ids, number) if body.prompt_logprobs else None
                 if prompt_logprobs is not None and body.prompt_logprobs_last_n is not None:
                     prompt_logprobs[: -body.prompt_logprobs_last_n] = np.nan
-                found, *places = [await ask(question) for question in questions]
-            num_tokens = sum(len(token_ids) + len(each.token_ids) for each in found.sequences)
+                samples, *places = [await ask(question) for question in questions]
+            num_tokens = sum(len(token_ids) + len(each.token_ids) for each in samples.sequences)
             likeliest = [each.likeliest[0] for place in places for each in place.sequences]
             likeliest = [()] * (len(token_ids) - len(likeliest)) + likeliest
             num = body.topk_prompt_logprobs
             output = proto.sample_output(
-                found.sequences, prompt_logprobs, (likeliest, num) if num else None, body.topk_sample_logprobs
+                samples.sequences, prompt_logprobs, (likeliest, num) if num else None, body.topk_sample_logprobs
             )
             self._futures.finish(request_id, FinishedRequest(output, is_proto=True, num_tokens=num_tokens))
         except (NoAnswer, CallFailed) as error:
@@ -164,11 +164,11 @@ class ClientSamplers:
             return logprobs
         answered: asyncio.Future[Answer | CallFailed] = asyncio.get_running_loop().create_future()
 
-        def done(answer: Answer | CallFailed) -> None:
+        def finish(answer: Answer | CallFailed) -> None:
             if not answered.done():
                 answered.set_result(answer)
 
-        self._put(scores_call(token_ids), done, number, SCORES)
+        self._put(scores_call(token_ids), finish, number, SCORES)
         answer = await answered
         if isinstance(answer, CallFailed):
             raise answer
@@ -176,8 +176,8 @@ class ClientSamplers:
         logprobs[1:] = answer.logprobs[0][1:]
         return logprobs
 
-    def _fail(self, request_id: str, why: str, *, is_users: bool = False) -> None:
-        self._futures.finish(request_id, failure(why, is_users=is_users))
+    def _fail(self, request_id: str, reason: str, *, is_users: bool = False) -> None:
+        self._futures.finish(request_id, failure(reason, is_users=is_users))
 
 
 def _batch_of(sampler: SamplingSession, client: int) -> str:

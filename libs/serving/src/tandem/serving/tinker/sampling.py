@@ -55,8 +55,8 @@ class VersionedSamples(msgspec.Struct, frozen=True):
 class NoAnswer(Exception):
     """No engine has answered in time, or one has refused, with the reason."""
 
-    def __init__(self, why: str, *, is_users: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, *, is_users: bool = False) -> None:
+        super().__init__(reason)
         self.is_users = is_users
 
 
@@ -108,14 +108,14 @@ class SamplingEngines:
         """Return the bodies that ask for the likeliest tokens in the place of a prompt's: what may follow the rest."""
         first = max(1, len(token_ids) - (sample.prompt_logprobs_last_n or len(token_ids)))
         begins = [token_ids[:place] for place in range(first, len(token_ids))] if sample.topk_prompt_logprobs else []
-        asked = {"model": "policy", "max_tokens": 1, "logprobs": sample.topk_prompt_logprobs, **_AS_IDS}
+        settings = {"model": "policy", "max_tokens": 1, "logprobs": sample.topk_prompt_logprobs, **_AS_IDS}
         parts = [begins[at : at + _PLACES_AT_ONCE] for at in range(0, len(begins), _PLACES_AT_ONCE)]
-        return [{**asked, "prompt": part} for part in parts]
+        return [{**settings, "prompt": part} for part in parts]
 
     async def sample(self, question: dict[str, Any]) -> VersionedSamples:
         """Return samples. Raises `NoAnswer`."""
         deadline = time.monotonic() + self.timeout_s
-        body, why = msgspec.json.encode(question), "no engine answers yet"
+        body, reason = msgspec.json.encode(question), "no engine answers yet"
         while time.monotonic() < deadline:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
@@ -124,16 +124,16 @@ class SamplingEngines:
                 break
             if isinstance(answer, VersionedSamples):
                 return answer
-            why = answer or why
+            reason = answer or reason
             await asyncio.sleep(_LOOK_S)
-        raise NoAnswer(f"no sample within {self.timeout_s:g} s: {why}")
+        raise NoAnswer(f"no sample within {self.timeout_s:g} s: {reason}")
 
     async def _ask_one(self, body: bytes) -> VersionedSamples | str:
         """Ask the engine with the fewest requests; return why it has not answered, if another may."""
         servers = read_engine_servers(self._run) or {}
         if not servers:
             return "no engine is there"
-        name = min(servers, key=lambda each: (self._num_asked[each], random.random()))
+        name = min(servers, key=lambda server_name: (self._num_asked[server_name], random.random()))
         self._num_asked[name] += 1
         try:
             async with self._upstream.asked(servers[name], "POST", "/v1/completions", _HEADERS, body) as answer:
@@ -145,12 +145,12 @@ class SamplingEngines:
             self._num_asked[name] -= 1
         if status == 200:
             return _read(text)
-        why = _why(text)
+        reason = _why(text)
         if status == _NOT_HELD:
-            raise MissingVersion(f"{name}: {why}")
+            raise MissingVersion(f"{name}: {reason}")
         if status in (429, 503):
-            return f"{name}: {why}"
-        raise NoAnswer(why, is_users=400 <= status < 500)
+            return f"{name}: {reason}"
+        raise NoAnswer(reason, is_users=400 <= status < 500)
 
 
 def _read(text: bytes) -> VersionedSamples:
@@ -160,22 +160,22 @@ def _read(text: bytes) -> VersionedSamples:
             token_ids=choice.token_ids,
             logprobs=choice.logprobs.token_logprobs,
             stop_reason="length" if choice.finish_reason == "length" else "stop",
-            likeliest=[_likeliest(found) for found in choice.logprobs.top_logprobs],
+            likeliest=[_likeliest(logprobs) for logprobs in choice.logprobs.top_logprobs],
         )
         for choice in answer.choices
     ]
     return VersionedSamples(sequences, answer.weight_versions)
 
 
-def _likeliest(found: dict[str, float]) -> Likeliest:
+def _likeliest(logprobs: dict[str, float]) -> Likeliest:
     """Return tokens by their log-probabilities; the one that was drawn is among them."""
-    by_id = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in found.items()]
-    return sorted(by_id, key=lambda each: -each[1])
+    by_id = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in logprobs.items()]
+    return sorted(by_id, key=lambda pair: -pair[1])
 
 
 def _why(text: bytes) -> str:
     try:
-        found = msgspec.json.decode(text)
-        return str(found["error"]["message"])[:1000]
+        body = msgspec.json.decode(text)
+        return str(body["error"]["message"])[:1000]
     except (msgspec.DecodeError, LookupError, TypeError):
         return "it has refused the request"

@@ -186,16 +186,16 @@ class TinkerService:
             if not session.is_closed and silent_s > SILENT_S:
                 self._close(session, f"its session was silent for {SILENT_S:g} s")
 
-    def _close(self, session: TinkerSession, why: str) -> None:
+    def _close(self, session: TinkerSession, reason: str) -> None:
         session.is_closed = True
         del self._sessions[session.session_id]
         for model in self._models.values():
             if model.session is session:
-                self._end(model, why)
+                self._end(model, reason)
 
-    def _end(self, model: ClientModel, why: str) -> None:
+    def _end(self, model: ClientModel, reason: str) -> None:
         """Carry out no more requests of a model."""
-        model.why_over = model.why_over or why
+        model.why_over = model.why_over or reason
         if self._trained.get(model.number) is model:
             del self._trained[model.number]
         waiting, model.waiting = model.waiting, {}
@@ -211,9 +211,9 @@ class TinkerService:
         self._check_optimizer(body.optimizer_config)
         rank = 0 if body.lora_config is None else body.lora_config.rank
         if rank != (self.lora_rank or 0):
-            wanted = self.lora_rank or 0
-            what = f"adapters of rank {wanted}" if wanted else "all weights"
-            raise TinkerRefused(f"lora_config.rank: {rank}; this server trains {what}: ask for rank={wanted}")
+            server_rank = self.lora_rank or 0
+            weights = f"adapters of rank {server_rank}" if server_rank else "all weights"
+            raise TinkerRefused(f"lora_config.rank: {rank}; this server trains {weights}: ask for rank={server_rank}")
         return self._create(
             session, body.model_seq_id, body.user_metadata, RestoreState(folder="", with_optimizer=False)
         )
@@ -224,13 +224,13 @@ class TinkerService:
             raise TinkerRefused("weights_access_token: weights of other keys are not served")
         if body.model_id is not None and body.seq_id is not None:
             model = self._model(owner, body.model_id)
-            done = {"type": "load_weights", "path": body.path, "model_id": model.model_id}
+            reply = {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 
             def find() -> Call:
                 return self._restored(owner, body)
 
             about = RequestSummary(kind="load_weights", model=model.model_id)
-            return self._in_turn(model, body.seq_id, about, find, lambda answer: _json(done))
+            return self._in_turn(model, body.seq_id, about, find, lambda answer: _json(reply))
         if body.session_id is None or body.model_seq_id is None:
             raise TinkerRefused("model_id with seq_id, or session_id with model_seq_id, is needed")
         session = self._session(owner, body.session_id)
@@ -262,8 +262,8 @@ class TinkerService:
             self._trained[number] = model
             self._desk.model_ids[number] = model_id
             _keep(self._models, model_id, model)
-            done: dict[str, Any] = {"model_id": model_id}
-            done |= {"type": "create_model"} if path is None else {"type": "load_weights", "path": path}
+            reply: dict[str, Any] = {"model_id": model_id}
+            reply |= {"type": "create_model"} if path is None else {"type": "load_weights", "path": path}
             about = RequestSummary(kind="create_model" if path is None else "load_weights", model=model_id)
             self.futures.begin(request_id, session.owner, about)
 
@@ -273,7 +273,7 @@ class TinkerService:
                     self._fail(request_id, str(answer), is_users=answer.is_users)
                 else:
                     model.attempt = self._desk.attempt
-                    self.futures.finish(request_id, _json(done))
+                    self.futures.finish(request_id, _json(reply))
 
             self._put(call, answered, number, model_id=model_id)
         return {"request_id": request_id, "model_id": model_id}
@@ -281,24 +281,24 @@ class TinkerService:
     def _free_number(self, owner: str, model_id: str) -> int:
         """Return the number of a new model. Raises `TinkerRefused` if there are as many as may be."""
         self._expire()
-        most = self._desk.most_models
-        for other in [*self._trained.values()]:
-            if other.attempt != self._desk.attempt:
-                self._end(other, _LOST)
-            elif most == 1 and other.owner != owner:
+        max_models = self._desk.most_models
+        for model in [*self._trained.values()]:
+            if model.attempt != self._desk.attempt:
+                self._end(model, _LOST)
+            elif max_models == 1 and model.owner != owner:
                 raise TinkerRefused(
                     "a model of another key is being trained, and this server trains one at a time: ask again later"
                 )
-            elif most == 1:
-                self._end(other, f"{model_id} has taken its place: this server trains one model at a time")
-        if len(self._trained) >= most:
-            own = sum(other.owner == owner for other in self._trained.values())
+            elif max_models == 1:
+                self._end(model, f"{model_id} has taken its place: this server trains one model at a time")
+        if len(self._trained) >= max_models:
+            num_own = sum(model.owner == owner for model in self._trained.values())
             raise TinkerRefused(
-                f"{len(self._trained)} models are being trained, {own} of them of this key, and this server trains "
-                f"{most} at a time: ask again later, or close a session",
+                f"{len(self._trained)} models are being trained, {num_own} of them of this key, and this server trains "
+                f"{max_models} at a time: ask again later, or close a session",
                 429,
             )
-        return next(number for number in range(most) if number not in self._trained)
+        return next(number for number in range(max_models) if number not in self._trained)
 
     def info(self, owner: str, model_id: str) -> dict[str, Any]:
         """Describe a model."""
@@ -422,15 +422,15 @@ class TinkerService:
         if not self._desk.is_open:
             raise TinkerRefused("the run is starting: ask again later", 503)
         if body.model_path is not None:
-            found = self._published.get(body.model_path)
-            if found is None or found.owner != owner:
+            published = self._published.get(body.model_path)
+            if published is None or published.owner != owner:
                 raise TinkerRefused(
                     f"model_path: there are no sampler weights {body.model_path[:200]!r}: save_weights_for_sampler "
                     "makes them",
                     404,
                 )
-            weights = found.weights
-            if not self._is_kept(found):
+            weights = published.weights
+            if not self._is_kept(published):
                 raise TinkerRefused(
                     f"model_path: {body.model_path[:200]!r}: {describe_replaced(self._desk, weights.version)}"
                 )
@@ -440,9 +440,9 @@ class TinkerService:
         self.samplers.add(SamplingSession(sampler_id, owner, self._desk.attempt, weights, body.model_path))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    def _is_kept(self, found: PublishedWeights) -> bool:
-        weights = found.weights
-        return found.attempt == self._desk.attempt and weights.version == self._desk.newest.get(weights.number)
+    def _is_kept(self, published: PublishedWeights) -> bool:
+        weights = published.weights
+        return published.attempt == self._desk.attempt and weights.version == self._desk.newest.get(weights.number)
 
     def sampler(self, owner: str, sampler_id: str) -> dict[str, Any]:
         """Describe a sampling session."""
@@ -460,15 +460,15 @@ class TinkerService:
     def checkpoints(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
         """List saved weights and sampler weights."""
         listed = self.saved.of(owner, model_id)
-        for path, found in self._published.items():
+        for path, published in self._published.items():
             its_model = path.removeprefix("tinker://").partition("/")[0]
-            if found.owner == owner and model_id in (None, its_model) and self._is_kept(found):
+            if published.owner == owner and model_id in (None, its_model) and self._is_kept(published):
                 name = path.rpartition("/")[2]
                 listed.append(
                     {
                         "checkpoint_id": f"sampler_weights/{name}",
                         "checkpoint_type": "sampler",
-                        "time": found.created_at,
+                        "time": published.created_at,
                         "tinker_path": path,
                         "public": False,
                     }
@@ -529,9 +529,9 @@ class TinkerService:
     ) -> dict[str, Any]:
         """Carry a request out once all before it have begun; return its future."""
         request_id = f"{model.model_id}:{seq}"
-        found = {"request_id": request_id, "model_id": model.model_id}
+        reply = {"request_id": request_id, "model_id": model.model_id}
         if self.futures.get(request_id, model.owner) is not None or self.futures.is_dropped(request_id, model.owner):
-            return found  # it came before
+            return reply  # it came before
         model.last_came = time.monotonic()
         if not model.next_seq <= seq <= model.next_seq + _MOST_AHEAD:
             raise TinkerRefused(f"seq_id: {seq}, and the next request of {model.model_id} is {model.next_seq}")
@@ -541,14 +541,14 @@ class TinkerService:
         self.futures.begin(request_id, model.owner, about)
         if model.why_over:
             self._fail(request_id, f"{model.model_id}: {model.why_over}", is_users=True)
-            return found
+            return reply
         model.waiting[seq] = partial(self._begin, model, request_id, begin, result)
         if seq != model.next_seq:
             self._loop.call_later(_GAP_S, self._give_up_gap, model, seq)
         while (start := model.waiting.pop(model.next_seq, None)) is not None:
             model.next_seq += 1
             start()
-        return found
+        return reply
 
     def _give_up_gap(self, model: ClientModel, seq: int) -> None:
         """Fail the requests that wait for one which the client could not send; the model goes on after them.
@@ -561,11 +561,11 @@ class TinkerService:
         if left_s > 0:
             self._loop.call_later(left_s, self._give_up_gap, model, seq)
             return
-        why = f"not carried out: request {model.next_seq} of {model.model_id}, which is before it, has not come"
+        reason = f"not carried out: request {model.next_seq} of {model.model_id}, which is before it, has not come"
         waiting, model.waiting = model.waiting, {}
         model.next_seq = max(waiting) + 1
         for number in waiting:
-            self._fail(f"{model.model_id}:{number}", why, is_users=True)
+            self._fail(f"{model.model_id}:{number}", reason, is_users=True)
 
     def _begin(
         self,
@@ -624,8 +624,8 @@ class TinkerService:
         if self.futures.num_unfinished.get(owner, 0) >= _MOST_UNFINISHED:
             raise TinkerRefused(f"{_MOST_UNFINISHED} requests of this key are in progress: ask again later", 429)
 
-    def _fail(self, request_id: str, why: str, *, is_users: bool = False) -> None:
-        self.futures.finish(request_id, failure(why, is_users=is_users))
+    def _fail(self, request_id: str, reason: str, *, is_users: bool = False) -> None:
+        self.futures.finish(request_id, failure(reason, is_users=is_users))
 
 
 def _names(model: str) -> tuple[str, str]:
@@ -636,11 +636,11 @@ def _names(model: str) -> tuple[str, str]:
     return Path(model).name, str(Path(model).absolute())
 
 
-def _keep(found: dict[str, Kept], name: str, value: Kept) -> None:
+def _keep(entries: dict[str, Kept], name: str, value: Kept) -> None:
     """Add to what is known, and forget the oldest if that is too much."""
-    found[name] = value
-    if len(found) > _MOST_KEPT:
-        del found[next(iter(found))]
+    entries[name] = value
+    if len(entries) > _MOST_KEPT:
+        del entries[next(iter(entries))]
 
 
 def _json(body: dict[str, Any]) -> FinishedRequest:

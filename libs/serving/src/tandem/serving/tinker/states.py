@@ -76,12 +76,12 @@ class StateFolder:
             raise TinkerRefused(f"path: {name[:100]!r} must be letters, digits, '.', '_' and '-', at most 128")
         folder = self._folder / model_id
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        left = [folder / f"{name}.unfinished"]
+        leftovers = [folder / f"{name}.unfinished"]
         if not (folder / name / _RECORD).exists():  # a server was killed before it was written
-            left.append(folder / name)
-        for each in left:
-            if each.exists():
-                shutil.rmtree(each)
+            leftovers.append(folder / name)
+        for leftover in leftovers:
+            if leftover.exists():
+                shutil.rmtree(leftover)
         return folder / name
 
     def write(self, record: StateRecord) -> None:
@@ -92,27 +92,27 @@ class StateFolder:
         """Return the state that a client names, its own or a published one. Raises `TinkerRefused`."""
         match = _PATH.fullmatch(path)
         if match is None or match[2] != self.kind:
-            what = "sampler weights are held by engines only; load what save_weights has saved"
-            why = what if "/sampler_weights/" in path else f"it must be tinker://MODEL/{self.kind}/NAME"
-            raise TinkerRefused(f"{path[:200]!r}: {why}")
-        found = self._read(match[1], match[3])
-        if found is None or not (found[0].owner == owner or found[0].is_public):
+            hint = "sampler weights are held by engines only; load what save_weights has saved"
+            reason = hint if "/sampler_weights/" in path else f"it must be tinker://MODEL/{self.kind}/NAME"
+            raise TinkerRefused(f"{path[:200]!r}: {reason}")
+        state = self._read(match[1], match[3])
+        if state is None or not (state[0].owner == owner or state[0].is_public):
             raise TinkerRefused(f"there are no saved weights {path[:200]!r}", 404)
-        return found
+        return state
 
     def own(self, path: str, owner: str) -> tuple[StateRecord, Path]:
         """Return the state of its owner. Raises `TinkerRefused`."""
-        found = self.find(path, owner)
-        if found[0].owner != owner:
+        state = self.find(path, owner)
+        if state[0].owner != owner:
             raise TinkerRefused(f"{path[:200]!r}: only the key that has saved it can change it", 403)
-        return found
+        return state
 
     def strip(self, model_id: str, name: str) -> int:
         """Delete all but the files of the model, of a state without a record; return their bytes. Raises `OSError`."""
         folder = self._folder / model_id / name
-        for each in folder.iterdir():
-            if each.name != _MODEL_FILES:
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        for entry in folder.iterdir():
+            if entry.name != _MODEL_FILES:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return sum(file.stat().st_size for file in self.files(folder).values())
 
     @staticmethod
@@ -123,13 +123,13 @@ class StateFolder:
 
     def file(self, model_id: str, name: str, file: str) -> Path | None:
         """Return a file of the model in a state of any owner; None if there is none."""
-        found = self._read(model_id, name)
-        return None if found is None else self.files(found[1]).get(file)
+        state = self._read(model_id, name)
+        return None if state is None else self.files(state[1]).get(file)
 
     def of(self, owner: str, model_id: str | None = None) -> list[StateRecord]:
         """Return the states of an owner, of one model or of all, the newest first."""
-        found = [record for record in self._all() if record.owner == owner and model_id in (None, record.model_id)]
-        return sorted(found, key=lambda record: record.created_at, reverse=True)
+        records = [record for record in self._all() if record.owner == owner and model_id in (None, record.model_id)]
+        return sorted(records, key=lambda record: record.created_at, reverse=True)
 
     def delete(self, path: str, owner: str) -> None:
         """Delete a state. Raises `TinkerRefused`."""
@@ -138,9 +138,9 @@ class StateFolder:
 
     def _all(self) -> Iterator[StateRecord]:
         for file in self._folder.glob(f"*/*/{_RECORD}"):
-            found = self._read(file.parent.parent.name, file.parent.name)
-            if found is not None:
-                yield found[0]
+            state = self._read(file.parent.parent.name, file.parent.name)
+            if state is not None:
+                yield state[0]
 
     def _read(self, model_id: str, name: str) -> tuple[StateRecord, Path] | None:
         if not _MODEL.fullmatch(model_id) or not _NAME.fullmatch(name) or name.endswith(".unfinished"):

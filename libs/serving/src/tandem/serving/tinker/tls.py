@@ -36,9 +36,9 @@ def read_tls(certificate: Path | None, key: Path | None) -> TlsCertificate | Non
         # A password would be asked for on the console, again and again: none is taken.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:  # among them those of ssl
-        why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror
+        reason = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror
         raise ConfigError(
-            f"--tls-cert {certificate} --tls-key {key}: cannot use them ({why}): they must be a certificate and its "
+            f"--tls-cert {certificate} --tls-key {key}: cannot use them ({reason}): they must be a certificate and its "
             "private key, as PEM, the key without a password"
         ) from error
     return TlsCertificate(certificate, key)
