@@ -157,7 +157,7 @@ DEFECTS = (
     ),
     Defect(
         "a flipped bit in a checkpoint is not seen",
-        "!= each.digest:\n",
+        "!= span.digest:\n",
         "== '':\n",
         "tests/unit/test_manifest.py::test_a_flipped_bit_is_found_by_exactly_one_of_those_that_share",
     ),
