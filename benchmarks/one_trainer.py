@@ -15,7 +15,7 @@ from smoke import sized
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
 from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.samples.model_files import write_new_model
 
 CHARACTERS = "0123456789+-= "
@@ -73,4 +73,4 @@ def make_batch() -> SampleBatch:
         advantages_S=random.normal(0.0, 1.0, NUM_SEQUENCES).astype(np.float32),
         rewards_S=np.zeros(NUM_SEQUENCES, dtype=np.float32),
     )
-    return batch.replace(**given_table(batch).columns)
+    return batch.replace(**build_given_table(batch).columns)

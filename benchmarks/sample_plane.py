@@ -343,7 +343,7 @@ class Cluster:
                     num_done += 1
                     continue
                 (sample,) = received.message.samples
-                bundles[sample.group, sample.sample] = SampleBatch.from_frames(received.arrays, SAMPLES)
+                bundles[sample.group, sample.sample] = SampleBatch.parse_frames(received.arrays, SAMPLES)
         arrays = SampleBatch.concatenate([bundles[key] for key in sorted(bundles)])
         batch = SampleBatch(
             lengths_S=arrays.lengths_S,

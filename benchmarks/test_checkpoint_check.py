@@ -25,7 +25,7 @@ from smoke import IS_SMOKE, sized
 from tandem.config import Config
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.samples import manifest
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 
@@ -48,7 +48,7 @@ def make_checkpoint(config: Config, folder: Path) -> Path:
     checkpoints.prepare()
     backend = DTensorBackend(config, checkpoint=None)
     batch = make_batch()
-    step.train(backend, given_table(batch), batch, config)
+    step.train(backend, build_given_table(batch), batch, config)
     backend.save(Path(checkpoints.temporary_pattern.format(step=1))).num_bytes.result()
     backend.close()
     return checkpoints.publish(CheckpointRecord(step=1, version=1, metric_name="", metric=None, config_json="{}"))

@@ -46,7 +46,7 @@ from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.transports import encoding, process_group
 from tandem.refit.transports.sizes import largest_difference
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.runs import hosts_harness
@@ -88,7 +88,7 @@ def shares_of_steps(config: Config, optimizer: dict[str, Any], rate: float) -> l
             token_ids_T=random.permutation(batch.token_ids_T),
             advantages_S=random.normal(0.0, 1.0, NUM_SEQUENCES).astype(np.float32),
         )
-        step.train(backend, given_table(batch), batch, config)
+        step.train(backend, build_given_table(batch), batch, config)
         num_changed = 0
         for name, tensor in storages.items():
             now = tensor.to(torch.bfloat16)

@@ -25,7 +25,7 @@ from smoke import sized
 
 from tandem.config import build_config
 from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 
@@ -108,7 +108,7 @@ class Trainer:
         """Return the seconds of processor time it took."""
         self.num_tokens = 0
         started = time.process_time()
-        step.train(self._backend, given_table(self._batch), self._batch, self._config)
+        step.train(self._backend, build_given_table(self._batch), self._batch, self._config)
         return time.process_time() - started
 
     def _count(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:

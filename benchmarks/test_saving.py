@@ -21,7 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE
 
 from tandem.config import Config
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.files import checkpoints
@@ -53,7 +53,7 @@ class Saving:
 
     def train(self) -> None:
         """Take a step."""
-        step.train(self.backend, given_table(self._batch), self._batch, self._config)
+        step.train(self.backend, build_given_table(self._batch), self._batch, self._config)
 
     def aside(self) -> float:
         """Return the seconds in which no step can start; then train until all is written."""

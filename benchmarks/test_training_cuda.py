@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tandem.config import Config, build_config
 from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.backends import make_backend
@@ -160,7 +160,7 @@ def configured(folder: Path, name: str, *, is_compiled: bool) -> Config:
 
 def one_step(backend: TrainerBackend, batch: SampleBatch, config: Config) -> None:
     """Take an optimizer step, and wait for it."""
-    step.train(backend, given_table(batch), batch, config)
+    step.train(backend, build_given_table(batch), batch, config)
     if not IS_TRIAL:
         torch.cuda.synchronize()
 

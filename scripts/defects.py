@@ -229,7 +229,7 @@ DEFECTS = (
     ),
     Defect(
         "whoever may load a published state may delete it",
-        "_, folder = self.own(path, owner)",
+        "_, folder = self.find_own(path, owner)",
         "_, folder = self.find(path, owner)",
         "tests/unit/test_tinker_checkpoints.py::test_what_is_published_is_found_by_others_and_changed_by_its_owner_alone",
     ),

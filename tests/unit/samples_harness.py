@@ -112,7 +112,7 @@ def fetch(store: Listener, keys: Sequence[SampleKey | SequenceKey], run_id: str 
     if isinstance(answer.message, SamplesGone):
         return answer.message.why
     sees = IMAGES[0] in answer.arrays
-    return SampleBatch.from_frames(answer.arrays, (*SAMPLES, *IMAGES) if sees else SAMPLES)
+    return SampleBatch.parse_frames(answer.arrays, (*SAMPLES, *IMAGES) if sees else SAMPLES)
 
 
 def finished(groups: tuple[PromptGroup, ...], step: int, purpose: Any) -> list[SamplesFinished]:

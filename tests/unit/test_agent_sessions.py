@@ -164,7 +164,7 @@ def test_branches_in_a_table_follow_one_another() -> None:
         branch_S=np.array([0, 2], dtype=np.int32),
     )
     with pytest.raises(WireError, match="branch_S: 2 for sequence 1, must be 0, or follow the one before it"):
-        table.with_sources(["rollout-0"]).check_table(num_ranks=1)
+        table.attach_sources(["rollout-0"]).check_table(num_ranks=1)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

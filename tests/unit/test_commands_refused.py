@@ -19,7 +19,7 @@ from tandem.common.wire import MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
 from tandem.samples.batch import TABLE, SampleBatch
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer.service import TrainerService
 from tests.harness.members import MEMBER
@@ -37,7 +37,7 @@ def batch() -> dict[str, Any]:
         rewards_S=np.zeros(2, dtype=np.float32),
     )
     tokens = {"token_ids_T": whole.token_ids_T, "loss_mask_T": whole.loss_mask_T}
-    return {**given_table(whole).columns, **tokens}
+    return {**build_given_table(whole).columns, **tokens}
 
 
 class Context:
@@ -110,7 +110,7 @@ def test_a_batch_that_cannot_be(trainer: Callable[..., TrainerService], field: s
 
 
 def test_some_token_of_a_data_set_counts() -> None:
-    table = SampleBatch.from_frames({name: array for name, array in batch().items() if name.endswith("_S")}, TABLE)
+    table = SampleBatch.parse_frames({name: array for name, array in batch().items() if name.endswith("_S")}, TABLE)
     table.check_table(num_ranks=1)
     none = table.replace(num_valid_S=np.zeros(2, np.int32))
     none.check_table(num_ranks=1, may_mask_all=True)

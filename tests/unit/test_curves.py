@@ -54,13 +54,13 @@ def test_with_the_file_the_journal_is_not_read_for_a_metric(monkeypatch: pytest.
         names = {each.name for each in curves.names()}
         assert names >= {"reward", "val_accuracy", "seconds/total"}
         with monkeypatch.context() as patch:
-            real = series._from_journal
+            real = series._read_from_journal
 
             def only_what_is_missing(*asked: object, **more: object) -> object:
                 assert not len(asked[2]), "steps that are in the file"  # type: ignore[arg-type]
                 return real(*asked, **more)  # type: ignore[arg-type]
 
-            patch.setattr(series, "_from_journal", only_what_is_missing)
+            patch.setattr(series, "_read_from_journal", only_what_is_missing)
             assert curves_of() == of_journal
         commit(journal, 5)
         assert curves.series(["reward"], 100, None, None)["reward"].step == [1, 2, 3, 4, 5], "of which one is missing"

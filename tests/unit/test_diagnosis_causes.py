@@ -8,12 +8,12 @@ import pytest
 from diagnosis_harness import Metrics, config_of, evidence_of, found_in, sample
 
 from tandem.config import Config
-from tandem.observe.diagnosis import _in_order
+from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.diagnosis.evidence import RunEvidence
 
 
 def first(evidence: RunEvidence) -> str:
-    found = _in_order([*found_in(evidence).values()])
+    found = _sort_findings([*found_in(evidence).values()])
     return found[0].name if found else ""
 
 
@@ -33,7 +33,7 @@ def test_dropout_with_which_trainers_come_to_score_another_policy_is_the_first_c
     assert first(evidence) == "dropout"
     assert found["dropout"].certainty == "likely"
     assert found["dropout"].look_at == "policy.dtensor_cfg.lora_cfg.dropout"
-    explained = {each.name: each.explained_by for each in _in_order([*found.values()])}
+    explained = {each.name: each.explained_by for each in _sort_findings([*found.values()])}
     assert explained["engine and trainer disagree"] == "dropout"
     assert "dropout" not in found_in(evidence_of(*APART, config=adapting(0.0)))
     assert "dropout" not in found_in(evidence_of(*APART)), "no adapters"

@@ -9,7 +9,7 @@ import msgspec
 from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_in, sample, write_run
 
 from tandem.config import Config
-from tandem.observe.diagnosis import _in_order
+from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.diagnosis.evidence import change_point
 from tandem.observe.held_out_accuracy import LowStart, no_progress
 from tandem.observe.report.report import format_report, write_report
@@ -33,7 +33,7 @@ COLLAPSE: list[Metrics] = [
 
 
 def test_a_rate_that_destroys_the_policy_in_one_step_is_the_first_cause_and_truncation_follows_from_it() -> None:
-    found = _in_order([*found_in(evidence_of(*COLLAPSE)).values()])
+    found = _sort_findings([*found_in(evidence_of(*COLLAPSE)).values()])
     assert found[0].name == "learning rate too large"
     assert {finding.explained_by for finding in found[1:]} == {"learning rate too large"}
     assert {"truncated responses", "equal rewards"} <= {finding.name for finding in found}
@@ -161,7 +161,7 @@ def test_no_progress_is_said_by_diagnose_and_by_the_report_that_up_ends_with() -
 def test_no_progress_follows_from_a_learning_rate_of_zero() -> None:
     still: list[Metrics] = [{**metrics, "learning_rate": 0.0} for metrics in of_validations(0.3, 0.3, 0.3)]
     config: Config = config_of()
-    found = _in_order([*found_in(evidence_of(*still, config=config)).values()])
+    found = _sort_findings([*found_in(evidence_of(*still, config=config)).values()])
     assert [(finding.name, finding.explained_by) for finding in found] == [
         ("no learning rate", ""),
         ("no progress", "no learning rate"),

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from diagnosis_harness import config_of, evidence_of, found_in
 
-from tandem.observe.diagnosis import _in_order
+from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.run_folder.journal import StepRecord
 
 
@@ -41,7 +41,7 @@ def test_the_cause_of_a_real_run_comes_first(name: str) -> None:
         steps=tuple(record for record in records if record.step),
         held_out=tuple(record for record in records if any(metric.startswith("val_") for metric in record.metrics)),
     )
-    found = _in_order([*found_in(evidence).values()])
+    found = _sort_findings([*found_in(evidence).values()])
     if not run.cause:
         assert found == []
         return

@@ -9,7 +9,7 @@ import pytest
 from diagnosis_harness import Metrics, config_of, evidence_of, found_in, sample
 
 from tandem.config import Config
-from tandem.observe.diagnosis import _in_order
+from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.diagnosis.evidence import SampleRow
 
 NARROW = config_of(loss_fn={"ratio_clip_min": 0.02, "ratio_clip_max": 0.02})
@@ -70,7 +70,7 @@ def test_a_stop_string_before_the_answer_is_the_cause_of_what_follows() -> None:
     nothing: Metrics = {"reward": 0.0, "reward_min": 0.0, "reward_max": 0.0, "accuracy": 0.0}
     rows = tuple(sample(1, "so =", problem_id=str(number), group=number) for number in range(4))
     config = config_of(policy={"generation": {"max_new_tokens": 64, "stop_strings": ["="]}})
-    found = _in_order([*found_in(evidence_of(*[nothing] * 5, config=config, samples=rows)).values()])
+    found = _sort_findings([*found_in(evidence_of(*[nothing] * 5, config=config, samples=rows)).values()])
     assert found[0].name == "responses stop too early"
     assert {each.explained_by for each in found[1:]} == {"responses stop too early"}
     assert "responses stop too early" not in found_in(evidence_of(*[nothing] * 5, samples=rows))
@@ -93,11 +93,11 @@ def test_samples_that_wait_to_be_scored_tell_of_a_slow_environment() -> None:
 
 def test_problems_that_are_solved_at_the_start_are_the_cause_of_low_entropy() -> None:
     solved: Metrics = {"accuracy": 0.99, "entropy": 0.005, "groups_without_spread": 1.0}
-    found = _in_order([*found_in(evidence_of(*[solved] * 6)).values()])
+    found = _sort_findings([*found_in(evidence_of(*[solved] * 6)).values()])
     assert [(each.name, each.explained_by) for each in found] == [
         ("groups without spread", ""),
         ("low entropy", "groups without spread"),
     ]
     assert "too easy" in found[0].what
-    unsolved = _in_order([*found_in(evidence_of(*[solved | {"accuracy": 0.4}] * 6)).values()])
+    unsolved = _sort_findings([*found_in(evidence_of(*[solved | {"accuracy": 0.4}] * 6)).values()])
     assert unsolved[0].name == "low entropy"

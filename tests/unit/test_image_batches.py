@@ -10,7 +10,7 @@ import pytest
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
 from tandem.samples.batch import IMAGES, TOKENS, SampleBatch
-from tandem.samples.given_table import given_table, images_of
+from tandem.samples.given_table import build_given_table, images_of
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.markers import MarkedImage, marked_in, marker, shown, split_at_markers
 
@@ -52,7 +52,7 @@ def test_images_go_with_their_sequences() -> None:
 
 def test_equal_tokens_with_other_images_are_another_prompt() -> None:
     one, two = image(1), image(2)
-    assert given_table(batch_of((one,), (two,), (one,))).prompt_S.tolist() == [0, 1, 0]
+    assert build_given_table(batch_of((one,), (two,), (one,))).prompt_S.tolist() == [0, 1, 0]
 
 
 def test_grids_of_families_with_fewer_numbers_are_padded() -> None:
@@ -73,7 +73,7 @@ def test_grids_of_families_with_fewer_numbers_are_padded() -> None:
 def test_impossible_images_are_refused(name: str, value: np.ndarray, told: str) -> None:
     columns = batch_of((image(1),), (image(2),)).only((*TOKENS, *IMAGES)).columns | {name: value}
     with pytest.raises(WireError) as caught:
-        check_images(SampleBatch.from_frames(columns, (*TOKENS, *IMAGES)))
+        check_images(SampleBatch.parse_frames(columns, (*TOKENS, *IMAGES)))
     assert told in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import expansion, grid_of, read_settings
 from tandem.samples.images.markers import MarkedImage, marker
-from tandem.samples.images.parts import with_markers
+from tandem.samples.images.parts import mark_images
 from tandem.samples.images.reading import described
 from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, whole_processor, write_vision_files
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_processor(tokenizer: VisionTokenizer, folder: P
             "How many?",
         ],
     }
-    marked = with_markers([message], lambda value: marker(*described(value, "here")[0]))
+    marked = mark_images([message], lambda value: marker(*described(value, "here")[0]))
     token_ids, images = tokenizer.encode_chat(marked, add_generation_prompt=True), tokenizer.images_in(marked)
     extra = {"return_row_col_info": True} if family.has_crops else {}
     pixels = processor(images=[pictures] if family.has_crops else pictures, return_tensors="np", **extra)
@@ -134,13 +134,13 @@ def test_a_text_cannot_pretend_to_be_an_image(tokenizer: VisionTokenizer) -> Non
 )
 def test_other_parts_are_refused(part: object, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        with_markers([{"role": "user", "content": [part]}], str)
+        mark_images([{"role": "user", "content": [part]}], str)
 
 
 def test_content_is_text_or_parts() -> None:
     for content in (3, {"type": "text"}, b"abc"):
         with pytest.raises(DataError, match="a message's content is a text or a list of parts"):
-            with_markers([{"role": "user", "content": content}], str)
+            mark_images([{"role": "user", "content": content}], str)
 
 
 def test_an_image_that_the_family_cannot_take(tokenizer: VisionTokenizer) -> None:
@@ -157,7 +157,7 @@ def test_other_fields_stay() -> None:
         {"role": "user", "name": "n", "content": ["a ", {"type": "image", "url": "u"}, {"text": " b"}]},
         {"role": "assistant", "content": None, "tool_calls": []},
     ]
-    marked = with_markers(messages, lambda value: f"<{value}>")
+    marked = mark_images(messages, lambda value: f"<{value}>")
     assert marked == [messages[0], {"role": "user", "name": "n", "content": "a <u> b"}, messages[2]]
 
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import SequentialLR
 
 from tandem.common import dotted
 from tandem.config import Config, build_config, notices
-from tandem.samples.data_sets import repeated_in_a_step, steps_capped
+from tandem.samples.data_sets import describe_capped_steps, describe_repeats
 
 ADAM = {"name": "torch.optim.AdamW"}
 
@@ -58,13 +58,13 @@ def test_steps_that_passes_over_the_data_cap_are_announced() -> None:
     data = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
     policy = {"model_name": "nowhere"}
     asked = build_config({"algorithm": "sft", "sft": {"max_num_steps": 240}, "policy": policy, "data": data})
-    assert steps_capped(asked, 87, 2784, 32) == (
+    assert describe_capped_steps(asked, 87, 2784, 32) == (
         "sft.max_num_steps is 240, but the run ends after 87 steps: sft.max_num_epochs allows 1 pass over 2784 items, "
         "32 a step"
     )
-    assert steps_capped(asked, 240, 7680, 32) is None
+    assert describe_capped_steps(asked, 240, 7680, 32) is None
     default = build_config({"algorithm": "sft", "policy": policy, "data": data})
-    assert steps_capped(default, 30, 960, 32) is None, "the number of steps was not asked for"
+    assert describe_capped_steps(default, 30, 960, 32) is None, "the number of steps was not asked for"
 
 
 def scheduled(scheduler: list[dict[str, Any]], num_steps: int = 24, **grpo: Any) -> list[str]:
@@ -139,7 +139,7 @@ def test_a_decay_of_megatron_core_that_ends_is_said_too() -> None:
 
 def test_fewer_rows_than_prompts_are_announced() -> None:
     config = configure(1e-4)
-    assert repeated_in_a_step(config, 32) is None
-    assert repeated_in_a_step(config, 11) == (
+    assert describe_repeats(config, 32) is None
+    assert describe_repeats(config, 11) == (
         "data: 11 to train on, but grpo.num_prompts_per_step is 32: each step takes some of them several times"
     )

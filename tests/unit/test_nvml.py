@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nvml_library import Library
 
-from tandem.observe.exporters.nvml import Nvml, opened_nvml, own_gpus
+from tandem.observe.exporters.nvml import Nvml, list_visible_gpus, opened_nvml
 
 
 def test_how_gpus_are_used() -> None:
@@ -36,4 +36,4 @@ def test_there_may_be_no_driver() -> None:
     ("visible", "expected"), [("", []), ("1", [1]), ("1, 0", [1, 0]), ("0,9", [0]), ("-1", []), ("GPU-8f", [0, 1])]
 )
 def test_which_gpus_a_process_has(visible: str, expected: list[int]) -> None:
-    assert own_gpus(2, visible) == expected
+    assert list_visible_gpus(2, visible) == expected

@@ -17,7 +17,7 @@ from tandem.common.numeric.outliers import FACTOR, PHRASE, RecentSteps, outliers
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.observe.diagnosis.optimisation import outlying_steps
+from tandem.observe.diagnosis.optimisation import find_outlying_steps
 from tandem.samples.batch import SampleBatch
 
 NEARLY_EQUAL = [0.8, 0.8001, 0.8, 1.0]
@@ -125,7 +125,7 @@ def test_a_new_level_is_usual_after_a_while() -> None:
 
 def test_a_diagnosis_finds_the_named_sample() -> None:
     line = f"step 7: group 1, sample 3: an advantage of 4243 is {PHRASE}: 4,243 times the usual 1 of the step"
-    finding = outlying_steps(evidence_of(*[{}] * 12, events=(line,)))
+    finding = find_outlying_steps(evidence_of(*[{}] * 12, events=(line,)))
     assert finding is not None
     assert (finding.since, finding.evidence) == (7, (line,))
     assert "learning rate too large" in finding.explains
@@ -136,7 +136,7 @@ SPIKE = [{}] * 8 + [{"grad_norm": 45_000.0}] + [{}] * 3
 
 
 def test_without_names_it_goes_by_the_metrics() -> None:
-    finding = outlying_steps(evidence_of(*SPIKE))
+    finding = find_outlying_steps(evidence_of(*SPIKE))
     assert finding is not None
     assert finding.since == 9
     assert finding.evidence == (
@@ -145,7 +145,7 @@ def test_without_names_it_goes_by_the_metrics() -> None:
 
 
 def test_a_gradient_that_stays_large_has_grown() -> None:
-    assert outlying_steps(evidence_of(*[{}] * 8, *[{"grad_norm": 45_000.0}] * 20)) is None
+    assert find_outlying_steps(evidence_of(*[{}] * 8, *[{"grad_norm": 45_000.0}] * 20)) is None
 
 
 def test_the_check_is_one_of_the_diagnosis() -> None:

@@ -86,14 +86,14 @@ def test_samples_travel_with_the_column_or_without() -> None:
     column_TX = SMALL.encode(routes(SMALL, 5))
     sample = sample_of(5).replace(**{COLUMN: column_TX})
     both = SampleBatch.concatenate([sample, sample])
-    found = SampleBatch.from_frames(both.columns, SAMPLES, {COLUMN: DTYPE}).take([1])
+    found = SampleBatch.parse_frames(both.columns, SAMPLES, {COLUMN: DTYPE}).take([1])
     assert np.array_equal(found.columns[COLUMN], column_TX)
     with pytest.raises(WireError, match=f"{COLUMN}: is missing"):
-        SampleBatch.from_frames(sample_of(5).columns, SAMPLES, {COLUMN: DTYPE})
+        SampleBatch.parse_frames(sample_of(5).columns, SAMPLES, {COLUMN: DTYPE})
     with pytest.raises(WireError, match=f"{COLUMN}: is uint8 .5,., must be uint8 of 2 dimensions"):
-        SampleBatch.from_frames({**sample.columns, COLUMN: column_TX[:, 0]}, SAMPLES, {COLUMN: DTYPE})
+        SampleBatch.parse_frames({**sample.columns, COLUMN: column_TX[:, 0]}, SAMPLES, {COLUMN: DTYPE})
     with pytest.raises(WireError, match=f"{COLUMN}: 4 numbers, does not fit lengths_S"):
-        SampleBatch.from_frames({**sample.columns, COLUMN: column_TX[1:]}, SAMPLES, {COLUMN: DTYPE})
+        SampleBatch.parse_frames({**sample.columns, COLUMN: column_TX[1:]}, SAMPLES, {COLUMN: DTYPE})
     assert [*as_trained_on(sample, None).columns] == [*SAMPLES]
     with pytest.raises(SamplesError, match=r"policy\.router_replay was off"):
         as_trained_on(sample_of(5), SMALL)

@@ -80,7 +80,7 @@ def build(path: str = "rows.jsonl", environment: str = "exact_match", entry: Any
 def prompts(settings: Config) -> dict[str, str]:
     """Return the prompts of a run by their answers, as the model sees them."""
     tokenizer = character_tokenizer(settings, CHARACTERS)
-    asked = load_problems(settings).train_asked(settings.data)
+    asked = load_problems(settings).list_train(settings.data)
     encoder = PromptEncoder(settings, tokenizer)
     encoded = [encoder.encode(each) for each in asked]
     return {

@@ -54,7 +54,7 @@ def batch_of(is_kept_RV: torch.Tensor, lengths: list[int]) -> SampleBatch:
     ends = np.cumsum(lengths)
     parts = []
     for end, length in zip(ends, lengths, strict=True):
-        own = masks.from_token(end - length)
+        own = masks.slice_from(end - length)
         words = SamplingMasks(own.lengths_T[:length], own.words_W[: own.lengths_T[:length].sum()])
         parts.append(mask_columns(length, [(0, words)]))
     num_tokens = int(ends[-1])
@@ -150,7 +150,7 @@ def test_samples_travel_with_masks() -> None:
     batch = batch_of(kept_sets(9, 70), [4, 5])
     sample_format = SampleFormat(vocabulary=70, masks=MaskFormat(vocabulary=70))
     joined = SampleBatch.concatenate([sample_format.nothing(), batch, batch]).take([3, 0])
-    received = SampleBatch.from_frames(joined.columns, (*SAMPLES, *MASKS))
+    received = SampleBatch.parse_frames(joined.columns, (*SAMPLES, *MASKS))
     sample_format.masks.check(received)  # type: ignore[union-attr]
     assert received.mask_words_W.tolist() == batch.take([1, 0]).mask_words_W.tolist()
     assert SampleFormat(vocabulary=2**20, masks=MaskFormat(vocabulary=2**20)).max_tokens == 2**28 // 2**17
@@ -255,7 +255,7 @@ def test_an_agents_response_has_the_masks_of_its_pieces() -> None:
     whole = completion_of(7, 8, 9).masks
     assert whole is not None
     first = SamplingMasks(whole.lengths_T[:1], whole.words_W[:2])
-    pieces = [([7], first), ([], None), ([4, 4], None), ([8, 9], whole.from_token(1))]
+    pieces = [([7], first), ([], None), ([4, 4], None), ([8, 9], whole.slice_from(1))]
     chunks = [
         ResponseChunk(token_ids=ids, logprobs=[-0.5] * len(ids), versions=[0] * len(ids), masks=masks)
         for ids, masks in pieces
@@ -284,7 +284,7 @@ def test_an_engine_tells_the_masks_of_what_it_has_made_so_far(tmp_path: Path) ->
     left = engine.abort(1)
     assert left is not None
     assert left.masks is not None
-    assert left.masks.from_token(1).words_W[: len(masks.words_W)].tolist() == masks.words_W.tolist()
+    assert left.masks.slice_from(1).words_W[: len(masks.words_W)].tolist() == masks.words_W.tolist()
     assert len(left.masks.lengths_T) == len(left.token_ids_T) == 4
     plain = [completion for _ in range(5) for completion in engine.step()]
     assert [completion.masks for completion in plain] == [None], "nothing was cut off"

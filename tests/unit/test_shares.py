@@ -14,7 +14,7 @@ from tandem.config import build_config
 from tandem.coordinator.loop.batches import shards_of
 from tandem.samples.batch import TABLE, TOKENS, SampleBatch
 from tandem.samples.batch_sharding import BatchSharding, batches_of_samples, data_parallel_ranks
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 
 
 def config_of(trainers: int, **policy: Any) -> Any:
@@ -92,13 +92,13 @@ def batch_of(num_pairs: int, seed: int = 0) -> SampleBatch:
 def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
     config = config_of(3, train_global_batch_size=9)
     batch = batch_of(9)
-    batch = batch.replace(**given_table(batch).columns)
+    batch = batch.replace(**build_given_table(batch).columns)
     table = BatchSharding.of(config, shares_prompts=True).shard(batch)
     assert (table.rank_S[::2] == table.rank_S[1::2]).all()
     shares = shards_of(table, 3)
     for rank, frames in enumerate(shares):
         rows = table.rows_of(rank)
-        given_tokens = SampleBatch.from_frames(
+        given_tokens = SampleBatch.parse_frames(
             {"lengths_S": table.lengths_S[rows], **frames}, TOKENS, may_be_empty=True
         )
         given_tokens.check_tokens(20, table.num_valid_S[rows])
@@ -106,30 +106,30 @@ def test_ranks_get_their_own_tokens_and_pairs_stay_together() -> None:
     assert sum(len(frames["token_ids_T"]) for frames in shares) == len(batch.token_ids_T)
     lengths_S = table.lengths_S[table.rows_of(0)]
     with pytest.raises(WireError, match="token_ids_T"):
-        SampleBatch.from_frames({"lengths_S": lengths_S, **shares[1], "token_ids_T": np.zeros(3, np.int32)}, TOKENS)
+        SampleBatch.parse_frames({"lengths_S": lengths_S, **shares[1], "token_ids_T": np.zeros(3, np.int32)}, TOKENS)
 
 
 def test_parts_that_are_evaluated_by_themselves_are_assigned_by_themselves() -> None:
     sharding = BatchSharding.of(config_of(2), shares_prompts=True)
     batch = batch_of(5)
     parts = [4, 6]
-    together = sharding.shard(given_table(batch), parts)
-    apart = [sharding.shard(given_table(batch.take(rows))) for rows in (slice(4), slice(4, 10))]
+    together = sharding.shard(build_given_table(batch), parts)
+    apart = [sharding.shard(build_given_table(batch.take(rows))) for rows in (slice(4), slice(4, 10))]
     assert together.rank_S.tolist() == [*apart[0].rank_S.tolist(), *apart[1].rank_S.tolist()]
 
 
 def test_a_table_survives_the_wire_and_what_is_none_is_refused() -> None:
-    table = given_table(batch_of(2))
-    again = SampleBatch.from_frames(table.columns, TABLE)
+    table = build_given_table(batch_of(2))
+    again = SampleBatch.parse_frames(table.columns, TABLE)
     again.check_table(num_ranks=1)
     for name, array in table.columns.items():
         np.testing.assert_array_equal(again.columns[name], array)
     with pytest.raises(WireError, match=r"^rank_S: is missing$"):
-        SampleBatch.from_frames({name: array for name, array in table.columns.items() if name != "rank_S"}, TABLE)
+        SampleBatch.parse_frames({name: array for name, array in table.columns.items() if name != "rank_S"}, TABLE)
     with pytest.raises(WireError, match=r"^group_S: 3 numbers, does not fit the 4 sequences$"):
-        SampleBatch.from_frames(table.columns | {"group_S": np.zeros(3, np.int32)}, TABLE)
+        SampleBatch.parse_frames(table.columns | {"group_S": np.zeros(3, np.int32)}, TABLE)
     nan_S = np.array([1, 1, np.nan, 1], dtype=np.float32)
     with pytest.raises(WireError, match=r"^rewards_S: nan for sequence 2, must be finite$"):
         table.replace(rewards_S=nan_S).check_table(num_ranks=1)
     with pytest.raises(WireError, match=r"^source_S: -1 for sequence 0, must be from 0 to 1$"):
-        table.with_sources(("a", "b")).check_table(num_ranks=1)
+        table.attach_sources(("a", "b")).check_table(num_ranks=1)

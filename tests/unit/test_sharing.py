@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.samples.batch import SampleBatch
-from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT, by_prompt, shards_by_count
-from tandem.samples.given_table import given_table
+from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT, group_by_prompt, shards_by_count
+from tandem.samples.given_table import build_given_table
 from tandem.trainer.batching.shard import micro_batches_of, pad
 from tandem.trainer.batching.shared_prompts import prompts_of
 
@@ -27,7 +27,7 @@ def batch_of(*sequences: str) -> SampleBatch:
         advantages_S=np.zeros(len(sequences), dtype=np.float32),
         rewards_S=np.zeros(len(sequences), dtype=np.float32),
     )
-    return batch.replace(**given_table(batch).columns)
+    return batch.replace(**build_given_table(batch).columns)
 
 
 def text_of(token_ids: torch.Tensor) -> str:
@@ -117,7 +117,7 @@ def test_groups_are_dealt_whole_and_lie_side_by_side() -> None:
 
 def test_a_sequence_that_shares_its_prompt_with_no_other_stays_alone() -> None:
     prompt_S = np.array([NO_PROMPT, 0, NO_PROMPT, 0], dtype=np.int32)
-    assert by_prompt(range(4), [5, 4, 3, 2], prompt_S) == [[0], [1, 3], [2]]
+    assert group_by_prompt(range(4), [5, 4, 3, 2], prompt_S) == [[0], [1, 3], [2]]
     batch = batch_of("aX", "abX", "aX", "abY").replace(prompt_S=prompt_S)
     numbers = prompts_of(batch, range(4))[0].tolist()
     assert numbers[1] == numbers[3]

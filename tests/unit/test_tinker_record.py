@@ -309,10 +309,10 @@ def test_a_comparison_says_what_differs_first() -> None:
     done = call_files.gradient_done(0, call, scored(call))
     step = StepDone(index=1, step=STEP, norm=float("nan"))
     comparison = CallComparison("a", "")
-    comparison.gradient(done, scored(call), "")
-    comparison.step(step, float("nan"), "")
+    comparison.compare_gradient(done, scored(call), "")
+    comparison.compare_step(step, float("nan"), "")
     assert comparison.describe(Path("run"), ()) == "a: 1 gradient and 1 step: equal to the bit to those of run"
-    comparison.gradient(done, scored(call, loss=math.nextafter(0.25, 1.0)), "")
+    comparison.compare_gradient(done, scored(call, loss=math.nextafter(0.25, 1.0)), "")
     assert not comparison.is_equal
     said = comparison.describe(Path("run"), ("cluster.trainers",))
     assert "2 of 3 are equal" in said

@@ -19,7 +19,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.config import Config, build_config, config_from_json, config_to_json, dump_yaml
 from tandem.config.schema import NewModel
 from tandem.samples import chat_templates
-from tandem.samples.model_files import load_tokenizer, with_templates, write_new_model
+from tandem.samples.model_files import inline_templates, load_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
 
 CHARACTERS = "0123456789+-= "
@@ -100,14 +100,14 @@ def test_the_text_of_a_template_travels(tokenizer: Tokenizer) -> None:
             "env": {"mine": {"model_name": "judge", "tokenizer": {"chat_template": "own.jinja"}}},
         }
     )
-    text = with_templates(settings)
+    text = inline_templates(settings)
     Path("own.jinja").unlink()
     judge = text.env["mine"].tokenizer
     assert judge is not None
     assert text.policy.tokenizer.chat_template == judge.chat_template == "{{ messages[0].content }}"
     assert load_tokenizer(text).render_chat(USER, add_generation_prompt=True) == "1 + 2"
     with pytest.raises(ConfigError, match=r"^policy.tokenizer.chat_template: cannot read 'own.jinja': No such file"):
-        with_templates(settings)
+        inline_templates(settings)
 
 
 def test_null_of_an_earlier_journal_is_the_tokenizers_own() -> None:

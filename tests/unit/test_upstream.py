@@ -54,7 +54,7 @@ class _Server:
 
 
 async def _ask(upstream: UpstreamServers, server: _Server, body: str) -> bytes:
-    async with upstream.asked(server.at, "POST", "/", {}, body.encode()) as answer:
+    async with upstream.request(server.at, "POST", "/", {}, body.encode()) as answer:
         return b"".join([part async for part in answer.body()])
 
 
@@ -106,7 +106,7 @@ def test_a_connection_whose_answer_is_left_is_not_used_again() -> None:
     async def main() -> None:
         server = _Server([_HALF, _ANSWER], [_ANSWER] * 2)
         async with server.listening() as upstream:
-            async with upstream.asked(server.at, "POST", "/", {}, b"a") as answer:
+            async with upstream.request(server.at, "POST", "/", {}, b"a") as answer:
                 assert answer.status == 200
             assert await _ask(upstream, server, "b") == b"hi"
         assert server.bodies == [["a"], ["b"]]

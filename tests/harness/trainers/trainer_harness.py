@@ -32,7 +32,7 @@ from tandem.refit.digests.comparison import combine
 from tandem.refit.program import ProcessVerification
 from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer import step
 from tandem.trainer.backend import TrainerBackend
@@ -267,7 +267,7 @@ def share_of(
         sharding = msgspec.structs.replace(sharding, num_ranks=backend.data_parallel_size)
     elif not exchange.model_group.has_policy:
         rank = NO_RANK
-    table = sharding.shard(given_table(batch), parts)
+    table = sharding.shard(build_given_table(batch), parts)
     return table, batch.replace(**table.columns).take(table.rows_of(rank))
 
 

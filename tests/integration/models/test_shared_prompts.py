@@ -17,7 +17,7 @@ import transformers
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
 from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.trainer.attention.preparing import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import pad
@@ -134,7 +134,7 @@ def test_logprobs_and_gradients_are_those_of_the_samples_one_by_one(tmp_path: Pa
 
     folder = make_model(tmp_path / "model")
     batch = make_groups(4, 2)
-    batch = batch.replace(**given_table(batch).columns)
+    batch = batch.replace(**build_given_table(batch).columns)
     found = []
     for shares in (False, True):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)

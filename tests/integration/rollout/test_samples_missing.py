@@ -28,7 +28,7 @@ from tandem.common.messages import (
 from tandem.config import Config
 from tandem.samples.batch import SAMPLES, SampleBatch
 from tandem.samples.batch_sharding import BatchSharding
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer.service import TrainerService
 from tests.harness.members import MEMBER
@@ -155,7 +155,7 @@ def processes(config: Config) -> Iterator[Processes]:
 
 def table_of(config: Config, sources: dict[int, int], commands: dict[int, int]) -> SampleBatch:
     """Return the batch's table, where each rank's sequences are all of one source, made for one command."""
-    table = BatchSharding.of(config, shares_prompts=True).shard(given_table(BATCH))
+    table = BatchSharding.of(config, shares_prompts=True).shard(build_given_table(BATCH))
     return table.replace(
         source_S=np.array([sources[rank] for rank in table.rank_S.tolist()], dtype=np.int32),
         command_S=np.array([commands[rank] for rank in table.rank_S.tolist()], dtype=np.int64),

@@ -110,7 +110,11 @@ def print_samples(
     `pictures` is that of a model that sees.
     """
     for sample in selection.samples:
-        lines = [*_head(sample), *_said(sample, tokenizer, pictures), *_known(sample, purpose)]
+        lines = [
+            *_head(sample),
+            *_format_conversation(sample, tokenizer, pictures),
+            *_format_properties(sample, purpose),
+        ]
         if trainer_logprobs is not None and tokenizer is not None:
             key = sample.scored.group, sample.scored.sample
             lines += [*_tokens(sample, tokenizer, trainer_logprobs.get(key), is_coloured=console.is_terminal)]
@@ -135,7 +139,9 @@ def _head(sample: RecordedSample) -> Iterator[Text]:
     yield _field("problem", sample.problem_id)
 
 
-def _said(sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None) -> Iterator[Text]:
+def _format_conversation(
+    sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedTexts | None
+) -> Iterator[Text]:
     """Yield the parts of the conversation, each with its role."""
     yield Text("prompt", _HEADING_STYLE)
     yield _indented(chat_text(sample.prompt))
@@ -147,7 +153,7 @@ def _said(sample: RecordedSample, tokenizer: Tokenizer | None, pictures: MarkedT
         yield _indented(chat_text(part.text))
 
 
-def _known(sample: RecordedSample, purpose: Purpose) -> Iterator[Text]:
+def _format_properties(sample: RecordedSample, purpose: Purpose) -> Iterator[Text]:
     """Yield the properties of a sample."""
     scored = sample.scored
     if sample.answer:

@@ -7,8 +7,8 @@ A batch has the arrays that were filled in. The coordinator fills in the columns
 its tokens (`SAMPLES`), a data set both (`TABLE` and `TOKENS`). Arrays with a name that is declared here have the
 declared dtype. Others belong to their readers (`tandem.config.schema.columns`, `tandem.samples.routed_experts`).
 
-Received batches are checked: `SampleBatch.from_frames` checks names, dtypes and shapes, and the methods that begin with
-``check`` the numbers. All raise `WireError` with a text that begins with the array's name.
+Received batches are checked: `SampleBatch.parse_frames` checks names, dtypes and shapes, and the methods that begin
+with ``check`` the numbers. All raise `WireError` with a text that begins with the array's name.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SampleBatch:
         return len(self.lengths_S)
 
     @classmethod
-    def from_frames(
+    def parse_frames(
         cls,
         frames: Mapping[str, NDArray[Any]],
         names: Sequence[str],
@@ -134,7 +134,7 @@ class SampleBatch:
             at = int(lengths_S.argmin())
             raise WireError(f"lengths_S: {lengths_S[at]} for sequence {at}, must be at least 1")
         _check_sizes(frames)
-        return cls(**frames).with_sources(sources)
+        return cls(**frames).attach_sources(sources)
 
     @staticmethod
     def concatenate(parts: Sequence[SampleBatch]) -> SampleBatch:
@@ -146,9 +146,9 @@ class SampleBatch:
 
     def replace(self, **arrays: NDArray[Any]) -> SampleBatch:
         """Return the batch with these arrays added or replaced."""
-        return SampleBatch(**{**self.columns, **arrays}).with_sources(self.sources, self.notes)
+        return SampleBatch(**{**self.columns, **arrays}).attach_sources(self.sources, self.notes)
 
-    def with_sources(self, sources: Sequence[str], notes: Sequence[str] = ()) -> SampleBatch:
+    def attach_sources(self, sources: Sequence[str], notes: Sequence[str] = ()) -> SampleBatch:
         """Return the batch with the names of the processes that have its tokens, and with notes."""
         batch = SampleBatch(**self.columns)
         batch.sources, batch.notes = tuple(sources), tuple(notes)
@@ -156,7 +156,7 @@ class SampleBatch:
 
     def only(self, names: Sequence[str]) -> SampleBatch:
         """Return the batch with these arrays only."""
-        return SampleBatch(**{name: self.columns[name] for name in names}).with_sources(self.sources, self.notes)
+        return SampleBatch(**{name: self.columns[name] for name in names}).attach_sources(self.sources, self.notes)
 
     def take(self, rows: slice | Sequence[int] | Int64s) -> SampleBatch:
         """Return the given sequences in the given order. Those of a slice are not copied."""
@@ -169,7 +169,7 @@ class SampleBatch:
             if axis not in index_of_axis:
                 index_of_axis[axis] = self._along(axis, index_of_axis["S"])
             arrays[name] = array[index_of_axis[axis]]
-        return SampleBatch(**arrays).with_sources(self.sources, self.notes)
+        return SampleBatch(**arrays).attach_sources(self.sources, self.notes)
 
     def rows_of(self, rank: int) -> Int64s:
         """Return the sequences of a data-parallel rank."""

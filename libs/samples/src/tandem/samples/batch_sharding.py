@@ -107,7 +107,7 @@ def shards_by_count(
     lengths = np.asarray(lengths_S, dtype=np.int64)
     shard_size = -(-len(rows) // num_ranks)
     num_empty = num_ranks * shard_size - len(rows)
-    runs = by_prompt(rows, lengths, prompt_S)
+    runs = group_by_prompt(rows, lengths, prompt_S)
     size = math.gcd(shard_size, num_empty, *map(len, runs))
     pieces = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
     pieces.sort(key=lambda piece: (-int(lengths[piece].sum()), piece))
@@ -136,7 +136,7 @@ def shards_by_tokens(rows: Sequence[int], lengths_S: NDArray[np.int64], num_rank
     return [sorted(shard) for shard in shards]
 
 
-def by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: Ints | None) -> list[list[int]]:
+def group_by_prompt(rows: Sequence[int], lengths_S: Sequence[int] | Ints, prompt_S: Ints | None) -> list[list[int]]:
     """Group sequences by their prompt, the longest first, and order the groups by their longest."""
     rows_U = np.array(rows, dtype=np.int64)
     ordered = rows_U[np.lexsort((rows_U, -np.asarray(lengths_S, dtype=np.int64)[rows_U]))].tolist()

@@ -155,23 +155,23 @@ def forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]
     The arguments of a call are JSON text in OpenAI's messages; most templates write them as an object, some as text
     (DeepSeek's). A message of calls alone has no content, or an empty one.
     """
-    as_objects = [_with_arguments(message, as_text=False) for message in messages]
+    as_objects = [_convert_arguments(message, as_text=False) for message in messages]
     yield as_objects
     has_calls = any(message.get("tool_calls") for message in messages)
     has_null = any("content" in message and message["content"] is None for message in messages)
     if has_calls:
-        yield [_with_arguments(message, as_text=True) for message in messages]
+        yield [_convert_arguments(message, as_text=True) for message in messages]
     if has_null:
-        yield [_with_content(message) for message in as_objects]
+        yield [_fill_content(message) for message in as_objects]
     if has_null and has_calls:
-        yield [_with_content(_with_arguments(message, as_text=True)) for message in messages]
+        yield [_fill_content(_convert_arguments(message, as_text=True)) for message in messages]
 
 
-def _with_content(message: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_content(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": ""} if message.get("content") is None else dict(message)
 
 
-def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+def _convert_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
     """Return a message with the arguments of its calls as JSON text, or as objects."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):

@@ -7,7 +7,7 @@ import numpy as np
 from tandem.samples.batch import SampleBatch
 
 
-def given_table(batch: SampleBatch) -> SampleBatch:
+def build_given_table(batch: SampleBatch) -> SampleBatch:
     """Return the table (`TABLE`) of a batch that was not generated, all assigned to rank 0.
 
     Sequences with the same tokens before the first valid one share them as their prompt, if they have the same

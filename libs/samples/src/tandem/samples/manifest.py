@@ -174,7 +174,7 @@ def check_tensors(
     Raises:
         DamagedCheckpoint: names the file and the tensor.
     """
-    for path, group in _by_file(_share(list(_ranges(folder, files)), reader, num_readers)):
+    for path, group in _group_by_file(_share(list(_ranges(folder, files)), reader, num_readers)):
         try:
             # Map the file as safetensors does: no copies and few calls, so that this thread seldom competes with the
             # loading
@@ -223,7 +223,7 @@ def _share(ranges: list[_Range], reader: int, num_readers: int) -> Iterator[_Ran
         before += span.num_bytes
 
 
-def _by_file(ranges: Iterable[_Range]) -> Iterator[tuple[Path, list[_Range]]]:
+def _group_by_file(ranges: Iterable[_Range]) -> Iterator[tuple[Path, list[_Range]]]:
     groups: dict[Path, list[_Range]] = {}
     for span in ranges:
         groups.setdefault(span.path, []).append(span)

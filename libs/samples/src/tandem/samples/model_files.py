@@ -43,10 +43,10 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
     source = config.policy.tokenizer.name
     model = local_folder(config.policy.model_name) or Path(config.policy.model_name)
     tokenizer.model_folders = tuple(dict.fromkeys((*tokenizer.model_folders, model)))
-    return with_images(tokenizer, folder or local_folder(source) or Path(source))
+    return wrap_for_images(tokenizer, folder or local_folder(source) or Path(source))
 
 
-def with_images(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+def wrap_for_images(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     """Return the tokenizer of the model in a folder: the one given, unless the model sees."""
     if vision_family(read_json(folder / "config.json")) is None:
         return tokenizer
@@ -172,7 +172,7 @@ def _configured_template(key: str, value: str | None) -> str | None:
     return template
 
 
-def with_templates(config: Config) -> Config:
+def inline_templates(config: Config) -> Config:
     """Return a configuration with the texts of chat templates in the place of their files.
 
     Processes on other hosts need not see the files, and a resumed run notices that one has changed. Raises

@@ -197,7 +197,7 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
         pairs = [marker for pair in self.reasoning for marker in pair]
         return (*(() if self.messages is None else self.messages.markers), *pairs, *self.frames, *calls)
 
-    def kept_tokens(self, special_tokens: Iterable[str]) -> frozenset[str]:
+    def select_shown_tokens(self, special_tokens: Iterable[str]) -> frozenset[str]:
         """Return the special tokens that a reader must see, since they are markers or parts of one."""
         return frozenset(token for token in special_tokens if any(token in marker for marker in self.texts))
 
@@ -238,7 +238,7 @@ class ResponseParser:
         """
         self.markers = markers
         self._prompt = prompt
-        skipped = sorted({*special_tokens} - markers.kept_tokens(special_tokens), key=len, reverse=True)
+        skipped = sorted({*special_tokens} - markers.select_shown_tokens(special_tokens), key=len, reverse=True)
         self._skipped = re.compile("|".join(map(re.escape, skipped)) or r"(?!)")
         self._response_template = None if markers.texts else response_template
 

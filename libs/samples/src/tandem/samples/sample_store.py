@@ -111,12 +111,12 @@ class SampleStore:
         if isinstance(request, FetchImages):
             return None if self._answer_images is None else self._answer_images(request)
         try:
-            arrays = self._found(request)
+            arrays = self._find_samples(request)
         except SamplesError as error:
             return encode(SamplesGone(request_id=request.request_id, why=str(error)))
         return encode(SamplesFetched(request_id=request.request_id), arrays.columns)
 
-    def _found(self, request: FetchSamples) -> SampleBatch:
+    def _find_samples(self, request: FetchSamples) -> SampleBatch:
         if request.run_id != self._run_id:
             raise SamplesError(f"it belongs to run {self._run_id}, but the request is from run {request.run_id[:100]}")
         if not request.keys:

@@ -55,7 +55,7 @@ class SamplingMasks(NamedTuple):
         """Return the masks of tokens of which nothing was cut off."""
         return cls(np.zeros(num_tokens, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
-    def from_token(self, start: int) -> SamplingMasks:
+    def slice_from(self, start: int) -> SamplingMasks:
         """Return the masks from that of token `start` on."""
         return SamplingMasks(self.lengths_T[start:], self.words_W[int(self.lengths_T[:start].sum()) :])
 

@@ -31,9 +31,9 @@ class TokenSpellings:
             return bytes([int(byte[1], 16)])
         if self._spells_bytes and _BYTE_OF.keys() >= set(piece):
             return bytes(_BYTE_OF[character] for character in piece)
-        return self.with_spaces(piece).encode() if self._spaces else None
+        return self.restore_spaces(piece).encode() if self._spaces else None
 
-    def with_spaces(self, piece: str) -> str:
+    def restore_spaces(self, piece: str) -> str:
         """Return a piece of the vocabulary with spaces for the characters that stand for them."""
         for mark in self._spaces:
             piece = piece.replace(mark, " ")
@@ -65,7 +65,7 @@ class TokenDecoder(TextDecoder):
         if self._spellings is None:
             self._spellings = TokenSpellings(self._hugging_face)
         if (content := self._added.get(token_id)) is not None:
-            return (content if token_id in self._special_ids else self._spellings.with_spaces(content)).encode()
+            return (content if token_id in self._special_ids else self._spellings.restore_spaces(content)).encode()
         spelt = self._spellings.of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode() if spelt is None else spelt
 

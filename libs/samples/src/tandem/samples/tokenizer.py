@@ -253,7 +253,7 @@ class Tokenizer(TokenDecoder):
                 "change data.add_generation_prompt or policy.tokenizer.chat_template"
             )
         places = [place for turn in learned for place in (turn.header if learns_header else turn.begin, turn.end)]
-        text = rendering.text[: places[-1]] if places else self._without_tail(rendering)
+        text = rendering.text[: places[-1]] if places else self._strip_tail(rendering)
         before, *parts = self.encode_parts(text, places[:-1] if places else ())
         token_ids = [*(() if self.has_chat_template or not add_bos else self.prefix_ids), *before]
         mask = [False] * len(token_ids)
@@ -293,7 +293,7 @@ class Tokenizer(TokenDecoder):
             parts[number].append(int(token))
         return parts
 
-    def _without_tail(self, rendering: RenderedConversation) -> str:
+    def _strip_tail(self, rendering: RenderedConversation) -> str:
         """Return a rendered text without the space after the token that ends its last turn."""
         text = rendering.text.rstrip()
         return text if text.endswith(self._end_texts) else rendering.text
@@ -377,9 +377,9 @@ class Tokenizer(TokenDecoder):
         """Return the characters of a text that have no token, each once, in order."""
         if self._alphabet is None or self._alphabet.issuperset(text):
             return ""
-        return "".join(dict.fromkeys(c for c in self._without_special(text) if c not in self._alphabet))
+        return "".join(dict.fromkeys(c for c in self._strip_special(text) if c not in self._alphabet))
 
-    def _without_special(self, text: str) -> str:
+    def _strip_special(self, text: str) -> str:
         for token in self._hugging_face.all_special_tokens:
             text = text.replace(token, "")
         return text

@@ -51,7 +51,7 @@ class ChatServer:
 
     def choose_model(self, name: str | None) -> str:
         """Return the model of this name, or the first one served. Raises `ServiceError` and `ConfigError`."""
-        with self._asked("GET", "/v1/models") as response:
+        with self._request("GET", "/v1/models") as response:
             listed = _decoded(response.read())
         names = [str(card.get("id")) for card in listed.get("data", []) if isinstance(card, dict)]
         if not names:
@@ -64,7 +64,7 @@ class ChatServer:
         """Yield the pieces of an answer as they arrive. Raises `ServiceError`."""
         versions: set[int] = set()
         body = msgspec.json.encode({"messages": messages, "stream": True, **settings})
-        with self._asked("POST", "/v1/chat/completions", body) as response:
+        with self._request("POST", "/v1/chat/completions", body) as response:
             for line in response:
                 if not line.startswith(_EVENT):
                     continue
@@ -85,7 +85,7 @@ class ChatServer:
         raise ServiceError(self.url, "answering", "the connection was closed before the answer ended")
 
     @contextlib.contextmanager
-    def _asked(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+    def _request(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
         host = str(self._parts.hostname)
         connection = (
             http.client.HTTPSConnection(host, self._port, timeout=_WORD_S, context=ssl.create_default_context())

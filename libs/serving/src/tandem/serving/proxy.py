@@ -103,11 +103,11 @@ class RolloutProxy:
     async def ask(self, request: Request, body: bytes, send: Send) -> None:
         """Ask one rollout after another until one answers, and forward its answer."""
         refused = None
-        for name, server in self._by_load():
+        for name, server in self._sort_by_load():
             self._num_asked[name] += 1
             self._num_ever[name] += 1
             try:
-                exchange = self._upstream.asked(server, request.method, _target(request), _headers(request), body)
+                exchange = self._upstream.request(server, request.method, _target(request), _headers(request), body)
                 async with exchange as answer:
                     if answer.status != _UNAVAILABLE:
                         await _pass_on(answer, name, send)
@@ -120,7 +120,7 @@ class RolloutProxy:
                 self._num_asked[name] -= 1
         await (refused or self._none()).__call__(request.scope, request.receive, send)
 
-    def _by_load(self) -> list[tuple[str, EngineServer]]:
+    def _sort_by_load(self) -> list[tuple[str, EngineServer]]:
         servers = read_engine_servers(self._run) or {}
         return sorted(servers.items(), key=lambda item: (self._num_asked[item[0]], self._num_ever[item[0]]))
 
@@ -163,7 +163,7 @@ async def _pass_on(answer: UpstreamResponse, name: str, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"".join(parts)})
         return
     await _begin(answer, name, send)
-    async for part in _with_its_end(body, name):
+    async for part in _forward_until_lost(body, name):
         await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
@@ -173,7 +173,7 @@ async def _begin(answer: UpstreamResponse, name: str, send: Send) -> None:
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
 
-async def _with_its_end(body: AsyncGenerator[bytes, None], name: str) -> AsyncGenerator[bytes, None]:
+async def _forward_until_lost(body: AsyncGenerator[bytes, None], name: str) -> AsyncGenerator[bytes, None]:
     try:
         async with contextlib.aclosing(body):
             async for part in body:

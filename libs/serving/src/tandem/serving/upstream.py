@@ -44,7 +44,7 @@ class _Connection:
         """Whether nothing says that the other side has closed it."""
         return not self.reader.at_eof() and not self._writer.is_closing() and self.reader.exception() is None
 
-    def rest(self) -> bool:
+    def prepare_next(self) -> bool:
         """Get ready for the next request; tell whether it can follow."""
         if not (self.state.our_state is h11.DONE and self.state.their_state is h11.DONE and self.is_open):
             return False
@@ -103,7 +103,7 @@ class UpstreamServers:
         """Idle connections by the server's address, the longest idle first."""
 
     @contextlib.asynccontextmanager
-    async def asked(
+    async def request(
         self, server: EngineServer, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> AsyncIterator[UpstreamResponse]:
         """Ask, and yield the answer once it begins; leaving before its end closes the connection.
@@ -118,7 +118,7 @@ class UpstreamServers:
         try:
             yield UpstreamResponse(connection, head)
         finally:
-            if connection.rest():
+            if connection.prepare_next():
                 self._keep(server.url, connection)
             else:
                 connection.close()

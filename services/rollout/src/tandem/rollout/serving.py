@@ -16,7 +16,7 @@ from tandem.common import signals
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.process_lifetime import adopt_orphans, die_with, end_descendants
 from tandem.rollout.openai_api.images import RequestImages, received_images
-from tandem.samples.model_files import load_model_tokenizer, with_images
+from tandem.samples.model_files import load_model_tokenizer, wrap_for_images
 from tandem.samples.tokenizer import Tokenizer
 from tandem.serving.handover import ServingHandover, take
 
@@ -54,7 +54,7 @@ def serve(serving: ServingHandover) -> None:
     listening = socket.socket(fileno=serving.listening)
     with contextlib.closing(listening), contextlib.ExitStack() as stack:
         folder = Path(serving.model_folder)
-        tokenizer = with_images(load_model_tokenizer(folder), folder)
+        tokenizer = wrap_for_images(load_model_tokenizer(folder), folder)
         images = received_images()
         engine = _make_engine(serving, tokenizer, images)
         stack.callback(engine.close)

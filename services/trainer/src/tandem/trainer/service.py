@@ -148,7 +148,7 @@ class TrainerService:
         """Return the table of a command. Raises `WireError`, which names the array, if it is malformed."""
         try:
             # Arrays with one number for each sequence. The rest are the tokens of a data set.
-            table = SampleBatch.from_frames(
+            table = SampleBatch.parse_frames(
                 {name: array for name, array in arrays.items() if is_of_table(name)},
                 TABLE,
                 self._config.table_columns,
@@ -171,7 +171,7 @@ class TrainerService:
         try:
             tokens = {name: array for name, array in arrays.items() if not is_of_table(name)}
             names = TOKENS if self._images is None else (*TOKENS, *IMAGES)
-            samples = SampleBatch.from_frames({"lengths_S": rank_table.lengths_S, **tokens}, names, may_be_empty=True)
+            samples = SampleBatch.parse_frames({"lengths_S": rank_table.lengths_S, **tokens}, names, may_be_empty=True)
             samples.check_tokens(self._vocabulary, rank_table.num_valid_S)
             if self._images is not None:
                 check_images(samples)

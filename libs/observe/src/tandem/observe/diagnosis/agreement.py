@@ -21,7 +21,7 @@ TOO_OLD_SHARE = 0.1
 """Share of the generated groups that were discarded because of their age, from which it is reported."""
 
 
-def disagreement(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_disagreement(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find engines and trainers that disagree on token probabilities with the same weights."""
     fresh = [r for r in evidence.steps if _GAP in r.metrics and r.metrics.get("max_trajectory_age", 0) == 0]
     high = [r for r in fresh if not r.metrics[_GAP] <= HIGH_PROBABILITY_ERROR]
@@ -52,7 +52,7 @@ def disagreement(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def stale_samples(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_stale_samples(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find samples of older weights that are trained on as if they were of the newest."""
     age, config = evidence.config.max_trajectory_age_steps, evidence.config
     old = [r for r in evidence.steps if r.metrics.get("avg_trajectory_age", 0) > 0 and _GAP in r.metrics]
@@ -82,7 +82,7 @@ def stale_samples(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def wrong_reference(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_wrong_reference(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a reference model that is not the model that the run began with.
 
     A policy that was not trained yet is its reference, and one step does not carry it far away. So a distance that is
@@ -141,7 +141,7 @@ def _far_at_once(steps: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] |
     return None
 
 
-def groups_thrown_away(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_groups_thrown_away(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find groups generated in vain, because their weights were too old when they were done."""
     config = evidence.config
     if not config.declaration.rolls_out:

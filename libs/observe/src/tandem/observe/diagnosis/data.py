@@ -8,7 +8,7 @@ import string
 from collections import Counter
 
 from tandem.observe import held_out_accuracy
-from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, held_out, shortened
+from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, select_held_out, shortened
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import learning_rate_keys
 
@@ -29,7 +29,7 @@ OUTLYING = 100.0
 """Multiple of the usual loss from which a step's loss is named."""
 
 
-def another_tokenizer(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_another_tokenizer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a tokenizer that is not the model's own, if the model hardly answers from the start."""
     policy, accuracy = evidence.config.policy, evidence.points("accuracy")
     name = policy.tokenizer.name
@@ -53,14 +53,14 @@ def another_tokenizer(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def leaked_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_leaked_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find prompts that tell the model the answer."""
     template = evidence.config.data.prompt_template
     in_template = _fills_answer(template)
     if in_template:
         lines, look_at = [f"data.prompt_template is {shortened(template)!r}"], "data.prompt_template"
     else:
-        leak_lines = _told_in(evidence)
+        leak_lines = _describe_leak(evidence)
         if leak_lines is None:
             return None
         lines, look_at = leak_lines, "the source of the data, data.prompt_template and data.input_key"
@@ -86,7 +86,7 @@ def _fills_answer(template: str) -> bool:
         return False
 
 
-def _told_in(evidence: RunEvidence) -> list[str] | None:
+def _describe_leak(evidence: RunEvidence) -> list[str] | None:
     """Return how the prompts of the first recorded step tell their answers; None if they do not.
 
     A task may well have its answer somewhere in the question: in a passage, or among choices. A leak is at the same
@@ -119,13 +119,13 @@ def _told_in(evidence: RunEvidence) -> list[str] | None:
     ]
 
 
-def repeated_problems(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_repeated_problems(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find problems that were drawn again and again, and may be memorised."""
     places = {(row.step, row.group): row.problem_id for row in evidence.samples}
     distinct = len({*places.values()})
     if not distinct or len(places) < REPEATS * distinct:
         return None
-    train, val_points = evidence.points("accuracy"), held_out(evidence, "val_accuracy")
+    train, val_points = evidence.points("accuracy"), select_held_out(evidence, "val_accuracy")
     lines = [
         f"the {len(places)} groups of the examined steps have only {distinct} different problems "
         f"({REPEATS} groups per problem is the threshold)"
@@ -146,9 +146,9 @@ def repeated_problems(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def overfitting(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_overfitting(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a held-out loss that rises while the training loss falls."""
-    loss, val_points = change(evidence, "loss"), held_out(evidence, "val_loss")
+    loss, val_points = change(evidence, "loss"), select_held_out(evidence, "val_loss")
     if loss is None or len(val_points) < 2 or evidence.config.declaration.rolls_out:
         return None
     best_step, best = min(val_points, key=lambda point: point[1])
@@ -178,9 +178,9 @@ def _largest_loss(evidence: RunEvidence) -> tuple[str, ...]:
     )
 
 
-def no_progress(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_no_progress(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find held-out accuracy that stays near zero, or does not rise, after many steps."""
-    accuracy = held_out(evidence, "val_accuracy")
+    accuracy = select_held_out(evidence, "val_accuracy")
     course = held_out_accuracy.no_progress(accuracy) if evidence.config.declaration.rolls_out else None
     if course is None:
         return None

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import RunEvidence, in_steps, shortened
+from tandem.observe.diagnosis.evidence import RunEvidence, name_steps, shortened
 from tandem.observe.diagnosis.finding import Certainty, DiagnosisFinding
 
 FAILURE_SHARES: tuple[tuple[float, Certainty], ...] = ((0.5, "certain"), (0.1, "likely"), (0.02, "possible"))
@@ -20,7 +20,7 @@ _ENVIRONMENT = re.compile(r"environment '")
 _QUOTED = re.compile(r"(environment '[^']*')|'[^']*'|\"[^\"]*\"")
 
 
-def failing_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_failing_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find samples that the environment could not score."""
     config, ending = evidence.config, evidence.ending
     if not config.declaration.rolls_out:
@@ -52,7 +52,7 @@ def failing_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
         what=f"The {who} {'failed on' if is_agent else 'could not score'} {share:.0%} of the samples"
         + (", mostly because it took too long." if late > failed / 2 else "."),
         evidence=(
-            f"{failed:.0f} failures in {in_steps(points[0][0], points[-1][0])}, {late:.0f} of them timeouts "
+            f"{failed:.0f} failures in {name_steps(points[0][0], points[-1][0])}, {late:.0f} of them timeouts "
             f"({FAILURE_SHARES[-1][0]:.0%} of all samples is the threshold)",
             *lines,
         ),
@@ -63,7 +63,7 @@ def failing_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def slow_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_slow_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find an environment that scores one response after another, which takes most of a step.
 
     An engine generates samples of equal length that it started together in equal times; any difference is spent in the
@@ -107,7 +107,7 @@ def slow_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def without_restated(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
+def drop_restated(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -> list[DiagnosisFinding]:
     """Leave out findings that only repeat that an agent fails: it gives no reward, and nothing else is wrong."""
     agent = next((each for each in findings if each.name == "failing agent" and each.certainty == "certain"), None)
     return [each for each in findings if agent is None or each.name not in agent.explains or each.since < agent.since]

@@ -94,7 +94,7 @@ class ConditionStreak(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """Name the steps, and the condition's values in the last."""
         evidence = self.condition.evidence.format_map(self.steps[-1].metrics)
-        return f"{in_steps(self.first, self.last)}: {evidence}"
+        return f"{name_steps(self.first, self.last)}: {evidence}"
 
 
 class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,12 +321,12 @@ def _median(points: Sequence[tuple[int, float]]) -> float:
     return statistics.median(value for _, value in points)
 
 
-def held_out(evidence: RunEvidence, metric: str) -> list[tuple[int, float]]:
+def select_held_out(evidence: RunEvidence, metric: str) -> list[tuple[int, float]]:
     """Return a held-out metric's values, with their steps."""
     return [(record.step, record.metrics[metric]) for record in evidence.held_out if metric in record.metrics]
 
 
-def in_steps(first: int, last: int) -> str:
+def name_steps(first: int, last: int) -> str:
     """Name a range of steps."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 

@@ -71,7 +71,7 @@ _OF_A_COLLAPSE = (
 )
 
 
-def zero_learning_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_zero_learning_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a learning rate of 0."""
     return _of_health(
         evidence.streak("learning_rate"),
@@ -81,7 +81,7 @@ def zero_learning_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def small_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_small_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a learning rate with which Adam changes next to nothing."""
     rate = max((value for _, value in evidence.points("learning_rate")), default=0.0)
     peak = evidence.most_learning_rate / FAR_ABOVE if evidence.most_learning_rate else 0.0
@@ -103,7 +103,7 @@ def small_rate(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def outlying_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_outlying_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find advantages, losses and gradients out of all proportion to their neighbours, which one bad sample makes."""
     named = [line for line in evidence.events if PHRASE in line]
     steps = [step for line in named if (step := _STEP.search(line))]
@@ -142,7 +142,7 @@ def _excesses(evidence: RunEvidence) -> Iterator[tuple[int, str]]:
         recent.add(loss, norm)
 
 
-def narrow_clip(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_narrow_clip(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find ratio bounds so narrow that tokens stop teaching as soon as the policy moves at all."""
     loss, clipped = evidence.config.loss_fn, [value for _, value in evidence.points("clip_fraction")]
     low, high = loss.ratio_clip_min, loss.ratio_clip_max
@@ -166,7 +166,7 @@ def narrow_clip(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def large_penalty(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_large_penalty(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a penalty for leaving the reference that outweighs the rewards, however near the policy stays."""
     weight, kl = evidence.config.loss_fn.reference_policy_kl_penalty, [value for _, value in evidence.points("kl")]
     if not weight or len(kl) < SHORT_RUN:
@@ -188,7 +188,7 @@ def large_penalty(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def dropout(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_dropout(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find adapters whose dropout makes trainers score another policy than the one that generates.
 
     Only training steps drop anything. The effect grows with the adapters, which begin at zero.
@@ -220,7 +220,7 @@ def dropout(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def zero_gradient(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_zero_gradient(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find steps without a gradient."""
     return _of_health(evidence.streak("grad_norm"), "no gradient", "The gradient is 0: no weight changes.", ())
 
@@ -242,7 +242,7 @@ def _of_health(
     )
 
 
-def large_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_large_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find optimizer steps that are too large, by their effects: two signs suffice, or NaN."""
     signs = [sign.text for sign in sorted(_signs(evidence))]
     rate = max((value for _, value in evidence.points("learning_rate")), default=0.0)
@@ -335,7 +335,7 @@ def _rising_loss(evidence: RunEvidence) -> Iterator[_Sign]:
             yield _Sign(points[-1][0], 1, text)
 
 
-def low_entropy(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_low_entropy(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a policy that always says the same."""
     condition, streak, entropy = (
         evidence.condition("entropy"),

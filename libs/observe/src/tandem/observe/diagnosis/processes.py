@@ -35,7 +35,7 @@ Points: TypeAlias = list[tuple[int, float]]
 """Values with their steps."""
 
 
-def lost_processes(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_lost_processes(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find processes that died, or were silent for too long."""
     lost = [match for line in evidence.events if (match := _LOST.fullmatch(line)) is not None]
     ending = evidence.ending
@@ -59,7 +59,7 @@ def lost_processes(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def slow_engine(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_slow_engine(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find an engine that generates much more slowly than the others."""
     seconds: dict[str, list[float]] = {}
     steps = sorted({row.step for row in evidence.samples})
@@ -102,7 +102,7 @@ def _seconds_a_token(rows: list[SampleRow]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in by_rollout.items()}
 
 
-def slow_trainer(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_slow_trainer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a trainer rank that takes much longer for its own work than the others, which wait for it."""
     steps = [record for record in evidence.steps[1:] if "slowest_trainer" in record.metrics]  # the first step is cold
     if len(steps) < _LEAST_STEPS:
@@ -141,7 +141,7 @@ def slow_trainer(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find an engine, or trainers, whose own work became slow during a run and stayed slow.
 
     A machine that becomes busy slows all of its processes at once, so that a process must be slow beside the others of
@@ -152,7 +152,7 @@ def became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
     slowed, beside = {}, {}
     for name, points in courses.items():
         of_trainer = name.startswith("trainer-")
-        slowing = _slowed(name, _without_queue(evidence, points) if of_trainer else points)
+        slowing = _slowed(name, _subtract_queue(evidence, points) if of_trainer else points)
         if slowing is None:
             continue
         others_ratio = _slowing_of_others(evidence, courses, name, slowing.step)
@@ -184,7 +184,7 @@ def became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def _without_queue(evidence: RunEvidence, points: Points) -> Points:
+def _subtract_queue(evidence: RunEvidence, points: Points) -> Points:
     """Return a trainer's seconds without those in which it waited for a free processor."""
     queued = {record.step: record.metrics.get("trainer_queued_per_s", 0.0) for record in evidence.steps}
     return [(step, value * (1 - queued[step])) for step, value in points]
@@ -252,7 +252,7 @@ def _slowed(name: str, points: Points) -> MetricJump | None:
     )
 
 
-def waiting(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_waiting(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find engines or trainers of an asynchronous run that wait for the others most of the time."""
     if not evidence.config.max_trajectory_age_steps:
         return None
@@ -277,7 +277,7 @@ def waiting(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def standstill(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_standstill(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a live run that does nothing."""
     usual = statistics.median([record.seconds.get("total", 0.0) for record in evidence.steps] or [0.0])
     if not evidence.is_running or evidence.quiet_s < max(STANDSTILL_S, STANDSTILL_STEPS * usual):

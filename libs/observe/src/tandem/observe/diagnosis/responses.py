@@ -32,7 +32,7 @@ _OF_NO_ANSWER = (
 _LENGTH, _TRUNCATED = "mean_generation_length", "truncated_fraction"
 
 
-def truncated_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_truncated_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find responses that the token limit cuts off."""
     condition, streak, course = (
         evidence.condition(_TRUNCATED),
@@ -60,7 +60,7 @@ def truncated_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def growing_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_growing_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find responses that grow without getting better, or up to their limit."""
     length, cut, reward = (change(evidence, name) for name in (_LENGTH, _TRUNCATED, "accuracy"))
     if length is None or cut is None or length.late < GROWTH * length.early:
@@ -85,7 +85,7 @@ def growing_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def shrinking_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_shrinking_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find responses that have shrunk to next to nothing."""
     length = change(evidence, _LENGTH)
     if length is None or length.early < SHORTEST or length.late > SHRINKAGE * length.early:
@@ -100,7 +100,7 @@ def shrinking_responses(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def low_temperature(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_low_temperature(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a temperature so low that samples of a prompt are alike before training."""
     config, alike = evidence.config, evidence.points("groups_without_spread")
     if not config.declaration.rolls_out or len(alike) < SHORT_RUN:
@@ -131,7 +131,7 @@ def low_temperature(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def early_stop(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_early_stop(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find stop strings that end nearly every response before its answer."""
     if not evidence.samples or not evidence.config.declaration.rolls_out:
         return None

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow, change, held_out, in_steps, shortened
+from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow, change, name_steps, select_held_out, shortened
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 
 MOST_GROUPS = 0.9
@@ -38,7 +38,7 @@ WRONG_WAY = 0.5
 _GRADIENT = ("groups without spread", "no gradient", "no progress")
 
 
-def equal_rewards(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_equal_rewards(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find steps in which all samples have the same reward."""
     streak = evidence.streak("reward_max")
     if streak is None:
@@ -71,7 +71,7 @@ def _examples(evidence: RunEvidence) -> list[str]:
     return [f"for example, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
 
 
-def groups_without_spread(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_groups_without_spread(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find steps in which each group has one reward."""
     name = "groups_without_spread"
     condition, streak, course = evidence.condition(name), evidence.streak(name), change(evidence, name)
@@ -93,7 +93,7 @@ def groups_without_spread(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def one_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_one_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a response that is given to every prompt."""
     if not evidence.samples:
         return None
@@ -131,9 +131,9 @@ def _habitual_share(rows: Sequence[SampleRow]) -> float:
     return max(SAME_SHARE, min(1.0, BEYOND_ANSWERS * count / len(rows))) if answer else SAME_SHARE
 
 
-def reward_without_accuracy(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_reward_without_accuracy(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find rewards that rise while held-out accuracy falls."""
-    reward, val_points = change(evidence, "reward"), held_out(evidence, "val_accuracy")
+    reward, val_points = change(evidence, "reward"), select_held_out(evidence, "val_accuracy")
     if reward is None or len(val_points) < 2:
         return None
     best_step, best = max(val_points, key=lambda point: point[1])
@@ -154,7 +154,7 @@ def reward_without_accuracy(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find rewards that do not go to responses with the reference answer, in the first recorded steps."""
     steps = sorted({row.step for row in evidence.samples})[:_FIRST_STEPS]
     rows = [row for row in evidence.samples if row.step in steps and row.reference_answer and not row.failure]
@@ -178,7 +178,7 @@ def against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
         if unrewarded
         else "Responses with the right answer get less than those without it: the reward is the wrong way round.",
         evidence=(
-            f"{in_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
+            f"{name_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
             f"answer, {chance} that of another problem",
             f"the mean reward of these is {worth:.4g}, of the others {wrong_worth:.4g}; for example "
             f"{shortened(right[0].response, 80)!r}, where the answer is {shortened(right[0].reference_answer, 40)!r}",

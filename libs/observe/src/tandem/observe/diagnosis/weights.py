@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import Counter
 
-from tandem.observe.diagnosis.evidence import RunEvidence, in_steps, shortened
+from tandem.observe.diagnosis.evidence import RunEvidence, name_steps, shortened
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import learning_rate_keys
 
@@ -19,7 +19,7 @@ _OF_REFITS = re.compile(r"failed while (refitting|verifying|attesting|copying we
 _SHOWN = 3
 
 
-def damaged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_damaged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find engines, or trainers' copies, that did not hold the trained weights."""
     repaired = [
         (record.version, engine, reason) for record in evidence.refits for engine, reason in record.quarantined.items()
@@ -56,7 +56,7 @@ def damaged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def damaged_checkpoint(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_damaged_checkpoint(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a checkpoint with files that differ from what was written."""
     ending = evidence.ending
     if ending is None or ending.kind != "DamagedCheckpoint":
@@ -72,7 +72,7 @@ def damaged_checkpoint(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def unchanged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_unchanged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find versions of weights that are equal to the bit despite steps between them."""
     digests = [(r.version, r.digest) for r in evidence.refits if r.verify == "full" and r.digest]
     runs = [[version for version, _ in group] for _, group in itertools.groupby(digests, lambda pair: pair[1])]
@@ -96,7 +96,7 @@ def unchanged_weights(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def run_failed(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_run_failed(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find the error that ended the run, whatever it is."""
     ending = evidence.ending
     if ending is None or ending.outcome != "failed":
@@ -114,7 +114,7 @@ def run_failed(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def killed(evidence: RunEvidence) -> DiagnosisFinding | None:
+def find_killed(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find a run without a recorded end: its coordinator was killed, or its machine went down."""
     last = evidence.steps[-1].step if evidence.steps else 0
     if evidence.ending is not None or evidence.is_running or last >= (planned_steps(evidence) or last):
@@ -124,7 +124,7 @@ def killed(evidence: RunEvidence) -> DiagnosisFinding | None:
         what=f"The run stopped after step {last} without a recorded end: its coordinator was killed, or its "
         "machine went down.",
         evidence=(
-            f"{in_steps(1, last)} of {planned_steps(evidence)} are done" if last else "no step is done",
+            f"{name_steps(1, last)} of {planned_steps(evidence)} are done" if last else "no step is done",
             "no process has the run folder now",
         ),
         look_at="the memory of the machine, and what may end jobs; coordinator up CONFIG --resume continues the run",

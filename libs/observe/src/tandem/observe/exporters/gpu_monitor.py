@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tandem.config.schema import LoggerConfig
-from tandem.observe.exporters.nvml import MEASURED, GpuUse, Nvml, open_nvml, own_gpus
+from tandem.observe.exporters.nvml import MEASURED, GpuUse, Nvml, list_visible_gpus, open_nvml
 
 _ENDED_S = 5.0
 
@@ -50,7 +50,7 @@ class GpuMonitor:
         nvml = self._opened()
         if nvml is None:
             return
-        visible = own_gpus(nvml.num_gpus())
+        visible = list_visible_gpus(nvml.num_gpus())
         if visible:
             gpus = [visible[(first + number) % len(visible)] for number in range(count)]
             while not self._ended.is_set():

@@ -191,7 +191,7 @@ def open_nvml() -> Nvml | None:
     return Nvml(pynvml)
 
 
-def own_gpus(num_gpus: int, visible: str | None = None) -> list[int]:
+def list_visible_gpus(num_gpus: int, visible: str | None = None) -> list[int]:
     """Return the numbers of the GPUs that this process may use, from ``CUDA_VISIBLE_DEVICES``; all without it.
 
     It also returns all of them if GPUs are named by anything but numbers.

@@ -17,13 +17,13 @@ class BadQuery(TandemError):
     """A malformed parameter."""
 
 
-def whole_number(request: Request, name: str, default: int, least: int = 0, largest: int = 2**53) -> int:
+def read_whole_number(request: Request, name: str, default: int, least: int = 0, largest: int = 2**53) -> int:
     """Return a parameter that is a whole number."""
-    number = maybe_whole_number(request, name, least, largest)
+    number = maybe_read_whole_number(request, name, least, largest)
     return default if number is None else number
 
 
-def maybe_whole_number(request: Request, name: str, least: int = 0, largest: int = 2**53) -> int | None:
+def maybe_read_whole_number(request: Request, name: str, least: int = 0, largest: int = 2**53) -> int | None:
     """Return a parameter that is a whole number; None if it is not given."""
     text = request.query_params.get(name, "")
     if not text:
@@ -33,7 +33,7 @@ def maybe_whole_number(request: Request, name: str, least: int = 0, largest: int
     raise BadQuery(f"{name}={text[:40]}: expected a whole number from {least} to {largest}")
 
 
-def maybe_number(request: Request, name: str) -> float | None:
+def maybe_read_number(request: Request, name: str) -> float | None:
     """Return a parameter that is a number; None if it is not given."""
     text = request.query_params.get(name, "")
     if not text:
@@ -45,7 +45,7 @@ def maybe_number(request: Request, name: str) -> float | None:
     raise BadQuery(f"{name}={text[:40]}: expected a number")
 
 
-def choice(request: Request, name: str, choices: Sequence[Choice]) -> Choice:
+def read_choice(request: Request, name: str, choices: Sequence[Choice]) -> Choice:
     """Return a parameter that is one of the choices; the first if it is not given."""
     text = request.query_params.get(name) or choices[0]
     for value in choices:

@@ -62,7 +62,7 @@ def query_samples(run: Path, query: SampleQuery, run_id: str) -> SampleRows:
     )
 
 
-def one_sample(
+def read_sample(
     run: Path, place: tuple[int, int, int], purpose: Purpose, run_id: str, models: Sequence[str]
 ) -> dict[str, Any]:
     """Return a sample with its tokens, by step, group and number; `models` are places of a tokenizer.

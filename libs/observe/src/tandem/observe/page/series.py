@@ -112,7 +112,7 @@ class RunCurves:
             self._forget(keep=len(metrics) + len(_MEASURED[along]))
         return curves
 
-    def whole(
+    def read_all_points(
         self, names: Iterable[str], first: int | None, last: int | None, along: Along = "steps"
     ) -> dict[str, tuple[Numbers, Numbers]]:
         """Return the existing curves between two steps with all of their points: places along the axis, and values."""
@@ -178,7 +178,7 @@ class RunCurves:
             rows = self._rows(table, new)
             is_there, ids = rows >= 0, self._steps.ids[new]
             of_table = {} if table is None else table.columns(alike, rows[is_there])
-            of_journal = _from_journal(journal, alike, ids[~is_there], is_seconds=is_seconds)
+            of_journal = _read_from_journal(journal, alike, ids[~is_there], is_seconds=is_seconds)
             for name in alike:
                 found_ids, new_values = of_journal[name]
                 if name in of_table:
@@ -250,7 +250,7 @@ def _joined(first: _Array, second: _Array) -> _Array:
     return np.concatenate([first, second])
 
 
-def _from_journal(
+def _read_from_journal(
     journal: sqlite3.Connection, names: Sequence[str], step_ids: Ids, *, is_seconds: bool
 ) -> dict[str, tuple[Ids, Numbers]]:
     """Read metrics of the steps with these ascending ids, in chunks."""

@@ -20,7 +20,13 @@ from starlette.staticfiles import StaticFiles
 from tandem.common.errors import DataError, RunFolderError, SamplesError, TandemError
 from tandem.observe.page import samples
 from tandem.observe.page.gpus import GpuReader
-from tandem.observe.page.query import BadQuery, choice, maybe_number, maybe_whole_number, whole_number
+from tandem.observe.page.query import (
+    BadQuery,
+    maybe_read_number,
+    maybe_read_whole_number,
+    read_choice,
+    read_whole_number,
+)
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.rows import PageRows
 from tandem.observe.page.security import PageGuard, error
@@ -93,10 +99,10 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
     ]
     app = Starlette(
         routes=[
-            Route("/api/runs", _said(list_runs)),
+            Route("/api/runs", _report_errors(list_runs)),
             *of_run,
-            Route("/api/runs/{run:int}/images/{digest:str}", _said(picture)),
-            Route("/api/csv", _said(csv_file)),
+            Route("/api/runs/{run:int}/images/{digest:str}", _report_errors(picture)),
+            Route("/api/csv", _report_errors(csv_file)),
             Route("/api/stream", stream),
             Mount("/", StaticFiles(directory=static, html=True, check_dir=False)),
         ],
@@ -113,14 +119,14 @@ def _answer(runs: Sequence[PageRun], answer: Answer, request: Request) -> Respon
     index = request.path_params["run"]
     if not index < len(runs):
         return error(404, _no_run(runs, index))
-    return _said(lambda page_request: _json(answer(runs[index], page_request)))(request)
+    return _report_errors(lambda page_request: _json(answer(runs[index], page_request)))(request)
 
 
 def _no_run(runs: Sequence[PageRun], index: int) -> str:
     return f"there is no run {index}: there are {len(runs)}, from 0 on"
 
 
-def _said(endpoint: Callable[[Request], Response]) -> Callable[[Request], Response]:
+def _report_errors(endpoint: Callable[[Request], Response]) -> Callable[[Request], Response]:
     """Wrap an endpoint so that its errors are reported on one line."""
 
     def answer(request: Request) -> Response:
@@ -165,14 +171,14 @@ def _memory(run: PageRun, request: Request) -> Any:
 
 
 def _curves(run: PageRun, request: Request, names: Sequence[str]) -> Any:
-    points = whole_number(request, "points", 800, 1, _MOST_POINTS)
+    points = read_whole_number(request, "points", 800, 1, _MOST_POINTS)
     return run.curves.series(names, points, *_range(request))
 
 
 def _range(request: Request) -> tuple[int | None, int | None, Along]:
     """Return the steps and the axis that are asked for."""
-    along = choice(request, "along", get_args(Along))
-    return maybe_whole_number(request, "from"), maybe_whole_number(request, "to"), along
+    along = read_choice(request, "along", get_args(Along))
+    return maybe_read_whole_number(request, "from"), maybe_read_whole_number(request, "to"), along
 
 
 def _csv(runs: Sequence[PageRun], request: Request) -> Response:
@@ -184,7 +190,7 @@ def _csv(runs: Sequence[PageRun], request: Request) -> Response:
         raise BadQuery(f"run: there is no run {strange[0][:40]}: there are {len(runs)}, from 0 on")
     first, last, along = _range(request)
     curves_of = {
-        index: runs[int(index)].curves.whole(
+        index: runs[int(index)].curves.read_all_points(
             [n for i, n in zip(indices, names, strict=True) if i == index], first, last, along
         )
         for index in dict.fromkeys(indices)
@@ -204,9 +210,9 @@ def _live(run: PageRun, request: Request) -> Any:
 
 
 def _timeline(run: PageRun, request: Request) -> Any:
-    num_steps = whole_number(request, "steps", 10, 1, _MOST_STEPS)
-    view = timeline(run.reader.folder, num_steps, maybe_whole_number(request, "to"))
-    step = maybe_whole_number(request, "flame")
+    num_steps = read_whole_number(request, "steps", 10, 1, _MOST_STEPS)
+    view = timeline(run.reader.folder, num_steps, maybe_read_whole_number(request, "to"))
+    step = maybe_read_whole_number(request, "flame")
     return (
         view
         if step is None
@@ -215,11 +221,11 @@ def _timeline(run: PageRun, request: Request) -> Any:
 
 
 def _refits(run: PageRun, request: Request) -> Any:
-    return run.reader.refits(whole_number(request, "limit", 200, 1, _MOST_ROWS))
+    return run.reader.refits(read_whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
 def _calls(run: PageRun, request: Request) -> Any:
-    return run.reader.calls(whole_number(request, "limit", 200, 1, _MOST_ROWS))
+    return run.reader.calls(read_whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
 def _config(run: PageRun, request: Request) -> Any:
@@ -232,24 +238,26 @@ def _gpus(run: PageRun, request: Request) -> Any:
 
 
 def _events(run: PageRun, request: Request) -> Any:
-    return run.reader.events(whole_number(request, "after", 0), whole_number(request, "limit", 500, 1, _MOST_ROWS))
+    return run.reader.events(
+        read_whole_number(request, "after", 0), read_whole_number(request, "limit", 500, 1, _MOST_ROWS)
+    )
 
 
 def _samples(run: PageRun, request: Request) -> Any:
     from tandem.observe.samples import SampleQuery  # Arrow takes a while to be imported
 
-    least, highest = maybe_number(request, "min_reward"), maybe_number(request, "max_reward")
+    least, highest = maybe_read_number(request, "min_reward"), maybe_read_number(request, "max_reward")
     query = SampleQuery(
-        step=maybe_whole_number(request, "step"),
-        purpose=choice(request, "purpose", samples.PURPOSES),
-        sort=choice(request, "sort", samples.SORTS),
-        descending=choice(request, "descending", ("0", "1")) == "1",
+        step=maybe_read_whole_number(request, "step"),
+        purpose=read_choice(request, "purpose", samples.PURPOSES),
+        sort=read_choice(request, "sort", samples.SORTS),
+        descending=read_choice(request, "descending", ("0", "1")) == "1",
         contains=request.query_params.get("contains", ""),
-        group=maybe_whole_number(request, "group"),
+        group=maybe_read_whole_number(request, "group"),
         min_reward=-math.inf if least is None else least,
         max_reward=math.inf if highest is None else highest,
-        offset=whole_number(request, "offset", 0),
-        limit=whole_number(request, "limit", 50, 1, _MOST_ROWS),
+        offset=read_whole_number(request, "offset", 0),
+        limit=read_whole_number(request, "limit", 50, 1, _MOST_ROWS),
         with_tokens=False,
     )
     return samples.query_samples(run.reader.folder, query, run.reader.run_id())
@@ -257,14 +265,14 @@ def _samples(run: PageRun, request: Request) -> Any:
 
 def _sample(run: PageRun, request: Request) -> Any:
     step, group, sample = (int(request.path_params[name]) for name in ("step", "group", "sample"))
-    purpose = choice(request, "purpose", samples.PURPOSES)
+    purpose = read_choice(request, "purpose", samples.PURPOSES)
     reader = run.reader
-    return samples.one_sample(reader.folder, (step, group, sample), purpose, reader.run_id(), reader.models())
+    return samples.read_sample(reader.folder, (step, group, sample), purpose, reader.run_id(), reader.models())
 
 
 def _rows(run: PageRun, request: Request) -> Any:
-    limit = whole_number(request, "limit", 8, 1, _MOST_ROWS)
-    return run.rows.of(run.reader.folder, RowsRequest(step=maybe_whole_number(request, "step"), limit=limit))
+    limit = read_whole_number(request, "limit", 8, 1, _MOST_ROWS)
+    return run.rows.of(run.reader.folder, RowsRequest(step=maybe_read_whole_number(request, "step"), limit=limit))
 
 
 def _problem(run: PageRun, request: Request) -> Any:

@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.common.errors import DataError, SamplesError
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.samples import PURPOSES, one_sample
+from tandem.observe.page.samples import PURPOSES, read_sample
 from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.samples.images.markers import marked_in
 
@@ -46,7 +46,7 @@ def _newest(reader: RunReader, purpose: Any) -> list[dict[str, Any]]:
     )
     models, run_id = reader.models(), reader.run_id()
     places = [(selection.step, sample.scored.group, sample.scored.sample) for sample in selection.samples]
-    rows = [one_sample(reader.folder, place, purpose, run_id, models) for place in places]
+    rows = [read_sample(reader.folder, place, purpose, run_id, models) for place in places]
     return [row | {"tokens": msgspec.to_builtins(row["tokens"]), "purpose": purpose} for row in rows]
 
 

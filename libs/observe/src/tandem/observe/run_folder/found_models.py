@@ -41,7 +41,7 @@ def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
     A name that is not a folder is one on the Hub; its model is fetched. Raise `TandemError` if there is none.
     """
     if folder.exists() or hub.reference_in(str(folder)) is None:
-        return _found(folder, which, _CONFIG)
+        return _recognise_models(folder, which, _CONFIG)
     try:
         fetched = hub.fetched(str(folder), partial(print, flush=True))
     except ModelError as error:
@@ -52,10 +52,10 @@ def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
 
 def adapters_in(folder: Path) -> list[FoundModel]:
     """Return the adapters in a folder as `models_in` does models; of checkpoints the newest."""
-    return _found(folder, "newest", lora.CONFIG)
+    return _recognise_models(folder, "newest", lora.CONFIG)
 
 
-def _found(folder: Path, which: Which, mark: str) -> list[FoundModel]:
+def _recognise_models(folder: Path, which: Which, mark: str) -> list[FoundModel]:
     """Return the models or adapters of a folder, recognised by a file named `mark`."""
     if (folder / mark).is_file():
         path = folder.resolve()
@@ -129,13 +129,13 @@ def _best(checkpoints: CheckpointFolder, steps: Sequence[int], config: Config | 
 
 def _hint(folder: Path) -> str:
     """Return a hint at folders with a model, and at the one that may be meant."""
-    inside = sorted(map(str, _with_models(folder)))
+    inside = sorted(map(str, _list_model_folders(folder)))
     if inside:
         return f"; in it {', '.join(inside[:_MAX_LISTED])} {'does' if len(inside) == 1 else 'do'}"
-    return nearest(str(folder), map(str, _with_models(folder.parent)))
+    return nearest(str(folder), map(str, _list_model_folders(folder.parent)))
 
 
-def _with_models(folder: Path) -> Iterator[Path]:
+def _list_model_folders(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         for path in folder.iterdir():
             marks = (path / _CONFIG, path / _POLICY / _CONFIG, path / JOURNAL_NAME)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from tandem.samples.data_sets.chat import ChatEncoder
 from tandem.samples.data_sets.conversations import ConversationRow, ConversationWriter, load_conversations
-from tandem.samples.data_sets.notices import left_out, repeated_in_a_step, set_aside, steps_capped
+from tandem.samples.data_sets.notices import (
+    describe_capped_steps,
+    describe_left_out,
+    describe_repeats,
+    describe_set_aside,
+)
 from tandem.samples.data_sets.order import LazyDataset, encode_now, epoch_stream, sample_seed
 from tandem.samples.data_sets.prompts import EncodedProblem, PromptedProblem, PromptEncoder
 from tandem.samples.data_sets.reference_answers import check_answers
@@ -20,13 +25,13 @@ __all__ = [
     "PromptEncoder",
     "PromptedProblem",
     "check_answers",
+    "describe_capped_steps",
+    "describe_left_out",
+    "describe_repeats",
+    "describe_set_aside",
     "encode_now",
     "epoch_stream",
-    "left_out",
     "load_conversations",
     "load_problems",
-    "repeated_in_a_step",
     "sample_seed",
-    "set_aside",
-    "steps_capped",
 ]

@@ -20,7 +20,7 @@ from tandem.config.named import holds_texts
 from tandem.config.schema import DataConfig
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
-from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
+from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items
 from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solution_writer
 from tandem.samples.data_sets.questions import read_message
 from tandem.samples.data_sets.raw_texts import raw_texts
@@ -102,7 +102,7 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
         parsed = [read(row_name, row, data) for row_name, row in rows]
         untied = [conversation for conversation in parsed if conversation is not None]
         num_ties += len(parsed) - len(untied)
-        return [msgspec.structs.replace(c, prompt=writer.with_system_message(c.prompt)) for c in untied]
+        return [msgspec.structs.replace(c, prompt=writer.prepend_system_message(c.prompt)) for c in untied]
 
     train, apart = sources.rows(
         data, images, text_key=data.prompt_key if config.declaration.learns_preferences else None
@@ -122,9 +122,9 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
 def _listed(config: Config, images: ImageRows | None) -> ConversationSets:
     """Load the conversations of several datasets."""
     training, validation = load_parts(config, functools.partial(load_conversations, images=images), with_train=True)
-    conversation_lists: list[list[ConversationRow]] = [taken(part) for part in training]
+    conversation_lists: list[list[ConversationRow]] = [take_items(part) for part in training]
     train = [conversation for conversations in conversation_lists for conversation in conversations]
-    apart: dict[str, HeldOut[ConversationRow]] = held_out(training, validation)
+    apart: dict[str, HeldOut[ConversationRow]] = collect_held_out(training, validation)
     held_items = {name: items for name, (items, _) in apart.items()}
     refuse_leakage(train, held_items, _IDENTITY)
     parts = (*training, *validation)
@@ -179,7 +179,7 @@ def _reader(config: Config) -> Read | None:
     name = config.data.dataset_name
     if config.declaration.learns_preferences:
         pair = _help_steer if name == "HelpSteer3" else _preference
-        return None if name in GENERATED else functools.partial(_with_margin, pair)
+        return None if name in GENERATED else functools.partial(_read_with_margin, pair)
     if name == "squad":
         return _squad
     if name == "open_assistant":
@@ -235,7 +235,7 @@ def _squad(row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow
 # --- preferences -----------------------------------------------------------------------------------------------------
 
 
-def _with_margin(read: Read, row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
+def _read_with_margin(read: Read, row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
     """Read a pair, and the margin of the better response if the dataset has one."""
     pair, key = read(row_name, row, data), data.margin_key
     if pair is None or key is None:
@@ -261,7 +261,7 @@ def _preference(row_name: str, row: sources.Row, data: DataConfig) -> Conversati
         prompt = _messages(
             row_name, data.prompt_key, sources.field(row_name, row, "prompt_key", data.prompt_key), role="user"
         )
-        pair = [_with_prompt(messages, prompt) for messages in pair]
+        pair = [_prepend_prompt(messages, prompt) for messages in pair]
     better, worse = pair
     shared = min(common_length(better, worse), len(better) - 1, len(worse) - 1)  # a response for each
     if shared == 0:
@@ -274,7 +274,7 @@ def _preference(row_name: str, row: sources.Row, data: DataConfig) -> Conversati
     )
 
 
-def _with_prompt(messages: Messages, prompt: Messages) -> Messages:
+def _prepend_prompt(messages: Messages, prompt: Messages) -> Messages:
     """Return a response with its prompt in front; some data sets repeat the prompt in each response."""
     is_whole = len(messages) > 1 and messages[0]["role"] != "assistant"
     return messages if is_whole else [*prompt, *messages]
@@ -375,17 +375,17 @@ def _tools(row_name: str, row: sources.Row, data: DataConfig) -> tuple[dict[str,
     if not value:
         return ()
     if isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value):
-        return tuple(_without_nulls(tool) for tool in value)
+        return tuple(_drop_nulls(tool) for tool in value)
     if data.tool_key is None:
         return ()
     raise DataError(f"{row_name}: {key!r} is not a list of tools as JSON schemas (data.tool_key)")
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """Return a value without fields that are null: Parquet gives each object the fields of all others."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(part) for name, part in value.items() if part is not None}
+    return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _answer(text: str) -> Messages:

@@ -29,7 +29,7 @@ class DrawingPattern:
             self._ranks.append(self._counts[number])
             self._counts[number] += 1
 
-    def at(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Return the set of a place of the stream, and the place within that set's stream."""
         cycle, place = divmod(position, len(self._pattern))
         number = self._pattern[place]
@@ -51,17 +51,17 @@ class ChosenSets:
         self._before = [[0] * len(sizes)]
         """For each step, the number of items drawn from each set before it."""
 
-    def at(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Return the set of a place, and the place within that set's stream. Raise `DataError` if choosing fails."""
         step, place = divmod(position, self._per_step)
         while len(self._steps) <= step:
-            sets = self._asked(len(self._steps) + 1)
+            sets = self._call_chooser(len(self._steps) + 1)
             self._steps.append(sets)
             self._before.append([count + sets.count(n) for n, count in enumerate(self._before[-1])])
         sets = self._steps[step]
         return sets[place], self._before[step][sets[place]] + sets[:place].count(sets[place])
 
-    def _asked(self, step: int) -> list[int]:
+    def _call_chooser(self, step: int) -> list[int]:
         function_name = f"{_KEY}: {self._path}"
         try:
             returned = self._choose(step, dict(self._sizes), self._per_step)

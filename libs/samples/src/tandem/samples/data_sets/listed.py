@@ -61,7 +61,7 @@ def load_parts(
     return parts(data.train, data.train_sets) if with_train else [], parts(data.validation, validation)
 
 
-def taken(part: ListedDataSet[Sets]) -> list[Item]:
+def take_items(part: ListedDataSet[Sets]) -> list[Item]:
     """Return the items of a set, cut and repeated as its entry says."""
     return list(part.sets.train[: part.listed.max_samples]) * part.listed.repeat
 
@@ -74,7 +74,7 @@ class HeldOut(NamedTuple, Generic[Item]):
     """Section ``data`` for this dataset alone."""
 
 
-def held_out(
+def collect_held_out(
     training: Sequence[ListedDataSet[Sets]], validation: Sequence[ListedDataSet[Sets]]
 ) -> dict[str, HeldOut[Item]]:
     """Return all held-out items, by name; a single set has the name ``""``."""
@@ -84,5 +84,5 @@ def held_out(
             if items:
                 held_sets[part.name] = HeldOut(list(items), part.data)
     for part in validation:
-        held_sets[name_apart(part.name, held_sets)] = HeldOut(taken(part), part.data)
+        held_sets[name_apart(part.name, held_sets)] = HeldOut(take_items(part), part.data)
     return {"": next(iter(held_sets.values()))} if len(held_sets) == 1 else held_sets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.config import Config
 
 
-def left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
+def describe_left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
     """Return a notice about items that are too long; None if there are none so far."""
     if not num_too_long:
         return None
@@ -15,7 +15,7 @@ def left_out(num_too_long: int, num_checked: int, num_items: int) -> str | None:
     return f"data: {num_too_long} of the first {num_checked} left out, and others when it is their turn: {reason}"
 
 
-def set_aside(num_set_aside: int, num_items: int) -> str | None:
+def describe_set_aside(num_set_aside: int, num_items: int) -> str | None:
     """Return a notice about items that are too similar to held-out ones; None if there are none."""
     if not num_set_aside:
         return None
@@ -23,7 +23,7 @@ def set_aside(num_set_aside: int, num_items: int) -> str | None:
     return f"data: {num_set_aside} of {num_items} left out: {reason}"
 
 
-def repeated_in_a_step(config: Config, num_items: int) -> str | None:
+def describe_repeats(config: Config, num_items: int) -> str | None:
     """Return a notice if a step takes more prompts than there are, and so some of them several times; else None."""
     size, key = config.rollout_section.num_prompts_per_step, f"{config.algorithm}.num_prompts_per_step"
     if config.evaluates or num_items >= size:
@@ -31,7 +31,7 @@ def repeated_in_a_step(config: Config, num_items: int) -> str | None:
     return f"data: {num_items} to train on, but {key} is {size}: each step takes some of them several times"
 
 
-def steps_capped(config: Config, num_steps: int, num_items: int, size: int) -> str | None:
+def describe_capped_steps(config: Config, num_steps: int, num_items: int, size: int) -> str | None:
     """Return a notice if the passes over the data end before the run's steps; None if they do not."""
     section = config.algorithm_section
     max_steps = section.max_num_steps

@@ -75,7 +75,7 @@ class DataOrder:
 
     def index(self, position: int) -> int:
         """Return the index at a position."""
-        number, set_position = (0, position) if self._sets is None else self._sets.at(position)
+        number, set_position = (0, position) if self._sets is None else self._sets.locate(position)
         return self._starts[number] + epoch_index(self._seed, self._sizes[number], set_position, shuffle=self._shuffle)
 
     def first_of(self, number: int, count: int) -> list[int]:
@@ -138,9 +138,9 @@ class LazyDataset(Generic[Item, Encoded]):
 
     def draw(self, first: int, count: int) -> list[Encoded]:
         """Return `count` items, from position `first` on, of the stream of epochs."""
-        return [self.at(position) for position in range(first, first + count)]
+        return [self.get_item(position) for position in range(first, first + count)]
 
-    def at(self, position: int) -> Encoded:
+    def get_item(self, position: int) -> Encoded:
         """Return the item at a position of the stream of epochs, or the next of its set that fits."""
         index = self._order.index(position)
         item = self._encoded(index)

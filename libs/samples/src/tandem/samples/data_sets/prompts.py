@@ -20,8 +20,8 @@ from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets.chat import ChatEncoder
-from tandem.samples.data_sets.questions import as_messages, read_message, with_user_text
-from tandem.samples.images.markers import OPENING, in_front
+from tandem.samples.data_sets.questions import as_messages, read_message, rewrite_user_text
+from tandem.samples.images.markers import OPENING, split_front_markers
 from tandem.samples.tokenizer import Messages, Tokenizer
 
 _PLAIN = "{question}"
@@ -66,8 +66,8 @@ class PromptWriter:
         """Return the messages before the assistant's turn."""
         question = problem.question
         if isinstance(question, str) or self._has_template:
-            question = with_user_text(f"problem {problem.problem_id!r}", question, partial(self._filled, problem))
-        return self.with_system_message(as_messages(question))
+            question = rewrite_user_text(f"problem {problem.problem_id!r}", question, partial(self._filled, problem))
+        return self.prepend_system_message(as_messages(question))
 
     @property
     def _has_template(self) -> bool:
@@ -81,7 +81,7 @@ class PromptWriter:
             return filled
         images = ""
         if filled.startswith(OPENING):  # as in NeMo-RL, images stand in front of the instructions too
-            images, filled = in_front(filled)
+            images, filled = split_front_markers(filled)
         return images + self._prompt_file.format(filled)
 
     def literals(self) -> dict[str, str]:
@@ -93,7 +93,7 @@ class PromptWriter:
         }
         return {key: text for key, text in texts.items() if text}
 
-    def with_system_message(self, messages: Messages) -> Messages:
+    def prepend_system_message(self, messages: Messages) -> Messages:
         """Put the configured system message in front, unless there is one."""
         if self._system_prompt is None or messages[0]["role"] == "system":
             return messages
@@ -189,20 +189,20 @@ def _write_from_template(key: str, template: str, problem: Problem) -> list[Mess
         answer = answer[0]
     if answer is None and "{answer" in template:
         raise DataError(f"{problem.problem_id}: its answer is null (data.output_key), and {key} writes it")
-    return [_said(fill_template(key, template, msgspec.structs.replace(problem, answer=answer)))]
+    return [_make_assistant_turn(fill_template(key, template, msgspec.structs.replace(problem, answer=answer)))]
 
 
 def _solutions(written: object) -> list[Messages]:
     """Return the solutions that a function wrote. Raise `msgspec.ValidationError` for a result of the wrong type."""
     if isinstance(written, list) and written and isinstance(written[0], str):
-        return [_said(text) for text in msgspec.convert(written, list[str])]
+        return [_make_assistant_turn(text) for text in msgspec.convert(written, list[str])]
     messages = msgspec.convert(written, str | list[dict[str, Any]])
     if isinstance(messages, str):
-        return [_said(messages)]
+        return [_make_assistant_turn(messages)]
     return [[read_message(f"message {number + 1}", message) for number, message in enumerate(messages)]]
 
 
-def _said(solution: str) -> Messages:
+def _make_assistant_turn(solution: str) -> Messages:
     return [{"role": "assistant", "content": solution}]
 
 

@@ -55,7 +55,7 @@ def _refuse_image(image: Any) -> NoReturn:
     raise DataError("it has an image, which only vision models take, in a field of the row itself")
 
 
-def with_user_text(label: str, question: Question, write: Callable[[str], str]) -> Question:
+def rewrite_user_text(label: str, question: Question, write: Callable[[str], str]) -> Question:
     """Return a question with the user's text rewritten: the text, or the content of the last of the user's messages.
 
     Raise `DataError`, which begins with `label`, for messages without one of the user.

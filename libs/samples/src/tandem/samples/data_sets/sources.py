@@ -26,7 +26,7 @@ from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_o
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets.pictured import converter
-from tandem.samples.data_sets.questions import read_question, with_user_text
+from tandem.samples.data_sets.questions import read_question, rewrite_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
 from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
@@ -265,7 +265,9 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
         read = rows_of(loaded, columns) if columns else loaded
         named_rows: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(read)]
     except Exception as error:  # the library raises dozens of kinds, its own and the network's
-        reason = f"{unreachable}, and there is no copy here" if unreachable else _why_not_loaded(error, name, commit)
+        reason = (
+            f"{unreachable}, and there is no copy here" if unreachable else _describe_load_error(error, name, commit)
+        )
         raise DataError(f"data.dataset_name: cannot load {name!r}, split {split!r}: {reason}") from error
     if not named_rows:
         raise DataError(f"data.dataset_name: {name!r}, split {split!r}, holds no problem")
@@ -298,7 +300,7 @@ def prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
     return builder.as_dataset(split=split)
 
 
-def _why_not_loaded(error: BaseException, name: str, commit: str | None) -> str:
+def _describe_load_error(error: BaseException, name: str, commit: str | None) -> str:
     """Describe on one line why the library cannot load a dataset, or the error beneath that."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -328,7 +330,7 @@ def problem(row_name: str, row: Row, data: DataConfig) -> Problem:
     answer = field(row_name, row, "output_key", data.output_key)
     if data.processor == MULTIPLE_CHOICE:
         options = _options(row_name, row)
-        question = with_user_text(row_name, question, lambda text: f"Question: {text}\nOptions:\n{options}")
+        question = rewrite_user_text(row_name, question, lambda text: f"Question: {text}\nOptions:\n{options}")
     named = NAMED.get(data.dataset_name)
     if named is not None and named.answer_after and isinstance(answer, str):
         answer = answer.rpartition(named.answer_after)[2].strip()

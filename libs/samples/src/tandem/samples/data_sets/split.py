@@ -28,7 +28,7 @@ from tandem.common.values.texts import text_of
 from tandem.config import Config
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets import sources
-from tandem.samples.data_sets.listed import HeldOut, held_out, load_parts, taken
+from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items
 from tandem.samples.data_sets.prompts import PromptedProblem
 from tandem.samples.data_sets.shapes import shapes
 from tandem.samples.images.rows import ImageRows
@@ -74,7 +74,7 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
         """Sections ``data`` of all listed sets."""
         return [*(source.data for source in self.sources), *self.views.values()]
 
-    def train_asked(self, data: DataConfig) -> list[PromptedProblem]:
+    def list_train(self, data: DataConfig) -> list[PromptedProblem]:
         """Return the training problems, each with its settings; `data` is the section of the run."""
         if not self.sources:
             return [PromptedProblem(problem, data) for problem in self.train]
@@ -82,7 +82,7 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
         repeated = [way for way, source in zip(ways, self.sources, strict=True) for _ in range(source.num_problems)]
         return [PromptedProblem(problem, *way) for problem, way in zip(self.train, repeated, strict=True)]
 
-    def held_out_asked(self, data: DataConfig) -> dict[str, list[PromptedProblem]]:
+    def list_held_out(self, data: DataConfig) -> dict[str, list[PromptedProblem]]:
         """Return the held-out problems, each with its settings, by the names of the sets."""
         return {
             name: [PromptedProblem(problem, self.views.get(name, data), name) for problem in problems]
@@ -126,7 +126,7 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
     identity = _identity(partial(_prompt, data))
     apart = {name: problems(rows) for name, rows in held_out_rows.items()}
     if apart and config.evaluates:
-        return ProblemSets(train=[], held_out=_held_out_apart(data, apart, identity))
+        return ProblemSets(train=[], held_out=_take_held_out(data, apart, identity))
     sides = hold_out(data, problems(train_rows), apart, identity, keep_prompts_together=False)
     return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
@@ -135,9 +135,9 @@ def _listed(config: Config, images: ImageRows | None) -> ProblemSets:
     """Load the problems of several datasets."""
     is_alone = config.evaluates and bool(config.data.validation)
     training, validation = load_parts(config, partial(load_problems, images=images), with_train=not is_alone)
-    problem_lists: list[list[Problem]] = [taken(part) for part in training]
+    problem_lists: list[list[Problem]] = [take_items(part) for part in training]
     train = [problem for problems in problem_lists for problem in problems]
-    held_sets: dict[str, HeldOut[Problem]] = held_out(training, validation)
+    held_sets: dict[str, HeldOut[Problem]] = collect_held_out(training, validation)
     held_problems = {name: items for name, (items, _) in held_sets.items()}
     refuse_leakage(train, held_problems, _identity(lambda problem: text_of(problem.question)))
     return ProblemSets(
@@ -244,7 +244,7 @@ def hold_out(
     train_name = data.train_data_path or f"{data.dataset_name}[{data.split}]"
     if not apart:
         return _split(data, train_name, train, identity, keep_prompts_together=keep_prompts_together)
-    held_out = _held_out_apart(data, apart, identity)
+    held_out = _take_held_out(data, apart, identity)
     if len(train) < (data.num_train or 1):
         raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
     train_items = list(train[: data.num_train])
@@ -252,7 +252,7 @@ def hold_out(
     return SplitSides(train=train_items, held_out=held_out)
 
 
-def _held_out_apart(
+def _take_held_out(
     data: DataConfig, apart: Mapping[str, Sequence[Item]], identity: ItemIdentity[Item]
 ) -> dict[str, list[Item]]:
     """Take held-out items from sources of their own. Raise `DataError` if there are fewer than wanted."""

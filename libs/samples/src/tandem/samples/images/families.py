@@ -176,8 +176,8 @@ def _crops(settings: ImageSettings, width: int, height: int) -> Grid:
     if not settings.is_split:
         return (0, 0)
     if settings.is_resized:
-        width, height = _with_longest(width, height, settings.longest_edge)
-        width, height = _at_most(width, height, _MAX_CROPS_SIDE)
+        width, height = _scale_to_longest(width, height, settings.longest_edge)
+        width, height = _shrink_to_longest(width, height, _MAX_CROPS_SIDE)
     crop, ratio = settings.crop_size, width / height
     if width >= height:
         width = math.ceil(width / crop) * crop
@@ -190,7 +190,7 @@ def _crops(settings: ImageSettings, width: int, height: int) -> Grid:
     return (height // crop, width // crop) if max(width, height) > crop else (0, 0)
 
 
-def _with_longest(width: int, height: int, longest: int) -> tuple[int, int]:
+def _scale_to_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     """Return the size with this longest side; the other one is even."""
     ratio = width / height
     if width >= height:
@@ -202,7 +202,7 @@ def _with_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     return max(width, 1), max(height, 1)
 
 
-def _at_most(width: int, height: int, longest: int) -> tuple[int, int]:
+def _shrink_to_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     ratio = width / height
     if width >= height and width > longest:
         width, height = longest, int(longest / ratio)
@@ -317,7 +317,7 @@ def _token_id(tokenizer: Tokenizer, text: str) -> int | None:
     return int(token_id) if token_id is not None and hugging_face.convert_ids_to_tokens(token_id) == text else None
 
 
-def _known_id(tokenizer: Tokenizer, text: str) -> int:
+def _require_token_id(tokenizer: Tokenizer, text: str) -> int:
     token_id = _token_id(tokenizer, text)
     assert token_id is not None, "see check_tokenizer"
     return token_id
@@ -342,7 +342,7 @@ def collapsed(token_ids: Iterable[int], tokenizer: Tokenizer, settings: ImageSet
     family, ids = settings.family, list(token_ids)
     out: list[int] = []
     at = 0
-    begin, placeholder = (_known_id(tokenizer, text) for text in (family.begin_token, family.placeholder))
+    begin, placeholder = (_require_token_id(tokenizer, text) for text in (family.begin_token, family.placeholder))
     while at < len(ids):
         if ids[at] != begin:
             out.append(ids[at])
@@ -350,8 +350,8 @@ def collapsed(token_ids: Iterable[int], tokenizer: Tokenizer, settings: ImageSet
             continue
         at = _end_of_image(ids, at, tokenizer, settings)
         if family.has_image_blocks:
-            out = _without_newlines(out, tokenizer, at_end=True)
-            ids[at:] = _without_newlines(ids[at:], tokenizer, at_end=False)
+            out = _strip_newlines(out, tokenizer, at_end=True)
+            ids[at:] = _strip_newlines(ids[at:], tokenizer, at_end=False)
         out.append(placeholder)
     return out
 
@@ -365,7 +365,7 @@ def _end_of_image(ids: Sequence[int], at: int, tokenizer: Tokenizer, settings: I
         return at
     last = at
     if family.has_crops:
-        mark = _known_id(tokenizer, "<global-img>")
+        mark = _require_token_id(tokenizer, "<global-img>")
         try:
             last = next(index for index in range(at, len(ids)) if ids[index] == mark)
         except StopIteration:
@@ -376,7 +376,7 @@ def _end_of_image(ids: Sequence[int], at: int, tokenizer: Tokenizer, settings: I
     return end + 1
 
 
-def _without_newlines(ids: list[int], tokenizer: Tokenizer, *, at_end: bool) -> list[int]:
+def _strip_newlines(ids: list[int], tokenizer: Tokenizer, *, at_end: bool) -> list[int]:
     """Return tokens without the two line breaks that an expansion of Gemma 3 has on this side."""
     end_ids: list[int] = []
     other_ids = list(ids)

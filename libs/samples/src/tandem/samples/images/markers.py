@@ -42,7 +42,7 @@ def split_at_markers(text: str) -> list[str | MarkedImage]:
     return [*parts, text[end:]] if end < len(text) else parts
 
 
-def in_front(text: str) -> tuple[str, str]:
+def split_front_markers(text: str) -> tuple[str, str]:
     """Return the markers that a text begins with, and the rest of it."""
     match = _IN_FRONT.match(text)
     end = 0 if match is None else match.end()

@@ -11,7 +11,7 @@ IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
 """Keys of a content part that hold the image, in the order in which they are looked for."""
 
 
-def with_markers(messages: Sequence[Mapping[str, Any]], mark: Callable[[Any], str]) -> list[dict[str, Any]]:
+def mark_images(messages: Sequence[Mapping[str, Any]], mark: Callable[[Any], str]) -> list[dict[str, Any]]:
     """Return messages with texts for contents; `mark` turns the value of an image part into its marker.
 
     Raises what it raises, and `DataError` for parts that are neither text nor image.
@@ -23,7 +23,7 @@ def with_markers(messages: Sequence[Mapping[str, Any]], mark: Callable[[Any], st
 
 
 def as_text(content: Any, mark: Callable[[Any], str]) -> str:
-    """Return a message's content as one text; raise the errors of `with_markers`."""
+    """Return a message's content as one text; raise the errors of `mark_images`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -49,7 +49,7 @@ def _image(part: Any) -> Any:
     """Return the value of a content part that is an image. Raises `DataError` for any other."""
     kind = part.get("type", "image") if isinstance(part, Mapping) else None
     if kind not in ("image", "image_url", "input_image"):
-        raise DataError(f"a content part is a text or an image, not {_what(part)}")
+        raise DataError(f"a content part is a text or an image, not {_name_part(part)}")
     # Rows of Parquet have every key of every part: those of other parts are null.
     value = next((part[key] for key in IMAGE_KEYS if part.get(key) is not None), None)
     if value is None:
@@ -57,7 +57,7 @@ def _image(part: Any) -> Any:
     return value
 
 
-def _what(part: Any) -> str:
+def _name_part(part: Any) -> str:
     if not isinstance(part, Mapping):
         return type(part).__name__
     return f"{part.get('type', 'an object without type')!s}"[:100]

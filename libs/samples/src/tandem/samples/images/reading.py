@@ -99,7 +99,7 @@ def _source(value: object, label: str, limits: ImageLimits, folder: Path | None)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, str) and value[:5].lower() == "data:":
-        return _from_data_uri(value, label, limits)
+        return _decode_data_uri(value, label, limits)
     if isinstance(value, str) and _SCHEME.match(value):
         scheme, host, *_ = urlsplit(value) if "[" not in value else (value.split(":", 1)[0], "...")
         shown = f"{scheme}://{host}/..."[:_MAX_SHOWN]
@@ -113,7 +113,7 @@ def _source(value: object, label: str, limits: ImageLimits, folder: Path | None)
     return (folder or Path()) / value
 
 
-def _from_data_uri(value: str, label: str, limits: ImageLimits) -> bytes:
+def _decode_data_uri(value: str, label: str, limits: ImageLimits) -> bytes:
     head, comma, body = value.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise DataError(f"{label}: the image's data URI is not of the form data:image/...;base64,...")

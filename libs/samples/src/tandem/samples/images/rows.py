@@ -9,7 +9,7 @@ from typing import Any
 from tandem.common.errors import DataError
 from tandem.config import Config
 from tandem.samples.images.markers import marker
-from tandem.samples.images.parts import with_markers
+from tandem.samples.images.parts import mark_images
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.stored import StoredMedia
@@ -58,7 +58,7 @@ class ImageRows:
             markers = [self.marked(row_name, image, folder) for image in images]
             if text_key is not None and isinstance(plain.get(text_key), str):
                 plain[text_key] = _placed(row_name, plain[text_key], markers)
-            elif user_messages := _asked_in(plain):
+            elif user_messages := _find_user_messages(plain):
                 text = user_messages[0]["content"]
                 for message in user_messages:
                     if message["content"] == text:
@@ -73,7 +73,7 @@ class ImageRows:
         if not isinstance(value, list) or not all(isinstance(each, Mapping) and "content" in each for each in value):
             return value
         try:
-            return with_markers(value, lambda image: self.marked(row_name, image, folder))
+            return mark_images(value, lambda image: self.marked(row_name, image, folder))
         except DataError as error:
             raise error if str(error).startswith(row_name) else DataError(f"{row_name}: {error}") from error
 
@@ -107,7 +107,7 @@ def _placed(row_name: str, text: str, markers: Sequence[str]) -> str:
     return first + "".join(marker + after for marker, after in zip(markers, parts, strict=True))
 
 
-def _asked_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _find_user_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the first message of the user in each conversation of a row that has one."""
     user_messages: list[dict[str, Any]] = []
     for value in row.values():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tandem.common.errors import ConfigError, TandemError
-from tandem.samples.turns.rendering import Message, Render, mark_of, with_mark
+from tandem.samples.turns.rendering import Message, Render, append_mark, mark_of
 
 _TURN, _REPLY = mark_of(0), mark_of(1)
 
@@ -55,7 +55,7 @@ def render_after_turn(
 
 def _shows_last(render: Render, messages: Sequence[Message]) -> bool:
     """Tell whether the template writes the last message."""
-    last = with_mark(messages[-1], _REPLY)
+    last = append_mark(messages[-1], _REPLY)
     return last is None or _REPLY in render([*messages[:-1], last], True)
 
 

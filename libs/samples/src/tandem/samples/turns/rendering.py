@@ -143,7 +143,7 @@ def _span_of_parts(parts: Sequence[tuple[int, int]], text: str, ends: Sequence[s
     return (begin, min(closed), True) if closed else (begin, end, False)
 
 
-def with_mark(message: Message, mark: str) -> Message | None:
+def append_mark(message: Message, mark: str) -> Message | None:
     """Return a message with a mark at the end of what a template writes of it; None if it has nothing to mark."""
     calls = message.get("tool_calls")
     if calls:
@@ -163,7 +163,7 @@ def with_mark(message: Message, mark: str) -> Message | None:
 
 def _find_content_ends(render: Render, messages: Sequence[Message], text: str) -> dict[int, int]:
     """Return where the content of each message ends in the rendered text, of those that it shows."""
-    with_marks = [with_mark(message, mark_of(number)) for number, message in enumerate(messages)]
+    with_marks = [append_mark(message, mark_of(number)) for number, message in enumerate(messages)]
     together = render([new or old for new, old in zip(with_marks, messages, strict=True)], False)
     if _ANY_MARK.sub("", together) == text:
         return _find_marks(together)
@@ -198,7 +198,7 @@ def _measure_header(
     if previous is None:
         return 0, True
     mark = mark_of(len(before))
-    last = with_mark(before[previous], mark)
+    last = append_mark(before[previous], mark)
     try:
         rendered = render(
             [*before[:previous], last or before[previous], *before[previous + 1 :]], add_generation_prompt
@@ -225,7 +225,7 @@ def _find_turn_end(
     if not messages[-1].get("tool_calls"):
         return content_end, False
     mark = mark_of(len(messages))  # it stands within the call
-    last = with_mark(messages[-1], mark)
+    last = append_mark(messages[-1], mark)
     tail = "" if last is None else render([*messages[:-1], last], False).rpartition(mark)[2]
     return content_end + common_length(text[content_end:], tail), False
 

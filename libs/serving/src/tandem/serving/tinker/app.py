@@ -323,6 +323,6 @@ class TinkerServer:
         self._socket.close()
 
 
-def on_loopback(listening: socket.socket) -> bool:
+def reaches_loopback_only(listening: socket.socket) -> bool:
     """Return whether only this machine reaches a socket."""
     return is_loopback(listening.getsockname()[0])

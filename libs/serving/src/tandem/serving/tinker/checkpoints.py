@@ -89,7 +89,7 @@ class SavedStates:
 
     def _change(self, owner: str, model_id: str, checkpoint_id: str, **fields: Any) -> None:
         states = self._states(checkpoint_id)
-        record, _ = states.own(f"tinker://{model_id}/{checkpoint_id}", owner)
+        record, _ = states.find_own(f"tinker://{model_id}/{checkpoint_id}", owner)
         try:
             states.write(msgspec.structs.replace(record, **fields))
         except OSError as error:

@@ -33,7 +33,7 @@ class CallComparison:
         """Whether nothing differs."""
         return not self._first
 
-    def gradient(self, recorded: GradientDone, scored: GradientsScored | None, error: str) -> None:
+    def compare_gradient(self, recorded: GradientDone, scored: GradientsScored | None, error: str) -> None:
         """Compare a gradient: its loss, and the log-probabilities that it was taken at."""
         difference = self._failure(recorded, error)
         if not difference and scored is not None:
@@ -43,21 +43,21 @@ class CallComparison:
             )
         self._count(recorded, difference)
 
-    def step(self, recorded: StepDone, norm: float | None, error: str) -> None:
+    def compare_step(self, recorded: StepDone, norm: float | None, error: str) -> None:
         """Compare a step: the norm of its gradient."""
         difference = self._failure(recorded, error)
         if not difference and norm is not None:
             difference = self._number("norm", recorded.norm, norm)
         self._count(recorded, difference)
 
-    def saved(self, recorded: SaveDone, state: str, error: str) -> None:
+    def compare_saved(self, recorded: SaveDone, state: str, error: str) -> None:
         """Compare a saved state: the digests of its tensors, those of the optimizer too."""
         difference = self._failure(recorded, error)
         if not difference and state != recorded.state:
             difference = "its tensors differ" if recorded.state else "the record has no digests of its tensors"
         self._count(recorded, difference)
 
-    def other(self, recorded: RestoreDone, error: str) -> None:
+    def note_restored(self, recorded: RestoreDone, error: str) -> None:
         """Note that a state was loaded, or could not be."""
         self._note(recorded, self._failure(recorded, error))
 

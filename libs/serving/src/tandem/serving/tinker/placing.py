@@ -139,7 +139,7 @@ class WeightPlaces:
         await self._wait_for(sampler, number)
         try:
             sampler.check(desk)
-            yield number, partial(_asked, self._engines, desk.version)
+            yield number, partial(_sample_version, self._engines, desk.version)
         finally:
             desk.num_samples -= 1
 
@@ -217,7 +217,7 @@ class PlacesApart:
                 sets = self._desk.base, *self._desk.latest.values()
                 newest = [versions[number] for number in sets if number in versions]
                 named = {"weight_version": version, "kept_versions": newest}
-                samples = await _asked(self._engines, version, {**question, **named})
+                samples = await _sample_version(self._engines, version, {**question, **named})
             except MissingVersion:
                 if time.monotonic() > deadline:
                     raise
@@ -290,7 +290,7 @@ class EqualShares:
                 turn.set_result(None)
 
 
-async def _asked(engines: SamplingEngines, version: int, question: dict[str, Any]) -> VersionedSamples:
+async def _sample_version(engines: SamplingEngines, version: int, question: dict[str, Any]) -> VersionedSamples:
     """Return samples of one version. Raises `CallFailed` if they are of another."""
     samples = await engines.sample(question)
     if samples.versions != [version]:

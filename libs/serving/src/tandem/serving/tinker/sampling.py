@@ -136,7 +136,7 @@ class SamplingEngines:
         name = min(servers, key=lambda server_name: (self._num_asked[server_name], random.random()))
         self._num_asked[name] += 1
         try:
-            async with self._upstream.asked(servers[name], "POST", "/v1/completions", _HEADERS, body) as answer:
+            async with self._upstream.request(servers[name], "POST", "/v1/completions", _HEADERS, body) as answer:
                 text = b"".join([part async for part in answer.body()])
                 status = answer.status
         except BROKEN as error:
@@ -145,7 +145,7 @@ class SamplingEngines:
             self._num_asked[name] -= 1
         if status == 200:
             return _read(text)
-        reason = _why(text)
+        reason = _read_error(text)
         if status == _NOT_HELD:
             raise MissingVersion(f"{name}: {reason}")
         if status in (429, 503):
@@ -173,7 +173,7 @@ def _likeliest(logprobs: dict[str, float]) -> Likeliest:
     return sorted(by_id, key=lambda pair: -pair[1])
 
 
-def _why(text: bytes) -> str:
+def _read_error(text: bytes) -> str:
     try:
         body = msgspec.json.decode(text)
         return str(body["error"]["message"])[:1000]

@@ -230,7 +230,7 @@ class TinkerService:
                 return self._restored(owner, body)
 
             about = RequestSummary(kind="load_weights", model=model.model_id)
-            return self._in_turn(model, body.seq_id, about, find, lambda answer: _json(reply))
+            return self._queue_request(model, body.seq_id, about, find, lambda answer: _json(reply))
         if body.session_id is None or body.model_seq_id is None:
             raise TinkerRefused("model_id with seq_id, or session_id with model_seq_id, is needed")
         session = self._session(owner, body.session_id)
@@ -340,7 +340,7 @@ class TinkerService:
             num_sequences=len(body.data),
             num_tokens=sum(len(each.token_ids) + 1 for each in body.data),
         )
-        return self._in_turn(model, body.seq_id, about, partial(gradient_call, body, self._limits), scored_result)
+        return self._queue_request(model, body.seq_id, about, partial(gradient_call, body, self._limits), scored_result)
 
     def step(self, owner: str, body: requests.OptimStep) -> dict[str, Any]:
         """Step the optimizer."""
@@ -350,7 +350,7 @@ class TinkerService:
             return _json({"metrics": {"grad_norm": answer}})
 
         about = RequestSummary(kind="optim_step", model=model.model_id)
-        return self._in_turn(model, body.seq_id, about, partial(step_call, body.adam_params), stepped)
+        return self._queue_request(model, body.seq_id, about, partial(step_call, body.adam_params), stepped)
 
     def save(self, owner: str, body: requests.SaveWeights | requests.SaveExternal) -> dict[str, Any]:
         """Save weights and optimizer, or weights to be downloaded."""
@@ -388,7 +388,7 @@ class TinkerService:
             states.write(record)
             return _json({"type": kind, "path": record.path, "size_bytes": record.num_bytes})
 
-        return self._in_turn(model, body.seq_id, RequestSummary(kind=kind, model=model.model_id), begin, saved)
+        return self._queue_request(model, body.seq_id, RequestSummary(kind=kind, model=model.model_id), begin, saved)
 
     def save_for_sampler(self, owner: str, body: requests.SaveForSampler) -> dict[str, Any]:
         """Bring the weights to the engines."""
@@ -411,7 +411,7 @@ class TinkerService:
             return _json({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
         about = RequestSummary(kind="save_weights_for_sampler", model=model.model_id)
-        return self._in_turn(model, body.seq_id, about, begin, published)
+        return self._queue_request(model, body.seq_id, about, begin, published)
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -519,7 +519,7 @@ class TinkerService:
             return None
         return future.result
 
-    def _in_turn(
+    def _queue_request(
         self,
         model: ClientModel,
         seq: int,

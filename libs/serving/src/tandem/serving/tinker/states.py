@@ -100,7 +100,7 @@ class StateFolder:
             raise TinkerRefused(f"there are no saved weights {path[:200]!r}", 404)
         return state
 
-    def own(self, path: str, owner: str) -> tuple[StateRecord, Path]:
+    def find_own(self, path: str, owner: str) -> tuple[StateRecord, Path]:
         """Return the state of its owner. Raises `TinkerRefused`."""
         state = self.find(path, owner)
         if state[0].owner != owner:
@@ -133,7 +133,7 @@ class StateFolder:
 
     def delete(self, path: str, owner: str) -> None:
         """Delete a state. Raises `TinkerRefused`."""
-        _, folder = self.own(path, owner)
+        _, folder = self.find_own(path, owner)
         self._remove(folder)
 
     def _all(self) -> Iterator[StateRecord]:

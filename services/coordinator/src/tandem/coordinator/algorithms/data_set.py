@@ -18,14 +18,14 @@ from tandem.samples.data_sets import (
     ConversationRow,
     ConversationWriter,
     LazyDataset,
+    describe_capped_steps,
+    describe_left_out,
+    describe_set_aside,
     encode_now,
-    left_out,
     load_conversations,
-    set_aside,
-    steps_capped,
 )
 from tandem.samples.data_sets.step_size import check_step_size
-from tandem.samples.given_table import given_table
+from tandem.samples.given_table import build_given_table
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import EncodedConversation, Tokenizer
@@ -80,11 +80,11 @@ class DataSetAlgorithm(WithoutGeneration):
         num_held_out, num_kept = (sum(map(len, parts.values())) for parts in (held_out, self._validation))
         num_too_long = self._train.num_too_long + num_held_out - num_kept
         num_items = len(sets.train) + num_held_out
-        too_long = left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
+        too_long = describe_left_out(num_too_long, self._train.num_checked + num_held_out, num_items)
         ties = f"data: {sets.num_ties} of {num_items + sets.num_ties} left out: ties" if sets.num_ties else None
         num_rows = len(sets.train) + len(sets.validation) + sets.num_set_aside
-        aside = set_aside(sets.num_set_aside, num_rows)
-        capped = steps_capped(config, self.num_steps, len(self._train), config.policy.train_global_batch_size)
+        aside = describe_set_aside(sets.num_set_aside, num_rows)
+        capped = describe_capped_steps(config, self.num_steps, len(self._train), config.policy.train_global_batch_size)
         self.notices = (*filter(None, (too_long, ties, aside, capped)), *self._chat.notices)
 
     @property
@@ -108,7 +108,7 @@ class DataSetAlgorithm(WithoutGeneration):
         else:
             size = self._config.policy.train_global_batch_size
             batch = batch_of_conversations(self.conversations(step, size))
-        return batch.replace(**given_table(batch).columns), {}
+        return batch.replace(**build_given_table(batch).columns), {}
 
     @property
     def num_conversations(self) -> int:

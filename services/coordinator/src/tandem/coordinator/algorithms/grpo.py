@@ -24,13 +24,13 @@ from tandem.samples.data_sets import (
     LazyDataset,
     PromptEncoder,
     check_answers,
+    describe_capped_steps,
+    describe_left_out,
+    describe_repeats,
+    describe_set_aside,
     encode_now,
-    left_out,
     load_problems,
-    repeated_in_a_step,
     sample_seed,
-    set_aside,
-    steps_capped,
 )
 from tandem.samples.data_sets.step_size import check_step_size
 from tandem.samples.images.rows import image_rows
@@ -60,9 +60,9 @@ class GrpoAlgorithm:
         problems = load_problems(config, self.images)
         encoder = PromptEncoder(config, tokenizer, problems.all_views)
         # A run that only validates reads no training problems.
-        train = [] if config.evaluates else problems.train_asked(config.data)
+        train = [] if config.evaluates else problems.list_train(config.data)
         max_samples = config.rollout_section.max_val_samples
-        parts = {name: part[:max_samples] for name, part in problems.held_out_asked(config.data).items()}
+        parts = {name: part[:max_samples] for name, part in problems.list_held_out(config.data).items()}
         held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
         for problem in {(problem.data.environment or "", problem.set_name): problem for problem in train}.values():
@@ -82,13 +82,13 @@ class GrpoAlgorithm:
         """Whether metrics tell data sets or environments apart."""
         num_too_long = self._train.num_too_long + len(held_out) - len(self._validation)
         num_checked, num_items = self._train.num_checked + len(held_out), len(self._train) + len(held_out)
-        too_long = left_out(num_too_long, num_checked, num_items)
+        too_long = describe_left_out(num_too_long, num_checked, num_items)
         num_aside = 0 if config.evaluates else problems.num_set_aside
         num_rows = len(self._train) + len(problems.validation) + num_aside
         size = config.rollout_section.num_prompts_per_batch
-        capped = steps_capped(config, self.num_steps, len(self._train), size)
-        repeated = repeated_in_a_step(config, len(self._train))
-        self.notices = tuple(filter(None, (too_long, set_aside(num_aside, num_rows), repeated, capped)))
+        capped = describe_capped_steps(config, self.num_steps, len(self._train), size)
+        repeated = describe_repeats(config, len(self._train))
+        self.notices = tuple(filter(None, (too_long, describe_set_aside(num_aside, num_rows), repeated, capped)))
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that only validates."""
         self._bad_token_ids = bad_token_ids(config, tokenizer)
@@ -156,7 +156,7 @@ class GrpoAlgorithm:
             encoded, num_samples = self._validation[group], section.num_val_generations_per_prompt
             seed = section.seed if section.val_seed is None else section.val_seed
         else:
-            encoded = self._train.at(place)
+            encoded = self._train.get_item(place)
             num_samples, seed = section.num_generations_per_prompt, section.seed
         prompt_group = PromptGroup(
             group=group,

@@ -250,7 +250,7 @@ def batch_of_samples(
         sample_S=sample_columns.sample_S[of.place_S].astype(np.int32),
         branch_S=of.branch_S.astype(np.int32),
         **{name: values[of.place_S] for name, values in columns.items()},
-    ).with_sources(rollouts.tolist(), notes)
+    ).attach_sources(rollouts.tolist(), notes)
 
 
 def _with_branches(samples: _Sequences, records: Sequence[SampleRecord]) -> _Sequences:

@@ -44,7 +44,7 @@ from tandem.refit.model_folders.checking import check_model
 from tandem.refit.model_folders.reward_models import check_reward_models
 from tandem.refit.model_folders.teachers import check_teachers
 from tandem.refit.model_folders.value_model import check_value_model
-from tandem.samples.model_files import check_new_model_type, load_tokenizer, with_templates, write_new_model
+from tandem.samples.model_files import check_new_model_type, inline_templates, load_tokenizer, write_new_model
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ def _look_through(
             with _noted(problems):
                 check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
             with _noted(problems):
-                config = with_templates(config)
+                config = inline_templates(config)
                 tokenizer = _tokenizer(config, mode, scratch, earlier)
                 about_model += about_data
                 if has_data:

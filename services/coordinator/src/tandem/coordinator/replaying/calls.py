@@ -162,18 +162,18 @@ class Doing:
                     raise RunFolderError(f"{record.path} is damaged: call {entry.index}: {error}") from error
                 answer = self._ask(call)
                 scored = answer if isinstance(answer, GradientsScored) else None
-                comparison.gradient(entry, scored, _error_of(answer))
+                comparison.compare_gradient(entry, scored, _error_of(answer))
             case StepDone():
                 answer = self._ask(entry.step)
-                comparison.step(entry, answer if isinstance(answer, float) else None, _error_of(answer))
+                comparison.compare_step(entry, answer if isinstance(answer, float) else None, _error_of(answer))
             case RestoreDone():
                 if entry.error:
                     return False  # its weights were undefined since then
                 answer = self._ask(self._state_to_load(entry, record))
-                comparison.other(entry, _error_of(answer))
+                comparison.note_restored(entry, _error_of(answer))
             case SaveDone():
                 if not entry.error:  # else nothing was saved, and nothing has changed
-                    comparison.saved(entry, *self._save(entry))
+                    comparison.compare_saved(entry, *self._save(entry))
             case _:
                 assert_never(entry)
         return not comparison.has_failed

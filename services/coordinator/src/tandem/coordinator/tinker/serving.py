@@ -124,7 +124,7 @@ def _desk(config: Config, terms: ServingTerms, stack: contextlib.ExitStack) -> C
 
 def _app(desk: object, config: Config, keys: ApiKeys, states: Path, terms: ServingTerms) -> ASGIApp:
     """Make the application, in the thread of its event loop."""
-    from tandem.serving.tinker.app import make_app, on_loopback
+    from tandem.serving.tinker.app import make_app, reaches_loopback_only
     from tandem.serving.tinker.calls import CallDesk
     from tandem.serving.tinker.sampling import SamplingEngines
     from tandem.serving.tinker.service import TinkerService
@@ -134,4 +134,4 @@ def _app(desk: object, config: Config, keys: ApiKeys, states: Path, terms: Servi
     longest = config.policy.generation.kind.longest_sequence(config)
     engines = SamplingEngines(Path(config.logger.log_dir), longest, config.cluster.deadlines.generate_s)
     service = TinkerService(desk, config, engines, StateFolder(states.absolute()), terms.most_tokens)
-    return make_app(service, keys, is_on_loopback=on_loopback(terms.listening))
+    return make_app(service, keys, is_on_loopback=reaches_loopback_only(terms.listening))

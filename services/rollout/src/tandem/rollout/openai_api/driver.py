@@ -387,7 +387,7 @@ def _chunk(tokens: NewTokens | EngineCompletion, start: int = 0) -> ResponseChun
         logprobs=tokens.logprobs_T[start:].tolist(),
         versions=tokens.versions_T[start:].tolist(),
         alternatives=None if tokens.alternatives is None else tokens.alternatives[start:],
-        masks=None if tokens.masks is None else tokens.masks.from_token(start),
+        masks=None if tokens.masks is None else tokens.masks.slice_from(start),
     )
 
 
@@ -398,7 +398,7 @@ def _last_chunk(completion: EngineCompletion, start: int) -> ResponseChunk:
         logprobs=completion.logprobs_T[start:].tolist(),
         versions=completion.versions_T[start:].tolist(),
         alternatives=None if completion.alternatives is None else completion.alternatives[start:],
-        masks=None if completion.masks is None else completion.masks.from_token(start),
+        masks=None if completion.masks is None else completion.masks.slice_from(start),
         finish_reason=completion.finish_reason,
         routed_experts_TX=completion.routed_experts_TX,
     )

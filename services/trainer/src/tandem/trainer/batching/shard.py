@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from tandem.config.schema import DynamicBatching, ModelConfig, SequencePacking
 from tandem.samples.batch import SampleBatch
-from tandem.samples.batch_sharding import EMPTY_ROW, Ints, by_prompt
+from tandem.samples.batch_sharding import EMPTY_ROW, Ints, group_by_prompt
 from tandem.samples.images.families import ImageSettings
 from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
@@ -178,7 +178,7 @@ def micro_batches_of(
     passes.
     """
     rows_U = np.array(rows, dtype=np.int64)
-    ordered = [*chain.from_iterable(by_prompt(rows_U[rows_U != EMPTY_ROW], lengths_S, prompt_S))]
+    ordered = [*chain.from_iterable(group_by_prompt(rows_U[rows_U != EMPTY_ROW], lengths_S, prompt_S))]
     ordered += [EMPTY_ROW] * (len(rows) - len(ordered))
     return [tuple(ordered[first : first + size]) for first in range(0, len(ordered), size)]
 

@@ -207,7 +207,7 @@ class VllmEngine(RefittedEngine):
         sequences = {number: sequence for number, sequence in self._sequences.items() if number in starts}
         new_tokens = {number: sequence.read_new_tokens(starts[number]) for number, sequence in sequences.items()}
         masks = {
-            number: sampling_masks.from_token(starts[number])
+            number: sampling_masks.slice_from(starts[number])
             for number, sampling_masks in self._masks_of(sequences.values()).items()
         }
         return {

@@ -13,7 +13,7 @@ from tandem.config import Config
 from tandem.rollout.environments.environment import ConversingEnvironment, Score, Step, Turn
 from tandem.samples.chat_templates import Messages
 from tandem.samples.images.markers import marker
-from tandem.samples.images.parts import with_markers
+from tandem.samples.images.parts import mark_images
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.rows import image_folder
 
@@ -49,7 +49,7 @@ class Showing:
         if not isinstance(result, Turn) or not _has_parts(result.messages):
             return result
         try:
-            return Turn(with_markers(result.messages, self._keep), result.reward)
+            return Turn(mark_images(result.messages, self._keep), result.reward)
         except DataError as error:
             text = str(error)
             raise RewardError(text if text.startswith(_WHERE) else f"{_WHERE}: {text}") from error
