@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-SETTLE_S = 5.0
+SETTLE_S = 30.0
 """How long what is on its way out may take."""
 _MARK = "TANDEM_TESTS_OF"
 _SHARED_MEMORY = "/dev/shm"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from tests.harness.descriptors import limited
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 END_S = 120.0
 """Longest time of a server's end: the interpreter of one that has imported torch takes a second of a core for it, for
 which it waits on a machine with much else to do."""

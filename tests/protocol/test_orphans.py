@@ -39,7 +39,7 @@ from tests.harness.members import ANY_ADDRESS, RUN, dealer_to
 JOINING = RUN.for_processes()
 UNIONS: dict[str, Any] = {"refit": ToRefit, "trainer": ToTrainer, "rollout": ToRollout}
 EXPECTED: dict[ServiceKind, int] = {"refit": 1, "trainer": 1, "rollout": 2}
-WAIT_S = 30.0
+WAIT_S = 120.0
 BEFORE, AFTER = 7, (1 << 32) + 1
 """Ids of commands of one coordinator and of the next."""
 

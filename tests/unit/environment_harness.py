@@ -13,7 +13,7 @@ from tandem.rollout.environments import Score, Turn
 from tandem.rollout.environments.faults import UnscoredResponse
 from tandem.rollout.environments.scorer import EnvironmentScorer
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 Result = Score | Turn | UnscoredResponse
 
 

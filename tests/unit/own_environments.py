@@ -17,7 +17,10 @@ from typing import Any
 from tandem.common.messages import Problem
 from tandem.rollout.environments import Score, Turn
 
-WAIT_S = 30.0
+WAIT_S = 120.0
+"""Longest wait of a test, on a machine with much else to do."""
+HANG_S = 30.0
+"""How long code hangs that a test ends."""
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -171,7 +174,7 @@ class Fails:
             case "raises":
                 raise LookupError("no such room")
             case "hangs":
-                time.sleep(WAIT_S)
+                time.sleep(HANG_S)
             case "reward":
                 return Turn([{"role": "user", "content": "1"}], reward=float("nan"))
             case "nothing":
@@ -238,7 +241,7 @@ class Misbehaves:
                 start_processes(Path("pids"))
             case "start and sleep":
                 start_processes(Path("pids"))
-                time.sleep(WAIT_S)
+                time.sleep(HANG_S)
             case "pid":
                 return Score(float(os.getpid()), correct=True)
         return Score(float(len(response)), correct=True)
@@ -261,7 +264,7 @@ class Unmade(Misbehaves):
                 case "raise":
                     raise OSError("no licence")
                 case "hang":
-                    time.sleep(WAIT_S)
+                    time.sleep(HANG_S)
 
 
 class Asks:
@@ -275,13 +278,13 @@ class Asks:
         self.most = max(self.most, self.now)
         match response:
             case "for ever":
-                await asyncio.sleep(WAIT_S)
+                await asyncio.sleep(HANG_S)
             case "stubborn":
                 while True:
                     with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.sleep(WAIT_S)
+                        await asyncio.sleep(HANG_S)
             case "block":
-                time.sleep(WAIT_S)
+                time.sleep(HANG_S)
             case "exit":
                 os._exit(3)
             case "raise":

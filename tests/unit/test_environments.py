@@ -19,7 +19,7 @@ from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
 from tandem.rollout.environments.scorer import EnvironmentScorer
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 RIGHT, WRONG = Score(1.0, True), Score(0.0, False)
 
 

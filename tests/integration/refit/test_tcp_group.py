@@ -30,7 +30,7 @@ from tests.harness.rendezvous import Rendezvous
 from tests.harness.runs.running import Awake
 from tests.harness.strangers import Tap, strangers
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 SHORT_S = 6.0
 """Deadline of those who are not let in."""
 NUM_BYTES = 5 << 19
