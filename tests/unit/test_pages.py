@@ -18,6 +18,7 @@ from tests.harness.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+OF_EVIDENCE = ("docs/evidence.md", "docs/hardware.md")
 USERS_OWN = {"plans.py", "mine.py", "make_data.py", "rewards.py", "hints.py"}
 """Files that pages have a user write."""
 
@@ -94,6 +95,11 @@ def names_bound_in(code: str) -> set[str]:
     nodes = list(ast.walk(ast.parse(code)))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") and page not in OF_EVIDENCE])
+def test_which_test_shows_what_stands_on_the_page_of_evidence(page: str) -> None:
+    assert re.findall(r"`[\w/]*\btest_\w+\.py`", prose(page)) == []
 
 
 @pytest.mark.parametrize(("page", "most_lines"), [("README.md", 110), ("docs/architecture.md", 400)])
