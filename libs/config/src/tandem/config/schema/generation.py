@@ -251,8 +251,8 @@ class GenerationConfig(ConfigSection, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> EngineKind:
-        """Declaration of the engine. Raises `KeyError` for one that is not built, which no checked run has."""
-        return ENGINE_KINDS[self.backend]
+        """Declaration of the engine; that of the embedded one for an engine that is not built, while it is checked."""
+        return ENGINE_KINDS.get(self.backend, ENGINE_KINDS["transformers"])
 
     def reads(self, section: str) -> bool:
         """Return whether the engine reads the settings of an engine in ``policy.generation``."""
