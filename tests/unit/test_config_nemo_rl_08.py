@@ -208,3 +208,54 @@ def test_a_listed_data_set_without_a_name_has_the_one_beside_it(
     config = build_config(small(data={"dataset_name": name, "train": entry}, algorithm=algorithm))
     assert config.data.dataset_name == expected
     assert bool(config.ignored) == (name != expected)
+
+
+MAIN = """
+policy:
+  model_name: model
+  BACKEND: {enabled: true, tensor_parallel_size: 2, sequence_parallel: false}
+  make_sequence_length_divisible_by: ${policy.BACKEND.tensor_parallel_size}
+  generation: {}
+data: {dataset_name: gsm8k}
+env:
+  reward_model: {model_name: scorer, BACKEND: {cpu_offload: false}}
+cluster: {gpus_per_node: 2}
+grpo: {}
+"""
+
+
+def test_the_backend_of_the_main_branch_is_that_of_the_releases(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.yaml" for name in ("automodel_cfg", "dtensor_cfg")}
+    for name, file in files.items():
+        file.write_text(MAIN.replace("BACKEND", name))
+    overrides = ["policy.{}.expert_parallel_size=1", "policy.{}={{sequence_parallel: true}}"]
+    newer, earlier = (
+        load_config(file, [override.format(name) for override in overrides]) for name, file in files.items()
+    )
+    assert newer == earlier
+    section = newer.policy.dtensor_cfg
+    assert (section.tensor_parallel_size, section.sequence_parallel) == (2, True)
+    assert newer.policy.make_sequence_length_divisible_by == 2
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: dtensor_cfg.yaml\npolicy: {automodel_cfg: {sequence_parallel: true}}\n")
+    assert load_config(child) == newer, "files of both kinds inherit from each other"
+
+
+def test_problems_with_the_backend_have_the_name_that_the_file_has(tmp_path: Path) -> None:
+    file = tmp_path / "main.yaml"
+    file.write_text(
+        MAIN.replace("BACKEND", "automodel_cfg").replace("sequence_parallel: false", "tensor_paralel_size: 2")
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["policy.automodel_cfg.cpu_offload=3", "policy.dtensor_cfg.activation_checkpointing=3"])
+    assert sorted(line.split(": ")[1] for line in caught.value.problems) == [
+        "policy.automodel_cfg.cpu_offload",
+        "policy.automodel_cfg.tensor_paralel_size",
+        "policy.dtensor_cfg.activation_checkpointing",
+    ]
+    file.write_text(MAIN.replace("BACKEND", "automodel_cfg").replace("sequence_parallel: false", "quorum: 2"))
+    ignored = load_config(file, ["nemo_rl_version=newer"]).ignored
+    assert [line.partition(" ")[0] for line in ignored] == ["policy.automodel_cfg.quorum"]
+    both = small(policy={"model_name": "model", "automodel_cfg": {}, "dtensor_cfg": {}, "generation": {}})
+    with pytest.raises(ConfigError, match=r"policy\.automodel_cfg: unknown key"):
+        build_config(both)

@@ -15,6 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from tandem.common.errors import ConfigError
 from tandem.common.regular_files import irregular
 from tandem.config.checks.paths import why_no_path
+from tandem.config.names.newer_names import BACKEND, BACKEND_HERE, name_backend_as_here
 
 COMMAND_LINE = "command line"
 
@@ -35,6 +36,14 @@ class ConfigLayer(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """Name in errors: the file's path, or ``command line``."""
     settings: Plain
+    has_backend_renamed: bool = False
+    """Whether it has a section `BACKEND`, which is under its name here."""
+
+
+def layer_of(source: str, settings: Mapping[str, Any]) -> ConfigLayer:
+    """Return the layer of a file, a mapping or an override."""
+    renamed = name_backend_as_here(dict(settings))
+    return ConfigLayer(source=source, settings=renamed, has_backend_renamed=renamed != settings)
 
 
 class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +56,22 @@ class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
 
     def source_of(self, key: str) -> str:
         """Return the name of the topmost layer that sets `key`."""
+        layer = self._layer_of(key)
+        return self.main if layer is None else layer.source
+
+    def written(self, key: str) -> str:
+        """Return the name of `key` in the topmost layer that sets it."""
+        layer = self._layer_of(key)
+        if layer is None or not layer.has_backend_renamed:
+            return key
+        return re.sub(rf"\b{BACKEND_HERE}\b", BACKEND, key)
+
+    def _layer_of(self, key: str) -> ConfigLayer | None:
         parts = key_parts(key)
         for layer in reversed(self.layers):
             if _sets(layer.settings, parts) or _replaces(layer.settings, parts):
-                return layer.source
-        return self.main
+                return layer
+        return None
 
     def are_set_together(self, first_key: str, second_key: str) -> bool:
         """Tell whether a single file, or the command line, sets both keys."""
@@ -86,8 +106,12 @@ def overridden(settings: ConfigLayers, overrides: Sequence[str]) -> ConfigLayers
         parts, value = _parse_override(override)
         if parts == ["prerequisite"] and isinstance(value, str):
             value = os.path.abspath(value)
+        layer = layer_of(COMMAND_LINE, _nested(parts, value))
+        if layer.has_backend_renamed:
+            parts = [BACKEND_HERE if part == BACKEND else part for part in parts]
+            value = name_backend_as_here(value)
         merged = _updated(merged, parts, value, override)
-        layers.append(ConfigLayer(source=COMMAND_LINE, settings=_nested(parts, value)))
+        layers.append(layer)
     return ConfigLayers(main=settings.main, layers=tuple(layers), merged=merged)
 
 
@@ -127,7 +151,7 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[ConfigLayer]:
             raise ConfigError(f"{path}: defaults: there is no file {shortened(parent)}{nearest_file(parent)}")
         layers += _read_chain(parent, (*children, resolved))
     _check_markers(path, settings, "")
-    return [*layers, ConfigLayer(source=str(path), settings=settings)]
+    return [*layers, layer_of(str(path), settings)]
 
 
 def _check_markers(path: Path, node: Plain, key: str) -> None:

@@ -19,7 +19,16 @@ from tandem.config.conform import completed, config_type, conform
 from tandem.config.derive import DERIVED, fill, unfill
 from tandem.config.dump import differing, escaped, to_plain
 from tandem.config.hidden import Look, RefusedSettings, with_hidden, without, without_wrong_keys
-from tandem.config.layers import COMMAND_LINE, ConfigLayer, ConfigLayers, key_parts, merge, overridden, read_layers
+from tandem.config.layers import (
+    COMMAND_LINE,
+    ConfigLayer,
+    ConfigLayers,
+    key_parts,
+    layer_of,
+    merge,
+    overridden,
+    read_layers,
+)
 from tandem.config.megatron import fit_megatron, missing_megatron, unfit_megatron
 from tandem.config.nemo_eval import is_nemo_eval, original_key, translated
 from tandem.config.problem import InvalidValue, shown
@@ -58,7 +67,8 @@ def without_foreign(
         if fewer == settings:
             break
         listed = settings.get("ignored") or ()
-        new_lines = [line for line in _lines(interpolated(settings), foreign) if line not in listed]
+        lines = _lines(interpolated(settings), foreign, layers.written)
+        new_lines = [line for line in lines if line not in listed]
         settings = {**fewer, "ignored": [*listed, *escaped(new_lines)]}
         outcome = look(settings)
     return settings, outcome
@@ -96,10 +106,10 @@ def is_newer(version: Any) -> bool:
     return is_number and tuple(map(int, version.split(".")[:2])) > _LATEST
 
 
-def _lines(settings: dict[str, Any], problems: list[InvalidValue]) -> list[str]:
-    """Return a notice about the key of each problem."""
+def _lines(settings: dict[str, Any], problems: list[InvalidValue], written: Callable[[str], str]) -> list[str]:
+    """Return a notice about the key of each problem, as its file has it."""
     values = [_value_at(settings, key_parts(each.key)) for each in problems]
-    return [f"{each.key} ({_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)]
+    return [f"{written(each.key)} ({_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)]
 
 
 def _value_at(node: Any, parts: list[str]) -> Any:
@@ -182,12 +192,13 @@ def layers_of(configuration: str | Path | Mapping[str, Any] | Config, source: st
     if isinstance(configuration, str | Path):
         return read_layers(Path(configuration), ())
     plain = escaped(_unfilled(configuration)) if isinstance(configuration, Config) else dict(configuration)
-    return ConfigLayers(main=source, layers=(ConfigLayer(source=source, settings=plain),), merged=plain)
+    layer = layer_of(source, plain)
+    return ConfigLayers(main=source, layers=(layer,), merged=layer.settings)
 
 
 def laid_over(layers: ConfigLayers, settings: Mapping[str, Any], source: str) -> ConfigLayers:
     """Return layers with one more on top, named `source` in errors."""
-    top = ConfigLayer(source=source, settings=dict(settings))
+    top = layer_of(source, settings)
     return ConfigLayers(main=layers.main, layers=(*layers.layers, top), merged=merge(layers.merged, top.settings))
 
 
@@ -264,7 +275,7 @@ def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None
     if isinstance(outcome, Config):
         return outcome
     outcome = with_hidden(outcome, merged, look)
-    locate = written or (lambda key: (layers.source_of(key), key))
+    locate = written or (lambda key: (layers.source_of(key), layers.written(key)))
     foreign = {each for each in outcome.problems if is_foreign(each, layers)}
     is_told = is_newer(merged.get("nemo_rl_version"))  # a foreign key that another problem hid is no problem then
     seen = [each for each in outcome.problems if not (is_told and each in foreign)] or outcome.problems

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS
 
+BACKEND, BACKEND_HERE = "automodel_cfg", "dtensor_cfg"
+"""The section of NeMo-RL's backend that is not Megatron-Core, as its main branch and as its releases name it."""
 _UNSET = {"max_num_steps": -1, "async_grpo": None, "async_ppo": None}
 """Values that leave a key of the algorithm's section at its default: no limit, nothing asynchronous."""
+
+
+def name_backend_as_here(node: Any) -> Any:
+    """Return settings with the section `BACKEND` under its name here, in keys and in what ``${...}`` refers to.
+
+    A section with both names keeps both: one of them is unknown.
+    """
+    if isinstance(node, dict):
+        is_renamed = BACKEND in node and BACKEND_HERE not in node
+        return {
+            BACKEND_HERE if is_renamed and key == BACKEND else key: name_backend_as_here(value)
+            for key, value in node.items()
+        }
+    if isinstance(node, list):
+        return [name_backend_as_here(item) for item in node]
+    if isinstance(node, str) and "${" in node:
+        return re.sub(rf"\.{BACKEND}\b", f".{BACKEND_HERE}", node)
+    return node
 
 
 def name_as_here(tree: dict[str, Any]) -> None:
