@@ -495,7 +495,7 @@ def test_an_engine_that_does_not_answer_is_replaced_like_one_that_is_lost(phase:
     actions = cluster.give(TimePassed(now=cluster.now + (30.5 if phase is RunPhase.GENERATING else 5.5)))
     (replaced,) = [action for action in actions if isinstance(action, ReplaceEngine)]
     assert replaced.process == late.process
-    assert replaced.why.startswith("no answer within")
+    assert replaced.reason.startswith("no answer within")
 
 
 def test_a_replacement_of_the_only_engine_that_does_not_come_ends_the_run() -> None:

@@ -96,7 +96,7 @@ def test_an_engine_that_would_have_to_be_streamed_to_is_turned_away_and_the_run_
     cluster.run_until(RunPhase.FINISHED)
     (gone,) = let_go(cluster)
     assert (gone.process, gone.is_awaited) == ("rollout-2", False)
-    assert "the senders are fixed when a run begins" in gone.why
+    assert "the senders are fixed when a run begins" in gone.reason
     assert cluster.commits() == [0, 1, 2, 3]
 
 
@@ -123,7 +123,7 @@ def test_an_engine_that_is_lost_or_late_before_it_is_ready_is_no_loss() -> None:
     while not any(gone.process == "rollout-3" for gone in let_go(cluster)) and cluster.now < 40:
         cluster.now += 5
         cluster.give(TimePassed(now=cluster.now))
-    assert let_go(cluster)[-1].why == "no answer within 20 s (building)"
+    assert let_go(cluster)[-1].reason == "no answer within 20 s (building)"
 
 
 def test_an_engine_that_is_told_to_leave_finishes_and_goes_once_its_samples_are_trained_on() -> None:
