@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore, TCPStore
 from tandem.config import Config
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout, program
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
@@ -224,7 +224,7 @@ def make(context: ServiceContext, connection: Connection, *arguments: Any) -> tu
 
 def sides() -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Return one trainer's layout and one engine's, which fuses some weights."""
-    model = from_config(SHAPE, "bfloat16")
+    model = make_shape(SHAPE, "bfloat16")
     (source,) = Megatron().layouts(model, HostNames("trainers", 1, has_gpus=False))
     (engine,) = Vllm().layouts(model, HostNames("engines", 1, has_gpus=False))
     return {"trainer-0": source}, {"rollout-0": engine}

@@ -58,7 +58,7 @@ COMMANDS = ["llama-8b-fsdp8-to-tp2", "deepseek-v3-ep64pp8-to-tp64", "deepseek-v3
 def measure(model: str, training: str, serving: str, what: str) -> dict[str, Any]:
     """Lay out and plan; runs in a process of its own."""
     from tandem.refit import planner, program
-    from tandem.refit.adapters.catalogue import from_config
+    from tandem.refit.adapters.catalogue import make_shape
     from tandem.refit.adapters.deployment import HostNames
     from tandem.refit.adapters.dtensor import DTensor
     from tandem.refit.adapters.megatron import Megatron
@@ -67,7 +67,7 @@ def measure(model: str, training: str, serving: str, what: str) -> dict[str, Any
     kinds = {kind.__name__: kind for kind in (DTensor, Megatron, Vllm)}
     assert "torch" not in sys.modules
     begun = time.perf_counter()
-    shape = from_config(json.loads((EXAMPLES / model / "config.json").read_bytes()), "bfloat16")
+    shape = make_shape(json.loads((EXAMPLES / model / "config.json").read_bytes()), "bfloat16")
     sides = [eval(side, kinds) for side in (training, serving)]  # of this file
     sources, engines = (
         {f"{name}-{rank}": held for rank, held in enumerate(side.layouts(shape, HostNames(name)))}

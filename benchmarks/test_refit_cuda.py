@@ -28,7 +28,7 @@ from smoke import sized
 
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout
-from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.layout import Address
@@ -177,7 +177,7 @@ class Engine(Process):
 
 
 def make(context: ServiceContext, connection: Connection, queue: Any) -> tuple[Process, Asked]:
-    model = from_config(MODEL, "bfloat16")
+    model = make_shape(MODEL, "bfloat16")
     device = device_name(torch.device(DEVICE))
     process: Trainer | Engine = (Trainer if context.name.startswith("trainer") else Engine)(
         context, model, device, queue
@@ -236,7 +236,7 @@ def test_refit_on_one_gpu(benchmark: BenchmarkFixture) -> None:
         bench = Bench(remotes["trainer-0"], remotes["rollout-0"], config)
         transport = "cuda_ipc" if DEVICE == "cuda" else "shm"
         num_bytes = sum(bench.plane.planned.num_bytes.values())
-        assert num_bytes == 2 * sum(math.prod(tensor.shape) for tensor in from_config(MODEL, "bfloat16").tensors)
+        assert num_bytes == 2 * sum(math.prod(tensor.shape) for tensor in make_shape(MODEL, "bfloat16").tensors)
         turns = Turns(
             {
                 "copy on the device": lambda: float(bench.engine.ask("memcpy")),

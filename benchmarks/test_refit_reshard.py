@@ -30,7 +30,7 @@ from tandem.common.curve import new_key_pair
 from tandem.common.keys import KeyPair
 from tandem.launch.service import ServiceContext
 from tandem.refit import layout, planner, program
-from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
@@ -245,7 +245,7 @@ def fewest_bytes(model: ModelShape, engines: list[Layout]) -> int:
 )
 def test_resharding(benchmark: BenchmarkFixture, case: str) -> None:
     config, training, serving = CASES[case]
-    model = from_config(config, "bfloat16")
+    model = make_shape(config, "bfloat16")
     sources = list(training.layouts(model, HostNames("trainers", training.num_ranks, has_gpus=False)))
     engines = list(serving.layouts(model, HostNames("engines", serving.num_ranks, has_gpus=False)))
     layouts = {f"trainer-{rank}": held for rank, held in enumerate(sources)}

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store
 from tandem.common.worker_shards import worker_shard_names
 from tandem.config import Config
 from tandem.refit import layout
-from tandem.refit.adapters.catalogue import from_checkpoint
+from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import Digests, compare
 from tandem.refit.layout import Layout
@@ -99,7 +99,7 @@ def take_part(rank: int, config: Config, checkpoint: Path, dtype: str, folder: P
 def engine_worker(rank: int, checkpoint: Path, dtype: str) -> Weights:
     """Hold what a worker of vLLM holds that is cut in two, with bytes that no weight has."""
     device = torch.device("cuda", torch.cuda.current_device())
-    model = from_checkpoint(checkpoint).with_dtype(dtype)
+    model = read_shape(checkpoint).cast(dtype)
     described = Vllm(tp=NUM_WORKERS).layout(model, rank, host_name(), device_name(device))
     size = getattr(torch, dtype).itemsize
     storages = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.layout import Layout
 
@@ -77,7 +77,7 @@ EVERY = {config["model_type"]: config for config in _EACH}
 
 def model_of(config: Mapping[str, Any]) -> ModelShape:
     """A model whose elements are integers, to be told apart; float32 where weights always are."""
-    return from_config(config, dtype="int32")
+    return make_shape(config, dtype="int32")
 
 
 def weights_of(model: ModelShape) -> Weights:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
 from tandem.refit.digests.comparison import Digests, DigestVerdict, compare
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutBuilder, contiguous_strides
@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 HOST = HostNames("host", per_host=8, has_gpus=False)
-MODEL = from_config(CONFIG, "float32")
+MODEL = make_shape(CONFIG, "float32")
 RANK, SCALE = 4, 8.0
 
 Tensors = dict[str, torch.Tensor]

@@ -31,7 +31,7 @@ class Spool(Transport):
     def wire(self, route: Route) -> Wire | None:
         return "memory"
 
-    def why(self, route: Route) -> str:
+    def explain(self, route: Route) -> str:
         return "same host, which has a spool"
 
     def preference(self, route: Route) -> int:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tandem.common.errors import ModelError
 from tandem.refit.adapters import headers
-from tandem.refit.adapters.catalogue import from_checkpoint, from_config
+from tandem.refit.adapters.catalogue import make_shape, read_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 VARIANTS = [
@@ -49,9 +49,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_names_and_shapes_are_those_of_a_saved_checkpoint(config: dict[str, Any], saved: Any) -> None:
     folder = saved(config)
     written = {name: shape for name, (shape, _) in headers.read_headers(folder).items()}
-    from_fields = from_config(config)
+    from_fields = make_shape(config)
     assert {tensor.name: tensor.shape for tensor in from_fields.tensors} == written
-    from_file = from_checkpoint(folder)
+    from_file = read_shape(folder)
     assert {tensor.name: tensor.shape for tensor in from_file.tensors} == written
     assert from_file.geometry == from_fields.geometry
     assert from_file.num_parameters == sum(int(np.prod(shape)) for shape in written.values())
@@ -59,9 +59,9 @@ def test_names_and_shapes_are_those_of_a_saved_checkpoint(config: dict[str, Any]
 
 def test_element_types_are_the_checkpoint_s(saved: Any) -> None:
     folder = saved(DEEPSEEK)
-    found = {tensor.name: tensor.dtype for tensor in from_checkpoint(folder).tensors}
+    found = {tensor.name: tensor.dtype for tensor in read_shape(folder).tensors}
     assert found == {name: dtype for name, (_, dtype) in headers.read_headers(folder).items()}
-    half = {tensor.dtype for tensor in from_config(LLAMA).with_dtype("float16").tensors}
+    half = {tensor.dtype for tensor in make_shape(LLAMA).cast("float16").tensors}
     assert half == {"float16"}
 
 
@@ -69,11 +69,11 @@ def test_several_files_are_read_through_their_index(saved: Any) -> None:
     folder = saved(QWEN3, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     (folder / "other.safetensors").write_bytes(b"not listed, not read")
-    assert len(from_checkpoint(folder).tensors) == len(from_config(QWEN3).tensors)
+    assert len(read_shape(folder).tensors) == len(make_shape(QWEN3).tensors)
 
 
 def test_a_quantised_checkpoint_has_scales_for_every_linear_layer() -> None:
-    model = from_config(DEEPSEEK).quantised((4, 8))
+    model = make_shape(DEEPSEEK).quantised((4, 8))
     tensors = {tensor.name: tensor for tensor in model.tensors}
     scaled = {name for name, tensor in tensors.items() if tensor.scales}
     assert {name.removesuffix("_scale_inv") for name in model.names_of_scales} == scaled
@@ -88,28 +88,28 @@ def test_a_quantised_checkpoint_has_scales_for_every_linear_layer() -> None:
 def test_an_unknown_architecture_is_known_by_its_tensors(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, 3), "b.c": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "novel"}')
-    model = from_checkpoint(tmp_path)
+    model = read_shape(tmp_path)
     assert [(t.name, t.shape, t.dtype) for t in model.tensors] == [("a", (2, 3), "float32"), ("b.c", (4,), "bfloat16")]
     with pytest.raises(ModelError, match="only the tensors of this model are known"):
-        _ = model.known
+        _ = model.required_geometry
 
 
 def test_what_cannot_be_described_is_refused(tmp_path: Path, saved: Any) -> None:
     with pytest.raises(ModelError, match="model_type 'novel' has no catalogue"):
-        from_config({"model_type": "novel"})
+        make_shape({"model_type": "novel"})
     with pytest.raises(ModelError, match="lacks 'vocab_size'"):
-        from_config({k: v for k, v in LLAMA.items() if k != "vocab_size"})
+        make_shape({k: v for k, v in LLAMA.items() if k != "vocab_size"})
     with pytest.raises(ModelError, match="does not describe a llama"):
-        from_config(LLAMA | {"num_attention_heads": None})
+        make_shape(LLAMA | {"num_attention_heads": None})
     with pytest.raises(ModelError, match="no safetensors files"):
-        from_checkpoint(tmp_path)
+        read_shape(tmp_path)
     folder = saved(LLAMA)
     (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 151}))
     with pytest.raises(ModelError, match=r"embed_tokens.weight should have shape"):
-        from_checkpoint(folder)
+        read_shape(folder)
     (folder / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ModelError, match="no readable safetensors header"):
-        from_checkpoint(folder)
+        read_shape(folder)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path, saved: Any) -> None
 )
 def test_example_models_have_the_published_sizes(name: str, num_parameters: int) -> None:
     config = json.loads((EXAMPLES / name / "config.json").read_bytes())
-    assert from_config(config).num_parameters == num_parameters
+    assert make_shape(config).num_parameters == num_parameters
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("*/config.json")))
@@ -140,4 +140,4 @@ def test_transformers_makes_the_same_tensors_of_example_models(name: str) -> Non
             transformers.AutoConfig.for_model(config["model_type"], **values), dtype=torch.bfloat16
         )
     num_elements = sum(tensor.numel() for tensor in made.state_dict().values())
-    assert from_config(config).num_parameters == num_elements
+    assert make_shape(config).num_parameters == num_elements

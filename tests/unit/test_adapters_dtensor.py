@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.common.errors import RefitError
-from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.deployment import HostNames, locate
 from tandem.refit.adapters.dtensor import TENSOR_PLAN, DTensor, local_box
 from tandem.refit.adapters.geometry import BIAS
@@ -78,7 +78,7 @@ def parameters_of(model: Any) -> Weights:
 
 @pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
 def test_a_whole_model_is_that_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
-    model = from_config(config, "float32")
+    model = make_shape(config, "float32")
     weights = weights_of(model)
     expected = parameters_of(real_model(config, weights, tmp_path))
     (layout,) = HuggingFace().layouts(model, HostNames("here", has_gpus=False))
@@ -134,7 +134,7 @@ MESHES = {
 def test_shards_are_those_of_fsdp2_and_tensor_parallelism(
     config: dict[str, Any], sizes: DTensor, tmp_path: Path
 ) -> None:
-    model = from_config(config, "float32")
+    model = make_shape(config, "float32")
     weights = weights_of(model)
     loaded = real_model(config, weights, tmp_path)
     for rank, layout in enumerate(sizes.layouts(model, HostNames("here"))):
@@ -158,7 +158,7 @@ def test_shards_are_those_of_fsdp2_and_tensor_parallelism(
 
 @pytest.mark.parametrize(("config", "sizes"), MESHES.values(), ids=MESHES)
 def test_every_element_is_held_by_each_replica_once(config: dict[str, Any], sizes: DTensor) -> None:
-    model = from_config(config, "float32")
+    model = make_shape(config, "float32")
     for name, counts in replicas(sizes.layouts(model, HostNames("here"))).items():
         is_cut = ".".join(name.split(".")[-2:]) in TENSOR_PLAN and ".experts." not in name
         num_copies = sizes.replicate if is_cut else sizes.replicate * sizes.tensor
@@ -186,7 +186,7 @@ def test_a_box_is_that_of_dtensor_on_any_mesh(
 
 
 def test_strides_are_of_the_local_part() -> None:
-    model = from_config(LLAMA, "bfloat16")
+    model = make_shape(LLAMA, "bfloat16")
     layout = DTensor(shard=2, tensor=2).layout(model, 3, "here", "GPU-1")
     (piece,) = layout.pieces_of("model.layers.0.mlp.down_proj.weight")
     assert (piece.box.start, piece.box.shape) == ((8, 12), (8, 12))
@@ -195,7 +195,7 @@ def test_strides_are_of_the_local_part() -> None:
 
 
 def test_live_parameters_are_located_by_name() -> None:
-    layout = HuggingFace().layout(from_config(LLAMA, "bfloat16"), 0, "here")
+    layout = HuggingFace().layout(make_shape(LLAMA, "bfloat16"), 0, "here")
     address = CudaMemory(pid=1, device="GPU-1", handle=b"h", offset=512)
     live = {storage.name: Storage(storage.name, storage.num_bytes, address) for storage in layout.storages}
     located = locate(layout, live | {"rotary": Storage("rotary", 4, address)})
@@ -209,7 +209,7 @@ def test_live_parameters_are_located_by_name() -> None:
 
 
 def test_tensors_of_one_parameter_have_one_element_type() -> None:
-    model = from_config(QWEN3_MOE, "float32")
+    model = make_shape(QWEN3_MOE, "float32")
     name = "model.layers.5.mlp.experts.3.up_proj.weight"
     mixed = [msgspec.structs.replace(t, dtype="bfloat16") if t.name == name else t for t in model.tensors]
     mixed_model = ModelShape(tuple(mixed), model.geometry)
@@ -221,10 +221,10 @@ def test_tensors_of_one_parameter_have_one_element_type() -> None:
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:
-    model = from_config(LLAMA)
+    model = make_shape(LLAMA)
     with pytest.raises(RefitError, match=r"input_layernorm.weight has no dimension 1"):
         DTensor(tensor=2, plan={"input_layernorm.weight": 1}).layout(model, 0, "here")
     with pytest.raises(RefitError, match="ranks share experts only where a layer has all of them in one parameter"):
-        DTensor(shard=2, expert=2, fuses_experts=False).layout(from_config(QWEN3_MOE), 0, "here")
+        DTensor(shard=2, expert=2, fuses_experts=False).layout(make_shape(QWEN3_MOE), 0, "here")
     with pytest.raises(RefitError, match="no rank 4 among 4"):
         DTensor(shard=4).layout(model, 4, "here")

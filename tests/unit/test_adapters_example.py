@@ -10,7 +10,7 @@ from adapters_harness import Weights, materialise, replicas
 from example_adapter import layout
 from torch.nn.functional import linear
 
-from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
+from tandem.refit.adapters.catalogue import ModelShape, read_shape
 
 HIDDEN, NUM_HEADS, SIZE = 8, 4, 2
 
@@ -30,7 +30,7 @@ def real() -> transformers.GPT2LMHeadModel:
 def shape(real: transformers.GPT2LMHeadModel, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     folder = tmp_path_factory.mktemp("gpt2")
     real.save_pretrained(folder)
-    return from_checkpoint(folder)
+    return read_shape(folder)
 
 
 def engine_of(shape: ModelShape, real: transformers.GPT2LMHeadModel, rank: int) -> Weights:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from engine_harness import make_model
 
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.huggingface import HuggingFace, as_checkpoint
 from tandem.refit.checks import check
 from tandem.refit.digests.at_once import digest_layout
@@ -34,7 +34,7 @@ def digests(layout: Layout, memory: Any) -> dict[str, int]:
 def test_a_mixture_of_experts_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     memory = dict(model.named_parameters())
-    described = HuggingFace().layout(from_config(model.config.to_dict(), "float32"), 0, "host")
+    described = HuggingFace().layout(make_shape(model.config.to_dict(), "float32"), 0, "host")
     found = as_checkpoint(plain({name: tuple(parameter.shape) for name, parameter in memory.items()}))
     check(found, "trainer-0")
     assert digests(found, memory) == digests(described, memory)

@@ -25,7 +25,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron, MegatronCoordinates
 
@@ -271,7 +271,7 @@ def test_any_sizes_put_parameters_where_megatron_does(
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
-    model = from_config(LLAMA)
+    model = make_shape(LLAMA)
     with pytest.raises(RefitError, match="8 layers cannot be split evenly over 3 pipeline stages"):
         Megatron(pp=3).layout(model, 0, "here")
     with pytest.raises(RefitError, match="cannot be split evenly into 3 chunks"):
@@ -279,12 +279,12 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(RefitError, match="24 elements cannot be split evenly over 16 ranks"):
         Megatron(tp=16).layout(model, 0, "here")
     with pytest.raises(RefitError, match="4 ranks cannot be split in etp 1 × ep 8 × pp 1"):
-        Megatron(dp=4, ep=8).layout(from_config(QWEN3_MOE), 0, "here")
+        Megatron(dp=4, ep=8).layout(make_shape(QWEN3_MOE), 0, "here")
     with pytest.raises(RefitError, match="must name tp, cp, ep, dp and pp once each, not 'tp-dp'"):
         Megatron(tp=2, order="tp-dp").layout(model, 0, "here")
     with pytest.raises(RefitError, match="let the order end in pp"):
         Megatron(tp=2, dp=2, pp=2, ep=2, etp=1, order="tp-pp-dp-ep-cp").layouts(
-            from_config(QWEN3_MOE), HostNames("here")
+            make_shape(QWEN3_MOE), HostNames("here")
         )
 
 

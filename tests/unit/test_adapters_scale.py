@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
@@ -40,7 +40,7 @@ DEPLOYMENTS = {
 
 
 def example(name: str) -> ModelShape:
-    return from_config(json.loads((EXAMPLES / name / "config.json").read_bytes()))
+    return make_shape(json.loads((EXAMPLES / name / "config.json").read_bytes()))
 
 
 def num_elements(layouts: Sequence[Layout], among: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:

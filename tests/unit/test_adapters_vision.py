@@ -11,7 +11,7 @@ import transformers
 
 from tandem.common.errors import ModelError, RefitError
 from tandem.config.models.families import VLLM_SEEING
-from tandem.refit.adapters.catalogue import from_checkpoint, from_config
+from tandem.refit.adapters.catalogue import make_shape, read_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace, is_of_tower
@@ -26,7 +26,7 @@ def test_names_and_shapes_are_those_of_the_model_in_memory(family: str, is_tied:
     settings = transformers.AutoConfig.from_pretrained(folder, tie_word_embeddings=is_tied)
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(settings)
-    found = from_config(json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": is_tied})
+    found = make_shape(json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": is_tied})
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {tensor.name: tensor.shape for tensor in found.tensors} == expected
     towers = {name for name in expected if "visual" in name or "vision" in name or "projector" in name}
@@ -37,7 +37,7 @@ def test_names_and_shapes_are_those_of_the_model_in_memory(family: str, is_tied:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_has_as_many_parameters(family: str, tmp_path: Path) -> None:
     folder = write_vision_model(family, tmp_path)
-    saved, described = from_checkpoint(folder), from_config(json.loads((folder / "config.json").read_text()))
+    saved, described = read_shape(folder), make_shape(json.loads((folder / "config.json").read_text()))
     assert saved.num_parameters == described.num_parameters
     towers = [sum(is_of_tower(tensor.name) for tensor in model.tensors) for model in (saved, described)]
     assert towers[0] == towers[1] > 10, "under the names of the files, too"
@@ -45,7 +45,7 @@ def test_a_checkpoint_has_as_many_parameters(family: str, tmp_path: Path) -> Non
 
 def test_tensor_parallelism_leaves_the_tower_whole(tmp_path: Path) -> None:
     folder = write_vision_files("smolvlm", tmp_path)
-    model = from_config(json.loads((folder / "config.json").read_text()))
+    model = make_shape(json.loads((folder / "config.json").read_text()))
     layout = DTensor(tensor=2).parameters(model, 1)
     whole = HuggingFace().parameters(model, 0)
     shapes = {tensor.name: tensor.shape for tensor in whole.tensors}
@@ -61,7 +61,7 @@ def test_tensor_parallelism_leaves_the_tower_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", VLLM_SEEING)
 def test_vllms_workers_hold_every_tensor_under_its_names(family: str, tmp_path: Path) -> None:
     folder = write_vision_files(family, tmp_path)
-    model = from_config(json.loads((folder / "config.json").read_text()))
+    model = make_shape(json.loads((folder / "config.json").read_text()))
     for ranks in (1, 2):
         layouts = Vllm(tp=ranks).layouts(model, HostNames("host"))  # which raises if one is lost
         assert all(layout.tensors == model.tensors for layout in layouts)
@@ -79,7 +79,7 @@ def test_a_tower_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {"num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 192}
     with pytest.raises(RefitError, match="32 elements cannot be split evenly over 3 ranks"):
-        Vllm(tp=3).layouts(from_config(config), HostNames("host"))
+        Vllm(tp=3).layouts(make_shape(config), HostNames("host"))
 
 
 def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -87,4 +87,4 @@ def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["vision_config"]["patch_size"]
     with pytest.raises(ModelError, match="the model's configuration lacks 'patch_size'"):
-        from_config(config)
+        make_shape(config)

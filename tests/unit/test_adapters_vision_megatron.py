@@ -10,7 +10,7 @@ import transformers
 
 from tandem.config.models.families import MEGATRON_VISION
 from tandem.config.models.vision_families import VISION
-from tandem.refit.adapters.catalogue import ModelShape, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron, linear_layers
 from tandem.refit.adapters.vision import as_seeing, as_text, is_of_tower, names_in_checkpoint
@@ -26,7 +26,7 @@ SIZES = {
 
 def shape_of(family: str, folder: Path) -> ModelShape:
     written = write_vision_files(family, folder, num_key_value_heads=2, num_hidden_layers=4)
-    return from_config(json.loads((written / "config.json").read_text()), "float32")
+    return make_shape(json.loads((written / "config.json").read_text()), "float32")
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -59,7 +59,7 @@ def test_each_replica_has_every_element_once_and_first_stages_the_whole_tower(
 def test_names_of_the_language_model_are_those_of_a_model_of_text(family: str, tmp_path: Path) -> None:
     model, known = shape_of(family, tmp_path), VISION[family]
     text = model.as_text
-    assert text.known.num_layers == 4
+    assert text.required_geometry.num_layers == 4
     assert "model.layers.3.mlp.down_proj.weight" in text.index
     assert [as_seeing(each.name, known) for each in text.tensors if not is_of_tower(each.name, known)] == [
         each.name for each in model.tensors if not is_of_tower(each.name, known)
@@ -67,7 +67,7 @@ def test_names_of_the_language_model_are_those_of_a_model_of_text(family: str, t
     assert all(as_text(as_text(each.name, known), known) == as_text(each.name, known) for each in model.tensors)
     layers = linear_layers(model)
     assert layers["decoder.layers.0.mlp.linear_fc2"] == (f"{known.language_prefix}layers.0.mlp.down_proj",)
-    adapted = model.with_adapters(layers["decoder.layers.0.self_attention.linear_qkv"], 4)
+    adapted = model.add_adapters(layers["decoder.layers.0.self_attention.linear_qkv"], 4)
     names = {storage.name for storage in Megatron(tp=2).parameters(adapted, 1).storages}
     assert "decoder.layers.0.self_attention.linear_qkv.lora_B.weight" in names
 

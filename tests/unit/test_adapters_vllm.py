@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
 from tandem.refit.adapters import stages
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.vllm import Vllm, VllmCoordinates
 
@@ -290,7 +290,7 @@ def test_scales_lie_beside_the_blocks_that_they_scale(config: dict[str, Any], si
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
-    model = from_config(LLAMA)
+    model = make_shape(LLAMA)
     with pytest.raises(RefitError, match="8 query heads and 4 key heads cannot be split over 3 ranks"):
         Vllm(tp=3).layout(model_of(LLAMA | {"vocab_size": 192}), 0, "here")
     with pytest.raises(RefitError, match="192 elements cannot be split evenly over 5 ranks"):

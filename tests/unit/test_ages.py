@@ -19,7 +19,7 @@ from tandem.config import Config, config_to_json, load_config
 from tandem.coordinator.cli import main
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.refit.forecast.ages import StepRates, most_times_as_fast, predict
+from tandem.refit.forecast.ages import StepRates, bound_speedup, predict
 from tandem.refit.forecast.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_the_period_is_that_of_the_scheduler(simulated: Simulated, limit: str) -
     assert predicted.period_s == pytest.approx(simulation.period_s(), rel=0.1)
     synchronous_s = predict(rates, 0, in_flight=True).period_s
     assert predicted.speedup == pytest.approx(synchronous_s / predicted.period_s)
-    assert predicted.speedup <= most_times_as_fast(simulated.age)
+    assert predicted.speedup <= bound_speedup(simulated.age)
     engines_idle, trainers_idle = simulation.idle()
     assert predicted.trainers_idle == pytest.approx(trainers_idle, abs=0.1)
     assert predicted.engines_idle == pytest.approx(engines_idle, abs=0.1)
@@ -126,11 +126,13 @@ def test_closed_forms() -> None:
     assert found.share_by_age == pytest.approx((0.25, 0.75))
     half_empty = msgspec.structs.replace(even, samples_per_place=0.5, longest_over_mean=4)
     assert half_empty.work_s == 20 / 4  # as if there were no more places than samples
-    assert half_empty.made(0) == 0
-    assert half_empty.made(20) == half_empty.made(25) == 1
+    assert half_empty.predict_generated(0) == 0
+    assert half_empty.predict_generated(20) == half_empty.predict_generated(25) == 1
     # Lengths of u^3: (1 - s^(1/3)) of them are longer than s of the longest, and 3 of 4 parts are made so soon.
     steps = [i / 1000 for i in range(1000)]
-    assert half_empty.made(10) == pytest.approx(sum((1 - s ** (1 / 3)) / 1000 for s in steps if s < 0.5) * 4, abs=0.01)
+    assert half_empty.predict_generated(10) == pytest.approx(
+        sum((1 - s ** (1 / 3)) / 1000 for s in steps if s < 0.5) * 4, abs=0.01
+    )
     # Sixteen samples a place: of the last responses, 8 / 7 means are left in the mean, and 3.2 of the last to end.
     waiting = (3.2 - 8 / 7) * 15 / 16 + 3 / 16
     assert msgspec.structs.replace(half_empty, samples_per_place=16).work_s == pytest.approx(20 * 16 / (16 + waiting))

@@ -11,7 +11,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, notices
 from tandem.config.models.lora import chosen
 from tandem.config.schema.adapters import LoraCfg, PeftConfig
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.megatron import linear_layers
 
 LAYERS = [
@@ -48,7 +48,7 @@ def test_a_name_that_fits_no_layer_is_refused() -> None:
 def test_megatrons_fused_layers_are_several_of_a_checkpoint() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
-    model = from_config({"model_type": "llama", **sizes, **heads})
+    model = make_shape({"model_type": "llama", **sizes, **heads})
     linear = linear_layers(model)
     found = chosen(list(linear), PeftConfig(exclude_modules=("*.layers.0.*",)), "peft")
     assert {name: linear[name] for name in found} == {
@@ -57,12 +57,12 @@ def test_megatrons_fused_layers_are_several_of_a_checkpoint() -> None:
         "decoder.layers.1.mlp.linear_fc1": ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
         "decoder.layers.1.mlp.linear_fc2": ("model.layers.1.mlp.down_proj",),
     }
-    fused = linear_layers(from_config({"model_type": "phi3", **sizes, **heads}))
+    fused = linear_layers(make_shape({"model_type": "phi3", **sizes, **heads}))
     assert fused.keys() == linear.keys()
     assert fused["decoder.layers.1.self_attention.linear_qkv"] == ("model.layers.1.self_attn.qkv_proj",)
     assert fused["decoder.layers.1.mlp.linear_fc1"] == ("model.layers.1.mlp.gate_up_proj",)
     layers = [layer for name in found for layer in linear[name]]
-    adapted = model.with_adapters(layers, 4)
+    adapted = model.add_adapters(layers, 4)
     assert adapted.shape_of("model.layers.{layer}.self_attn.k_proj.lora_B.weight") == (16, 4)
     assert adapted.tensors[: len(model.tensors)] == model.tensors
     assert len(adapted.tensors) == len(model.tensors) + 2 * 7

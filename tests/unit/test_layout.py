@@ -56,7 +56,7 @@ def test_box_algebra_is_that_of_sets_of_elements(one: Box, other: Box) -> None:
     assert one.contains(other) == bool((marks(one)[slices(other)] == 1).all())
     assert one.num_elements == marks(one).sum()
     if common is not None:
-        rest = list(one.without(common))
+        rest = list(one.subtract(common))
         np.testing.assert_array_equal(marks(common, *rest), marks(one))  # disjoint: no element is counted twice
 
 
@@ -64,7 +64,7 @@ def test_a_scalar_is_a_box_of_one_element() -> None:
     scalar = whole(())
     assert scalar.num_elements == 1
     assert scalar.intersect(scalar) == scalar
-    assert list(scalar.without(scalar)) == []
+    assert list(scalar.subtract(scalar)) == []
     assert scalar.contains(scalar)
     assert not scalar.contains(Box((0,), (1,)))
 

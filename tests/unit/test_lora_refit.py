@@ -28,7 +28,7 @@ SIZES = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_engines_compute_with_the_base_and_the_product_to_the_bit(sizes: str, dtype: str) -> None:
-    refit = LoraRefit(*SIZES[sizes], MODEL.with_dtype(dtype))
+    refit = LoraRefit(*SIZES[sizes], MODEL.cast(dtype))
     first = refit.refit(0)
     refit.assert_holds(getattr(torch, dtype))
     verdict = refit.verdict()
@@ -45,7 +45,7 @@ def test_engines_compute_with_the_base_and_the_product_to_the_bit(sizes: str, dt
 
 
 def test_no_version_depends_on_those_before() -> None:
-    refit = LoraRefit(DTensor(shard=2), Vllm(tp=2), MODEL.with_dtype("bfloat16"))
+    refit = LoraRefit(DTensor(shard=2), Vllm(tp=2), MODEL.cast("bfloat16"))
     refit.refit(0)
     for version in range(1, 40):
         refit.train()

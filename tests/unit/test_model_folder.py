@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, build_config
 from tandem.coordinator.cli import main
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.model_folders.checking import check_model
 
 SIZES: dict[str, Any] = {
@@ -49,7 +49,7 @@ def make_model(**over: Any) -> None:
     (FILE.parent / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
     known = config if config["model_type"] == "qwen3" else config | {"model_type": "qwen3"}
-    save_file({t.name: random.normal(size=t.shape).astype(np.float32) for t in from_config(known).tensors}, FILE)
+    save_file({t.name: random.normal(size=t.shape).astype(np.float32) for t in make_shape(known).tensors}, FILE)
 
 
 def change(damage: Callable[[Tensors], None]) -> None:

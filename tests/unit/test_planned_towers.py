@@ -16,7 +16,7 @@ from tandem.config.models.vision_families import VISION
 from tandem.refit.forecast.memory import memory_of
 from tandem.refit.forecast.plan import explain
 from tandem.refit.forecast.sides import model_shape, sides
-from tandem.refit.forecast.towers import most_image_tokens, tower_of
+from tandem.refit.forecast.towers import bound_image_tokens, tower_of
 from tandem.trainer.backends.pictures import freeze
 from tests.harness.vision_models import vision_config, vision_tokenizer
 
@@ -102,7 +102,7 @@ def test_a_tower_keeps_what_was_planned(family: str, precision: str, tmp_path: P
     model = transformers.AutoModelForImageTextToText.from_config(read, dtype=dtype).train()
     inputs, num_patches = inputs_of(read, family, dtype)
     counted = kept_by(model, inputs)
-    planned = tower.kept(num_patches / tower.patches_per_token, dtype.itemsize, recomputes=False)
+    planned = tower.measure_kept(num_patches / tower.patches_per_token, dtype.itemsize, recomputes=False)
     print(family, precision, planned / counted)
     assert planned == pytest.approx(counted, rel=0.1)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_megatron_core_freezes_what_is_named_too(tmp_path: Path) -> None:
 def test_a_plan_says_how_many_image_tokens_it_counts(tmp_path: Path) -> None:
     vllm = {"backend": "vllm", "max_new_tokens": 128, "colocated": {"enabled": True}}
     config, out = config_of(tmp_path, "qwen2_5_vl", precision="bfloat16", generation=vllm), io.StringIO()
-    assert most_image_tokens(config, 1024) == 768
+    assert bound_image_tokens(config, 1024) == 768
     explain(config, Console(file=out, width=200))
     assert "images: as if all tokens of prompts stood for some, 75% of a micro-batch's" in out.getvalue()
     recomputed = config_of(tmp_path, "qwen2_5_vl", dtensor_cfg={"activation_checkpointing": True})

@@ -16,7 +16,7 @@ from tandem.common.errors import RefitError
 from tandem.common.messages import CommitVersion, Message, PlanTransfers, TransfersPlanned, VersionCommitted
 from tandem.config import build_config
 from tandem.refit import layout, program
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.vllm import Vllm
@@ -24,7 +24,7 @@ from tandem.refit.digests import comparison
 from tandem.refit.layout import Layout
 from tandem.refit.service import RefitService
 
-MODEL = from_config(
+MODEL = make_shape(
     {
         "model_type": "qwen3",
         "hidden_size": 32,
@@ -91,7 +91,7 @@ class Service:
 
     def commit(self, digests: dict[str, NDArray[np.uint64]]) -> VersionCommitted:
         self.context.replies.clear()
-        encoded = {part: comparison.to_bytes(each) for part, each in digests.items()}
+        encoded = {part: comparison.encode_digests(each) for part, each in digests.items()}
         command = CommitVersion(command_id=2, deadline_s=1.0, version=1, digests=encoded, has_update=False)
         self.service.handle(command, {})
         (committed,) = self.context.replies

@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from tandem.config import Config, build_config, config_to_json, resume_differences, to_plain
-from tandem.coordinator.preparing.run_length import with_run_length
+from tandem.coordinator.preparing.run_length import set_run_length
 from tandem.observe.run_folder.journal_writer import Journal
 
 
@@ -57,27 +57,27 @@ def begun(config: Config) -> Config:
 
 
 def test_a_new_run_takes_the_steps_that_its_data_allow(tmp_path: Path) -> None:
-    assert steps_of(with_run_length(sft(tmp_path, 60), 12, "new")) == 12
-    assert steps_of(with_run_length(sft(tmp_path, 60, enabled=False), 12, "new")) is None
-    both = with_run_length(ppo(tmp_path), 7, "new")
+    assert steps_of(set_run_length(sft(tmp_path, 60), 12, "new")) == 12
+    assert steps_of(set_run_length(sft(tmp_path, 60, enabled=False), 12, "new")) is None
+    both = set_run_length(ppo(tmp_path), 7, "new")
     assert both.value is not None
     assert (steps_of(both), both.value.megatron_cfg.train_iters) == (7, 7)
 
 
 def test_a_resumed_run_keeps_them_however_long_it_has_become(tmp_path: Path) -> None:
-    first = begun(with_run_length(sft(tmp_path, 12), 12, "new"))
-    longer = with_run_length(sft(tmp_path, 60), 60, "resume")
+    first = begun(set_run_length(sft(tmp_path, 12), 12, "new"))
+    longer = set_run_length(sft(tmp_path, 60), 60, "resume")
     assert steps_of(longer) == 12
     assert not resume_differences(first, longer)
-    stretched = with_run_length(sft(tmp_path, 60, override_opt_param_scheduler=True), 60, "resume")
+    stretched = set_run_length(sft(tmp_path, 60, override_opt_param_scheduler=True), 60, "resume")
     assert steps_of(stretched) == 60
     assert not resume_differences(first, stretched)
-    assert steps_of(with_run_length(sft(tmp_path, 60), 60, "restart")) == 60
+    assert steps_of(set_run_length(sft(tmp_path, 60), 60, "restart")) == 60
 
 
 def test_a_run_of_an_earlier_release_takes_those_that_it_has_now(tmp_path: Path) -> None:
     first = begun(sft(tmp_path, 12))
-    resumed = with_run_length(sft(tmp_path, 12), 12, "resume")
+    resumed = set_run_length(sft(tmp_path, 12), 12, "resume")
     assert steps_of(resumed) == 12
     assert not resume_differences(first, resumed)
 
@@ -114,21 +114,21 @@ def test_a_share_of_warmup_is_of_the_steps_that_run(tmp_path: Path, enabled: boo
     # Transformers takes it of the steps that it trains, which epochs may end.
     expected = transformers.TrainingArguments(output_dir=".", warmup_steps=0.1).get_warmup_steps(35)
     assert warmup_of(warming(tmp_path, 60, enabled=enabled)) == 6
-    first = begun(with_run_length(warming(tmp_path, 60, enabled=enabled), 35, "new"))
+    first = begun(set_run_length(warming(tmp_path, 60, enabled=enabled), 35, "new"))
     assert warmup_of(first) == expected == 4
     assert warmup_of(build_config(to_plain(first))) == 4, "as a run folder has it"
-    longer = with_run_length(warming(tmp_path, 600, enabled=enabled), 350, "resume")
+    longer = set_run_length(warming(tmp_path, 600, enabled=enabled), 350, "resume")
     assert warmup_of(longer) == 4
     assert not resume_differences(first, longer)
-    assert warmup_of(with_run_length(warming(tmp_path, 600, enabled=enabled), 350, "restart")) == 35
-    whole = with_run_length(warming(tmp_path, 600, enabled=enabled, warmup_steps=7), 350, "resume")
+    assert warmup_of(set_run_length(warming(tmp_path, 600, enabled=enabled), 350, "restart")) == 35
+    whole = set_run_length(warming(tmp_path, 600, enabled=enabled, warmup_steps=7), 350, "resume")
     assert warmup_of(whole) == 7
 
 
 def test_an_overridden_schedule_keeps_its_warmup(tmp_path: Path) -> None:
-    first = begun(with_run_length(warming(tmp_path, 60, enabled=True), 35, "new"))
+    first = begun(set_run_length(warming(tmp_path, 60, enabled=True), 35, "new"))
     scheduler = {"lr_decay_style": "cosine", "override_opt_param_scheduler": True}
     longer = warming(tmp_path, 600, enabled=True, megatron_cfg={"enabled": True, "scheduler": scheduler})
-    resumed = with_run_length(longer, 350, "resume")
+    resumed = set_run_length(longer, 350, "resume")
     assert (warmup_of(resumed), steps_of(resumed)) == (4, 350)
     assert not resume_differences(first, resumed)

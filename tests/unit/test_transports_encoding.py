@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.transports.encoding import INTEGERS, EncodingKind, MessageDifference, advance, apply, num_bytes, whole
+from tandem.refit.transports.encoding import INTEGERS, EncodingKind, MessageDifference, advance, apply, num_bytes, wrap
 
 LENGTH = 300_001
 
@@ -170,7 +170,7 @@ def test_a_gap_that_became_the_number_for_long_ones_is_refused() -> None:
 
 def test_a_whole_message_is_one_too() -> None:
     old, new = messages(0.5, torch.int32)
-    apply(whole(new), old)
+    apply(wrap(new), old)
     assert torch.equal(old, new)
     apply(MessageDifference(EncodingKind.NOTHING, 0, 0, torch.empty(0, dtype=torch.uint8)), old)
     assert torch.equal(old, new)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.refit.transports import segments
-from tandem.refit.transports.gpu_copy import by_types, rows_of, strided
+from tandem.refit.transports.gpu_copy import group_by_types, rows_of, strided
 from tandem.refit.transports.segments import CopyTiles, tiles
 
 NUMBERS = {8: ctypes.c_int64, 4: ctypes.c_int32, 2: ctypes.c_int16, 1: ctypes.c_int8}
@@ -106,7 +106,7 @@ def test_odd_addresses_take_narrow_words() -> None:
 def test_pairs_are_parted_by_type_and_empty_ones_left_out() -> None:
     to = [torch.zeros(2), torch.zeros(0), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(1)]
     from_ = [torch.zeros(2), torch.zeros(0), torch.zeros(3), torch.zeros(1)]
-    assert by_types(to, from_) == {
+    assert group_by_types(to, from_) == {
         (torch.float32, torch.float32): [0, 3],
         (torch.bfloat16, torch.float32): [2],
     }

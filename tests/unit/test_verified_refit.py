@@ -64,7 +64,7 @@ class Refit:
 
 @pytest.fixture(params=["float32", "bfloat16", "float8"])
 def refit(request: pytest.FixtureRequest) -> Refit:
-    wanted = MODEL.quantised((8, 8)) if request.param == "float8" else MODEL.with_dtype(request.param)
+    wanted = MODEL.quantised((8, 8)) if request.param == "float8" else MODEL.cast(request.param)
     return Refit(DTensor(shard=2), Vllm(tp=2), wanted)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
@@ -155,7 +155,7 @@ def test_experts_of_megatron_are_resharded_for_vllm_as_whole_weights_are(
     dtype: str, rendezvous: Rendezvous, tmp_path: Path
 ) -> None:
     """Engines in float8 make it of what has changed, and hold the same bits as engines that are sent everything."""
-    model = from_config(EXPERTS, "bfloat16")
+    model = make_shape(EXPERTS, "bfloat16")
     trainers = Megatron(tp=2, dp=2, ep=2).layouts(model, HostNames("trainers", 1, has_gpus=False))
     held = model.quantised((64, 64)) if dtype == "float8" else model
     workers = Vllm(tp=2, pp=2, expert_parallel=True).layouts(held, HostNames("engines", 1, has_gpus=False))

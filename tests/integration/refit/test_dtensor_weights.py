@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tandem.common.errors import ModelError, TandemError
 from tandem.config import Config
 from tandem.config.schema import NewModel
-from tandem.refit.adapters.catalogue import from_checkpoint
+from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
@@ -149,7 +149,7 @@ def read_each_other(rank: int, config: Config, folder: Path) -> None:
 
 def assert_predicted(layouts: Sequence[Layout], config: Config) -> None:
     """The planner's adapter lays the ranks out as they are."""
-    model, sizes = from_checkpoint(Path(config.policy.model_name)), training(config)
+    model, sizes = read_shape(Path(config.policy.model_name)), training(config)
     assert isinstance(sizes, DTensor)
     sizes = msgspec.structs.replace(sizes, shard=len(layouts) // (sizes.replicate * sizes.tensor))
     predicted = sizes.layouts(model, HostNames("here", has_gpus=False))

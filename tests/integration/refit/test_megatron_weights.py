@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
-from tandem.refit.adapters.catalogue import from_checkpoint
+from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.checks import check
 from tandem.refit.layout import Layout, whole
 from tandem.refit.transports import shm
@@ -93,7 +93,7 @@ def hold_another(rank: int, config: Config, other: Path) -> str:
     backend: Any = make(config)
     policy = backend._held["policy", 0]
     with pytest.raises(ModelError) as refused:
-        RankWeights(policy.chunks, policy.settings.sizes, from_checkpoint(other))
+        RankWeights(policy.chunks, policy.settings.sizes, read_shape(other))
     return str(refused.value)
 
 

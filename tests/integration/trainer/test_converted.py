@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.common.errors import ModelError
-from tandem.refit.adapters.catalogue import from_checkpoint
+from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.layout import Box, whole
 from tandem.trainer.backends.megatron import converted
 from tandem.trainer.backends.megatron.converted import ConvertedFolder, convert_once
@@ -35,13 +35,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def convert(folder: Path, deadline_s: float = PATIENCE_S, order: str = "") -> Path:
-    return convert_once("org/tiny", folder, from_checkpoint(folder), deadline_s, order)
+    return convert_once("org/tiny", folder, read_shape(folder), deadline_s, order)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_any_box_of_any_tensor_is_found_in_what_megatron_has(model: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", model)
-    found, random = ConvertedFolder(convert(checkpoint), from_checkpoint(checkpoint)), np.random.default_rng(0)
+    found, random = ConvertedFolder(convert(checkpoint), read_shape(checkpoint)), np.random.default_rng(0)
     for name, tensor in tensors_in(checkpoint).items():
         assert torch.equal(found.read(name, tensor.shape, whole(tensor.shape)), tensor), name
         for _ in range(3):
@@ -115,7 +115,7 @@ def convert_at_once(rank: int, checkpoint: Path, base: Path) -> int:
 
 def test_a_run_reconverts_once_for_all_its_ranks(tmp_path: Path, base: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama")
-    former = convert_once(str(checkpoint), checkpoint, from_checkpoint(checkpoint), PATIENCE_S).stat().st_ino
+    former = convert_once(str(checkpoint), checkpoint, read_shape(checkpoint), PATIENCE_S).stat().st_ino
     config = make_config(checkpoint, megatron_cfg={"force_reconvert_from_hf": True})
     found = run_ranks(2, open_as_rank, config, base)
     assert len({inode for inode, _ in found} | {former}) == 2
@@ -168,7 +168,7 @@ def test_what_a_dead_process_leaves_half_done_holds_nobody_up(tmp_path: Path, ba
     target = convert(checkpoint, deadline_s=5)
     assert json.loads((target / "converted.json").read_text())["source"] == str(checkpoint)
     assert not [path for path in base.iterdir() if ".tmp-" in path.name]
-    ConvertedFolder(target, from_checkpoint(checkpoint))
+    ConvertedFolder(target, read_shape(checkpoint))
 
 
 def test_whoever_waits_in_vain_says_for_whom(tmp_path: Path, base: Path) -> None:

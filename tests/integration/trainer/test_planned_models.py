@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.config import Config
-from tandem.refit.forecast.beside import beside_policy
+from tandem.refit.forecast.beside import describe_beside_models
 from tandem.refit.forecast.sides import model_shape, sides
 from tandem.trainer.backends import make_backend
 from tests.harness.trainers.megatron_harness import CP2, OPTIMIZER, PP2, TP2, make_checkpoint
@@ -58,7 +58,9 @@ def planned_bytes(config: Config, rank: int) -> dict[str, int]:
     """Return what the plan says of them."""
     shape = model_shape(config)
     assert not isinstance(shape, str)
-    of_models = {"policy": sides(config, shape)[0]} | {each.name: each.side for each in beside_policy(config, shape)}
+    of_models = {"policy": sides(config, shape)[0]} | {
+        each.name: each.side for each in describe_beside_models(config, shape)
+    }
     return {
         f"{name}0": sum(storage.num_bytes for storage in side.deployment.parameters(side.model, rank).storages)
         for name, side in of_models.items()

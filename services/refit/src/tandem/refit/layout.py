@@ -85,7 +85,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         shape = tuple(min(a, b) - c for a, b, c in zip(self.stop, box.stop, start, strict=True))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
-    def without(self, hole: Box) -> Iterator[Box]:
+    def subtract(self, hole: Box) -> Iterator[Box]:
         """Yield disjoint slices that cover this one except `hole`, which must lie inside it."""
         start, stop = list(self.start), list(self.stop)
         for dim, (hole_start, hole_stop) in enumerate(zip(hole.start, hole.stop, strict=True)):

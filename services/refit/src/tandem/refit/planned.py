@@ -40,11 +40,11 @@ def planned(
             )
             for transfer_group in plan.transfer_groups
         ),
-        num_bytes=_by_link(plan.links),
+        num_bytes=_sum_by_link(plan.links),
         predicted_s=predicted.seconds,
         bound_s=predicted.bound_s,
         seconds=time.perf_counter() - started,
-        num_bytes_frozen=_by_link(plan.frozen_links),
+        num_bytes_frozen=_sum_by_link(plan.frozen_links),
     )
     return reply, received
 
@@ -61,7 +61,7 @@ def _programs(plan: planner.TransferPlan, rates: LinkRates, differences: str) ->
     }
 
 
-def _by_link(links: Iterable[FlowLink]) -> dict[str, int]:
+def _sum_by_link(links: Iterable[FlowLink]) -> dict[str, int]:
     num_bytes: dict[str, int] = {}
     for link in links:
         num_bytes[link.name] = num_bytes.get(link.name, 0) + link.num_bytes

@@ -160,7 +160,7 @@ def plan(
             link
             for each in decisions
             if each.part.is_frozen == is_frozen
-            for link in _with_aliases(each, [turn for turn in turns if turn[1].is_frozen == is_frozen])
+            for link in _split_aliases(each, [turn for turn in turns if turn[1].is_frozen == is_frozen])
         )
         for is_frozen in (False, True)
     }
@@ -191,9 +191,9 @@ def survey(
         for engine, number in decided.class_of.items():
             staging[engine] += sum(each.num_bytes for each in decided.destination_shards[number].staging)
         links = _links(decided)
-        if may_alias and any(registry.in_place_of(link.transport) for link in links):
+        if may_alias and any(registry.find_in_place(link.transport) for link in links):
             turns = _turns(decided)
-            links = _with_aliases(decided, turns)
+            links = _split_aliases(decided, turns)
             for _, transfer in turns:
                 staging[transfer.destination] -= _read_in_place(transfer, adapted[transfer.destination].staging)
         links_of_part[part.is_frozen] = links
@@ -257,7 +257,7 @@ def _links(decided: _Decisions) -> tuple[FlowLink, ...]:
     return links(decided.moved, decided.patterns, shards, decided.source_shards, engines)
 
 
-def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, LinkTransfer]]) -> tuple[FlowLink, ...]:
+def _split_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, LinkTransfer]]) -> tuple[FlowLink, ...]:
     """Return all links; one of which a part is read in place is split in two."""
     sources, destinations = decided.part.sides
     transfer_of = {(t.round, t.source, t.destination, t.transport): t for _, t in turns}
@@ -266,7 +266,7 @@ def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, LinkTransfer]
         ends = link.round, link.source, link.destination
         in_place = [
             (each, transfer_of[*ends, each.name])
-            for each in registry.in_place_of(link.transport)
+            for each in registry.find_in_place(link.transport)
             if (*ends, each.name) in transfer_of
         ]
         for transport, alias in in_place:
@@ -276,7 +276,7 @@ def _with_aliases(decided: _Decisions, turns: Iterable[tuple[Turn, LinkTransfer]
                 "num_copies": len(alias.copies),
                 "num_tensors": len(alias.tensors),
             }
-            reason = transport.why(Route.between(sources[link.source], destinations[link.destination]))
+            reason = transport.explain(Route.between(sources[link.source], destinations[link.destination]))
             links.append(msgspec.structs.replace(link, transport=transport.name, reason=reason, **of_alias))
         sent = transfer_of.get((*ends, link.transport))
         if sent is not None:

@@ -85,7 +85,7 @@ class RefitService:
         self._context.reply(command.command_id, reply)
 
     def _compare(self, command: CommitVersion) -> DigestVerdict:
-        digests = _read(command.digests, comparison.from_bytes)
+        digests = _read(command.digests, comparison.decode_digests)
         unknown = sorted(digests.keys() - self._sources.keys() - self._destinations.keys())
         if unknown:
             raise RefitError(f"digests came from {', '.join(unknown)}, which has no plan")

@@ -87,7 +87,7 @@ def memory_rate(num_bytes: int) -> float:
 
     Raises `RefitError`.
     """
-    with _held_by_another("cpu", num_bytes) as storage:
+    with _hold_elsewhere("cpu", num_bytes) as storage:
         return _copy_rate(shm.open_storage(storage, "the other process", "this process"), "cpu")
 
 
@@ -96,7 +96,7 @@ def ipc_rate(num_bytes: int) -> float:
 
     Raises `RefitError`, also if the bytes differ from those that the other process wrote.
     """
-    with _held_by_another("cuda", num_bytes) as storage:
+    with _hold_elsewhere("cuda", num_bytes) as storage:
         theirs = cuda_ipc.open_storage(storage, "the other process", "this process", torch.device("cuda", 0))
         if not bool((theirs == _PATTERN).all()):
             raise RefitError("the bytes read through CUDA IPC are not those that the other process wrote")
@@ -137,7 +137,7 @@ def _seconds(copy: Callable[[], None]) -> float:
 
 
 @contextlib.contextmanager
-def _held_by_another(device: str, num_bytes: int) -> Iterator[Storage]:
+def _hold_elsewhere(device: str, num_bytes: int) -> Iterator[Storage]:
     """Have another process hold bytes, each with the value `_PATTERN`; yield their storage."""
     command = [sys.executable, "-m", "tandem.refit.trials", device, str(num_bytes)]
     # It ends with its input, and so with this process, however that ends.

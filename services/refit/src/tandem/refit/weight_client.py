@@ -44,7 +44,7 @@ _PATIENCE = 2.0
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _limit_threads() -> Iterator[None]:
     """Leave the other cores to generation or training."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ class WeightClient:
                 time.sleep(min(early_s, _POLL_S))
             return True
         try:
-            with self._context.phase(f"verifying version {command.version}"), _one_thread():
+            with self._context.phase(f"verifying version {command.version}"), _limit_threads():
                 started = time.perf_counter()
                 is_done = digest.advance(_SLICE_S if seconds is None else seconds)
                 self._digest_s += time.perf_counter() - started
@@ -122,7 +122,7 @@ class WeightClient:
         """Return the digests of a version, computed at once. Raises `RefitError`."""
         digest = self._digest_task(version)
         digest.advance(math.inf)
-        return tuple(map(comparison.to_bytes, digest.results()))
+        return tuple(map(comparison.encode_digests, digest.results()))
 
     def finish_digest(self) -> None:
         """Finish the requested digest, because the weights' memory is about to be released."""
@@ -177,7 +177,7 @@ class WeightClient:
         reply = DigestsReported(
             command_id=command.command_id,
             version=command.version,
-            digests=tuple(map(comparison.to_bytes, digest.results())),
+            digests=tuple(map(comparison.encode_digests, digest.results())),
             seconds=self._digest_s,
         )
         self.abandon_digest()

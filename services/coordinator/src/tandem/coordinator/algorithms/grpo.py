@@ -184,7 +184,7 @@ class GrpoAlgorithm:
             self._config, step, records, prompts, lambda group: drawn[group].problem.problem_id
         )
         if self._config.has_routed_teachers:
-            batch = teachers.with_teachers(self._config, batch, drawn)
+            batch = teachers.add_teachers(self._config, batch, drawn)
         if self._has_origins:
             samples = [record.scored for record in records]
             metrics |= metrics_by_origin("train", samples, drawn, by_environment=self._has_several)

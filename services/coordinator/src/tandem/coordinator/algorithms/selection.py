@@ -58,7 +58,7 @@ def set_aside_note(
     )
 
 
-def without_outliers(
+def drop_outliers(
     section: RolloutsConfig, kept_S: NDArray[np.bool_], outlying_S: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], dict[str, float]]:
     """Return which samples to train on, without groups that have an outlier if these are set aside, and the counts."""

@@ -22,11 +22,11 @@ from tandem.coordinator.algorithms.decoupled_advantages import clipped, decouple
 from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, named_metrics, turn_metrics
 from tandem.coordinator.algorithms.rewards import scaled, shaped
 from tandem.coordinator.algorithms.selection import (
+    drop_outliers,
     dynamic_sampling,
     outlier_note,
     rows_of_equal_rewards,
     set_aside_note,
-    without_outliers,
 )
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch
@@ -144,7 +144,7 @@ def training_batch(
     advantages_S = np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32)
     if estimator is not None and (outlying_S := outliers(advantages_S)).any():
         notes += (outlier_note(config, samples, advantages_S, outlying_S, problem_of),)
-        kept_S, counts = without_outliers(grpo, kept_S, outlying_S)
+        kept_S, counts = drop_outliers(grpo, kept_S, outlying_S)
         metrics |= counts
     if config.max_trajectory_age_steps:
         metrics |= age_metrics(step, all_samples, config.max_trajectory_age_steps)
@@ -227,7 +227,7 @@ def batch_of_samples(
         lengths_S=sample_columns.num_tokens_S,
     )
     if any(map(_BRANCHES, records)):
-        of = _with_branches(of, records)
+        of = _split_branches(of, records)
     # Nothing predicts the first token of a sequence, so that it does not count even if the policy made it.
     num_valid_S = np.where(counts_S[of.place_S], of.num_made_S - (of.prompt_lengths_S == 0), 0)
     prompt_S, first_rows = np.full(len(num_valid_S), NO_PROMPT), dict[Hashable, int]()
@@ -253,7 +253,7 @@ def batch_of_samples(
     ).attach_sources(rollouts.tolist(), notes)
 
 
-def _with_branches(samples: _Sequences, records: Sequence[SampleRecord]) -> _Sequences:
+def _split_branches(samples: _Sequences, records: Sequence[SampleRecord]) -> _Sequences:
     """Return the sequences of samples of which some, or all, are episodes with branches."""
     sequences: list[tuple[int, ...]] = []
     for place, sequence in enumerate(zip(*samples[1:], strict=True)):

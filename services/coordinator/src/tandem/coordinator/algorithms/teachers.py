@@ -13,7 +13,7 @@ from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import EncodedProblem
 
 
-def with_teachers(config: Config, batch: SampleBatch, drawn: Mapping[int, EncodedProblem]) -> SampleBatch:
+def add_teachers(config: Config, batch: SampleBatch, drawn: Mapping[int, EncodedProblem]) -> SampleBatch:
     """Return the batch with the teacher of each sequence; `drawn` are the problems by rollout group."""
     numbers = {group: teacher_of(config, each.environment, each.set_name) for group, each in drawn.items()}
     teacher_S = np.array([numbers[group] for group in batch.group_S.tolist()], dtype=np.int32)

@@ -31,7 +31,7 @@ class ConfigurationBuilder(msgspec.Struct, frozen=True, kw_only=True):
     layers: ConfigLayers
     overrides: Mapping[str, Any]
 
-    def with_argument(self, argument: Mapping[str, Any]) -> ConfigurationBuilder:
+    def apply_argument(self, argument: Mapping[str, Any]) -> ConfigurationBuilder:
         """Return the settings with an argument of `tandem.train` laid over the configuration."""
         layers = laid_over(self.layers, dict(argument), _SOURCE)
         return ConfigurationBuilder(layers=layers, overrides=self.overrides)
@@ -102,7 +102,7 @@ def of_rows(train: str | None, validation: str | None, num_held_out: int | None 
     }
 
 
-def without_rows() -> dict[str, Any]:
+def make_placeholder_rows() -> dict[str, Any]:
     """Return the settings of `of_rows` without the names of fields, so that the user's own names can be read."""
     data = of_rows(None, None)["data"]
     return {"data": {key: value for key, value in data.items() if not key.endswith("_key")}}

@@ -52,7 +52,7 @@ def check_objects(model: object, tokenizer: object) -> None:
             )
 
 
-def without_objects(model: object, tokenizer: object) -> dict[str, Any]:
+def make_placeholders(model: object, tokenizer: object) -> dict[str, Any]:
     """Return the configuration with placeholders for the saved objects, to find out where the run folder is."""
     return _settings(model, tokenizer, "-")
 

@@ -99,7 +99,7 @@ class RunProcess:
             if self.outcome is None and self._asked_to_stop and code == -signal.SIGTERM:
                 self.outcome = RunEnded(outcome="interrupted")  # before it could listen to signals
             elif self.outcome is None:
-                self.outcome = RunEnded(outcome="failed", kind=ServiceLost.__name__, what=self._how_it_was_lost(code))
+                self.outcome = RunEnded(outcome="failed", kind=ServiceLost.__name__, what=self._describe_loss(code))
         except BaseException as error:
             arguments = (f"the run could not be started: {type(error).__name__}: {error}",)
             self.outcome = RunEnded(outcome="failed", kind=TandemError.__name__, what=arguments)
@@ -184,7 +184,7 @@ class RunProcess:
                 file.write(os.pread(self._console.fileno(), size - self._num_logged, self._num_logged))
                 self._num_logged = size
 
-    def _how_it_was_lost(self, code: int | None) -> tuple[str, str, str]:
+    def _describe_loss(self, code: int | None) -> tuple[str, str, str]:
         size = os.fstat(self._console.fileno()).st_size
         start = max(0, size - MAX_TEXT)
         output = os.pread(self._console.fileno(), size - start, start).decode(errors="replace")
@@ -199,7 +199,7 @@ class RunProcess:
 
     def _ends_with_the_program(self) -> None:
         if not _alive:
-            _at_exit_once()
+            _register_exit()
         _alive.add(self)
 
 
@@ -212,7 +212,7 @@ def _environment() -> dict[str, str]:
 _registered = False
 
 
-def _at_exit_once() -> None:
+def _register_exit() -> None:
     global _registered
     if not _registered:
         _registered = True

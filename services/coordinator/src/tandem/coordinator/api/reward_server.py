@@ -217,7 +217,9 @@ class ProgramRewardServer:
             return self._too_slow(call)
         if isinstance(error, RewardError):
             return ScoredResponse(number=0, failure=line(f"{function.name}: {error}"))
-        reason = line(f"{function.name}: {_said(error)}{raised_at(error.__traceback__, _folder_of(function.call))}")
+        reason = line(
+            f"{function.name}: {_describe_error(error)}{raised_at(error.__traceback__, _folder_of(function.call))}"
+        )
         trace = sayable("".join(traceback.format_exception(error))[-_LONGEST_TRACE:])
         if function.name not in self._shown:
             self._shown.add(function.name)
@@ -304,7 +306,7 @@ def _folder_of(function: Callable[..., Any]) -> str:
     return os.path.dirname(os.path.abspath(code.co_filename)) if isinstance(code, CodeType) else ""
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # the class may be anyone's

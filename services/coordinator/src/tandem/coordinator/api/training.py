@@ -11,9 +11,15 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.coordinator.api.callbacks import Callback, ProgressLine, checked_callbacks
-from tandem.coordinator.api.configuration import ConfigurationBuilder, of_rewards, of_rows, settings_of, without_rows
+from tandem.coordinator.api.configuration import (
+    ConfigurationBuilder,
+    make_placeholder_rows,
+    of_rewards,
+    of_rows,
+    settings_of,
+)
 from tandem.coordinator.api.handle import Run
-from tandem.coordinator.api.model_objects import SavedObjects, check_objects, saved_objects, without_objects
+from tandem.coordinator.api.model_objects import SavedObjects, check_objects, make_placeholders, saved_objects
 from tandem.coordinator.api.process import RunProcess
 from tandem.coordinator.api.reports import Mode, RunOrder
 from tandem.coordinator.api.reward_server import ProgramRewardServer
@@ -103,8 +109,8 @@ def train(
     if validation_dataset is not None and dataset is None:
         raise ConfigError("validation_dataset: give dataset as well")
     of_functions = {} if functions is None else of_rewards(functions, solved_at)
-    with _with_objects(settings, model, tokenizer, mode) as (settings, objects):
-        final, files = _with_data(settings, of_functions, dataset, validation_dataset, mode)
+    with _save_objects(settings, model, tokenizer, mode) as (settings, objects):
+        final, files = _add_data(settings, of_functions, dataset, validation_dataset, mode)
         if functions is not None:
             _refuse_what_rewards_cannot_score(final)
             if files:
@@ -121,7 +127,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _with_objects(
+def _save_objects(
     settings: ConfigurationBuilder, model: object, tokenizer: object, mode: Mode
 ) -> Iterator[tuple[ConfigurationBuilder, SavedObjects | None]]:
     """Save a model and a tokenizer, and yield the settings that name their folder."""
@@ -129,13 +135,13 @@ def _with_objects(
         yield settings, None
         return
     # To find the run folder; rewards and data do not matter yet.
-    first = settings.with_argument(without_objects(model, tokenizer))
-    config = first.built(of_rewards((), 1.0), {**without_rows()})
+    first = settings.apply_argument(make_placeholders(model, tokenizer))
+    config = first.built(of_rewards((), 1.0), {**make_placeholder_rows()})
     if mode == "new":
         _refuse_folder(config, mode)  # before gigabytes are written
     with saved_objects(model, tokenizer, Path(config.logger.log_dir)) as objects:
         assert objects is not None
-        yield settings.with_argument(objects.settings), objects
+        yield settings.apply_argument(objects.settings), objects
 
 
 def _mode(*, resume: bool, restart: bool, from_step: int | None) -> Mode:
@@ -151,14 +157,14 @@ def _source(config: object) -> str:
     return str(config) if isinstance(config, str | Path) else str(Path.cwd() / "tandem.train")
 
 
-def _with_data(
+def _add_data(
     settings: ConfigurationBuilder, of_functions: Mapping[str, Any], dataset: object, validation: object, mode: Mode
 ) -> tuple[Config, dict[Path, CheckedRows]]:
     """Return the configuration, and the rows to write to the files that it names."""
     if dataset is None and mode != "resume":
         return settings.built(of_functions), {}
     # To find the run folder and the configured columns; rewards do not matter yet.
-    first = settings.built(of_functions or of_rewards((), 1.0), without_rows())
+    first = settings.built(of_functions or of_rewards((), 1.0), make_placeholder_rows())
     folder = Path(first.logger.log_dir)
     earlier = _rows_of_run(folder, has_rewards=bool(of_functions)) if mode == "resume" else None
     says_how_many = settings.says_what_is_held_out

@@ -122,10 +122,10 @@ def _report(config: Config, folder: Path) -> str:
         from tandem.coordinator.preparing.comparison import compare
 
         return f"{summary}\n{compare(config)}"
-    return f"{summary}{_what_next(config, folder)}"
+    return f"{summary}{_describe_next_steps(config, folder)}"
 
 
-def _what_next(config: Config, folder: Path) -> str:
+def _describe_next_steps(config: Config, folder: Path) -> str:
     """Return where the model is, and the command line to talk to it or to merge its adapters."""
     from tandem.config.models import lora
     from tandem.observe.run_folder.recorded import checkpoints_of

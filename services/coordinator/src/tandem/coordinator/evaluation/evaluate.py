@@ -152,7 +152,7 @@ def evaluate(
         if finish.outcome != "finished":
             break
         algorithm = _algorithm(ready)
-        results = results_of(_asked(ready, algorithm), algorithm.validated)
+        results = results_of(_list_problems(ready, algorithm), algorithm.validated)
         rows.append(scores_of(model.label, results, algorithm.validated, base.eval.k_value))
         evaluation = _described(ready, base, rows)
         try:
@@ -216,7 +216,7 @@ def _check_vocabulary(ready: CheckedConfig, model: EvaluatedModel) -> None:
         )
 
 
-def _asked(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[EvaluatedProblem]:
+def _list_problems(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[EvaluatedProblem]:
     tokenizer = load_tokenizer(ready.config)
     pictures = None
     if tokenizer.sees:

@@ -31,7 +31,7 @@ class EvaluatedModel(msgspec.Struct, frozen=True, kw_only=True):
 def find_models(words: Sequence[str], which: Which) -> list[EvaluatedModel]:
     """Return the models that words of the command line name, each once. Raise `ModelError` if one is not found."""
     models: dict[Path, EvaluatedModel] = {}
-    for label, folder in _found(words, which):
+    for label, folder in _locate_models(words, which):
         _check_kind(folder)
         if folder.resolve() not in models:
             name = _file_name(label, {model.name for model in models.values()})
@@ -44,7 +44,7 @@ def _expanded(word: str) -> list[Path]:
     path = Path(word)
     if path.exists():
         return [path]
-    if glob.has_magic(word) and (paths := sorted(glob.glob(word), key=_by_number)):
+    if glob.has_magic(word) and (paths := sorted(glob.glob(word), key=_split_numbers)):
         return [Path(each) for each in paths]
     if hub.reference_in(word) is not None:
         return [path]  # a name on the Hub
@@ -52,7 +52,7 @@ def _expanded(word: str) -> list[Path]:
     raise ModelError(f"--model {word}: there is no such folder{nearest(path.name, beside)}")
 
 
-def _found(words: Sequence[str], which: Which) -> Iterator[tuple[Path, Path]]:
+def _locate_models(words: Sequence[str], which: Which) -> Iterator[tuple[Path, Path]]:
     """Yield the named models: each with its label and the folder of its files."""
     for path in itertools.chain.from_iterable(map(_expanded, words)):
         try:
@@ -77,6 +77,6 @@ def _file_name(label: Path, used_names: set[str]) -> str:
     )
 
 
-def _by_number(path: str) -> list[int | str]:
+def _split_numbers(path: str) -> list[int | str]:
     """Return a sort key that puts ``step_9`` before ``step_10``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]

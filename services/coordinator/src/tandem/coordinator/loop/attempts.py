@@ -194,8 +194,8 @@ class RunAttempts:
                 damage = damaged
             if damage is not None:
                 self._stop("failed")  # first, since reading other checkpoints takes a while
-                raise resuming.with_way_out(damage, start.first_step - 1)
-            return finish, self._to_be_replaced(finish, loop)
+                raise resuming.add_way_out(damage, start.first_step - 1)
+            return finish, self._find_replaceable(finish, loop)
 
     def _run_loop(self, loop: CoordinatorLoop) -> FinishRun:
         supervision = self._invocation.supervision
@@ -205,7 +205,7 @@ class RunAttempts:
             if supervision is not None:
                 supervision.rest()
 
-    def _to_be_replaced(self, finish: FinishRun, loop: CoordinatorLoop) -> dict[str, str]:
+    def _find_replaceable(self, finish: FinishRun, loop: CoordinatorLoop) -> dict[str, str]:
         """Return the lost processes, with the reasons, if the run can go on without them; empty if not."""
         tables = loop.scheduler.tables
         self._snapshot = msgspec.structs.replace(

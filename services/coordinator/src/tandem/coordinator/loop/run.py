@@ -13,7 +13,7 @@ from tandem.config.model_names import fetch_models
 from tandem.coordinator.loop.attempts import RunAttempts
 from tandem.coordinator.loop.invocation import CommandInvocation
 from tandem.coordinator.loop.opening import open_run
-from tandem.coordinator.preparing.prerequisite import CheckedConfig, how_to_begin
+from tandem.coordinator.preparing.prerequisite import CheckedConfig, choose_mode
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.launch.preparing.beginning import has_begun
 from tandem.launch.preparing.needed_models import missing_models
@@ -38,7 +38,7 @@ def run(invocation: CommandInvocation) -> FinishRun:
         finish = _run_prerequisite(invocation, ready.prerequisite)
         if finish is not None and finish.outcome != "finished":
             return finish
-        invocation = _with_model(invocation, ready.prerequisite)
+        invocation = _adopt_model(invocation, ready.prerequisite)
     make_model(ready.config, invocation.mode, say)
     for notice in ready.notices:
         say(notice)
@@ -68,7 +68,7 @@ def _look_through_models(invocation: CommandInvocation) -> None:
 
 def _run_prerequisite(invocation: CommandInvocation, prerequisite: CheckedConfig) -> FinishRun | None:
     """Bring the prerequisite run to its end, from its current progress; return None if it had already ended."""
-    mode = how_to_begin(prerequisite, invocation.mode == "restart", invocation.say)
+    mode = choose_mode(prerequisite, invocation.mode == "restart", invocation.say)
     if mode is None:
         return None
     config = invocation.ready.config
@@ -81,7 +81,7 @@ def _run_prerequisite(invocation: CommandInvocation, prerequisite: CheckedConfig
         raise
 
 
-def _with_model(invocation: CommandInvocation, prerequisite: CheckedConfig) -> CommandInvocation:
+def _adopt_model(invocation: CommandInvocation, prerequisite: CheckedConfig) -> CommandInvocation:
     """Check the model that the prerequisite has made; return the invocation for the run itself."""
     config = invocation.ready.config
     for key, name in missing_models(config).items():

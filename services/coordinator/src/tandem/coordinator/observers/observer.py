@@ -109,7 +109,7 @@ class ObserverGroup:
         self.replaced: Callable[[int], None] = self._together("replaced")
         self.committed: Callable[[StepRecord], None] = self._together("committed")
         self.show: Callable[[Scheduler, ProcessRegistry], None] = self._together("show")
-        self._news = self._own("take_news")
+        self._news = self._find_overrides("take_news")
 
     def take_news(self) -> list[str]:
         """Return the lines of all observers for the console, each once."""
@@ -134,7 +134,7 @@ class ObserverGroup:
 
     def _together(self, name: str) -> Callable[..., None]:
         """Return a function that calls a method of all observers that have one of their own."""
-        methods = self._own(name)
+        methods = self._find_overrides(name)
 
         def call_each(*arguments: Any) -> None:
             for method in methods:
@@ -145,7 +145,7 @@ class ObserverGroup:
 
         return call_each
 
-    def _own(self, name: str) -> list[Callable[..., Any]]:
+    def _find_overrides(self, name: str) -> list[Callable[..., Any]]:
         return [
             getattr(each, name) for each in self._observers if getattr(type(each), name) is not vars(Observer)[name]
         ]

@@ -64,11 +64,11 @@ class TimeLimit(Observer):
 
     def show(self, scheduler: Scheduler, registry: ProcessRegistry) -> None:
         """Ask once for the end of the run, if its time is over."""
-        if not self._is_over and (reason := self._why_over(self._clock())) is not None:
+        if not self._is_over and (reason := self._explain_end(self._clock())) is not None:
             self._is_over = True
             self._ask(reason)
 
-    def _why_over(self, now: float) -> str | None:
+    def _explain_end(self, now: float) -> str | None:
         """Return why the run is to save and end now; None if it may go on."""
         is_between, self._is_between = self._is_between, False
         needed = self._saving_s + (max(self._steps_s) if is_between else 0.0)

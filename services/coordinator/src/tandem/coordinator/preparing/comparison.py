@@ -42,7 +42,7 @@ def compare(config: Config) -> str:
         )
     same = [step for step in equal if equal[step]]
     until = f" (those of {steps_in_words(same)} are equal)" if same else ""
-    return f"weights differ from those of step {last} of {run}{until}, {_why(before, config, theirs)}"
+    return f"weights differ from those of step {last} of {run}{until}, {_explain_difference(before, config, theirs)}"
 
 
 def _equal(theirs: CheckpointFolder, run_id: str, ours: CheckpointFolder, own_id: str) -> dict[int, bool]:
@@ -78,7 +78,7 @@ def _describe_no_effect(before: Config, after: Config, steps: Sequence[StepRecor
     return f", though {_were_changed(changes)}: {effect}"
 
 
-def _why(before: Config, after: Config, steps: Sequence[StepRecord]) -> str:
+def _explain_difference(before: Config, after: Config, steps: Sequence[StepRecord]) -> str:
     changes = _changes(before, after)
     if not changes and any(_OF_GPUS in step.metrics for step in steps):
         return "though nothing was changed: kernels of GPUs add gradients up in another order each time"

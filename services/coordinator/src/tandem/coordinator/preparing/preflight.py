@@ -30,7 +30,7 @@ from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
-from tandem.coordinator.preparing.run_length import with_run_length
+from tandem.coordinator.preparing.run_length import set_run_length
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
 from tandem.launch.page_process import page_socket
@@ -137,9 +137,9 @@ def _look_through(
             modules = own_code()
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
-    late = [notice for notice in about_learning_rate(_with_sizes(config, earlier)) if notice not in announced]
+    late = [notice for notice in about_learning_rate(_fill_sizes(config, earlier)) if notice not in announced]
     ready = CheckedConfig(
-        config=with_run_length(config, algorithm.num_steps, mode),
+        config=set_run_length(config, algorithm.num_steps, mode),
         source=source,
         algorithm=algorithm,
         notices=(
@@ -152,7 +152,7 @@ def _look_through(
     return ready, tokenizer
 
 
-def _with_sizes(config: Config, earlier: tuple[CheckedConfig, Tokenizer] | None) -> Config:
+def _fill_sizes(config: Config, earlier: tuple[CheckedConfig, Tokenizer] | None) -> Config:
     """Return a configuration with the sizes of its model, even if a run before it makes the model."""
     before = earlier[0] if earlier else None
     while before is not None and model_config(config.policy) is None:

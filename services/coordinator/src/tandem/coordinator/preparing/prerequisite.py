@@ -48,7 +48,7 @@ def _has_finished(ready: CheckedConfig, journal: JournalReader) -> bool:
     return not config.checkpointing.enabled or last in checkpoints_of(journal.folder, config).steps()
 
 
-def how_to_begin(ready: CheckedConfig, restarts: bool, say: Say) -> Mode | None:
+def choose_mode(ready: CheckedConfig, restarts: bool, say: Say) -> Mode | None:
     """Return how to run a prerequisite; None if it is done.
 
     If its configuration has changed since its run, it is made again if everything begins anew (`restarts`). Otherwise a

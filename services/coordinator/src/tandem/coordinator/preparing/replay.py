@@ -223,7 +223,7 @@ def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
             f"{run} is a run of {config.algorithm}, which generates no samples: run its configuration again instead"
         )
     last = journal.last_step() or 0
-    whole_steps, longest = _whole_steps(run / sample_files.FOLDER, journal.run_id, config, last)
+    whole_steps, longest = _find_whole_steps(run / sample_files.FOLDER, journal.run_id, config, last)
     if not whole_steps:
         raise RunFolderError(f"{run} has recorded no samples of a finished step: see logger.samples")
     steps = tuple(step for step in checkpoints_of(run, config).steps() if 0 < step <= last)
@@ -238,7 +238,7 @@ def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
     )
 
 
-def _whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[set[int], int]:
+def _find_whole_steps(folder: Path, run_id: str, config: Config, last: int) -> tuple[set[int], int]:
     """Return the steps up to `last` with all samples recorded, and the tokens of the longest sample.
 
     Raise `SamplesError` for a file that is damaged, or of another run.

@@ -69,7 +69,7 @@ class ResumePoints:
             elif from_step is not None:  # before later steps are dropped
                 self._read_all(step)
         except DamagedCheckpoint as error:
-            raise self.with_way_out(error, step) from error
+            raise self.add_way_out(error, step) from error
         if from_step is not None:
             for aside in self._checkpoints.set_aside_after(step):
                 self._say(f"the steps after {step} are done again; a checkpoint of them is kept as {aside}")
@@ -84,7 +84,7 @@ class ResumePoints:
             return None
         return DamagedCheckpoint(_OF_A_RANK.sub("", text))
 
-    def with_way_out(self, error: DamagedCheckpoint, step: int) -> DamagedCheckpoint:
+    def add_way_out(self, error: DamagedCheckpoint, step: int) -> DamagedCheckpoint:
         """Add the newest other checkpoint that is whole, read completely, to the error of a step's checkpoint."""
         candidates = [candidate for candidate in reversed(self._steps) if candidate != step]
         if candidates:

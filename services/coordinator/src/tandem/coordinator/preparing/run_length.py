@@ -22,7 +22,7 @@ from tandem.observe.run_folder.journal import read_journal
 Section = TypeVar("Section", bound=ModelConfig)
 
 
-def with_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
+def set_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
     """Return the configuration with the steps of the run in the schedules of the models that are trained.
 
     They are in ``train_iters`` where Megatron-Core trains, and in warm-ups that are a share of the run. A replay keeps
@@ -32,10 +32,10 @@ def with_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
     if config.replay is not None or not any(_spans_run(section) for section in trained):
         return config
     recorded, steps = _recorded(config, mode), (max(1, num_steps), config.num_passes)
-    policy = _with_steps(config.policy, *steps, None if recorded is None else recorded.policy)
+    policy = _set_steps(config.policy, *steps, None if recorded is None else recorded.policy)
     value = config.value
     if value is not None:
-        value = _with_steps(value, *steps, None if recorded is None else recorded.value)
+        value = _set_steps(value, *steps, None if recorded is None else recorded.value)
     return msgspec.structs.replace(config, policy=policy, value=value)
 
 
@@ -43,7 +43,7 @@ def _spans_run(section: ModelConfig) -> bool:
     return section.megatron_cfg.enabled or 0 < section.warmup_steps < 1
 
 
-def _with_steps(section: Section, num_steps: int, num_passes: int, recorded: ModelConfig | None) -> Section:
+def _set_steps(section: Section, num_steps: int, num_passes: int, recorded: ModelConfig | None) -> Section:
     megatron = section.megatron_cfg
     warmup = warmup_length(section.warmup_steps, num_steps, num_passes) if 0 < section.warmup_steps < 1 else 0
     if not megatron.enabled:

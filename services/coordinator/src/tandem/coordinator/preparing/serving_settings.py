@@ -60,7 +60,7 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> ServingHand
     _ = tokenizer.eos_id  # a response must end somewhere
     length = _length(arguments.max_length, max_positions_in(config))
     precision = arguments.precision or _precision(config)
-    engine_settings = _given(arguments.overrides, length, precision)
+    engine_settings = _read_engine_settings(arguments.overrides, length, precision)
     kind = ENGINE_KINDS[arguments.engine]
     if arguments.overrides and not kind.module:
         raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: a setting of vLLM: give --engine vllm as well")
@@ -109,7 +109,7 @@ def open_port(host: str, port: int, token: str | None) -> socket.socket:
         raise ConfigError(f"--port {port}: cannot listen at {host}: {reason}; 0 takes any that is free") from error
 
 
-def _given(overrides: Sequence[str], length: int, precision: str) -> _Given:
+def _read_engine_settings(overrides: Sequence[str], length: int, precision: str) -> _Given:
     plain: dict[str, Any] = {
         "vllm_cfg": {"precision": precision, "max_model_len": length, "gpu_memory_utilization": 0.9}
     }

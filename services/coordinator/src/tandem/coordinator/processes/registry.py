@@ -148,7 +148,7 @@ class ProcessRegistry:
                 continue
             process.last_seen = now
             try:
-                event = self._to_event(process, _CODECS[process.hello.service].decode(frames), now)
+                event = self._make_event(process, _CODECS[process.hello.service].decode(frames), now)
             except WireError as error:
                 reason = f"it broke the protocol: {error}"
                 self._hub.send(peer, wire.encode(Shutdown(reason=reason[:MAX_TEXT])))
@@ -197,7 +197,7 @@ class ProcessRegistry:
             if not self._keys.are_told:
                 self._keys.tell()
 
-    def _to_event(self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float) -> Event | None:
+    def _make_event(self, process: RegisteredProcess, received: wire.ReceivedMessage[Any], now: float) -> Event | None:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
         match received.message:
             case Heartbeat(phase=phase, trainer_keys=number):

@@ -62,7 +62,7 @@ class PhaseStopwatch:
         self._step_since = now
         self._seconds = {}
 
-    def in_phase(self, now: float) -> float:
+    def measure_phase(self, now: float) -> float:
         """Return the seconds since the phase began or was last read."""
         return now - self._phase_since
 

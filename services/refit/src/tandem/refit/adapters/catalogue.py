@@ -41,7 +41,7 @@ _HALF = 2
 
 
 class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The tensors and sizes of a model. Made by `from_config` or `from_checkpoint`; equal only to itself."""
+    """The tensors and sizes of a model. Made by `make_shape` or `read_shape`; equal only to itself."""
 
     tensors: tuple[Tensor, ...]
     """The tensors of its checkpoint; tied tensors appear once. All layouts share this tuple."""
@@ -63,7 +63,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
     @property
-    def known(self) -> DecoderGeometry:
+    def required_geometry(self) -> DecoderGeometry:
         """The geometry. Raises `ModelError` if there is none."""
         if self.geometry is None:
             raise ModelError(f"only the tensors of this model are known; an adapter knows {', '.join(FAMILIES)}")
@@ -99,8 +99,8 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
             find = self.index.get
             positions: Any = find(pattern, -1)
             if "{layer}" in pattern:
-                experts = self.known.experts
-                rows = [pattern.replace("{layer}", str(layer)) for layer in range(self.known.num_layers)]
+                experts = self.required_geometry.experts
+                rows = [pattern.replace("{layer}", str(layer)) for layer in range(self.required_geometry.num_layers)]
             if "{expert}" in pattern:
                 numbers = range(experts.num_experts if experts else 0)
                 positions = [[find(row.replace("{expert}", str(expert)), -1) for expert in numbers] for row in rows]
@@ -131,7 +131,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Names of the tensors of scales."""
         return frozenset(tensor.scales for tensor in self.tensors if tensor.scales)
 
-    def with_dtype(self, dtype: str) -> ModelShape:
+    def cast(self, dtype: str) -> ModelShape:
         """Return the model with its weights in another element type; router biases stay in float32."""
         tensors = tuple(
             tensor if tensor.name.endswith(BIAS) else Tensor(tensor.name, tensor.shape, dtype)
@@ -139,16 +139,16 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         )
         return msgspec.structs.replace(self, tensors=tensors)
 
-    def with_scalar_head(self, *, has_bias: bool) -> ModelShape:
+    def add_scalar_head(self, *, has_bias: bool) -> ModelShape:
         """Return the model with a layer from a hidden state to one number in place of the output layer."""
         norm = self.tensors[self.index["model.norm.weight"]]
         tensors = [tensor for tensor in self.tensors if tensor.name != OUTPUT_LAYER]
         tensors.append(Tensor(f"{SCALAR_HEAD}.weight", (1, *norm.shape), norm.dtype))
         if has_bias:
             tensors.append(Tensor(f"{SCALAR_HEAD}.bias", (1,), norm.dtype))
-        return ModelShape(tuple(tensors), msgspec.structs.replace(self.known, is_tied=False))
+        return ModelShape(tuple(tensors), msgspec.structs.replace(self.required_geometry, is_tied=False))
 
-    def with_adapters(self, layers: Iterable[str], rank: int, dtype: str | None = None) -> ModelShape:
+    def add_adapters(self, layers: Iterable[str], rank: int, dtype: str | None = None) -> ModelShape:
         """Return the model with low-rank adapters of these layers after its own tensors (`tandem.config.models.lora`).
 
         They have the layers' element type unless another is given.
@@ -179,7 +179,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
         return ModelShape(tuple(tensors), self.geometry)
 
 
-def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelShape:
+def make_shape(config: Mapping[str, Any], dtype: str | None = None) -> ModelShape:
     """Return the shape of the model described by a ``config.json``.
 
     A model that sees has its tensors by the names that they have in memory, and no geometry.
@@ -207,7 +207,7 @@ def from_config(config: Mapping[str, Any], dtype: str | None = None) -> ModelSha
         raise ModelError(f"the model's configuration does not describe a {config['model_type']}: {error}") from error
 
 
-def from_checkpoint(folder: Path) -> ModelShape:
+def read_shape(folder: Path) -> ModelShape:
     """Return the shape of a checkpoint, from ``config.json`` and the headers of its safetensors files.
 
     For a known architecture (with a language model's head or a one-label classifier's) the tensors come from the
@@ -226,9 +226,9 @@ def from_checkpoint(folder: Path) -> ModelShape:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
     if config.get("model_type") not in FAMILIES:
         return ModelShape(tuple(Tensor(name, shape, dtype) for name, (shape, dtype) in entries.items()), None)
-    model = from_config(config)
+    model = make_shape(config)
     if f"{SCALAR_HEAD}.weight" in entries and OUTPUT_LAYER not in entries:
-        model = model.with_scalar_head(has_bias=f"{SCALAR_HEAD}.bias" in entries)
+        model = model.add_scalar_head(has_bias=f"{SCALAR_HEAD}.bias" in entries)
     tensors = []
     for tensor in model.tensors:
         shape, dtype = entries.get(tensor.name, (None, ""))

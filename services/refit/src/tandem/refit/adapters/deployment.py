@@ -69,7 +69,7 @@ class ParallelDeployment(msgspec.Struct, frozen=True):
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host."""
 
-    def kept_parameters(self, model: ModelShape, rank: int) -> Layout:
+    def look_up_parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return `parameters`, made once for all ranks in one place. A model keeps those of one deployment."""
         cache: tuple[ParallelDeployment, dict[Hashable, Layout]] = model.__dict__.setdefault("layouts", (self, {}))
         if cache[0] != self:
@@ -106,7 +106,7 @@ class ParallelDeployment(msgspec.Struct, frozen=True):
         layouts = []
         is_held = np.zeros(len(model.tensors), np.bool_)
         for rank in range(self.num_ranks):
-            layout = self.kept_parameters(model, rank)
+            layout = self.look_up_parameters(model, rank)
             layouts.append(msgspec.structs.replace(layout, host=hosts.host(rank), device=hosts.device(rank)))
         for pieces in {id(layout.pieces): layout.pieces for layout in layouts}.values():
             is_held[pieces.tensor_P] = True

@@ -67,7 +67,7 @@ def _plain(name: str, shape: tuple[int, ...]) -> Parameter:
 
 
 def _fused(model: ModelShape) -> Iterator[Parameter]:
-    hidden, experts = model.known.hidden_size, model.known.experts
+    hidden, experts = model.required_geometry.hidden_size, model.required_geometry.experts
     assert experts is not None, "only called for a model with experts"
     prefix = LAYER + "mlp.experts."
     gate_up = (experts.intermediate_size, hidden)

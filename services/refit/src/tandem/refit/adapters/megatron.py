@@ -54,12 +54,14 @@ def linear_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
     """
     model = model.as_text
     checkpoint_layers: dict[str, tuple[str, ...]] = {}
-    sparse = model.known.experts.layers if model.known.experts else ()
-    for number in range(model.known.num_layers):
+    sparse = model.required_geometry.experts.layers if model.required_geometry.experts else ()
+    for number in range(model.required_geometry.num_layers):
         prefix, checkpoint_prefix = f"decoder.layers.{number}.", LAYER.format(layer=number)
         for module, part in ("self_attention.", "self_attn."), ("mlp.", "mlp."), ("mlp.shared_experts.",) * 2:
             for name, parts in _PARTS.items():
-                layers = tuple(f"{checkpoint_prefix}{part}{each}" for each in _layers_of(parts, model.known))
+                layers = tuple(
+                    f"{checkpoint_prefix}{part}{each}" for each in _layers_of(parts, model.required_geometry)
+                )
                 if f"{layers[0]}.weight" in model.index:
                     checkpoint_layers[f"{prefix}{module}{name}"] = layers
         if number in sparse:
@@ -147,9 +149,11 @@ class Megatron(ParallelDeployment, frozen=True):
         Of a model that sees, the first stage has the tower, whole on every tensor-parallel rank.
         """
         text = model.as_text
-        if text.known.model_type not in MEGATRON:
+        if text.required_geometry.model_type not in MEGATRON:
             families = ", ".join(MEGATRON)
-            raise RefitError(f"it is unknown how Megatron-Core shards a {text.known.model_type}; known are {families}")
+            raise RefitError(
+                f"it is unknown how Megatron-Core shards a {text.required_geometry.model_type}; known are {families}"
+            )
         layout = _Rank(self, text, self.coordinates(rank)).build()
         return msgspec.structs.replace(layout, tensors=model.tensors)
 
@@ -158,7 +162,7 @@ class _Rank:
     """Builder of one rank's layout."""
 
     def __init__(self, sizes: Megatron, model: ModelShape, at: MegatronCoordinates) -> None:
-        self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
+        self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.required_geometry
         in_ends = sizes.num_layers_in_first_stage, sizes.num_layers_in_last_stage
         chunks = stages.megatron(self._geometry.num_layers, sizes.pp, sizes.vpp, *in_ends)[at.pp]
         self._prefixes = [f"{chunk}." if sizes.vpp > 1 else "" for chunk in range(sizes.vpp)]
@@ -179,7 +183,7 @@ class _Rank:
         alike = self._sizes, self._at.tp, self._at.pp
         if alike not in builders:
             self._builder = RankBuilder(self._model, self._layers, self._names)
-            self._without_experts()
+            self._add_dense()
             if any(sizes != self._sizes for sizes, _, _ in builders):
                 builders.clear()
             builders[alike] = self._builder
@@ -188,7 +192,7 @@ class _Rank:
             self._experts(self._geometry.experts)
         return self._builder.build()
 
-    def _without_experts(self) -> None:
+    def _add_dense(self) -> None:
         """Add all but the routed experts."""
         self._ends()
         if isinstance(self._geometry.attention, LatentAttention):
@@ -199,8 +203,8 @@ class _Rank:
         self._feed_forward(_HERE + "mlp.", LAYER + "mlp.")
         self._feed_forward(_HERE + "mlp.shared_experts.", LAYER + "mlp.shared_experts.")
         if self._geometry.experts is not None:
-            self._builder.whole(_HERE + "mlp.router.weight", LAYER + "mlp.gate.weight")
-            self._builder.whole(_HERE + "mlp.router.expert_bias", LAYER + "mlp.gate.e_score_correction_bias")
+            self._builder.replicate(_HERE + "mlp.router.weight", LAYER + "mlp.gate.weight")
+            self._builder.replicate(_HERE + "mlp.router.expert_bias", LAYER + "mlp.gate.e_score_correction_bias")
 
     def _ends(self) -> None:
         """Add embedding, last norm and output layer to the stages that have them."""
@@ -215,9 +219,9 @@ class _Rank:
             self._tower()
             self._vocabulary(self._prefixes[0] + "embedding.word_embeddings.weight", num_rows, embedding, box)
         if at.pp == sizes.pp - 1:
-            self._builder.whole(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
+            self._builder.replicate(self._prefixes[-1] + "decoder.final_layernorm.weight", "model.norm.weight")
             for kind in ("weight", "bias"):
-                self._builder.whole(f"{self._prefixes[-1]}{SCALAR_HEAD}.{kind}", f"{SCALAR_HEAD}.{kind}")
+                self._builder.replicate(f"{self._prefixes[-1]}{SCALAR_HEAD}.{kind}", f"{SCALAR_HEAD}.{kind}")
             # Without pipeline stages the output layer reuses the embedding; the last of several stages has a copy.
             if self._model.shape_of(output) is not None and not (is_tied and sizes.pp == 1):
                 self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, box)
@@ -228,7 +232,7 @@ class _Rank:
             family = VISION[self._model.family]
             for tensor in self._model.tensors:
                 if is_of_tower(tensor.name, family):
-                    self._builder.whole(f"{self._prefixes[0]}{TOWER}.{tensor.name}", tensor.name)
+                    self._builder.replicate(f"{self._prefixes[0]}{TOWER}.{tensor.name}", tensor.name)
 
     def _vocabulary(self, name: str, num_rows: int, tensor: str, box: Box | None) -> None:
         """Add this rank's rows of the vocabulary; all may be padding."""
@@ -262,7 +266,7 @@ class _Rank:
         self._repeated(f"{_HERE}self_attention.linear_qkv", _ATTENTION)
         for part in "qk":
             name = f"{_HERE}self_attention.{part}_layernorm.weight"
-            self._builder.whole(name, f"{_ATTENTION}{part}_norm.weight")
+            self._builder.replicate(name, f"{_ATTENTION}{part}_norm.weight")
         self._output_projection()
 
     def _latent_attention(self) -> None:
@@ -270,9 +274,9 @@ class _Rank:
         for part, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
             for kind in ("weight", "bias"):
                 # Whole on every rank, with Transformer Engine and with the layers that Tandem has without it.
-                self._builder.whole(f"{prefix}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}")
+                self._builder.replicate(f"{prefix}linear_{part}_down_proj.{kind}", f"{_ATTENTION}{down}.{kind}")
             norm = f"linear_{part}_up_proj.layer_norm_weight" if fuses else f"{part}_layernorm.weight"
-            self._builder.whole(prefix + norm, f"{_ATTENTION}{part}_a_layernorm.weight")
+            self._builder.replicate(prefix + norm, f"{_ATTENTION}{part}_a_layernorm.weight")
             self._cut(f"{prefix}linear_{part}_up_proj.weight", f"{_ATTENTION}{part}_b_proj.weight")
         self._cut(prefix + "linear_q_proj.weight", _ATTENTION + "q_proj.weight")
         self._output_projection()
@@ -280,17 +284,17 @@ class _Rank:
     def _output_projection(self) -> None:
         for kind in ("weight", lora.A):
             self._cut(f"{_HERE}self_attention.linear_proj.{kind}", f"{_ATTENTION}o_proj.{kind}", dim=1)
-        self._builder.whole(f"{_HERE}self_attention.linear_proj.{lora.B}", f"{_ATTENTION}o_proj.{lora.B}")
-        self._builder.whole(_HERE + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias")
+        self._builder.replicate(f"{_HERE}self_attention.linear_proj.{lora.B}", f"{_ATTENTION}o_proj.{lora.B}")
+        self._builder.replicate(_HERE + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias")
 
     def _norms(self) -> None:
         fuses, is_latent = self._sizes.transformer_engine, isinstance(self._geometry.attention, LatentAttention)
         before = "self_attention.linear_qkv.layer_norm_weight" if fuses and not is_latent else "input_layernorm.weight"
-        self._builder.whole(_HERE + before, LAYER + "input_layernorm.weight")
+        self._builder.replicate(_HERE + before, LAYER + "input_layernorm.weight")
         before = "mlp.linear_fc1.layer_norm_weight" if fuses else "pre_mlp_layernorm.weight"
-        self._builder.whole(_HERE + before, LAYER + "post_attention_layernorm.weight", self._dense)
+        self._builder.replicate(_HERE + before, LAYER + "post_attention_layernorm.weight", self._dense)
         name = _HERE + "pre_mlp_layernorm.weight"
-        self._builder.whole(name, LAYER + "post_attention_layernorm.weight", self._sparse)
+        self._builder.replicate(name, LAYER + "post_attention_layernorm.weight", self._sparse)
 
     def _feed_forward(self, prefix: str, checkpoint_prefix: str) -> None:
         """Add a dense network, or the shared experts, which form one network."""
@@ -302,8 +306,8 @@ class _Rank:
         self._repeated(f"{prefix}linear_fc1", checkpoint_prefix)
         for kind in ("weight", lora.A):
             self._cut(f"{prefix}linear_fc2.{kind}", f"{checkpoint_prefix}down_proj.{kind}", dim=1)
-        self._builder.whole(f"{prefix}linear_fc2.{lora.B}", f"{checkpoint_prefix}down_proj.{lora.B}")
-        self._builder.whole(f"{prefix}linear_fc2.bias", f"{checkpoint_prefix}down_proj.bias")
+        self._builder.replicate(f"{prefix}linear_fc2.{lora.B}", f"{checkpoint_prefix}down_proj.{lora.B}")
+        self._builder.replicate(f"{prefix}linear_fc2.bias", f"{checkpoint_prefix}down_proj.bias")
 
     def _experts(self, sizes: ExpertGeometry) -> None:
         """Add the routed experts of this rank."""

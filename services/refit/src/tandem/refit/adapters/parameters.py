@@ -81,13 +81,13 @@ def gate_and_up(model: ModelShape, prefix: str, kind: str, rank: int, size: int)
     """
     parts: list[tuple[str, Box]] = []
     for part in ("gate", "up"):
-        layer, first = model.known.rows_of(part)
+        layer, first = model.required_geometry.rows_of(part)
         name = f"{prefix}{layer}.{kind}"
         shape = model.shape_of(name)
         if shape is None:
             return ()
         if layer != f"{part}_proj":
-            shape = (model.known.intermediate_size, *shape[1:])
+            shape = (model.required_geometry.intermediate_size, *shape[1:])
         box = cut(shape, 0, rank, size)
         parts.append((name, Box((first + box.start[0], *box.start[1:]), box.shape)))
     return tuple(parts)
@@ -112,7 +112,7 @@ class RankBuilder:
         self._builder = LayoutBuilder(host="")
         self._builder.add_tensors(model.tensors)
 
-    def whole(self, name: str, tensor: str, only: Container[int] | None = None) -> None:
+    def replicate(self, name: str, tensor: str, only: Container[int] | None = None) -> None:
         """Add a parameter that is a whole tensor, as `parameter` does."""
         self.share(name, tensor, 0, 0, 1, only)
 

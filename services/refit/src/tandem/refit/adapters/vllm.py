@@ -76,9 +76,11 @@ class Vllm(ParallelDeployment, frozen=True):
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family."""
         text = model.as_text
-        if text.known.model_type not in VLLM_PLANNED:
+        if text.required_geometry.model_type not in VLLM_PLANNED:
             families = ", ".join(VLLM_PLANNED)
-            raise RefitError(f"it is unknown how vLLM shards a {text.known.model_type}; known are {families}")
+            raise RefitError(
+                f"it is unknown how vLLM shards a {text.required_geometry.model_type}; known are {families}"
+            )
         built = _Rank(self, text, self.coordinates(rank)).build()
         return named_by_vllm(built, model) if model.family else built
 
@@ -87,7 +89,7 @@ class _Rank:
     """Builder of one rank's layout."""
 
     def __init__(self, sizes: Vllm, model: ModelShape, at: VllmCoordinates) -> None:
-        self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.known
+        self._sizes, self._model, self._at, self._geometry = sizes, model, at, model.required_geometry
         self._builder = RankBuilder(model, stages.vllm(self._geometry.num_layers, sizes.pp)[at.pp])
 
     def build(self) -> Layout:
@@ -102,12 +104,12 @@ class _Rank:
             self._attention(self._geometry.attention)
         self._cut(_ATTENTION + "o_proj.weight", dim=1)
         for name in ("self_attn.o_proj.bias", *(f"{norm}.weight" for norm in NORMS)):
-            self._whole(LAYER + name)
+            self._replicate(LAYER + name)
         self._feed_forward(LAYER + "mlp.")
         self._feed_forward(LAYER + "mlp.shared_experts.", is_cut=not self._sizes.repeats_shared_experts)
         if self._geometry.experts is not None:
-            self._whole(LAYER + "mlp.gate.weight")
-            self._whole(LAYER + "mlp.gate.e_score_correction_bias")
+            self._replicate(LAYER + "mlp.gate.weight")
+            self._replicate(LAYER + "mlp.gate.e_score_correction_bias")
             self._experts(self._geometry.experts)
         return self._builder.build()
 
@@ -118,7 +120,7 @@ class _Rank:
         if is_first or (is_last and self._geometry.is_tied):
             self._vocabulary(embedding)
         if is_last:
-            self._whole("model.norm.weight")
+            self._replicate("model.norm.weight")
             if not self._geometry.is_tied:
                 self._vocabulary("lm_head.weight")
 
@@ -151,19 +153,19 @@ class _Rank:
                 continue
             self._fused(f"{_ATTENTION}qkv_proj.{kind}", *boxes)
         for part in "qk":
-            self._whole(f"{_ATTENTION}{part}_norm.weight")
+            self._replicate(f"{_ATTENTION}{part}_norm.weight")
 
     def _latent_attention(self, sizes: LatentAttention) -> None:
         hidden = self._geometry.hidden_size
         keys = f"{_ATTENTION}kv_a_proj_with_mqa.weight"
         if sizes.query_rank is None:
-            self._whole(keys)
+            self._replicate(keys)
         else:
             queries = f"{_ATTENTION}q_a_proj.weight", whole((sizes.query_rank, hidden))
             parts = queries, (keys, whole((sizes.kv_rank + sizes.rope_dim, hidden)))
             self._fused(f"{_ATTENTION}fused_qkv_a_proj.weight", *parts)
         for part in ("q_a", "kv_a"):
-            self._whole(f"{_ATTENTION}{part}_layernorm.weight")
+            self._replicate(f"{_ATTENTION}{part}_layernorm.weight")
         for part in ("q", "q_b", "kv_b"):
             self._cut(f"{_ATTENTION}{part}_proj.weight")
 
@@ -176,7 +178,7 @@ class _Rank:
                 self._fused(f"{prefix}gate_up_proj.{kind}", *parts)
         down = f"{prefix}down_proj.weight"
         self._builder.share(down, down, 1, rank, size)
-        self._whole(f"{prefix}down_proj.bias")
+        self._replicate(f"{prefix}down_proj.bias")
 
     def _experts(self, sizes: ExpertGeometry) -> None:
         at, size = self._at.expert, self._sizes.dp * self._sizes.tp
@@ -199,8 +201,8 @@ class _Rank:
         num_rows = sum(box.shape[0] for _, box in parts)
         self._builder.parameter(name, (num_rows, *parts[0][1].shape[1:]), stack(*parts))
 
-    def _whole(self, name: str) -> None:
-        self._builder.whole(name, name)
+    def _replicate(self, name: str) -> None:
+        self._builder.replicate(name, name)
 
     def _cut(self, name: str, dim: int = 0) -> None:
         self._builder.share(name, name, dim, self._at.tp, self._sizes.tp)

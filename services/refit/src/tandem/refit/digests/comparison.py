@@ -98,13 +98,13 @@ def combine(*digests: int) -> int:
     return sum(digests) % 2**64
 
 
-def to_bytes(digests_T: Digests) -> bytes:
+def encode_digests(digests_T: Digests) -> bytes:
     """Return digests in wire format: unsigned 64-bit little-endian integers."""
     return digests_T.astype("<u8").tobytes()
 
 
-def from_bytes(encoded: bytes) -> Digests:
-    """Decode the output of `to_bytes`. Raises `RefitError` for anything else."""
+def decode_digests(encoded: bytes) -> Digests:
+    """Decode the output of `encode_digests`. Raises `RefitError` for anything else."""
     if len(encoded) % 8:
         raise RefitError(f"{len(encoded)} bytes are not digests of 8 bytes each")
     return np.frombuffer(encoded, "<u8").astype(np.uint64)

@@ -57,7 +57,7 @@ def add_slab_sum(total: torch.Tensor, values: torch.Tensor, spans: list[Span]) -
         words_RC = words_RC.clone(memory_format=torch.contiguous_format)
     words_RC = words_RC.view(_INTEGERS[values.element_size()])
     columns = tuple(spans[first:])
-    rows_R = _products(spans[:first], values.device) if first else _one(values.device)
+    rows_R = _products(spans[:first], values.device) if first else _make_one(values.device)
     if values.is_cuda and _has_triton():
         from tandem.refit.digests.gpu_sums import add_products
 
@@ -69,7 +69,7 @@ def add_slab_sum(total: torch.Tensor, values: torch.Tensor, spans: list[Span]) -
 
 
 @functools.cache
-def _one(device: torch.device) -> torch.Tensor:
+def _make_one(device: torch.device) -> torch.Tensor:
     """Return the multiplier of the only row of a vector."""
     return torch.ones(1, dtype=torch.int64, device=device)
 

@@ -23,7 +23,7 @@ from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import DecoderGeometry, LatentAttention
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.forecast.sides import ForecastSide
-from tandem.refit.forecast.towers import most_image_tokens, tower_of
+from tandem.refit.forecast.towers import bound_image_tokens, tower_of
 
 _LOGITS = 2**26
 """Most logits at once, as in `tandem.trainer.scoring`."""
@@ -65,7 +65,7 @@ class _Rank:
         self.item = 4 if config.policy.precision == "float32" else 2
         """Bytes of an element in the passes."""
         self.tower = tower_of(config, trainers.model)
-        self.share_shown = most_image_tokens(config, 1.0)
+        self.share_shown = bound_image_tokens(config, 1.0)
         """Largest share of the tokens that may stand for images."""
         self.trains_all = config.policy.adapters is None
         self.has_head_norms = self.model.has_head_norms
@@ -89,7 +89,7 @@ class _Rank:
         """Return what the tower keeps of the images among ``N`` tokens."""
         if self.tower is None:
             return 0.0
-        return self.tower.kept(self.share_shown * num_tokens, self.item, recomputes=recomputes)
+        return self.tower.measure_kept(self.share_shown * num_tokens, self.item, recomputes=recomputes)
 
     def place(self, deployment: object, rank: int) -> None:
         """Note what the deployment puts on this rank."""
@@ -127,7 +127,7 @@ class _Rank:
         assert self.geometry.experts is not None, "asked only of layers with experts"
         return self.divided(num_tokens) * self.geometry.experts.num_chosen
 
-    def kept_by(self, layer: int, num_tokens: float) -> float:
+    def measure_kept(self, layer: int, num_tokens: float) -> float:
         """Return what a layer keeps for its backward pass, its input included."""
         num_bytes = self.norms(num_tokens) + self.attention(num_tokens)
         num_bytes += self.num_products * self.item * num_tokens * self.width(layer)
@@ -186,7 +186,7 @@ class _Rank:
 
     num_output_rows = 0.0
 
-    def without_gradients(self, layers: list[int], num_tokens: float) -> float:
+    def measure_inference(self, layers: list[int], num_tokens: float) -> float:
         """Return what a pass without gradients takes."""
         hidden = self.geometry.hidden_size
 
@@ -243,16 +243,16 @@ class _DTensorRank(_Rank):
         return self.item * keys + ((4 + self.item) * (queries + keys) if self.has_head_norms else 0)
 
     def scoring(self) -> PassMemory:
-        num_bytes = self.item * self.root + self.without_gradients(self.layers, self.tokens(scoring=True))
+        num_bytes = self.item * self.root + self.measure_inference(self.layers, self.tokens(scoring=True))
         return PassMemory("log-probabilities", 0.0, max(num_bytes, self.begun) + 2 * self.item * self.largest)
 
     def training(self) -> PassMemory:
         num_tokens, item = self.tokens(scoring=False), self.item
         hidden = self.geometry.hidden_size
         recomputes = self.policy.activation_checkpointing_enabled or self.policy.dtensor_cfg.activation_checkpointing
-        last = max(self.kept_by(layer, num_tokens) for layer in self.layers)
+        last = max(self.measure_kept(layer, num_tokens) for layer in self.layers)
         layer_bytes = [
-            item * self.divided(num_tokens) * hidden if recomputes else self.kept_by(layer, num_tokens)
+            item * self.divided(num_tokens) * hidden if recomputes else self.measure_kept(layer, num_tokens)
             for layer in self.layers
         ]
         ends = (4 + 2 * item) * num_tokens * hidden + item * num_tokens * self.share_scored * hidden
@@ -310,7 +310,7 @@ class _MegatronRank(_Rank):
 
     def scoring(self) -> PassMemory:
         num_tokens = self.tokens(scoring=True)
-        return PassMemory("log-probabilities", 0.0, self.without_gradients(self.layers, num_tokens))
+        return PassMemory("log-probabilities", 0.0, self.measure_inference(self.layers, num_tokens))
 
     def training(self) -> PassMemory:
         num_tokens, settings = self.tokens(scoring=False), self.policy.megatron_cfg
@@ -318,11 +318,11 @@ class _MegatronRank(_Rank):
         recomputes = settings.activation_checkpointing or self.policy.activation_checkpointing_enabled
         recomputes = granularity == "full" or (recomputes and granularity is None)
         hidden = self.item * self.divided(num_tokens) * self.geometry.hidden_size
-        stage_bytes = sum(hidden if recomputes else self.kept_by(layer, num_tokens) for layer in self.layers)
+        stage_bytes = sum(hidden if recomputes else self.measure_kept(layer, num_tokens) for layer in self.layers)
         activations = self.in_flight * stage_bytes
         if self.is_last:  # the last norm's input and result, whole, and of scored tokens
             activations += hidden + (1 + self.share_scored) * self.item * num_tokens * self.geometry.hidden_size
-        recomputed = [self.kept_by(layer, num_tokens) if recomputes else 0.0 for layer in self.layers]
+        recomputed = [self.measure_kept(layer, num_tokens) if recomputes else 0.0 for layer in self.layers]
         works = [self.working(layer, num_tokens) for layer in self.layers]
         layer = max(more + work for more, work in zip(recomputed, works, strict=True))
         scored = self.scores(num_tokens, trains=True) if self.is_last else 0.0

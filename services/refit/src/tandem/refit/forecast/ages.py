@@ -85,7 +85,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
         after_many = min(at_once, longest * (0.8 - longest / (4.0 * longest - 2.0)))
         return self.generation_s * waves / (waves + after_many + (at_once - after_many) / waves)
 
-    def made(self, seconds: float) -> float:
+    def predict_generated(self, seconds: float) -> float:
         """Return the fraction of a step's tokens that is generated `seconds` after its generation began."""
         share = min(max(seconds / self.generation_s, 0.0), 1.0)
         unevenness = self.generation_s / self.work_s - 1.0
@@ -94,12 +94,12 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
         power: float = share ** (1.0 + 1.0 / unevenness)
         return (1.0 + unevenness) * share - unevenness * power
 
-    def left_s(self, period_s: float, num_steps: int) -> float:
+    def predict_backlog_s(self, period_s: float, num_steps: int) -> float:
         """Return the remaining work of engines for earlier steps: B.
 
         The steps began one period after the other, the last of them one period ago.
         """
-        return self.work_s * sum(1.0 - self.made(step * period_s) for step in range(1, num_steps + 1))
+        return self.work_s * sum(1.0 - self.predict_generated(step * period_s) for step in range(1, num_steps + 1))
 
 
 class AgePrediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ def predict(rates: StepRates, age: int, *, in_flight: bool) -> AgePrediction:
     )
 
 
-def most_times_as_fast(age: int) -> int:
+def bound_speedup(age: int) -> int:
     """Return the upper bound of the speedup for an age, whatever the rates."""
     return age + 1
 
@@ -144,7 +144,7 @@ def _slowest(rates: StepRates, age: int, in_flight: bool) -> tuple[float, Limit]
     """Return the period of an age above 0, and its slowest cycle."""
 
     def cycles(period_s: float) -> dict[Limit, float]:
-        generation_s = rates.generation_s + rates.left_s(period_s - rates.refit_s, age)
+        generation_s = rates.generation_s + rates.predict_backlog_s(period_s - rates.refit_s, age)
         return {
             "engines": (rates.work_s if in_flight else rates.generation_s) + rates.refit_s,
             "trainers": rates.training_s + rates.refit_s + rates.verify_s,
@@ -165,6 +165,6 @@ def _share_by_age(rates: StepRates, age: int, period_s: float, limit: Limit) -> 
     """Return the fraction of tokens by age, 0 first, with weights updated in flight."""
     between_s = period_s - rates.refit_s
     spare_s = (age + 1) * between_s - rates.training_s - rates.generation_s
-    begins_s = spare_s if limit == "engines" else rates.left_s(between_s, age)
-    generated_shares = [0.0, *(rates.made((step + 1) * between_s - begins_s) for step in range(age)), 1.0]
+    begins_s = spare_s if limit == "engines" else rates.predict_backlog_s(between_s, age)
+    generated_shares = [0.0, *(rates.predict_generated((step + 1) * between_s - begins_s) for step in range(age)), 1.0]
     return tuple(after - before for before, after in reversed([*pairwise(generated_shares)]))

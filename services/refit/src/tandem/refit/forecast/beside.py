@@ -25,9 +25,9 @@ class BesideModel(msgspec.Struct, frozen=True):
     """Why its shape is unknown, so that the policy's stands for it; empty if it is known."""
 
 
-def beside_policy(config: Config, shape: ModelShape) -> tuple[BesideModel, ...]:
+def describe_beside_models(config: Config, shape: ModelShape) -> tuple[BesideModel, ...]:
     """Return the models beside the policy, which has this shape. Raise `ModelError` if a model's files are unusable."""
-    return tuple(_held(config, model, number, shape) for model, number in models_beside(config))
+    return tuple(_describe_model(config, model, number, shape) for model, number in models_beside(config))
 
 
 def models_beside(config: Config) -> list[tuple[Model, int]]:
@@ -58,13 +58,13 @@ def name_of(config: Config, model: Model, number: int) -> str:
     return f"{model} {number + 1}" if config.num_of(model) > 1 else model
 
 
-def _held(config: Config, model: Model, number: int, of_policy: ModelShape) -> BesideModel:
+def _describe_model(config: Config, model: Model, number: int, of_policy: ModelShape) -> BesideModel:
     model_config = as_policy(config, model, number)
     shape_or_reason = of_policy if model == "reference" else model_shape(model_config)
     shape, unknown = (of_policy, shape_or_reason) if isinstance(shape_or_reason, str) else (shape_or_reason, "")
     is_trained, head = model in config.declaration.trains, config.declaration.head_of(model)
     if head != "vocabulary" and shape.geometry is not None and not shape.has_scalar_head:
-        shape = shape.with_scalar_head(has_bias=head == "value")
+        shape = shape.add_scalar_head(has_bias=head == "value")
     # On DTensor, trained weights are in float32 whatever the precision of the passes.
     in_float32 = is_trained and not model_config.policy.megatron_cfg.enabled
     return BesideModel(
@@ -73,7 +73,7 @@ def _held(config: Config, model: Model, number: int, of_policy: ModelShape) -> B
         side=ForecastSide(
             "trainer",
             training(model_config),
-            shape.with_dtype("float32" if in_float32 else model_config.policy.precision),
+            shape.cast("float32" if in_float32 else model_config.policy.precision),
         ),
         is_trained=is_trained,
         has_processes=model in config.processes_of,

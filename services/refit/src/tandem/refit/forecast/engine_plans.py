@@ -38,7 +38,7 @@ class EmbeddedPlan:
 
     def shape(self, config: Config, model: ModelShape) -> ModelShape:
         """Return the model as an engine keeps it."""
-        return model.with_dtype(config.policy.precision)
+        return model.cast(config.policy.precision)
 
 
 _VLLM_DTYPES = {
@@ -74,8 +74,8 @@ class VllmPlan:
             valid = ", ".join(_VLLM_DTYPES)
             raise ConfigError(f"policy.generation.vllm_cfg.precision: {precision!r} is not one of {valid}")
         if dtype == "fp8":
-            return model.with_dtype("bfloat16").quantised()
-        return model.with_dtype(dtype or config.policy.precision)
+            return model.cast("bfloat16").quantised()
+        return model.cast(dtype or config.policy.precision)
 
 
 EMBEDDED: EnginePlan = EmbeddedPlan()

@@ -69,7 +69,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights + self.optimizer
 
     @property
-    def most(self) -> float:
+    def peak(self) -> float:
         """All that it takes in its own optimizer step."""
         return self.resident + self.gradients + self.master_gradients
 
@@ -111,7 +111,7 @@ def _distinct(sides: Sequence[ForecastSide]) -> list[int]:
 
 def _refit(config: Config, trainers: ForecastSide, memory: RankMemory, extra: float) -> StepPhase:
     """Return the phase in which weights move: a trainer that shares its GPU has the rest in host memory then."""
-    _, master_gradients = _kept(config, trainers, memory.rank)
+    _, master_gradients = _measure_resident(config, trainers, memory.rank)
     parts = dict(memory.resident)
     if config.policy.generation.colocated.enabled:
         parts |= {name: 0.0 for name in parts if "weights" not in name and name != "adapters"}
@@ -124,7 +124,7 @@ def _refit(config: Config, trainers: ForecastSide, memory: RankMemory, extra: fl
 def _of_rank(
     config: Config, trainers: ForecastSide, beside: Sequence[BesideModel], rank: int, *, with_activations: bool
 ) -> RankMemory:
-    resident, master_gradients = _kept(config, trainers, rank)
+    resident, master_gradients = _measure_resident(config, trainers, rank)
     parts = [_part(model, rank) for model in beside]
     resident |= {part.title: part.resident for part in parts}
     is_megatron = config.policy.megatron_cfg.enabled
@@ -151,7 +151,7 @@ def _of_rank(
                 kind = "passes" if is_training else "scores"
                 phases.append(_phase_of(pass_memory, phase_parts, f"{kind} of the {model.name}"))
         if model.is_trained:
-            phase_parts = {**idle, part.title: part.most}
+            phase_parts = {**idle, part.title: part.peak}
             phases.append(StepPhase(f"optimizer step of the {model.name}", phase_parts))
     return RankMemory(rank, resident, tuple(phases))
 
@@ -201,7 +201,7 @@ def _learning(config: Config, dense: float, experts: float) -> tuple[float, floa
     return gradients, bytes_of_state * shard, bytes_of_gradients * shard
 
 
-def _kept(config: Config, trainers: ForecastSide, rank: int) -> tuple[Bytes, float]:
+def _measure_resident(config: Config, trainers: ForecastSide, rank: int) -> tuple[Bytes, float]:
     """Return what a rank holds of the policy and its reference when its optimizer begins.
 
     And the part of the optimizer's that is only there then: copies of the gradients in float32.
@@ -230,7 +230,7 @@ def _weights(config: Config, side: ForecastSide, rank: int) -> tuple[int, int, i
     family = VISION.get(side.model.family)
     frozen = () if family is None else frozen_prefixes(family, config.policy.dtensor_cfg)
     is_megatron = config.policy.megatron_cfg.enabled
-    for storage in side.deployment.kept_parameters(side.model, rank).storages:
+    for storage in side.deployment.look_up_parameters(side.model, rank).storages:
         kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)
         name = _as_seeing(storage.name, family) if family is not None and is_megatron else storage.name
         sizes[3 if frozen and name.startswith(frozen) else kind] += storage.num_bytes

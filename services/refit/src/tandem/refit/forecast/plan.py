@@ -12,12 +12,12 @@ from rich.table import Table
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.refit.forecast import plan_summary as outline
-from tandem.refit.forecast.beside import BesideModel, beside_policy
+from tandem.refit.forecast.beside import BesideModel, describe_beside_models
 from tandem.refit.forecast.differences import SHARE, DifferenceForecast
 from tandem.refit.forecast.memory import columns, memory_of, size_of_gpu
 from tandem.refit.forecast.plan_ages import NOT_GIVEN, GivenRates, print_ages
 from tandem.refit.forecast.sides import ForecastSide, generation, model_shape, sides, training, words
-from tandem.refit.forecast.towers import most_image_tokens
+from tandem.refit.forecast.towers import bound_image_tokens
 from tandem.refit.forecast.transfers import RefitForecast, is_on_gpus, predict
 from tandem.refit.layout import Tensor
 from tandem.refit.planner import LinkSurvey
@@ -39,9 +39,9 @@ def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVE
     forecast_sides = None if isinstance(model, str) else sides(config, model)
     generates = config.generates
     explained = predict(config, *forecast_sides) if forecast_sides and generates else None
-    beside = () if isinstance(model, str) else beside_policy(config, model)
+    beside = () if isinstance(model, str) else describe_beside_models(config, model)
     _print_ranks(config, forecast_sides, console)
-    for line in outline.beside(config, beside):
+    for line in outline.describe_beside(config, beside):
         console.print(f"  {line}", soft_wrap=True)
     for line in outline.steps(config):
         console.print(f"  {line}")
@@ -56,7 +56,7 @@ def explain(config: Config, console: Console, given_rates: GivenRates = NOT_GIVE
         _print_links(explained.survey, console)
         _print_loads(explained, console)
         _print_cost(explained, console)
-    for line in outline.in_vain(config):
+    for line in outline.list_notes(config):
         console.print(f"note: {line}", soft_wrap=True)
 
 
@@ -134,7 +134,7 @@ def _print_memory(
         table.add_row(phase.name, *(f"{size / 1e9:,.2f}" for size in sizes))
     console.print(table)
     if any(phase.parts.get("images") for phase in memory.phases):
-        share = most_image_tokens(config, 1.0)
+        share = bound_image_tokens(config, 1.0)
         console.print(f"  images: as if all tokens of prompts stood for some, {share:.0%} of a micro-batch's")
     size = size_of_gpu()
     if size is not None and not location and peak.num_bytes > size:

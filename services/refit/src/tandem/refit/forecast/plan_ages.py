@@ -20,7 +20,7 @@ from tandem.config import Config, config_from_json, differences
 from tandem.config.dump import length_and_validation
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.refit.forecast.ages import AgePrediction, StepRates, most_times_as_fast, predict
+from tandem.refit.forecast.ages import AgePrediction, StepRates, bound_speedup, predict
 
 AGES = (0, 1, 2, 4)
 """Ages that are shown beside the configured one."""
@@ -157,7 +157,7 @@ def _samples(config: Config) -> int:
     return section.num_prompts_per_batch * section.num_generations_per_prompt
 
 
-def _kept_tokens(config: Config, age: int) -> int:
+def _count_stored_tokens(config: Config, age: int) -> int:
     """Return the most tokens that engines keep: for the step in progress, and those that are generated ahead."""
     return (age + 1) * _samples(config) * config.policy.max_total_sequence_length
 
@@ -165,7 +165,7 @@ def _kept_tokens(config: Config, age: int) -> int:
 def _first_without_room(config: Config) -> int | None:
     """Return the lowest age at which engines may run out of room."""
     room = config.policy.generation.max_stored_tokens * config.cluster.rollouts
-    return next((age for age in _ages(config) if _kept_tokens(config, age) > room), None)
+    return next((age for age in _ages(config) if _count_stored_tokens(config, age) > room), None)
 
 
 # --- for people ------------------------------------------------------------------------------------------------------
@@ -178,9 +178,9 @@ def _print_unknown(config: Config, measured: MeasuredRates, console: Console) ->
         f"  asynchronous: rates are not known: {measured.source}; give --generation-s and --training-s",
         soft_wrap=True,
     )
-    sizes = (f"{_kept_tokens(config, age) * BYTES_A_TOKEN / _GB:.2g}" for age in ages)
+    sizes = (f"{_count_stored_tokens(config, age) * BYTES_A_TOKEN / _GB:.2g}" for age in ages)
     console.print(
-        f"  with ages of {listed(ages)}, at most {listed(map(most_times_as_fast, ages))} times as fast, and at most "
+        f"  with ages of {listed(ages)}, at most {listed(map(bound_speedup, ages))} times as fast, and at most "
         f"{listed(sizes)} GB of samples kept",
         soft_wrap=True,
     )
@@ -202,7 +202,7 @@ def _table(config: Config, predictions: Sequence[AgePrediction]) -> Table:
             "of one sample the same" if prediction.share_by_age is None else _shares(prediction.share_by_age),
             f"{prediction.engines_idle:.0%}",
             f"{prediction.trainers_idle:.0%}",
-            f"{_kept_tokens(config, prediction.age) * BYTES_A_TOKEN / _GB:.2g}",
+            f"{_count_stored_tokens(config, prediction.age) * BYTES_A_TOKEN / _GB:.2g}",
             prediction.limit,
         )
     return table

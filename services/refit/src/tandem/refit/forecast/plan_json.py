@@ -8,9 +8,9 @@ import msgspec
 
 from tandem.config import Config
 from tandem.refit.adapters.deployment import ParallelDeployment
-from tandem.refit.forecast.beside import BesideModel, beside_policy
+from tandem.refit.forecast.beside import BesideModel, describe_beside_models
 from tandem.refit.forecast.memory import Bytes, memory_of, part_of
-from tandem.refit.forecast.plan_summary import in_vain
+from tandem.refit.forecast.plan_summary import list_notes
 from tandem.refit.forecast.sides import ForecastSide, model_shape, sides, words
 from tandem.refit.forecast.transfers import is_on_gpus, predict
 
@@ -74,11 +74,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def planned(config: Config) -> RunPlan:
     """Return the plan of a run. Raise `ConfigError`, `ModelError`, or `RefitError` if sizes do not fit the model."""
-    notes, shape = tuple(in_vain(config)), model_shape(config)
+    notes, shape = tuple(list_notes(config)), model_shape(config)
     if isinstance(shape, str):
         return RunPlan(unknown=shape, trainer=0, phases=(), models=(), engines=None, refit=None, notes=notes)
     trainers, engines = sides(config, shape)
-    beside = beside_policy(config, shape)
+    beside = describe_beside_models(config, shape)
     forecast = predict(config, trainers, engines) if config.generates else None
     memory = memory_of(
         config,
@@ -101,7 +101,7 @@ def planned(config: Config) -> RunPlan:
         unknown="",
         trainer=memory.rank,
         phases=tuple(PlannedPhase(phase.name, phase.parts, phase.num_bytes) for phase in memory.phases),
-        models=(_policy(config, trainers, learning), *map(_beside, beside)),
+        models=(_policy(config, trainers, learning), *map(_plan_model, beside)),
         engines=_policy(config, engines, 0.0) if config.generates else None,
         refit=refit,
         notes=notes,
@@ -117,12 +117,12 @@ def _policy(config: Config, side: ForecastSide, learning: float) -> PlannedModel
         division=words(config, side.deployment),
         sizes=_sizes(side.deployment),
         num_parameters=side.model.num_parameters,
-        weights=float(_most_weights(side)),
+        weights=float(_measure_largest_rank(side)),
         learning=learning,
     )
 
 
-def _beside(model: BesideModel) -> PlannedModel:
+def _plan_model(model: BesideModel) -> PlannedModel:
     part, deployment = part_of(model), model.side.deployment
     return PlannedModel(
         name=model.name,
@@ -132,7 +132,7 @@ def _beside(model: BesideModel) -> PlannedModel:
         sizes=_sizes(deployment),
         num_parameters=model.side.model.num_parameters,
         weights=part.weights,
-        learning=part.most - part.weights,
+        learning=part.peak - part.weights,
         unknown=model.unknown,
     )
 
@@ -143,9 +143,9 @@ def _sizes(deployment: ParallelDeployment) -> dict[str, int]:
     return {name: size for name, size in named.items() if isinstance(size, int) and not isinstance(size, bool)}
 
 
-def _most_weights(side: ForecastSide) -> int:
+def _measure_largest_rank(side: ForecastSide) -> int:
     """Return the bytes of the largest rank."""
     deployment = side.deployment
     places = {deployment.place(rank): rank for rank in reversed(range(deployment.num_ranks))}
-    layouts = (deployment.kept_parameters(side.model, rank) for rank in places.values())
+    layouts = (deployment.look_up_parameters(side.model, rank) for rank in places.values())
     return max(sum(storage.num_bytes for storage in layout.storages) for layout in layouts)

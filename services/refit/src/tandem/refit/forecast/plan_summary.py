@@ -15,12 +15,12 @@ def ranks_of_training(config: Config) -> str:
     """Return the number of trainers, and of data-parallel shards of a batch."""
     num, shares = config.cluster.trainers, config.data_parallel_size
     cut = f", {num // shares} to each of {shares} data-parallel shards" if num > shares > 1 else ""
-    beside = [f"{size} of the {model}" for model, size in config.processes_of.items() if model != "policy"]
-    others_phrase = f", and beside them {' and '.join(beside)}" if beside else ""
+    models = [f"{size} of the {model}" for model, size in config.processes_of.items() if model != "policy"]
+    others_phrase = f", and beside them {' and '.join(models)}" if models else ""
     return f"{num} trainer rank{'s' if num > 1 else ''}{cut}{others_phrase}"
 
 
-def beside(config: Config, known_models: Sequence[BesideModel]) -> Iterator[str]:
+def describe_beside(config: Config, known_models: Sequence[BesideModel]) -> Iterator[str]:
     """Describe the division of each model beside the policy, with bytes if what trainers hold is known."""
     of_name = {each.name: each for each in known_models}
     for model, number in models_beside(config):
@@ -34,7 +34,7 @@ def beside(config: Config, known_models: Sequence[BesideModel]) -> Iterator[str]
 def _sizes(model: BesideModel) -> str:
     """Return a model's element types, and the bytes of the rank that holds most of it."""
     part, dtypes = part_of(model), ", ".join(sorted({tensor.dtype for tensor in model.side.model.tensors}))
-    learning = f", {part.most / 1e9:,.2f} GB with gradients and optimizer" if model.is_trained else ""
+    learning = f", {part.peak / 1e9:,.2f} GB with gradients and optimizer" if model.is_trained else ""
     assumed = f", as if it had the policy's shape: {model.unknown}" if model.unknown else ""
     return f"; {dtypes}; {part.weights / 1e9:,.2f} GB of weights a rank{learning}{assumed}"
 
@@ -57,14 +57,14 @@ def steps(config: Config) -> Iterator[str]:
         yield f"{policy.train_global_batch_size:,} {things}, 1 optimizer step"
     micro_batches = _micro_batches(config, share, policy.train_micro_batch_size)
     yield f"of each, a rank trains on {share:,} {things}: {micro_batches}"
-    beside = config.declaration.trains[:-1]
-    scored = " and the ".join(model for model in config.scored_by(num) if model not in beside)
+    models = config.declaration.trains[:-1]
+    scored = " and the ".join(model for model in config.scored_by(num) if model not in models)
     if scored:
         num_rows = share * num // config.num_passes
         batches = _micro_batches(config, num_rows, policy.logprob_batch_size, scoring=True)
         yield f"before that, log-probabilities of the {scored}: {batches}"
-    if beside:
-        yield f"the same for the {' and the '.join(beside)} model, by its own batch sizes"
+    if models:
+        yield f"the same for the {' and the '.join(models)} model, by its own batch sizes"
 
 
 def _validation(config: Config) -> str:
@@ -90,7 +90,7 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
     return f"at most {max_batches:,} {kind} of at most {tokens:,} tokens"
 
 
-def in_vain(config: Config) -> Iterator[str]:
+def list_notes(config: Config) -> Iterator[str]:
     """Yield what is unsupported, and which keys have no effect."""
     unsupported = refusal(config)
     if unsupported:

@@ -13,7 +13,7 @@ from tandem.config import Config
 from tandem.config.models import lora
 from tandem.config.models.model_sizes import config_file
 from tandem.config.models.vision_families import VISION, family_of
-from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint, from_config
+from tandem.refit.adapters.catalogue import ModelShape, make_shape, read_shape
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.geometry import FAMILIES
@@ -42,13 +42,13 @@ def sides(config: Config, model: ModelShape) -> tuple[ForecastSide, ForecastSide
     """
     policy = config.policy
     trains_all_in_float32 = not policy.megatron_cfg.enabled and policy.adapters is None
-    trained_model = model.with_dtype("float32" if trains_all_in_float32 else policy.precision)
-    return ForecastSide("trainer", training(config), _with_adapters(config, trained_model)), ForecastSide(
+    trained_model = model.cast("float32" if trains_all_in_float32 else policy.precision)
+    return ForecastSide("trainer", training(config), _add_adapters(config, trained_model)), ForecastSide(
         "engine", generation(config), find_plan(config).shape(config, model)
     )
 
 
-def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
+def _add_adapters(config: Config, model: ModelShape) -> ModelShape:
     """Return the trainers' model with its trained adapters; all else is frozen.
 
     Raise `ConfigError` if no layer is chosen for one.
@@ -68,7 +68,7 @@ def _with_adapters(config: Config, model: ModelShape) -> ModelShape:
         msgspec.structs.replace(tensor, product_scale=policy.adapters.scale if tensor.name.endswith(lora.B) else 0.0)
         if lora.is_adapter(tensor.name)
         else msgspec.structs.replace(tensor, is_frozen=True)
-        for tensor in model.with_adapters(layers, policy.adapters.dim, dtype).tensors
+        for tensor in model.add_adapters(layers, policy.adapters.dim, dtype).tensors
     )
     return msgspec.structs.replace(model, tensors=tuple(tensors))
 
@@ -104,7 +104,7 @@ def words(config: Config, deployment: ParallelDeployment) -> str:
         case Megatron():
             sizes = {"TP": deployment.tp, "PP": deployment.pp, "VPP": deployment.vpp, "CP": deployment.cp}
             sizes |= {"EP": deployment.ep, "ETP": deployment.etp or 1, "DP": deployment.dp}
-            return f"Megatron-Core {_said(sizes)}"
+            return f"Megatron-Core {_format_sizes(sizes)}"
         case DTensor():
             sizes = {"TP": deployment.tensor, "CP": config.policy.dtensor_cfg.context_parallel_size}
             sizes |= {"EP": deployment.expert}
@@ -114,12 +114,12 @@ def words(config: Config, deployment: ParallelDeployment) -> str:
         case Vllm():
             sizes = {"TP": deployment.tp, "PP": deployment.pp}
             engines = f", {deployment.replicas} engines" if deployment.replicas > 1 else ""
-            return f"vLLM {_said(sizes)}{engines}"
+            return f"vLLM {_format_sizes(sizes)}{engines}"
         case _:
             return "transformers, whole models"
 
 
-def _said(sizes: dict[str, int]) -> str:
+def _format_sizes(sizes: dict[str, int]) -> str:
     return " × ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "on one GPU"
 
 
@@ -131,7 +131,7 @@ def model_shape(config: Config) -> ModelShape | str:
     folder, new, path = Path(config.policy.model_name), config.policy.new_model, config_file(config.policy)
     has_weights = any(folder.glob("*.safetensors"))
     if has_weights and family_of(config.policy) is None:
-        return from_checkpoint(folder)
+        return read_shape(folder)
     if path is not None:
         config_json = {**_read_json(path), **(config.policy.hf_config_overrides or {})}
     elif new is not None:
@@ -142,12 +142,12 @@ def model_shape(config: Config) -> ModelShape | str:
         return "no config.json of it is here"
     if config_json.get("model_type") in VISION:
         try:
-            return from_config(config_json)
+            return make_shape(config_json)
         except ModelError as error:  # files of such models leave out what their library assumes
-            return from_checkpoint(folder) if has_weights else str(error)
+            return read_shape(folder) if has_weights else str(error)
     if config_json.get("model_type") not in FAMILIES:
         return f"only its weight files have the shapes of a {config_json.get('model_type')}"
-    return from_config(config_json)
+    return make_shape(config_json)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class TowerSizes(msgspec.Struct, frozen=True, kw_only=True):
     patches_per_token: float
     """Patches that become one image token."""
 
-    def kept(self, num_tokens: float, item: int, *, recomputes: bool) -> float:
+    def measure_kept(self, num_tokens: float, item: int, *, recomputes: bool) -> float:
         """Return the bytes that are kept of images with so many tokens, with elements of `item` bytes."""
         num_patches = num_tokens * self.patches_per_token
         elements, num_bytes, of_inner = _LAYER.get(self.model_type, _LAYER_OF_SIGLIP)
@@ -91,7 +91,7 @@ def _patches_per_token(config: Config, model: ModelShape, hidden: int) -> float:
     return merged[1] / hidden
 
 
-def most_image_tokens(config: Config, num_tokens: float) -> float:
+def bound_image_tokens(config: Config, num_tokens: float) -> float:
     """Return how many of the tokens of a micro-batch may stand for images: those of prompts."""
     longest, generation = config.policy.max_total_sequence_length, config.policy.generation
     if not config.declaration.rolls_out:

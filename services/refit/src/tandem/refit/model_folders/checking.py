@@ -19,7 +19,7 @@ from tandem.config import Config
 from tandem.config.installed.model_fields import model_types
 from tandem.config.models import hub
 from tandem.refit.adapters import headers
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.geometry import FAMILIES
 from tandem.refit.adapters.headers import TensorPlace
 from tandem.samples import manifest
@@ -111,7 +111,7 @@ def _tensors(model: Mapping[str, Any], places: Mapping[str, TensorPlace]) -> Ite
 
 
 def _against_catalogue(model: Mapping[str, Any], places: Mapping[str, TensorPlace]) -> Iterator[str]:
-    expected = {tensor.name: tensor.shape for tensor in from_config(model).tensors}
+    expected = {tensor.name: tensor.shape for tensor in make_shape(model).tensors}
     somewhere = next(iter(places.values())).path.parent
     for name, shape in expected.items():
         if name not in places:

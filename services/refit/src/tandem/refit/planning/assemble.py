@@ -172,16 +172,16 @@ class TransferAssembler:
         """Resolve both ends of each overlap to byte offsets."""
         pattern = self._patterns[int(moved.pattern_F[0])]
         slot = int(moved.slot_F[0])
-        storage_N, offset_N, strides_ND, dtype_N = self._at_engine(pattern, slot, overlaps)
+        storage_N, offset_N, strides_ND, dtype_N = self._locate_at_engine(pattern, slot, overlaps)
         sources = [np.zeros_like(storage_N), np.zeros_like(offset_N), np.zeros_like(strides_ND), np.zeros_like(dtype_N)]
         source_slot_N = moved.source_slot_F[overlaps.flow_N]
         for source_slot in np.unique(source_slot_N).tolist():
             rows = np.flatnonzero(source_slot_N == source_slot)
             slot_overlaps = overlaps.rows(rows)
             if source_slot < 0:
-                columns = self._at_trainers(slot_overlaps, moved.source_F[slot_overlaps.flow_N])
+                columns = self._locate_at_trainers(slot_overlaps, moved.source_F[slot_overlaps.flow_N])
             else:
-                columns = self._at_engine(pattern, source_slot, slot_overlaps)
+                columns = self._locate_at_engine(pattern, source_slot, slot_overlaps)
             for column, values in zip(sources, columns, strict=True):
                 column[rows] = values
         return CopyColumns(
@@ -197,7 +197,9 @@ class TransferAssembler:
             destination_dtype_C=dtype_N,
         )
 
-    def _at_engine(self, pattern: SharingPattern, slot: int, overlaps: _Overlaps) -> tuple[Ints, Ints, Ints, Ints]:
+    def _locate_at_engine(
+        self, pattern: SharingPattern, slot: int, overlaps: _Overlaps
+    ) -> tuple[Ints, Ints, Ints, Ints]:
         """Return storage, offset, strides and element type of overlaps in an engine's memory."""
         shards = self._destination_shards[pattern.slots[slot]]
         row_N = shards.want_N[pattern.rows_of(overlaps.overlap_N, slot)]
@@ -205,7 +207,7 @@ class TransferAssembler:
         offset_N = shards.offset_P[row_N] + ((overlaps.start_ND - shards.start_PD[row_N]) * strides_ND).sum(axis=1)
         return shards.storage_P[row_N], offset_N, strides_ND, shards.dtype_P[row_N]
 
-    def _at_trainers(self, overlaps: _Overlaps, member_N: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    def _locate_at_trainers(self, overlaps: _Overlaps, member_N: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         shards = self._source_shards
         row_N = shards.pieces(overlaps.box_N, member_N)
         strides_ND = shards.strides_HD[row_N]

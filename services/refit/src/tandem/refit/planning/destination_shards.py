@@ -151,7 +151,7 @@ def _missing(
         remaining: list[Box] = []
         for box in missing:
             common = box.intersect(held_box)
-            remaining.extend([box] if common is None else box.without(common))
+            remaining.extend([box] if common is None else box.subtract(common))
         missing = remaining
     lost = missing[0]
     description = tensors.names.describe(int(number), np.array(lost.start), np.array(lost.shape))

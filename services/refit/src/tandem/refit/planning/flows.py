@@ -145,7 +145,7 @@ def links(
         receiver, transport = engines[engine], transports[number]
         reason = "passed on within the host, so that it was sent there once"
         if not round_:
-            reason = transport.why(Route.between(source_shards.layouts[source], destinations[receiver]))
+            reason = transport.explain(Route.between(source_shards.layouts[source], destinations[receiver]))
         flow_links.append(
             FlowLink(
                 source=engines[source] if round_ else source_shards.members[source],

@@ -38,7 +38,7 @@ def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
         return [FrozenPart(False, sources, destinations)]
     frozen_parts = []
     for is_frozen in (True, False):
-        part_layouts, rows = _kept({**sources, **destinations}, frozen, is_frozen=is_frozen)
+        part_layouts, rows = _select_pieces({**sources, **destinations}, frozen, is_frozen=is_frozen)
         part_sources, part_destinations = (
             {member: part_layouts[member] for member in side} for side in (sources, destinations)
         )
@@ -46,7 +46,7 @@ def parts(sources: Mapping[str, Layout], destinations: Mapping[str, Layout]) -> 
     return frozen_parts
 
 
-def _kept(
+def _select_pieces(
     layouts: Mapping[str, Layout], frozen: set[str], *, is_frozen: bool
 ) -> tuple[dict[str, Layout], dict[str, Ints]]:
     """Return layouts with the pieces of one part, and their rows; layouts that share columns go on sharing them."""

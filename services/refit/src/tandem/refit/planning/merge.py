@@ -50,7 +50,7 @@ def _simplified(copies: CopyColumns) -> CopyColumns:
             np.where(is_one_CD, 0, copies.destination_strides_CD),
         )
     )
-    return _with_dims(copies, *_fused(*columns))
+    return _replace_dims(copies, *_fused(*columns))
 
 
 def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints, Ints, Ints]:
@@ -75,7 +75,7 @@ def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints,
     return fused
 
 
-def _with_dims(copies: CopyColumns, shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> CopyColumns:
+def _replace_dims(copies: CopyColumns, shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> CopyColumns:
     """Return copies with other dimensions; a single element gets the strides of a range, so that it can be joined."""
     is_single_C = (shape_CD == 1).all(axis=1)
     source_CD[is_single_C, -1] = ITEM_SIZE_OF_CODE[copies.source_dtype_C[is_single_C]]

@@ -68,12 +68,12 @@ class ReplicaSets:
         """Return whether a trainer runs on a host."""
         return host in self._sets_on
 
-    def on(self, host: str, device: str) -> Ints:
+    def look_up(self, host: str, device: str) -> Ints:
         """Return, for each set of holders, the number of the replica set for an engine in this place."""
         return self._find(host if self.has_trainers(host) else None, device)
 
     def _find(self, host: str | None, device: str) -> Ints:
-        """Return the result of `on`; None stands for all hosts without trainers."""
+        """Return the result of `look_up`; None stands for all hosts without trainers."""
         if (host, device) not in self._found:
             far_device = "cpu" if host is None or device == "cpu" else "gpu"
             replicas_S = self._find(None, far_device).copy()
@@ -201,9 +201,9 @@ def patterns(
         near = host if replica_sets.has_trainers(host) else ""
         alike.setdefault((near, tuple(slot[:2] for slot in slots)), []).append(tuple(slot[2] for slot in slots))
     # Numbers of replica sets follow the order of the nodes. What only depends on classes is found once for all nodes.
-    replicas_of_place = {place: [replica_sets.on(place[0], device) for _, device in place[1]] for place in alike}
+    replicas_of_place = {place: [replica_sets.look_up(place[0], device) for _, device in place[1]] for place in alike}
     is_near_S = np.array([replicas.is_near for replicas in replica_sets.all], bool)
-    spared = np.array([bool(registry.in_place_of(transport.name)) for transport in registry.numbered()])
+    spared = np.array([bool(registry.find_in_place(transport.name)) for transport in registry.numbered()])
     can_alias_S = np.array([allow_alias and spared[s.transport_R].any() for s in replica_sets.all], bool)
     places: dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, str], ...]]]] = {}
     for place in alike:

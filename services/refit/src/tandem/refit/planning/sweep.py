@@ -92,7 +92,7 @@ class BoxIndex:
         self.tensor_B, self.start_BD, self.shape_BD = tensor_B, start_BD, shape_BD
         self._num_tensors = int(tensor_B.max()) + 1 if len(tensor_B) else 0
         self._radix = int((start_BD + shape_BD).max()) + 1 if start_BD.size else 1
-        self._axis_T = self._most_cut_axes()
+        self._axis_T = self._find_most_cut_axes()
         start_B, extent_B = self._along(tensor_B, start_BD), self._along(tensor_B, shape_BD)
         key_B = tensor_B * self._radix + start_B
         self._order_B = np.argsort(key_B, kind="stable")
@@ -140,7 +140,7 @@ class BoxIndex:
         along: Ints = values_ND[np.arange(len(tensor_N)), self._axis_T[tensor_N]]
         return along
 
-    def _most_cut_axes(self) -> Ints:
+    def _find_most_cut_axes(self) -> Ints:
         num_dims = self.start_BD.shape[1]
         cuts_DT = np.zeros((num_dims, self._num_tensors), np.int64)
         for dim in range(num_dims):

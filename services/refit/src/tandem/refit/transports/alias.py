@@ -42,7 +42,7 @@ class AliasTransport(Transport):
         """Return None: nothing moves."""
         return None
 
-    def why(self, route: Route) -> str:
+    def explain(self, route: Route) -> str:
         """Return the reason as a phrase."""
         return "same host and the same place in one range of shared memory: read in place"
 

@@ -46,7 +46,7 @@ class CudaIpc(Transport):
         """Return the GPU's own memory, or the link between two GPUs."""
         return "same_gpu" if route.same_device else "peer_gpu"
 
-    def why(self, route: Route) -> str:
+    def explain(self, route: Route) -> str:
         """Return the reason as a phrase."""
         return "same host, and both are in GPU memory"
 

@@ -43,9 +43,9 @@ from tandem.refit.transports.exchange import (
     BoundMessage,
     ChannelExchange,
     MeshEnd,
-    on_queue,
+    describe_failure,
     synchronise,
-    told,
+    use_queue,
 )
 from tandem.refit.transports.process_group import ConnectedGroup, GroupMessage
 from tandem.refit.transports.sizes import DEPTH
@@ -154,7 +154,7 @@ class MessageSnapshot:
                 return MessageDifference(EncodingKind.NOTHING, 0, 0, self._kept.new_empty(0, dtype=torch.uint8))
             if number == self._before and self._change is not None:
                 return self._change
-        return encoding.whole(self._kept)
+        return encoding.wrap(self._kept)
 
 
 class MessageSnapshots:
@@ -284,7 +284,7 @@ class _ReceivingEnd(_Difference):
             raise RefitError(_NO_HEADER)
         kind, self._after = EncodingKind(header.kind), header.after
         if kind is EncodingKind.WHOLE:
-            return encoding.whole(bound.message.bytes_)
+            return encoding.wrap(bound.message.bytes_)
         if self._before == _NOTHING_HELD or header.before != self._before:
             raise RefitError("it is a difference from weights that are not here")
         num_bytes = encoding.num_bytes(kind, header.num_changed, header.num_gaps, size, length)
@@ -357,18 +357,18 @@ class DifferenceExchange(ChannelExchange):
 
         Raises `RefitError`, after closing the group so that peers fail too.
         """
-        wanted_channels = self.wanted(only)
+        wanted_channels = self.select_channels(only)
         channels = [channel for channel in self._differing if channel in wanted_channels]
         num_waves = max((len(channel.messages) for channel in channels), default=0)
         flying: list[_Flying] = []
         if group.queue is not None:
             group.queue.wait_stream(torch.cuda.current_stream(group.device))
         try:
-            with on_queue(group):
+            with use_queue(group):
                 _greet(group, channels, flying, deadline)
             yield
             for step in range(num_waves + 1 + DEPTH):
-                with on_queue(group):
+                with use_queue(group):
                     _land(group, flying, step - 1 - DEPTH, deadline, counted)
                     _start_payloads(group, step - 1, channels, flying, deadline)
                     _start_headers(group, step, channels, flying)
@@ -417,7 +417,7 @@ def _start_payloads(
         if not channel.is_send:  # the header has to be there
             (which,) = (i for i, each in enumerate(flying) if each.post.channel is channel and each.post.change is None)
             _finish(group, flying, which, deadline)
-        with _told_of(group, channel, wave):
+        with _locate_errors(group, channel, wave):
             change = channel.change(wave)
         if change.bytes_.numel():  # NCCL has no empty messages
             message = channel.message(2 * wave + 2, change.bytes_, is_send=channel.is_send)
@@ -434,7 +434,7 @@ def _start(group: ConnectedGroup, posts: Sequence[_Post], flying: list[_Flying])
         flying += [_Flying(work, post) for work, post in zip(works, batch, strict=bool(not failure))]
         works.clear()
         if failure:
-            raise RefitError(told(group, batch[0].channel, batch[0].wave, failure))
+            raise RefitError(describe_failure(group, batch[0].channel, batch[0].wave, failure))
 
 
 def _land(group: ConnectedGroup, flying: list[_Flying], wave: int, deadline: float, counted: dict[str, int]) -> None:
@@ -444,7 +444,7 @@ def _land(group: ConnectedGroup, flying: list[_Flying], wave: int, deadline: flo
         if post.change is None:
             continue
         if not post.channel.is_send:
-            with _told_of(group, post.channel, post.wave):
+            with _locate_errors(group, post.channel, post.wave):
                 post.channel.take(post.wave, post.change)
         link = post.channel.link
         counted[link] = counted.get(link, 0) + post.message.bytes_.numel()
@@ -456,17 +456,17 @@ def _finish(group: ConnectedGroup, flying: list[_Flying], which: int, deadline: 
     failure = group.wait(work, deadline)
     del work  # a caught error keeps locals alive, and `work` keeps the sockets open
     if failure:
-        raise RefitError(told(group, post.channel, post.wave, failure))
+        raise RefitError(describe_failure(group, post.channel, post.wave, failure))
     return post
 
 
 @contextlib.contextmanager
-def _told_of(group: ConnectedGroup, channel: BoundChannel, wave: int) -> Iterator[None]:
+def _locate_errors(group: ConnectedGroup, channel: BoundChannel, wave: int) -> Iterator[None]:
     """Say of an error where it was."""
     try:
         yield
     except RefitError as error:
-        raise RefitError(told(group, channel, wave, str(error))) from error
+        raise RefitError(describe_failure(group, channel, wave, str(error))) from error
 
 
 def _integers(bound: BoundMessage) -> torch.Tensor:

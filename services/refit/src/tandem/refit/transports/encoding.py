@@ -94,7 +94,7 @@ def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Messa
     changed = _take_changed(old, new, min(_MANY, 1.25 * largest))
     length, size = new.numel(), new.element_size()
     if changed is None:
-        return whole(old.copy_(new))
+        return wrap(old.copy_(new))
     positions, values = changed
     num = positions.numel()
     if not num:
@@ -105,14 +105,14 @@ def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Messa
     num_gaps = 0 if numbers is None else numbers.numel()
     needed = num_bytes(kind, num, num_gaps, size, length)
     if needed >= length * size or num > largest * length:
-        return whole(old)
+        return wrap(old)
     written = new.new_empty(needed, dtype=torch.uint8)
     written[: num * size].view(new.dtype).copy_(values)
     written[num * size : _padded(num * size)] = 0
     behind = written[_padded(num * size) :]
     if numbers is None:
         is_changed = torch.zeros(-(-length // 8) * 8, dtype=torch.bool, device=new.device)
-        behind.copy_(_to_bits(is_changed.scatter_(0, positions, True)))
+        behind.copy_(_pack_bits(is_changed.scatter_(0, positions, True)))
     else:
         behind.copy_(numbers.view(torch.uint8))
     return MessageDifference(kind, num, num_gaps, written)
@@ -150,7 +150,7 @@ def apply(change: MessageDifference, target: torch.Tensor) -> None:
         return
     values, behind = written[: num * size].view(target.dtype), written[_padded(num * size) :]
     if kind is EncodingKind.BITMAP:
-        positions = _positions(_from_bits(behind))
+        positions = _positions(_unpack_bits(behind))
     else:
         numbers = (
             behind.to(torch.int32) if kind is EncodingKind.GAPS_8 else behind.view(torch.int16).to(torch.int32) & 0xFFFF
@@ -162,7 +162,7 @@ def apply(change: MessageDifference, target: torch.Tensor) -> None:
     target.scatter_(0, positions, values)
 
 
-def whole(message: torch.Tensor) -> MessageDifference:
+def wrap(message: torch.Tensor) -> MessageDifference:
     """Return a message as a change, without a copy."""
     return MessageDifference(EncodingKind.WHOLE, 0, 0, message.view(torch.uint8))
 
@@ -260,15 +260,15 @@ def _positions(is_true: torch.Tensor) -> torch.Tensor:
     return is_true.nonzero().view(-1)
 
 
-def _to_bits(is_true: torch.Tensor) -> torch.Tensor:
+def _pack_bits(is_true: torch.Tensor) -> torch.Tensor:
     """Return eight booleans a byte, the first as the lowest bit."""
     if is_true.device.type == "cpu":
         return torch.from_numpy(np.packbits(is_true.numpy(), bitorder="little"))
     return (((is_true.view(torch.int64) * _GATHER_BITS) >> 56) & 0xFF).to(torch.uint8)
 
 
-def _from_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return the booleans of `_to_bits`."""
+def _unpack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return the booleans of `_pack_bits`."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))
     shifts = torch.arange(8, device=bits.device, dtype=torch.uint8)

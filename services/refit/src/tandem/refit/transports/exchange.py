@@ -139,7 +139,7 @@ class ChannelExchange:
     def _bind(self) -> list[BoundChannel]:
         return [BoundChannel(transfer, self._end) for transfer in self._transfers]
 
-    def wanted(self, only: Collection[str] | None) -> list[BoundChannel]:
+    def select_channels(self, only: Collection[str] | None) -> list[BoundChannel]:
         """Return the channels to these destinations; all if None."""
         return [c for c in self.channels if only is None or process_of(c.transfer.destination) in only]
 
@@ -164,14 +164,14 @@ class ChannelExchange:
 
         Raises `RefitError`, after closing the group so that peers fail too.
         """
-        channels = self.wanted(only)
+        channels = self.select_channels(only)
         num_waves = max((len(channel.messages) for channel in channels), default=0)
         flying: list[_Flying] = []
         if group.queue is not None:
             group.queue.wait_stream(torch.cuda.current_stream(group.device))
         try:
             for wave in range(num_waves + DEPTH):
-                with on_queue(group):
+                with use_queue(group):
                     while flying and flying[0].wave <= wave - DEPTH:
                         self._finish(group, flying, deadline, counted)
                     if wave < num_waves:
@@ -197,21 +197,21 @@ class ChannelExchange:
             flying += [_Flying(work, channel, wave) for work, channel in zip(works, batch, strict=bool(not failure))]
             works.clear()
             if failure:
-                raise RefitError(told(group, batch[0], wave, failure))
+                raise RefitError(describe_failure(group, batch[0], wave, failure))
 
     def _finish(self, group: ConnectedGroup, flying: list[_Flying], deadline: float, counted: dict[str, int]) -> None:
         work, channel, wave = flying.pop(0)
         failure = group.wait(work, deadline)
         del work  # a caught error keeps locals alive, and `work` keeps the sockets open
         if failure:
-            raise RefitError(told(group, channel, wave, failure))
+            raise RefitError(describe_failure(group, channel, wave, failure))
         bound = channel.messages[wave]
         if bound.copier is not None and not channel.is_send:
             bound.copier.run()
         counted[channel.link] = counted.get(channel.link, 0) + bound.message.bytes_.numel()
 
 
-def told(group: ConnectedGroup, channel: BoundChannel, wave: int, reason: str) -> str:
+def describe_failure(group: ConnectedGroup, channel: BoundChannel, wave: int, reason: str) -> str:
     """Return an error message: which process failed at which message, and why."""
     tensor = channel.messages[wave].tensor
     doing = f"sending {tensor} to {channel.peer}" if channel.is_send else f"receiving {tensor} from {channel.peer}"
@@ -219,7 +219,7 @@ def told(group: ConnectedGroup, channel: BoundChannel, wave: int, reason: str) -
     return f"{group.member} failed while {doing} {place}: {reason}"
 
 
-def on_queue(group: ConnectedGroup) -> AbstractContextManager[object]:
+def use_queue(group: ConnectedGroup) -> AbstractContextManager[object]:
     """Return a context in which a group's copies are queued on its own stream."""
     return contextlib.nullcontext() if group.queue is None else torch.cuda.stream(group.queue)
 
@@ -240,7 +240,7 @@ def run_all(
     errors: list[Exception] = []
     pairs = []
     for exchange in exchanges:
-        if exchange.wanted(only):
+        if exchange.select_channels(only):
             try:
                 pairs.append((exchange, exchange.group()))
             except RefitError as error:

@@ -43,7 +43,7 @@ def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     if importlib.util.find_spec("triton") is None:
         return None
     launches: list[Callable[[], object]] = []
-    for (to, from_), rows in by_types(destinations, sources).items():
+    for (to, from_), rows in group_by_types(destinations, sources).items():
         tensor_pair = [destinations[row] for row in rows], [sources[row] for row in rows]
         if to == from_ or (to in _CONVERTED and from_ in _CONVERTED):
             for word, table in tiles(strided(*tensor_pair), to.itemsize, from_.itemsize, converts=to != from_).items():
@@ -53,7 +53,7 @@ def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     return CopyKernels(launches, [*destinations, *sources])
 
 
-def by_types(
+def group_by_types(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> dict[tuple[torch.dtype, torch.dtype], list[int]]:
     """Return the indices of non-empty pairs by their element types."""

@@ -156,10 +156,10 @@ class ConnectedGroup:
     def _wait_guarded(self, work: _Guarded, deadline: float) -> None:
         for part in (work.guard, work.data, work.behind):
             if part is not None:
-                part.wait(left(deadline))
+                part.wait(limit_wait(deadline))
         if not work.message.is_send:
             back = self._post(self._byte, work.message.peer, work.message.tag * 3 + 2, is_send=True)
-            back.wait(left(deadline))  # takes only as long as the write: the peer is ready for it
+            back.wait(limit_wait(deadline))  # takes only as long as the write: the peer is ready for it
 
     def _post(self, bytes_: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Any:
         return (self._backend.send if is_send else self._backend.recv)([bytes_], peer, tag)
@@ -209,9 +209,9 @@ def connect(
         await_members(transfer_group, member, prefixed, timeout_s)
         backend: Any
         if group_device.type == "cpu":
-            backend = _gloo(prefixed, rank, transfer_group, left(deadline))
+            backend = _gloo(prefixed, rank, transfer_group, limit_wait(deadline))
         else:
-            backend = _nccl(prefixed, rank, transfer_group, left(deadline), group_device)
+            backend = _nccl(prefixed, rank, transfer_group, limit_wait(deadline), group_device)
     except RuntimeError as error:
         failure = f"could not connect transfer group {transfer_group.name!r}"
         raise RefitError(f"{member} {failure}: {_reason(str(error))}") from error
@@ -227,7 +227,7 @@ def poll(is_done: Any, deadline: float) -> bool:
     return True
 
 
-def left(deadline: float) -> timedelta:
+def limit_wait(deadline: float) -> timedelta:
     """Return the time until a deadline; never 0, which would mean an endless wait."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 

@@ -28,7 +28,7 @@ def numbered() -> tuple[Transport, ...]:
     return tuple(TRANSPORTS.values())
 
 
-def in_place_of(name: str) -> tuple[Transport, ...]:
+def find_in_place(name: str) -> tuple[Transport, ...]:
     """Return the transports that can replace copies of this one by reading in place."""
     return tuple(each for each in TRANSPORTS.values() if each.in_place_of == name)
 

@@ -44,7 +44,7 @@ class ShmTransport(Transport):
         """Return memory."""
         return "memory"
 
-    def why(self, route: Route) -> str:
+    def explain(self, route: Route) -> str:
         """Return the reason as a phrase."""
         return "same host, and the source is in shared memory"
 
@@ -96,18 +96,18 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
         raise RefitError(f"{member} cannot open {label}: it is private to that process")
     path = f"/proc/{storage.address.pid}/fd/{storage.address.fd}"
     try:
-        fd = _with_descriptor(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        fd = _await_descriptor(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         raise RefitError(
-            f"{member} cannot open {label}: {_why(error, storage.address)}; memory is shared by processes that run on "
-            "one machine, in one container, as one user"
+            f"{member} cannot open {label}: {_explain_error(error, storage.address)}; "
+            "memory is shared by processes that run on one machine, in one container, as one user"
         ) from error
     try:
         status = os.fstat(fd)
         if status.st_ino != storage.address.inode or status.st_size < storage.num_bytes:
             raise RefitError(f"{member} cannot open {label}: the memory it was planned for is gone")
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults in the first refit
-        mapped = _with_descriptor(lambda: mmap.mmap(fd, storage.num_bytes, flags, mmap.PROT_READ))  # a copy of `fd`
+        mapped = _await_descriptor(lambda: mmap.mmap(fd, storage.num_bytes, flags, mmap.PROT_READ))  # a copy of `fd`
     except OSError as error:
         raise RefitError(f"{member} cannot map {label}: {error.strerror}") from error
     finally:
@@ -120,7 +120,7 @@ def open_storage(storage: Storage, source: str, member: str) -> torch.Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _with_descriptor(take: Callable[[], Taken]) -> Taken:
+def _await_descriptor(take: Callable[[], Taken]) -> Taken:
     """Return what takes a descriptor. Without a free one, wait: those that strangers hold are soon free again."""
     until = time.monotonic() + _DESCRIPTORS_S
     while True:
@@ -132,7 +132,7 @@ def _with_descriptor(take: Callable[[], Taken]) -> Taken:
         time.sleep(0.05)
 
 
-def _why(error: OSError, address: SharedMemory) -> str:
+def _explain_error(error: OSError, address: SharedMemory) -> str:
     if os.path.exists(f"/proc/{address.pid}"):
         return f"{error.strerror} (process {address.pid}, descriptor {address.fd})"
     return f"its process {address.pid} is gone"

@@ -35,7 +35,7 @@ class StreamTransport(Transport):
             return "network"
         return "peer_gpu" if route.from_gpu and route.to_gpu else "memory"
 
-    def why(self, route: Route) -> str:
+    def explain(self, route: Route) -> str:
         """Return the reason as a phrase."""
         return "same host, but the source's memory is not within reach" if route.same_host else "different hosts"
 

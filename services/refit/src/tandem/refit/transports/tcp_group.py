@@ -29,7 +29,7 @@ from tandem.refit.transports.process_group import (
     address_towards,
     announce,
     await_members,
-    left,
+    limit_wait,
 )
 from tandem.refit.transports.sizes import BUCKET_BYTES
 
@@ -182,6 +182,6 @@ def _places(store: Store, ranks: Sequence[int], deadline: float) -> dict[int, st
     """Return where processes listen."""
     addresses: dict[int, str] = {}
     for rank in ranks:
-        store.wait([f"{rank} listens at"], left(deadline))
+        store.wait([f"{rank} listens at"], limit_wait(deadline))
         addresses[rank] = store.get(f"{rank} listens at").decode()
     return addresses

@@ -93,7 +93,7 @@ class Transport(ABC):
         """Return the medium that the bytes pass through, with its rate in ``cluster.links``; None if nothing moves."""
 
     @abstractmethod
-    def why(self, route: Route) -> str:
+    def explain(self, route: Route) -> str:
         """Return the reason for choosing it for a route, as a phrase for readers of a plan."""
 
     def preference(self, route: Route) -> int:

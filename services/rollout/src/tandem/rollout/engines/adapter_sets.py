@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from tandem.common.errors import ModelError, RefitError
-from tandem.refit.digests.comparison import Digests, to_bytes
+from tandem.refit.digests.comparison import Digests, encode_digests
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.holder import RunningDigest
 from tandem.refit.layout import ITEM_SIZE_OF_CODE
@@ -284,9 +284,9 @@ class _SetsDigest:
     def results(self) -> tuple[Digests, ...]:
         """Return the digests of the version."""
         results = self._task.results()
-        self._own.digests = tuple(map(to_bytes, results))
+        self._own.digests = tuple(map(encode_digests, results))
         if self._again is not None:
-            self._compare(tuple(map(to_bytes, self._again.results())))
+            self._compare(tuple(map(encode_digests, self._again.results())))
         return results
 
 

@@ -21,7 +21,7 @@ def save(tables: SchedulerTables) -> list[Action] | None:
 
 def publish_checkpoint(tables: SchedulerTables) -> list[Action] | None:
     """Publish the written checkpoint, once the rollout log has all of its steps."""
-    step = tables.saving.whole
+    step = tables.saving.publishable_step
     assert step is not None, "the rule is open"
     if tables.error is None and tables.recording.is_pending(step):
         return None

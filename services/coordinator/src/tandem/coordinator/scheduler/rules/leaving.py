@@ -75,7 +75,7 @@ def depart(tables: SchedulerTables, engine: EngineState, reason: str) -> list[Ac
     regeneration.drop_generation(tables, name)
     tables.groups.forget_stored(name)
     tables.recording.take_loss(name)
-    is_last = not _others(tables, name)
+    is_last = not _list_peers(tables, name)
     recovery.do_without(tables, engine, is_last=is_last)
     tables.processes.remove(name)
     discarded = regeneration.put_back(tables, groups)
@@ -119,7 +119,7 @@ def turn_away(tables: SchedulerTables, process: str, reason: str) -> list[Action
 
 def _go_on(tables: SchedulerTables, engine: EngineState) -> list[Action] | None:
     name = engine.name
-    peers = _others(tables, name)
+    peers = _list_peers(tables, name)
     staying = tables.engines.staying()
     if staying and tables.assignment.move(name, staying):
         return []
@@ -143,7 +143,7 @@ def _stay(tables: SchedulerTables, engine: EngineState) -> list[Action]:
     return [TellUser(text=f"{engine.name} {_STAYS}")]
 
 
-def _others(tables: SchedulerTables, name: str) -> list[str]:
+def _list_peers(tables: SchedulerTables, name: str) -> list[str]:
     """Return the other engines, including draining ones."""
     engines = tables.engines
     return [peer for peer in engines if peer != name and not engines[peer].is_vacant]

@@ -161,7 +161,7 @@ _STANDSTILL_S = 10.0
 def check(tables: SchedulerTables) -> list[Action]:
     """Give up what is late and not needed. Raise `DeadlineExceeded` for any other late request or process."""
     allowed_s = tables.spec.deadlines.join
-    if tables.stage is RunPhase.JOINING and tables.watch.in_phase(tables.requests.now) > allowed_s:
+    if tables.stage is RunPhase.JOINING and tables.watch.measure_phase(tables.requests.now) > allowed_s:
         message = f"{tables.processes.missing()} did not join within {allowed_s:g} s"
         raise DeadlineExceeded("coordinator", "waiting for processes to join", message)
     given_up = [*_check_requests(tables), *leaving.check(tables)]

@@ -131,7 +131,7 @@ PUBLISH_CHECKPOINT = TableRule(
     name="publish checkpoint",
     fire=publish_checkpoint,
     opens_with=(RuleTables.SAVING,),
-    is_open=lambda tables: tables.saving.whole is not None,
+    is_open=lambda tables: tables.saving.publishable_step is not None,
     reads=(RuleTables.RECORDING,),
 )
 SAVE = TableRule(

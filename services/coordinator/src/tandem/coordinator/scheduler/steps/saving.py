@@ -62,7 +62,7 @@ class CheckpointSaving(Tracked):
         self._awaited = self._awaited - {process}
 
     @property
-    def whole(self) -> int | None:
+    def publishable_step(self) -> int | None:
         """The step of a whole checkpoint that can be published; None if there is none."""
         return None if self._awaited else self._written
 

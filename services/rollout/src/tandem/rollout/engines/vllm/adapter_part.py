@@ -19,7 +19,7 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.refit import program
-from tandem.refit.digests.comparison import to_bytes
+from tandem.refit.digests.comparison import encode_digests
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.holder import RunningDigest
 from tandem.rollout.engines.adapter_sets import AdapterProduct, AdapterSets, Add, products_of
@@ -97,7 +97,7 @@ class AdapterPart(WorkerPart):
         if self._task is None:
             return super().digests()
         (digests,) = self._task.results()
-        return to_bytes(digests)
+        return encode_digests(digests)
 
     def close(self) -> None:
         """Release the program and all versions, and leave all transfer groups."""

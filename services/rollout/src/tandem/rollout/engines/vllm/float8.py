@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 
 PRECISION = "fp8"
 """Value of ``policy.generation.vllm_cfg.precision`` that selects float8."""
@@ -21,7 +21,7 @@ BLOCK = (128, 128)
 
 def quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``quantization_config`` that a checkpoint of such weights has, for a model's configuration."""
-    geometry = from_config(config).geometry
+    geometry = make_shape(config).geometry
     experts = geometry.experts if geometry is not None else None
     return {
         "quant_method": "fp8",

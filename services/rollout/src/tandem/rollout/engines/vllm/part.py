@@ -19,7 +19,7 @@ import torch
 from tandem.common.memory import MemoryMeter
 from tandem.refit import layout, program
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.digests.comparison import to_bytes
+from tandem.refit.digests.comparison import encode_digests
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.digests.task import DigestTask
 from tandem.refit.digests.version import VersionDigest
@@ -152,7 +152,7 @@ class WorkerPart:
 
     def digests(self) -> bytes:
         """Return its contribution to the digest of each tensor."""
-        return to_bytes(self._digesting().result())
+        return encode_digests(self._digesting().result())
 
     def misquantised(self) -> tuple[str, ...]:
         """Return the tensors with quantised values that do not match what was received."""

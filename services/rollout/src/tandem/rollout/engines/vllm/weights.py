@@ -9,7 +9,7 @@ import torch
 
 from tandem.common.errors import ModelError
 from tandem.config.models.families import VLLM, VLLM_SEEING
-from tandem.refit.adapters.catalogue import from_config
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.layout import Layout, PrivateMemory, Storage
@@ -45,7 +45,7 @@ def weights_of(
         raise ModelError(f"vLLM's {config.get('model_type')} cannot be refitted; known are {', '.join(known_types)}")
     name_of_dtype = str(dtype).removeprefix("torch.")
     device = device_name(next(iter(parameters.values())).device)
-    model = from_config(config, name_of_dtype)
+    model = make_shape(config, name_of_dtype)
     layout = sizes.layout(model if block is None else model.quantised(block), rank, host_name(), device)
     storages = {name: Storage(name, parameter.nbytes, PrivateMemory()) for name, parameter in parameters.items()}
     located = locate(layout, storages)

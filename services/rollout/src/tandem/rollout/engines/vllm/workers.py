@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import MemoryUse
 from tandem.refit import layout, program
-from tandem.refit.digests.comparison import Digests, from_bytes
+from tandem.refit.digests.comparison import Digests, decode_digests
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
@@ -43,7 +43,7 @@ class WorkersDigest:
 
     def results(self) -> tuple[Digests, ...]:
         """Return the digests of each worker, after doing what is left."""
-        return tuple(map(from_bytes, self._llm.ask("digests")))
+        return tuple(map(decode_digests, self._llm.ask("digests")))
 
 
 class WorkersMeter(MemoryMeter):

@@ -37,7 +37,7 @@ def layers_with_adapters(
 
     Raises `ConfigError` if none is chosen, and `ModelError` if a chosen layer cannot have an adapter here.
     """
-    if isinstance(model.as_text.known.attention, LatentAttention):
+    if isinstance(model.as_text.required_geometry.attention, LatentAttention):
         raise ModelError(f"{SECTION}: adapters of latent attention are not built")
     layers = {layer: linear[layer] for layer in chosen(list(linear), adapters, SECTION)}
     for layer, parts in layers.items():

@@ -37,7 +37,7 @@ from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.config import Config, schema
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters import headers
-from tandem.refit.adapters.catalogue import ModelShape, from_checkpoint
+from tandem.refit.adapters.catalogue import ModelShape, read_shape
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, Layout, LayoutPiece
@@ -78,7 +78,7 @@ def _open(source: str, section: schema.ModelConfig, deadline_s: float) -> Conver
         model = load_model(str(folder), section, torch.float32)
         return TensorsInMemory(revert_weight_conversion(model, model.state_dict()))
     order = _order() if section.megatron_cfg.force_reconvert_from_hf else ""
-    shape = from_checkpoint(folder)
+    shape = read_shape(folder)
     target = convert_once(source, folder, shape, deadline_s, order)
     try:
         FileProof([(target, _files_of(target))]).conclude()

@@ -75,7 +75,7 @@ class ModelDescription:
             # Loaders tell padding by it, and so find the token with the score.
             self.hugging_face.config.pad_token_id = load_tokenizer(config).pad_id
         self.model: dict[str, Any] = self.hugging_face.config.to_dict()
-        self.shape = catalogue.from_config(self.model)
+        self.shape = catalogue.make_shape(self.model)
         self.family = family_of(self.section)
         """Family of a model that sees; None for a model of text."""
         self.linear_in_tower: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class ModelDescription:
             self.model = vision.language_of(self.model)
             self.linear_in_tower = vision.linear_in_tower(self.hugging_face)
         if self.head != "vocabulary":
-            self.shape = self.shape.with_scalar_head(has_bias=self.head == "value")
+            self.shape = self.shape.add_scalar_head(has_bias=self.head == "value")
         self.settings = settings_of(config, self.model, dist.get_world_size(), name)
         has_adapters = name == "policy" and self.section.adapters is not None
         self.adapters = self.section.megatron_cfg.peft if has_adapters else None
@@ -94,7 +94,7 @@ class ModelDescription:
         self.layers = layers_with_adapters(self.linear, self.shape, self.adapters) if self.adapters is not None else {}
         """Megatron-Core's layers with adapters, each with its layers in a checkpoint."""
         if self.adapters is not None:
-            self.shape = self.shape.with_adapters(self.layers_in_checkpoint, self.adapters.dim)
+            self.shape = self.shape.add_adapters(self.layers_in_checkpoint, self.adapters.dim)
 
     @property
     def layers_in_checkpoint(self) -> list[str]:
@@ -156,7 +156,7 @@ class MegatronHeldModel:
         self.pipeline = ModelPipeline(
             self.chunks,
             settings.sizes,
-            described.shape.as_text.known.vocabulary_size,
+            described.shape.as_text.required_geometry.vocabulary_size,
             config.scoring_temperature,
             num_likeliest=config.topk_logits_k if name == "teacher" else 0,
             judged_by=config.weighs_teachers_by if name == "teacher" else "",
@@ -393,7 +393,10 @@ class MegatronHeldModel:
         if described.adapters is None:
             return None
         linear = [layer for layers in described.linear.values() for layer in layers] + [*described.linear_in_tower]
-        source, has_experts = described.section.model_name, described.shape.as_text.known.experts is not None
+        source, has_experts = (
+            described.section.model_name,
+            described.shape.as_text.required_geometry.experts is not None,
+        )
         return adapter_files.AdapterDescription(
             source, described.adapters, described.layers_in_checkpoint, linear, has_experts
         )

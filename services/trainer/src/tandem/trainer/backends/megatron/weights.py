@@ -85,7 +85,7 @@ class RankWeights:
         parameters = parameters_of(chunks)
         trained = [tensor for tensor in parameters.values() if isinstance(tensor, torch.nn.Parameter)]
         # The parameters may have another dtype than the checkpoint's tensors.
-        self._model = model.with_dtype(str(trained[0].dtype).removeprefix("torch."))
+        self._model = model.cast(str(trained[0].dtype).removeprefix("torch."))
         self._layout = sizes.layout(self._model, dist.get_rank(), host_name(), device_name(trained[0].device))
         described = {storage.name: storage.num_bytes for storage in self._layout.storages}
         allocated = {name: tensor.nbytes for name, tensor in parameters.items()}
