@@ -35,6 +35,7 @@ ALTERNATIVES = {
     "rollout/engines/vllm/engine.py": "the other engine",
     "rollout/engines/vllm/part.py": "the other engine",
     "rollout/engines/vllm/weights.py": "the other engine",
+    "refit/transports/copying.py": "copies, where the trainer's memory is not read in place",
     "refit/transports/exchange.py": "streams, where memory cannot be shared",
 }
 """Places of which the page says that another run goes there, and when."""
