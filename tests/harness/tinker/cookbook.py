@@ -85,6 +85,8 @@ def _model_files(width: int, num_layers: int) -> dict[str, bytes]:
         trainers.BpeTrainer(vocab_size=512, special_tokens=["<pad>", "<bos>", "<eos>"], initial_alphabet=alphabet),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=parts, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two would wait for each other on a busy machine, for minutes
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -113,6 +115,7 @@ def _model_files(width: int, num_layers: int) -> dict[str, bytes]:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+    torch.set_num_threads(num_threads)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
