@@ -34,8 +34,8 @@ def test_a_process_with_a_gpu_does_without_them(has_gpu: bool) -> None:
         f"torch.cuda.is_available = lambda: {has_gpu}\n"
         "from tandem.trainer.backends.megatron import preparing\n"
         "preparing.prepare()\n"
-        "from tandem.trainer.backends.megatron import backend, layers\n"
-        "preparing.has_kernels(), layers._modules()\n"
+        "from tandem.trainer.backends.megatron import backend, model\n"
+        "preparing.has_kernels(), model._modules()\n"
         f"print([name for name in sys.modules if name.startswith({FENCED!r})] != [])"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=300)

@@ -15,7 +15,7 @@ from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
 from tandem.rollout.environments.scorer import EnvironmentScorer
-from tandem.rollout.environments.vision.rewards import bbox_giou, exact_alnum, has_format, math_expr
+from tandem.rollout.environments.vision.environment import bbox_giou, exact_alnum, has_format, math_expr
 
 CLEVR = [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]
 GEOMETRY = [{"name": "format", "weight": 0.1}, {"name": "math_expr", "weight": 0.9}]

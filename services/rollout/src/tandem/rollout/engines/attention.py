@@ -148,7 +148,7 @@ def slot_attention(
 
     The signature is that of `transformers.AttentionInterface`, which calls sinks `s_aux`; returns ``[1, N, H, D]``.
     `told_windows` collects the sliding windows that layers report. Raises `ModelError` if the architecture's attention
-    differs from scaled dot products, when a model is tried out (`tandem.rollout.engines.trying`).
+    differs from scaled dot products, when a model is tried out (`tandem.rollout.engines.skeleton`).
     """
     if slot_step is None or told_windows is not None:  # the engine tries the model out
         _refuse_unknown(module, kwargs, passes_on=slot_step is not None)

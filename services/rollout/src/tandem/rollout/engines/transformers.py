@@ -21,9 +21,8 @@ from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
 from tandem.rollout.engines.served import ServedForward, ServedSampling
-from tandem.rollout.engines.skeleton import load_skeleton
+from tandem.rollout.engines.skeleton import load_skeleton, try_out
 from tandem.rollout.engines.slots import EngineSequence, EngineSlots
-from tandem.rollout.engines.trying import try_out
 from tandem.rollout.engines.weights import weights_of
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat

@@ -28,11 +28,11 @@ from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.masks import compares_whole
 from tandem.trainer.dropout import DropoutPlace
 from tandem.trainer.files import adapter_files
-from tandem.trainer.models import checkpoint_activations, has_linear_head, load_model, load_scalar_model
+from tandem.trainer.models import checkpoint_activations, has_linear_head, load_model, load_scalar_model, scalar_head
 from tandem.trainer.routing import RoutingReplay
 from tandem.trainer.scorers.likeliest import TopScorer
-from tandem.trainer.scorers.scalar import ScalarScorer
-from tandem.trainer.scorers.scorer import ModelScorer, TokenScorer
+from tandem.trainer.scorers.scorer import HeadTask, ModelScorer, TokenScorer
+from tandem.trainer.scores import Scores, TokenValues
 
 if TYPE_CHECKING:
     from tandem.trainer.backends.pictures import ModelImageInputs
@@ -231,3 +231,14 @@ class ModelBuilder:
         if reason is not None and self._settings.dtensor_cfg.sequence_parallel:
             key = f"{section}.dtensor_cfg.sequence_parallel"
             raise ConfigError(f"{key}: {type(model).__name__} cannot take parts of sequences: {reason}")
+
+
+class ScalarScorer(ModelScorer):
+    """The values of tokens: the output of `scalar_head` for the hidden state that predicts each."""
+
+    def __init__(self, model: Any, *, context: dist.ProcessGroup | None = None) -> None:
+        """Begin, as any scorer."""
+        super().__init__(model, scalar_head(model), context)
+
+    def _scores(self, inputs: dict[str, Any], task: HeadTask) -> Scores:
+        return TokenValues(self.model(**inputs, use_cache=False).logits[:, 0].float())

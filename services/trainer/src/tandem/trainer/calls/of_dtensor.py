@@ -24,7 +24,7 @@ class _Progress(NamedTuple):
 
 
 class OfDTensor:
-    """One rank's part, as a `tandem.trainer.calls.policy.CalledPolicy`."""
+    """One rank's part, as a `tandem.trainer.calls.calls.CalledPolicy`."""
 
     def __init__(self, backend: DTensorBackend) -> None:
         self._backend, self._policy = backend, backend.policy

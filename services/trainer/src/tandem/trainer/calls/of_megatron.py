@@ -32,7 +32,7 @@ class _Progress(NamedTuple):
 
 
 class OfMegatron:
-    """One rank's part, as a `tandem.trainer.calls.policy.CalledPolicy`."""
+    """One rank's part, as a `tandem.trainer.calls.calls.CalledPolicy`."""
 
     def __init__(self, backend: MegatronBackend) -> None:
         """Keep Megatron-Core's schedules from reducing gradients at the end of a call."""

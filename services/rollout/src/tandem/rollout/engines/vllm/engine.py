@@ -14,7 +14,6 @@ from tandem.config.installed.speculation import KEY
 from tandem.config.installed.vllm_arguments import forwarded
 from tandem.config.schema.generation import VllmCfg
 from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, SequenceRequest
-from tandem.rollout.engines.no_refits import NoRefits
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
@@ -22,7 +21,7 @@ from tandem.rollout.engines.vllm import float8, insides
 from tandem.rollout.engines.vllm.masks import KEPT
 from tandem.rollout.engines.vllm.routing import ASKED
 from tandem.rollout.engines.vllm.speculation import engine_argument
-from tandem.rollout.engines.vllm.workers import EngineWorkers, WorkersMeter
+from tandem.rollout.engines.vllm.workers import EngineWorkers, NoRefits, WorkersMeter
 from tandem.samples.routed_experts import Bytes, RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat, SamplingMasks
 

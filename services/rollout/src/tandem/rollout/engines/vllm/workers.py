@@ -1,4 +1,4 @@
-"""The weights of all workers of one vLLM engine, presented as one engine's.
+"""The weights of all workers of one vLLM engine, presented as one engine's, or as ones never refitted.
 
 Every call goes to all workers at once and returns when the last has answered: they receive and digest side by side.
 """
@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from tandem.common.errors import RefitError
 from tandem.common.memory import MemoryMeter
 from tandem.common.messages import MemoryUse
 from tandem.refit import layout, program
 from tandem.refit.digests.comparison import Digests, decode_digests
 from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.holder import InstalledPrograms, RunningDigest
+from tandem.refit.layout import Layout
 from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import GroupStore
 from tandem.rollout.engines.vllm.insides import InProcessLlm
+
+_NO_REFITS = "the engine has loaded its weights itself, and takes no others"
+
 
 _SAY_SO_S = 10.0
 """Seconds after a deadline that a worker has to report its failure."""
@@ -103,3 +109,37 @@ class EngineWorkers:
     def close(self) -> None:
         """Release the programs and leave all transfer groups."""
         self._llm.ask("close")
+
+
+class NoRefits:
+    """Weights that an engine loaded itself and never refits."""
+
+    layouts: tuple[Layout, ...] = ()
+
+    def install(self, programs: Sequence[TransferProgram]) -> InstalledPrograms:
+        """Refuse to install programs."""
+        raise RefitError(_NO_REFITS)
+
+    def connect(self, transfer_group: TransferGroup, meeting: GroupStore, timeout_s: float) -> None:
+        """Refuse to connect."""
+        raise RefitError(_NO_REFITS)
+
+    def apply(
+        self, version: int, deadline_s: float, only: Collection[str], joining_engines: Collection[str] | None = None
+    ) -> dict[str, int]:
+        """Refuse to apply a version."""
+        raise RefitError(_NO_REFITS)
+
+    def distrust(self, engines: Collection[str]) -> None:
+        """Do nothing: only trainers send differences."""
+
+    def digest_task(self, sampling: ElementSampling | None) -> RunningDigest:
+        """Refuse to digest."""
+        raise RefitError(_NO_REFITS)
+
+    def misquantised(self) -> tuple[str, ...]:
+        """Return nothing, because nothing was received."""
+        return ()
+
+    def close(self) -> None:
+        """Do nothing, because there is no program."""

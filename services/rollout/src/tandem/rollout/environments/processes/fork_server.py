@@ -6,6 +6,9 @@ A worker may do whatever the environment's code does: compute in C for ever, cra
 guardian's lifeline kills it and everything it has started; another is forked in milliseconds. The fork server is a new
 interpreter, because the rollout process has threads. It has no threads itself, and no torch unless the environment
 imports it.
+
+A reward model's worker scores waiting calls together, one batch in one pass: the oldest with others of its shape. It
+waits for calls; between two passes it only checks for more.
 """
 
 from __future__ import annotations
@@ -15,31 +18,37 @@ import faulthandler
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from setproctitle import setproctitle
 
 from tandem.common import kept_inputs
-from tandem.common.errors import TandemError
+from tandem.common.errors import DataError, TandemError
 from tandem.common.process_lifetime import fork_guarded
 from tandem.common.returned import line
 from tandem.config import Config, config_from_json
-from tandem.rollout.environments.environment import is_async, is_multi_turn
+from tandem.rollout.environments.environment import BatchEnvironment, is_async, is_multi_turn
 from tandem.rollout.environments.making import make_environment, make_reward_model, runs_in
-from tandem.rollout.environments.outcomes import Outcome, ScoringCall, outcome_of, step_of
+from tandem.rollout.environments.outcomes import Failure, Outcome, ScoringCall, failure_of, outcome_of, step_of
 from tandem.rollout.environments.printing import bounded, say_left_out
-from tandem.rollout.environments.processes.batches import answer_in_batches
 from tandem.rollout.environments.processes.channel import CallOutcome, MessageReader, call_decoder, packed, receive
 from tandem.rollout.environments.processes.starting import ClassImported, WorkerForked, WorkerReady, WorkerStart
 
+_TOGETHER_S = 0.002
+"""How long to wait for further calls while there is nothing else to do."""
+
+
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Settings that give libraries one thread in each worker: workers are many, and threads would not survive the fork."""
+
 _begin = msgspec.msgpack.Decoder(WorkerStart)
 
 
@@ -130,7 +139,59 @@ def _work_in_batches(calls: socket.socket, config: Config) -> None:
         calls.sendall(packed(WorkerReady(error=line(str(error)))))
         return
     calls.sendall(packed(WorkerReady(batch_size=reward_model.batch_size)))
-    answer_in_batches(calls, reward_model)
+    _answer_in_batches(calls, reward_model)
+
+
+class _Waiting(NamedTuple):
+    """A call that waits to be scored."""
+
+    call: ScoringCall
+    token_ids: Sequence[int]
+    shape: int
+
+
+def _answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> None:
+    """Answer calls as they come, until the other end is closed."""
+    reader, waiting = MessageReader(), list[_Waiting]()
+    while _take(calls, reader, environment, waiting):
+        shape = waiting[0].shape
+        batch = [pending for pending in waiting if pending.shape == shape][: environment.batch_size]
+        batch_numbers = {pending.call.number for pending in batch}
+        waiting = [pending for pending in waiting if pending.call.number not in batch_numbers]
+        outcomes = _outcomes(environment, batch)
+        for pending, outcome in zip(batch, outcomes, strict=True):
+            calls.sendall(packed(CallOutcome(pending.call.number, outcome)))
+
+
+def _take(calls: socket.socket, reader: MessageReader, environment: BatchEnvironment, waiting: list[_Waiting]) -> bool:
+    """Add new calls to the waiting ones; wait if there are none. Return False if the other end is closed."""
+    patience = 0.0 if waiting else None
+    while not waiting or select.select([calls], [], [], patience)[0]:
+        if not (data := calls.recv(1 << 18)):
+            return False
+        for message in reader.messages(data):
+            call = call_decoder.decode(message)
+            try:
+                token_ids = environment.encode(call.problem, call.conversation)
+                waiting.append(_Waiting(call, token_ids, environment.shape_of(len(token_ids))))
+            except DataError as error:  # the response's fault
+                calls.sendall(packed(CallOutcome(call.number, Failure(line(str(error))))))
+            except Exception as error:
+                calls.sendall(packed(CallOutcome(call.number, failure_of(error, ""))))
+        if patience is None:
+            patience = _TOGETHER_S
+    return True
+
+
+def _outcomes(environment: BatchEnvironment, batch: Sequence[_Waiting]) -> list[Outcome]:
+    try:
+        scores = environment.score_together([each.token_ids for each in batch])
+    except Exception as error:  # for example out of memory
+        return [failure_of(error, "") for _ in batch]
+    return [
+        outcome_of(each.call, lambda *_, score=score: score, is_multi_turn=False, module="")
+        for each, score in zip(batch, scores, strict=True)
+    ]
 
 
 def _answer_in_turn(calls: socket.socket, answer: Callable[[ScoringCall], Outcome]) -> None:

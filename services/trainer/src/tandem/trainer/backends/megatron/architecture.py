@@ -58,7 +58,7 @@ def transformer_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "activation_func": F.silu,
         "gated_linear_unit": True,
-        "add_bias_linear": False,  # for all layers at once: see `layers_of`
+        "add_bias_linear": False,  # for all layers at once: see `_layers_of`
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

@@ -170,7 +170,7 @@ def transformer_of(section: schema.ModelConfig, model: Mapping[str, Any], notice
     arguments |= _convert_types(megatron.forwarded)
     for products in products_of(megatron):
         arguments |= products.arguments
-    if has_kernels():  # feed-forward layers then look at what `layers_of` names, unless they are to fuse by themselves
+    if has_kernels():  # feed-forward layers then look at what `_layers_of` names, unless they are to fuse by themselves
         arguments["use_te_activation_func"] = not arguments["bias_activation_fusion"]
     arguments |= {
         "params_dtype": dtype,
