@@ -319,7 +319,7 @@ def test_a_comparison_says_what_differs_first() -> None:
     assert "as cluster.trainers changed" in said
     assert "call 0, a gradient: its loss is 0.25000000000000006, and was 0.25" in said
     other = CallComparison("a", "the record is full")
-    other.step(StepDone(index=1, step=STEP, norm=1.0), None, "a trainer was lost")
+    other.compare_step(StepDone(index=1, step=STEP, norm=1.0), None, "a trainer was lost")
     assert other.has_failed
     assert "it has failed: a trainer was lost" in other.describe(Path("run"), ())
     assert "its record ends there: the record is full" in other.describe(Path("run"), ())

@@ -1,16 +1,38 @@
-"""The bytes that tokens stand for, as the vocabulary of a Hugging Face tokenizer spells them."""
+"""The texts and bytes that tokens stand for, by a Hugging Face tokenizer and the spellings of its vocabulary."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-from tandem.samples.decoding import TextDecoder
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 """Pattern of a byte in the vocabulary of a tokenizer that has texts as its other tokens."""
+
+
+class TextDecoder:
+    """A Hugging Face tokenizer, as far as it reads tokens."""
+
+    def __init__(self, hugging_face: Any) -> None:
+        """Wrap a tokenizer."""
+        self._hugging_face = hugging_face
+        added = hugging_face.added_tokens_decoder
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def decode(
+        self, tokens: Sequence[int], *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
+    ) -> str:
+        """Return the text of tokens; special tokens in `kept_ids` are not skipped."""
+        if kept_ids and skip_special_tokens:
+            tokens = [token for token in tokens if token in kept_ids or token not in self._special_ids]
+            skip_special_tokens = False
+        return str(
+            self._hugging_face.decode(
+                list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 class TokenSpellings:

@@ -1,7 +1,12 @@
-"""The samples of a run for the page: a list of some, or one with its tokens."""
+"""The samples of a run for the page: a list of some, or one with its tokens.
+
+Texts of tokens come from the model's own tokenizer file, without importing transformers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +16,11 @@ import msgspec
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
-from tandem.observe.page.tokens import texts_of
 from tandem.samples.images.markers import marked_in
 
 if TYPE_CHECKING:  # Arrow is slow to import
+    from tokenizers import Tokenizer
+
     from tandem.observe.samples import SampleQuery
     from tandem.samples.sample_record import RecordedSample
 
@@ -22,6 +28,7 @@ SORTS: tuple[Literal["group", "reward", "length", "advantage"], ...] = ("group",
 PURPOSES: tuple[Purpose, ...] = ("train", "validate")
 _MAX_STEPS = 200
 """Number of newest steps in which samples of a problem are looked up."""
+_TOKENIZER_FILE = "tokenizer.json"
 
 
 class SampleRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +135,7 @@ def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Seq
     ids: list[int] = arrays.token_ids_T.tolist()
     columns = zip(
         ids,
-        texts_of(models, ids),
+        _read_texts(models, ids),
         arrays.loss_mask_T.tolist(),
         arrays.generation_logprobs_T.tolist(),
         trainer or [math.nan] * len(ids),
@@ -146,3 +153,43 @@ def _tokens(sample: RecordedSample, trainer: Sequence[float] | None, models: Seq
         )
         for token_id, text, is_made, logprob, trainer_logprob, version in columns
     ]
+
+
+def _read_texts(models: Sequence[str], ids: Sequence[int]) -> list[str]:
+    """Return a text for each token; a character of several tokens is given to the last one, and the others are empty.
+
+    The tokenizer is that of the first model with a readable one; a model is a folder or a name in the Hub's cache.
+    Without a tokenizer, texts are numbers in brackets.
+    """
+    tokenizer = next(filter(None, map(_find_tokenizer, models)), None)
+    if tokenizer is None:
+        return [f"[{token_id}]" for token_id in ids]
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token_id) or "" for token_id in ids]
+
+
+def _find_tokenizer(model: str) -> Tokenizer | None:
+    """Return a model's tokenizer, from a folder or else the Hub's cache; None if there is none."""
+    path = (Path(model) / _TOKENIZER_FILE).absolute()
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        cached_path = None
+        with contextlib.suppress(HFValidationError):  # not a name of a model
+            cached_path = try_to_load_from_cache(model, _TOKENIZER_FILE)  # downloads nothing
+        if not isinstance(cached_path, str):
+            return None
+        path = Path(cached_path)
+    return _read_tokenizer(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_tokenizer(path: Path, changed_at: int) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    with contextlib.suppress(Exception):  # the library has no error class of its own
+        return Tokenizer.from_file(str(path))
+    return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,13 +21,6 @@ from starlette.staticfiles import StaticFiles
 from tandem.common.errors import DataError, RunFolderError, SamplesError, TandemError
 from tandem.observe.page import samples
 from tandem.observe.page.gpus import GpuReader
-from tandem.observe.page.query import (
-    BadQuery,
-    maybe_read_number,
-    maybe_read_whole_number,
-    read_choice,
-    read_whole_number,
-)
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.rows import PageRows
 from tandem.observe.page.security import PageGuard, error
@@ -46,6 +40,12 @@ _OF_PICTURE = {
     "Content-Security-Policy": "default-src 'none'; sandbox",  # should a browser be sent there, nothing in it runs
     "Cache-Control": "private, max-age=3600, immutable",
 }
+
+_Choice = TypeVar("_Choice", bound=str)
+
+
+class _BadQuery(TandemError):
+    """A malformed parameter."""
 
 
 class PageRun:
@@ -132,7 +132,7 @@ def _report_errors(endpoint: Callable[[Request], Response]) -> Callable[[Request
     def answer(request: Request) -> Response:
         try:
             return endpoint(request)
-        except BadQuery as problem:
+        except _BadQuery as problem:
             return error(400, str(problem))
         except (RunFolderError, SamplesError) as problem:
             return error(404, str(problem))
@@ -162,7 +162,7 @@ def _metrics(run: PageRun, request: Request) -> Any:
 def _series(run: PageRun, request: Request) -> Any:
     names = [name for name in request.query_params.get("names", "").split(",") if name]
     if len(names) > _MOST_NAMES:
-        raise BadQuery(f"names: at most {_MOST_NAMES} at once, not {len(names)}")
+        raise _BadQuery(f"names: at most {_MOST_NAMES} at once, not {len(names)}")
     return _curves(run, request, names)
 
 
@@ -171,23 +171,60 @@ def _memory(run: PageRun, request: Request) -> Any:
 
 
 def _curves(run: PageRun, request: Request, names: Sequence[str]) -> Any:
-    points = read_whole_number(request, "points", 800, 1, _MOST_POINTS)
+    points = _read_whole_number(request, "points", 800, 1, _MOST_POINTS)
     return run.curves.series(names, points, *_range(request))
 
 
 def _range(request: Request) -> tuple[int | None, int | None, Along]:
     """Return the steps and the axis that are asked for."""
-    along = read_choice(request, "along", get_args(Along))
-    return maybe_read_whole_number(request, "from"), maybe_read_whole_number(request, "to"), along
+    along = _read_choice(request, "along", get_args(Along))
+    return _maybe_read_whole_number(request, "from"), _maybe_read_whole_number(request, "to"), along
+
+
+def _read_whole_number(request: Request, name: str, default: int, least: int = 0, largest: int = 2**53) -> int:
+    """Return a parameter that is a whole number."""
+    number = _maybe_read_whole_number(request, name, least, largest)
+    return default if number is None else number
+
+
+def _maybe_read_whole_number(request: Request, name: str, least: int = 0, largest: int = 2**53) -> int | None:
+    """Return a parameter that is a whole number; None if it is not given."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return None
+    if text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20 and least <= int(text) <= largest:
+        return int(text)
+    raise _BadQuery(f"{name}={text[:40]}: expected a whole number from {least} to {largest}")
+
+
+def _maybe_read_number(request: Request, name: str) -> float | None:
+    """Return a parameter that is a number; None if it is not given."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if number == number:
+            return number
+    raise _BadQuery(f"{name}={text[:40]}: expected a number")
+
+
+def _read_choice(request: Request, name: str, choices: Sequence[_Choice]) -> _Choice:
+    """Return a parameter that is one of the choices; the first if it is not given."""
+    text = request.query_params.get(name) or choices[0]
+    for value in choices:
+        if value == text:
+            return value
+    raise _BadQuery(f"{name}={text[:40]}: expected one of {', '.join(choices)}")
 
 
 def _csv(runs: Sequence[PageRun], request: Request) -> Response:
     """Stream all values of some curves, each given by `run`, `name` and `label`, in this order."""
     indices, names, labels = (request.query_params.getlist(key) for key in ("run", "name", "label"))
     if not len(indices) == len(names) == len(labels) <= _MOST_NAMES:
-        raise BadQuery(f"run, name, label: expected as many of each, {_MOST_NAMES} at most")
+        raise _BadQuery(f"run, name, label: expected as many of each, {_MOST_NAMES} at most")
     if strange := [index for index in indices if not (index.isdecimal() and int(index) < len(runs))]:
-        raise BadQuery(f"run: there is no run {strange[0][:40]}: there are {len(runs)}, from 0 on")
+        raise _BadQuery(f"run: there is no run {strange[0][:40]}: there are {len(runs)}, from 0 on")
     first, last, along = _range(request)
     curves_of = {
         index: runs[int(index)].curves.read_all_points(
@@ -210,9 +247,9 @@ def _live(run: PageRun, request: Request) -> Any:
 
 
 def _timeline(run: PageRun, request: Request) -> Any:
-    num_steps = read_whole_number(request, "steps", 10, 1, _MOST_STEPS)
-    view = timeline(run.reader.folder, num_steps, maybe_read_whole_number(request, "to"))
-    step = maybe_read_whole_number(request, "flame")
+    num_steps = _read_whole_number(request, "steps", 10, 1, _MOST_STEPS)
+    view = timeline(run.reader.folder, num_steps, _maybe_read_whole_number(request, "to"))
+    step = _maybe_read_whole_number(request, "flame")
     return (
         view
         if step is None
@@ -221,11 +258,11 @@ def _timeline(run: PageRun, request: Request) -> Any:
 
 
 def _refits(run: PageRun, request: Request) -> Any:
-    return run.reader.refits(read_whole_number(request, "limit", 200, 1, _MOST_ROWS))
+    return run.reader.refits(_read_whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
 def _calls(run: PageRun, request: Request) -> Any:
-    return run.reader.calls(read_whole_number(request, "limit", 200, 1, _MOST_ROWS))
+    return run.reader.calls(_read_whole_number(request, "limit", 200, 1, _MOST_ROWS))
 
 
 def _config(run: PageRun, request: Request) -> Any:
@@ -239,25 +276,25 @@ def _gpus(run: PageRun, request: Request) -> Any:
 
 def _events(run: PageRun, request: Request) -> Any:
     return run.reader.events(
-        read_whole_number(request, "after", 0), read_whole_number(request, "limit", 500, 1, _MOST_ROWS)
+        _read_whole_number(request, "after", 0), _read_whole_number(request, "limit", 500, 1, _MOST_ROWS)
     )
 
 
 def _samples(run: PageRun, request: Request) -> Any:
     from tandem.observe.samples import SampleQuery  # Arrow takes a while to be imported
 
-    least, highest = maybe_read_number(request, "min_reward"), maybe_read_number(request, "max_reward")
+    least, highest = _maybe_read_number(request, "min_reward"), _maybe_read_number(request, "max_reward")
     query = SampleQuery(
-        step=maybe_read_whole_number(request, "step"),
-        purpose=read_choice(request, "purpose", samples.PURPOSES),
-        sort=read_choice(request, "sort", samples.SORTS),
-        descending=read_choice(request, "descending", ("0", "1")) == "1",
+        step=_maybe_read_whole_number(request, "step"),
+        purpose=_read_choice(request, "purpose", samples.PURPOSES),
+        sort=_read_choice(request, "sort", samples.SORTS),
+        descending=_read_choice(request, "descending", ("0", "1")) == "1",
         contains=request.query_params.get("contains", ""),
-        group=maybe_read_whole_number(request, "group"),
+        group=_maybe_read_whole_number(request, "group"),
         min_reward=-math.inf if least is None else least,
         max_reward=math.inf if highest is None else highest,
-        offset=read_whole_number(request, "offset", 0),
-        limit=read_whole_number(request, "limit", 50, 1, _MOST_ROWS),
+        offset=_read_whole_number(request, "offset", 0),
+        limit=_read_whole_number(request, "limit", 50, 1, _MOST_ROWS),
         with_tokens=False,
     )
     return samples.query_samples(run.reader.folder, query, run.reader.run_id())
@@ -265,14 +302,14 @@ def _samples(run: PageRun, request: Request) -> Any:
 
 def _sample(run: PageRun, request: Request) -> Any:
     step, group, sample = (int(request.path_params[name]) for name in ("step", "group", "sample"))
-    purpose = read_choice(request, "purpose", samples.PURPOSES)
+    purpose = _read_choice(request, "purpose", samples.PURPOSES)
     reader = run.reader
     return samples.read_sample(reader.folder, (step, group, sample), purpose, reader.run_id(), reader.models())
 
 
 def _rows(run: PageRun, request: Request) -> Any:
-    limit = read_whole_number(request, "limit", 8, 1, _MOST_ROWS)
-    return run.rows.of(run.reader.folder, RowsRequest(step=maybe_read_whole_number(request, "step"), limit=limit))
+    limit = _read_whole_number(request, "limit", 8, 1, _MOST_ROWS)
+    return run.rows.of(run.reader.folder, RowsRequest(step=_maybe_read_whole_number(request, "step"), limit=limit))
 
 
 def _problem(run: PageRun, request: Request) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -12,10 +13,13 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.dotted import named
 from tandem.common.errors import DataError
+from tandem.common.returned import line, shown
 from tandem.config import Config
 from tandem.config.derive import GENERATED
-from tandem.samples.data_sets.drawing import ChosenSets, DrawingPattern, drawing_pattern
+from tandem.config.schema import DataConfig
+from tandem.config.schema.data import set_names
 
 Item = TypeVar("Item")
 Encoded = TypeVar("Encoded")
@@ -24,11 +28,9 @@ NUM_CHECKED = 256
 """Number of items tokenised before a run begins: the first that it draws."""
 _NUM_KEPT = 4096
 """Number of encoded items that are cached: a step is requested several times."""
-
-
-@functools.lru_cache(maxsize=32)
-def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
-    return np.random.default_rng([seed, epoch]).permutation(size)
+_CHOOSER_KEY = "data.custom_dataloader"
+_FINEST = 1000
+"""Most places of a pattern, to which weights are rounded."""
 
 
 def epoch_index(seed: int, size: int, position: int, *, shuffle: bool = True) -> int:
@@ -43,6 +45,11 @@ def epoch_index(seed: int, size: int, position: int, *, shuffle: bool = True) ->
 def epoch_stream(seed: int, size: int, first: int, count: int, *, shuffle: bool = True) -> list[int]:
     """Return `count` indexes of the stream of epochs, from position `first` on."""
     return [epoch_index(seed, size, position, shuffle=shuffle) for position in range(first, first + count)]
+
+
+@functools.lru_cache(maxsize=32)
+def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 class DataOrder:
@@ -60,7 +67,7 @@ class DataOrder:
         data = config.data
         self._seed, self._shuffle = config.algorithm_section.seed, data.shuffle
         chosen_sets = ChosenSets(config, sizes) if data.chooser is not None and len(data.train) == len(sizes) else None
-        pattern = drawing_pattern(data, len(sizes))
+        pattern = _choose_pattern(data, len(sizes))
         self._sets: ChosenSets | DrawingPattern | None = chosen_sets or (
             DrawingPattern(pattern) if len({*pattern}) > 1 else None
         )
@@ -161,6 +168,67 @@ class LazyDataset(Generic[Item, Encoded]):
                 )
 
 
+class DrawingPattern:
+    """Sets that take their places in a repeated pattern."""
+
+    def __init__(self, pattern: tuple[int, ...]) -> None:
+        self._pattern = pattern
+        self._counts = [0] * (max(pattern) + 1)
+        self._ranks: list[int] = []
+        """For each place, the number of earlier places with the same set."""
+        for number in pattern:
+            self._ranks.append(self._counts[number])
+            self._counts[number] += 1
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the set of a place of the stream, and the place within that set's stream."""
+        cycle, place = divmod(position, len(self._pattern))
+        number = self._pattern[place]
+        return number, cycle * self._counts[number] + self._ranks[place]
+
+
+class ChosenSets:
+    """Sets that a user's function chooses (``data.custom_dataloader``), step by step."""
+
+    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+        """Import the function. Raise `ConfigError` if that fails."""
+        self._path = str(config.data.chooser)
+        self._choose: Callable[..., object] = named(self._path, _CHOOSER_KEY)
+        self._sizes = dict(zip(set_names(config.data.train), sizes, strict=True))
+        self._per_step = config.rollout_section.num_prompts_per_batch
+        self._numbers = {name: number for number, name in enumerate(self._sizes)}
+        self._steps: list[list[int]] = []
+        """For each step, the sets of its places."""
+        self._before = [[0] * len(sizes)]
+        """For each step, the number of items drawn from each set before it."""
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the set of a place, and the place within that set's stream. Raise `DataError` if choosing fails."""
+        step, place = divmod(position, self._per_step)
+        while len(self._steps) <= step:
+            sets = self._call_chooser(len(self._steps) + 1)
+            self._steps.append(sets)
+            self._before.append([count + sets.count(n) for n, count in enumerate(self._before[-1])])
+        sets = self._steps[step]
+        return sets[place], self._before[step][sets[place]] + sets[:place].count(sets[place])
+
+    def _call_chooser(self, step: int) -> list[int]:
+        function_name = f"{_CHOOSER_KEY}: {self._path}"
+        try:
+            returned = self._choose(step, dict(self._sizes), self._per_step)
+        except Exception as error:  # the function is the user's
+            raise DataError(
+                f"{function_name} raised {type(error).__name__} for step {step}: {line(str(error))}"
+            ) from error
+        names = [*returned] if isinstance(returned, list | tuple) else []
+        if len(names) != self._per_step or any(name not in self._numbers for name in names):
+            raise DataError(
+                f"{function_name} returned {shown(returned)} for step {step}, not {self._per_step} names of data sets "
+                f"({', '.join(self._numbers)})"
+            )
+        return [self._numbers[name] for name in names]
+
+
 def encode_now(items: Sequence[Item], encode: Callable[[Item], Encoded | None]) -> list[Encoded]:
     """Return the items that fit, encoded. Raise `DataError` if there are items and none fits."""
     encoded_items = [encoded for encoded in map(encode, items) if encoded is not None]
@@ -173,3 +241,31 @@ def sample_seed(seed: int, step: int, purpose: str, group: int, sample: int) -> 
     """Return the unsigned 64-bit seed of one sample: BLAKE2b of its identity within the run."""
     identity = f"{seed}/{purpose}/{step}/{group}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
+
+
+def _choose_pattern(data: DataConfig, num_sets: int) -> tuple[int, ...]:
+    """Return the set of each place in the repeated pattern; zeros where the sets are drawn from as one."""
+    if len(data.train) != num_sets or num_sets < 2:
+        return (0,)
+    if data.use_multiple_dataloader and data.chooser is None:
+        num_prompts = data.num_prompts_per_dataloader or 1
+        return tuple(number for number in range(num_sets) for _ in range(num_prompts))
+    if all(each.weight is None for each in data.train):
+        return (0,)
+    return _spread([1.0 if each.weight is None else each.weight for each in data.train])
+
+
+def _spread(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the shortest pattern with these proportions, each spread evenly; every set has at least one place."""
+    shares = [weight / sum(weights) * _FINEST for weight in weights]
+    counts = [max(1, int(share)) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda number: int(shares[number]) - shares[number])
+    for number in by_rest[: max(0, _FINEST - sum(counts))]:
+        counts[number] += 1
+    divisor = math.gcd(*counts)
+    places = [
+        ((place + 0.5) / (count // divisor), number)
+        for number, count in enumerate(counts)
+        for place in range(count // divisor)
+    ]
+    return tuple(number for _, number in sorted(places))

@@ -18,15 +18,16 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.common import web
 from tandem.common.http_server import settings
 from tandem.common.network import is_loopback
-from tandem.serving.tinker import checkpoint_paths, proto, requests
+from tandem.serving.tinker import proto, requests
 from tandem.serving.tinker.api_keys import ApiKeys
+from tandem.serving.tinker.checkpoints import LINKS
 from tandem.serving.tinker.requests import TinkerRefused
 from tandem.serving.tinker.service import TinkerService
 from tandem.serving.tinker.tls import TlsCertificate
@@ -49,6 +50,8 @@ _CLIENT_CONFIG = {
     "custom_loss_server_side": False,
     "sample_join_sampling_session": False,
 }
+_CHECKPOINT = "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
+_LINK = f"{LINKS}/{{model_id}}/{{name}}/{{file:path}}"
 _NOT_FOUND = 404
 
 Handler = Callable[[TinkerService, str, Request, bytes], Awaitable[Response]]
@@ -121,8 +124,8 @@ class _Paths:
             self._route("training_runs", _runs, "GET"),
             self._route("training_runs/{model_id}", _run, "GET"),
             self._route("training_runs/{model_id}/checkpoints", _checkpoints, "GET"),
-            *(self._route(*each) for each in checkpoint_paths.PATHS),  # before the path that all of them match
-            Route(f"{_PREFIX}/{checkpoint_paths.LINK}", self._link),
+            *(self._route(*each) for each in _CHECKPOINT_PATHS),  # before the path that all of them match
+            Route(f"{_PREFIX}/{_LINK}", self._link),
             self._route("training_runs/{model_id}/checkpoints/{checkpoint_id:path}", _delete, "DELETE"),
             self._route("checkpoints", _all_checkpoints, "GET"),
         ]
@@ -150,7 +153,7 @@ class _Paths:
 
     async def _link(self, request: Request) -> Response:
         try:
-            return checkpoint_paths.linked(self._service, request)
+            return _send_linked_file(self._service, request)
         except TinkerRefused as error:
             return _refusal(error.status, str(error))
 
@@ -229,6 +232,46 @@ async def _all_checkpoints(service: TinkerService, owner: str, request: Request,
 async def _delete(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
     service.delete_checkpoint(owner, request.path_params["model_id"], request.path_params["checkpoint_id"])
     return Response(status_code=204)
+
+
+async def _publish(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
+    service.saved.publish(owner, **request.path_params, is_public=True)
+    return Response(status_code=204)
+
+
+async def _unpublish(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
+    service.saved.publish(owner, **request.path_params, is_public=False)
+    return Response(status_code=204)
+
+
+async def _set_ttl(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
+    service.saved.set_ttl(owner, **request.path_params, body=requests.read(body, requests.SetTtl))
+    return Response(status_code=204)
+
+
+async def _links(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
+    before, _, _ = str(request.url).partition("/training_runs/")
+    if request.headers.get("x-forwarded-proto") == "https":  # a proxy has ended TLS
+        before = f"https://{before.partition('://')[2]}"
+    links = service.saved.links(owner, **request.path_params, base_url=f"{before}/")
+    return Response(msgspec.json.encode(links), media_type="application/json")
+
+
+def _send_linked_file(service: TinkerService, request: Request) -> Response:
+    """Send the file of a link, which needs no key. Raises `Refused`."""
+    parameters = {name: request.query_params.get(name, "") for name in ("expires", "signature")}
+    return FileResponse(
+        service.saved.linked(**request.path_params, **parameters), media_type="application/octet-stream"
+    )
+
+
+_CHECKPOINT_PATHS = (
+    (f"{_CHECKPOINT}/publish", _publish, "POST"),
+    (f"{_CHECKPOINT}/publish", _unpublish, "DELETE"),
+    (f"{_CHECKPOINT}/ttl", _set_ttl, "PUT"),
+    (f"{_CHECKPOINT}/external_weights_urls", _links, "GET"),
+)
+"""Paths of saved states, with their handlers and methods."""
 
 
 def _configured(service: TinkerService, body: requests.ClientConfig) -> dict[str, Any]:
