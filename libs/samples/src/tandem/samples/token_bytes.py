@@ -1,4 +1,4 @@
-"""The texts and bytes that tokens stand for, by a Hugging Face tokenizer and the spellings of its vocabulary."""
+"""Texts and bytes of tokens, by a Hugging Face tokenizer and the spellings of its vocabulary."""
 
 from __future__ import annotations
 
