@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tandem.common import keys, messages
-from tandem.coordinator.processes.reply_table import checks_of
+from tandem.coordinator.processes.replies import describe_checks
 from tandem.samples import batch
 
 LINKS: dict[str, UnionType | type[messages.Message]] = {
@@ -102,7 +102,7 @@ def _table(message: type[msgspec.Struct], module: ModuleType = messages) -> list
             kind = _plain(ast.parse(kind, mode="eval").body)
             meaning = f"{meaning} Must be {_limits(hints[field.name])}.".strip()
         lines.append(f"| `{field.encode_name}` | `{kind}` | {meaning} |")
-    checks = _in_one_line(checks_of(message)) if issubclass(message, messages.Message) else ""
+    checks = _in_one_line(describe_checks(message)) if issubclass(message, messages.Message) else ""
     return [*lines, "", checks] if checks else lines
 
 

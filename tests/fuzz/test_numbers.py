@@ -20,7 +20,7 @@ from tandem.config import build_config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import GENERATION_LOGPROBS
 from tandem.coordinator.algorithms.step_batch import training_batch
-from tandem.coordinator.processes.reply_checks import finite
+from tandem.coordinator.processes.reply_checks import require_finite
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.outcomes import Failure, ScoringCall, outcome_of
@@ -77,7 +77,7 @@ def test_messages_have_numbers_that_are_finite_or_are_refused(fuzz: settings) ->
         try:
             decoded = MessageCodec[Message](union).decode([msgspec.msgpack.encode(changed(plain, drawn))]).message
             for field in ("metrics", "gpus"):
-                finite(getattr(decoded, field, {}))
+                require_finite(getattr(decoded, field, {}))
         except WireError:
             return
         assert all(map(math.isfinite, floats_of(msgspec.to_builtins(decoded))))

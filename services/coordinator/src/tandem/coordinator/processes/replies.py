@@ -12,22 +12,95 @@ the request, by one check for each message (`reply_checks`). ``docs/protocol.md`
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tandem.common.errors import WireError
 from tandem.common.messages import (
+    AddGradient,
     AnyCommand,
+    AwaitCheckpoint,
     BuildEngine,
+    BuildTrainer,
+    CheckpointCopied,
+    CheckpointSaved,
+    Command,
+    CommitVersion,
+    ConnectTransferGroup,
+    CopyWeights,
+    DigestsReported,
+    EngineBuilt,
+    Evaluate,
+    Evaluated,
     Failed,
     Generate,
+    Generated,
+    GradientAdded,
+    InstallProgram,
+    KeepWeights,
+    Message,
+    OpenRendezvous,
+    OptimizerStepped,
+    PlanTransfers,
+    ProgramInstalled,
+    RecordSamples,
     Refit,
+    Refitted,
+    RendezvousOpened,
     Reply,
     ReportDigests,
+    RestoreSamples,
+    RestoreTraining,
     SamplesFinished,
+    SamplesMissing,
+    SamplesRecorded,
+    SaveCheckpoint,
+    StepOptimizer,
+    SwitchTraining,
+    Train,
+    Trained,
+    TrainerBuilt,
+    TrainingRestored,
+    TransferGroupConnected,
+    TransfersPlanned,
+    VersionCommitted,
+    WeightsCopied,
 )
 from tandem.common.wire import Arrays
-from tandem.coordinator.processes.reply_checks import SHOWN, KnownState, UnansweredRequest, must
-from tandem.coordinator.processes.reply_table import CHECKS, answerable
+from tandem.coordinator.processes import reply_checks
+from tandem.coordinator.processes.reply_checks import SHOWN, KnownState, UnansweredRequest, require
 from tandem.coordinator.processes.sample_limits import SampleLimits
+
+Check = Callable[[UnansweredRequest, Any], None]
+"""A comparison of a reply with its request. It raises `WireError` if the one cannot answer the other."""
+
+CHECKS: Mapping[type[Message], Mapping[type[Command], Check | None]] = {
+    RendezvousOpened: {OpenRendezvous: None},
+    TrainerBuilt: {BuildTrainer: reply_checks.check_trainer_built},
+    Trained: {Train: reply_checks.check_trained},
+    SamplesMissing: {Train: reply_checks.check_samples_missing},
+    Evaluated: {Evaluate: reply_checks.check_evaluated},
+    CheckpointCopied: {SaveCheckpoint: None},
+    CheckpointSaved: {AwaitCheckpoint: None},
+    WeightsCopied: {CopyWeights: reply_checks.check_weights_copied},
+    GradientAdded: {AddGradient: reply_checks.check_gradient_added},
+    OptimizerStepped: {StepOptimizer: reply_checks.check_optimizer_stepped},
+    TrainingRestored: {RestoreTraining: None, SwitchTraining: None, KeepWeights: None},
+    EngineBuilt: {BuildEngine: reply_checks.check_engine_built},
+    SamplesFinished: {
+        Generate: reply_checks.check_samples_finished,
+        RestoreSamples: reply_checks.check_samples_restored,
+    },
+    Generated: {Generate: reply_checks.check_generated, RestoreSamples: reply_checks.check_all_restored},
+    SamplesRecorded: {RecordSamples: reply_checks.check_samples_recorded},
+    ProgramInstalled: {InstallProgram: reply_checks.check_program_installed},
+    TransferGroupConnected: {ConnectTransferGroup: reply_checks.check_transfer_group_connected},
+    Refitted: {Refit: reply_checks.check_refitted},
+    DigestsReported: {ReportDigests: reply_checks.check_digests_reported},
+    TransfersPlanned: {PlanTransfers: reply_checks.check_transfers_planned},
+    VersionCommitted: {CommitVersion: reply_checks.check_version_committed},
+}
+"""The check of each reply to each type of request that it may answer; None if there is nothing to compare."""
 
 
 class Replies:
@@ -81,13 +154,15 @@ class Replies:
         request = self._requests.get(reply.command_id)
         try:
             if request is None:
-                must(reply.command_id <= self._newest, "command_id", reply.command_id, "of a command")
+                require(reply.command_id <= self._newest, "command_id", reply.command_id, "of a command")
                 return False
-            must(request.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {request.name}")
+            require(
+                request.name == name, "command_id", reply.command_id, f"of a command to {name}, not to {request.name}"
+            )
             if not isinstance(reply, Failed):
                 checks, command = CHECKS[type(reply)], type(request.command)
                 if command not in checks:
-                    must(False, "command_id", reply.command_id, answerable(type(reply), command))
+                    require(False, "command_id", reply.command_id, _describe_answerable(type(reply), command))
                 elif (check := checks[command]) is not None:
                     check(request, reply)
             for array in arrays:
@@ -98,3 +173,18 @@ class Replies:
             return True  # more answers follow
         del self._requests[reply.command_id]
         return True
+
+
+def _describe_answerable(message: type[Message], command: type[Command]) -> str:
+    """Describe, for an error, the requests that a message answers instead of this one."""
+    names = " or a ".join(each.__name__ for each in CHECKS[message])
+    return f"of a {names}, not of a {command.__name__}"
+
+
+def describe_checks(message: type[Message]) -> str:
+    """Describe the checks of a message as an answer, for the protocol's page; empty if it is none."""
+    sentences = [
+        f"Answers `{command.__name__}`. {(check.__doc__ if check is not None else '') or ''}"
+        for command, check in CHECKS.get(message, {}).items()
+    ]
+    return " ".join(sentences)

@@ -1,34 +1,48 @@
 """The checks of replies: each compares a reply with its request; ``docs/protocol.md`` lists them.
 
-Here are requests as they are remembered, comparisons that raise, and the checks that a step of every run has. Those
-that are rarer are in `occasional_checks` and `setting_up_checks`, and `reply_table` has all of them.
+Here are requests as they are remembered, the checks, and the comparisons that raise. `replies` has the table of all
+checks by the types of reply and request.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from tandem.common.errors import WireError
+from tandem.common.errors import RefitError, WireError
 from tandem.common.messages import (
     DigestsReported,
+    EngineBuilt,
+    Evaluated,
     Generate,
     Generated,
+    GradientAdded,
+    InstallProgram,
+    OptimizerStepped,
+    ProgramInstalled,
     Refitted,
     SampleScored,
     SamplesFinished,
+    SamplesMissing,
     SamplesRecorded,
     Trained,
+    TrainerBuilt,
+    TransferGroupConnected,
+    TransfersPlanned,
     VersionCommitted,
+    WeightsCopied,
 )
 from tandem.common.worker_shards import process_of
 from tandem.coordinator.processes.sample_limits import SampleLimits
 from tandem.observe.exporters.nvml import MEASURED
+from tandem.refit import layout, program
 
+_ADDRESS = re.compile(r"tcp://[^\s/]+:[0-9]{1,5}")
 SHOWN = 100
 """Most characters of a value that an error shows."""
 
@@ -63,44 +77,44 @@ class UnansweredRequest(msgspec.Struct, kw_only=True):
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def trained(request: UnansweredRequest, reply: Trained) -> None:
+def check_trained(request: UnansweredRequest, reply: Trained) -> None:
     """`step` and `version` are those of the command. `metrics` are finite numbers, from a model group's first trainer.
 
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
-    same(request, reply, "step")
-    must(reply.version == request.command.step, "version", reply.version, f"the step, {request.command.step}")
+    require_same(request, reply, "step")
+    require(reply.version == request.command.step, "version", reply.version, f"the step, {request.command.step}")
     speakers = request.limits.speakers
     is_empty = request.name in speakers or not reply.metrics
-    must(is_empty, "metrics", reply.metrics, f"empty: {' and '.join(sorted(speakers))} has them")
-    finite(reply.metrics)
+    require(is_empty, "metrics", reply.metrics, f"empty: {' and '.join(sorted(speakers))} has them")
+    require_finite(reply.metrics)
     if reply.gpus:
-        _measured(reply.gpus)
+        _require_readings(reply.gpus)
 
 
-def samples_finished(request: UnansweredRequest, reply: SamplesFinished) -> None:
+def check_samples_finished(request: UnansweredRequest, reply: SamplesFinished) -> None:
     """`step` and `purpose` are those of the command; each sample was asked for, and is in a message once.
 
     Its prompt has the requested length; its response is within the limits of the command, of
     `policy.max_total_sequence_length` and of `grpo.max_rollout_turns`. Its versions are among those that the engine has
     held since it got the command, and its tokens are counted by version. Only validation samples have text.
     """
-    same(request, reply, "step", "purpose")
+    require_same(request, reply, "step", "purpose")
     _check_samples(request, reply.samples)
     versions = request.state.versions
     possible = versions[bisect.bisect_left(versions, request.oldest_version) :]
     for row, sample in enumerate(reply.samples):
         for field in ("oldest_version", "newest_version"):
             if getattr(sample, field) not in possible:
-                fits(False, row, field, sample, f"one that the engine held then: {_some(possible)}")
+                expect(False, row, field, sample, f"one that the engine held then: {_some(possible)}")
         oldest, newest = sample.oldest_version, sample.newest_version
-        fits(oldest <= newest, row, "oldest_version", sample, "at most the newest, {}", newest)
+        expect(oldest <= newest, row, "oldest_version", sample, "at most the newest, {}", newest)
         counts = sample.tokens_by_version
         length = sample.response_length
         is_counted = len(counts) == newest - oldest + 1 and sum(counts) == length
-        fits(is_counted, row, "tokens_by_version", sample, "those of the response, {}, by version", length)
+        expect(is_counted, row, "tokens_by_version", sample, "those of the response, {}, by version", length)
         has_text = bool(sample.response) and reply.purpose == "train"
-        fits(not has_text, row, "response", sample, "empty: only validation has text")
+        expect(not has_text, row, "response", sample, "empty: only validation has text")
         if (sample.group, sample.sample) not in request.arrived:  # a command that is sent again is answered again
             request.arrived.add((sample.group, sample.sample))
             request.num_tokens += length
@@ -116,70 +130,208 @@ def _check_samples(request: UnansweredRequest, samples: Iterable[SampleScored]) 
         if group is None:
             raise WireError(f"samples[{row}].group: {sample.group}, must be one that was asked for")
         prompt, response, turns = len(group.prompt_ids), sample.response_length, sample.num_turns
-        fits(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
-        fits((sample.group, sample.sample) not in seen, row, "sample", sample, "in the message once")
+        expect(sample.sample < len(group.seeds), row, "sample", sample, "below {}", len(group.seeds))
+        expect((sample.group, sample.sample) not in seen, row, "sample", sample, "in the message once")
         seen.add((sample.group, sample.sample))
         if limits.plays and response:
             _check_episode(request, row, sample)
             continue
-        fits(not sample.branches, row, "branches", sample, "none: no agent has asked for anything")
-        fits(turns >= 1 or limits.plays or bool(sample.failure), row, "num_turns", sample, "at least 1")
-        fits(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
-        fits(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
+        expect(not sample.branches, row, "branches", sample, "none: no agent has asked for anything")
+        expect(turns >= 1 or limits.plays or bool(sample.failure), row, "num_turns", sample, "at least 1")
+        expect(sample.prompt_length == prompt, row, "prompt_length", sample, "{}, as asked for", prompt)
+        expect(turns <= limits.max_turns, row, "num_turns", sample, "at most {}", limits.max_turns)
         max_response = min(turns * command.sampling.max_new_tokens, limits.max_tokens - prompt)
-        fits(turns <= response <= max_response, row, "response_length", sample, "from {} to {}", turns, max_response)
+        expect(turns <= response <= max_response, row, "response_length", sample, "from {} to {}", turns, max_response)
         length = sample.num_tokens
-        fits(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
+        expect(length <= limits.max_tokens, row, "num_tokens", sample, "at most {}", limits.max_tokens)
         # An environment inserts text between two responses.
         is_all = length == prompt + response if turns <= 1 else length >= prompt + response
-        fits(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, response)
+        expect(is_all, row, "num_tokens", sample, "that of the prompt, {}, and what follows, {}", prompt, response)
         can_end = sample.finish_reason != "turns" or turns == limits.max_turns
-        fits(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
+        expect(can_end, row, "finish_reason", sample, "another after {} of {}", turns, limits.max_turns)
 
 
-def generated(request: UnansweredRequest, reply: Generated) -> None:
+def check_generated(request: UnansweredRequest, reply: Generated) -> None:
     """`step` and `purpose` are those of the command. All `num_samples` samples were sent, with `num_tokens` tokens.
 
     `gpus` are readings that `tandem.observe.exporters.nvml` makes.
     """
-    same(request, reply, "step", "purpose")
-    check_whole(request, reply, sum(len(group.seeds) for group in request.command.groups))
-    must(reply.num_tokens == request.num_tokens, "num_tokens", reply.num_tokens, f"{request.num_tokens}, as were sent")
+    require_same(request, reply, "step", "purpose")
+    require_whole(request, reply, sum(len(group.seeds) for group in request.command.groups))
+    require(
+        reply.num_tokens == request.num_tokens, "num_tokens", reply.num_tokens, f"{request.num_tokens}, as were sent"
+    )
     if reply.gpus:
-        _measured(reply.gpus)
+        _require_readings(reply.gpus)
 
 
-def samples_recorded(request: UnansweredRequest, reply: SamplesRecorded) -> None:
+def check_samples_recorded(request: UnansweredRequest, reply: SamplesRecorded) -> None:
     """`step` is that of the command. Written and missing samples add up to those asked for."""
-    same(request, reply, "step")
+    require_same(request, reply, "step")
     expected = sum(len(group.advantages) for group in request.command.groups)
-    must(reply.num_missing <= expected, "num_missing", reply.num_missing, f"at most {expected}, as asked for")
+    require(reply.num_missing <= expected, "num_missing", reply.num_missing, f"at most {expected}, as asked for")
     num_written = expected - reply.num_missing
-    must(reply.num_samples == num_written, "num_samples", reply.num_samples, f"{num_written}, all but the missing ones")
+    require(
+        reply.num_samples == num_written, "num_samples", reply.num_samples, f"{num_written}, all but the missing ones"
+    )
 
 
-def refitted(request: UnansweredRequest, reply: Refitted) -> None:
+def check_refitted(request: UnansweredRequest, reply: Refitted) -> None:
     """`version` is that of the command. `num_bytes` are of links with this process at one end."""
-    same(request, reply, "version")
+    require_same(request, reply, "version")
     for link in reply.num_bytes:
         ends = [process_of(end) for end in link.split(">")]
-        must(len(ends) == 2 and request.name in ends, "num_bytes", link, f"a link of {request.name}")
+        require(len(ends) == 2 and request.name in ends, "num_bytes", link, f"a link of {request.name}")
     if request.name in request.command.only or not request.command.only:
         request.state.version = reply.version
 
 
-def verified(request: UnansweredRequest, reply: DigestsReported) -> None:
+def check_digests_reported(request: UnansweredRequest, reply: DigestsReported) -> None:
     """`version` is that of the command. `digests` are of every worker shard, 8 bytes for each tensor of its layout."""
-    same(request, reply, "version")
+    require_same(request, reply, "version")
     check_digests(request, reply.digests)
 
 
-def version_committed(request: UnansweredRequest, reply: VersionCommitted) -> None:
+def check_version_committed(request: UnansweredRequest, reply: VersionCommitted) -> None:
     """`version` is that of the command. `differing` are engines with digests in the command."""
-    same(request, reply, "version")
+    require_same(request, reply, "version")
     if reply.differing:
         processes = {process_of(part) for part in request.command.digests}
-        all_among("differing", reply.differing, {name for name in processes if not name.startswith("trainer-")})
+        require_among("differing", reply.differing, {name for name in processes if not name.startswith("trainer-")})
+
+
+# --- what is asked now and then: to restore, evaluate, copy, or call a trainer ----------------------------------------
+
+
+def check_samples_missing(request: UnansweredRequest, reply: SamplesMissing) -> None:
+    """`step` is that of the command. `rollouts` are sources of the command."""
+    require_same(request, reply, "step")
+    require_among("rollouts", reply.rollouts, {*request.command.sources})
+
+
+def check_evaluated(request: UnansweredRequest, reply: Evaluated) -> None:
+    """`step` is that of the command. `metrics` are finite numbers."""
+    require_same(request, reply, "step")
+    require_finite(reply.metrics)
+
+
+def check_gradient_added(request: UnansweredRequest, reply: GradientAdded) -> None:
+    """`loss` is a finite number, and `logprobs` are whole numbers of 4 bytes."""
+    require(math.isfinite(reply.loss), "loss", reply.loss, "a finite number")
+    require(len(reply.logprobs) % 4 == 0, "logprobs", f"{len(reply.logprobs)} bytes", "numbers of 4 bytes")
+
+
+def check_optimizer_stepped(request: UnansweredRequest, reply: OptimizerStepped) -> None:
+    """`grad_norm` is a finite number."""
+    require(math.isfinite(reply.grad_norm), "grad_norm", reply.grad_norm, "a finite number")
+
+
+def check_samples_restored(request: UnansweredRequest, reply: SamplesFinished) -> None:
+    """`step` is that of the command; each sample's group was asked for, and it is in a message once.
+
+    No group has more samples than it should. None is longer than `policy.max_total_sequence_length`, and none has text.
+    """
+    require_same(request, reply, "step")
+    require(reply.purpose == "train", "purpose", reply.purpose, "train")
+    groups = {group for keys in request.command.files.values() for _, group in keys}
+    seen: set[tuple[int, int]] = set()
+    for row, sample in enumerate(reply.samples):
+        expect(sample.group in groups, row, "group", sample, "one that was asked for")
+        expect(
+            sample.sample < request.command.num_samples, row, "sample", sample, "below {}", request.command.num_samples
+        )
+        expect((sample.group, sample.sample) not in seen, row, "sample", sample, "in the message once")
+        max_tokens = request.limits.max_tokens
+        if sample.branches:
+            check_branches(request.limits, row, sample)
+        else:
+            expect(sample.num_tokens <= max_tokens, row, "num_tokens", sample, "at most {}", max_tokens)
+        length = sample.prompt_length + sample.response_length
+        expect(length <= sample.num_tokens, row, "num_tokens", sample, "at least {}", length)
+        expect(sample.oldest_version <= sample.newest_version, row, "oldest_version", sample, "at most the newest")
+        expect(not sample.response, row, "response", sample, "empty: only validation has text")
+        seen.add((sample.group, sample.sample))
+    request.arrived |= seen
+
+
+def check_all_restored(request: UnansweredRequest, reply: Generated) -> None:
+    """`step` is that of the command. All `num_samples` samples were sent, and no token was generated for them."""
+    require_same(request, reply, "step")
+    require(reply.purpose == "train", "purpose", reply.purpose, "train")
+    require_whole(request, reply, request.command.num_samples * sum(map(len, request.command.files.values())))
+    require(reply.num_tokens == 0, "num_tokens", reply.num_tokens, "0: none was made")
+
+
+def check_weights_copied(request: UnansweredRequest, reply: WeightsCopied) -> None:
+    """`version` is that of the command. `digests` are as in an `DigestsReported` if they were asked for, else empty."""
+    require_same(request, reply, "version")
+    if request.command.with_digests:
+        check_digests(request, reply.digests)
+    else:
+        require(not reply.digests, "digests", len(reply.digests), "none, since they were not asked for")
+
+
+# --- while a run is set up: what is built, installed, planned and connected -------------------------------------------
+
+
+def check_trainer_built(request: UnansweredRequest, reply: TrainerBuilt) -> None:
+    """`version` is that of the command, and `layout` can be read."""
+    require_same(request, reply, "version")
+    request.state.num_tensors = (_num_tensors_of("layout", reply.layout),)
+
+
+def check_engine_built(request: UnansweredRequest, reply: EngineBuilt) -> None:
+    """`layouts` can be read. The address of `samples_at` is ``tcp://HOST:PORT``, `external_requests.url` ``http://HOST:PORT``."""
+    address = reply.samples_at.address
+    require(_ADDRESS.fullmatch(address) is not None, "samples_at.address", address, "tcp://HOST:PORT")
+    external_requests = "http://h:1" if reply.external_requests is None else reply.external_requests.url
+    require(
+        _ADDRESS.fullmatch(external_requests.replace("http", "tcp", 1)) is not None,
+        "external_requests.url",
+        external_requests,
+        "http://HOST:PORT",
+    )
+    request.state.num_tensors = tuple(_num_tensors_of(f"layouts[{i}]", each) for i, each in enumerate(reply.layouts))
+
+
+def check_program_installed(request: UnansweredRequest, reply: ProgramInstalled) -> None:
+    """From then on, digests cover the tensors that its programs receive, if those are not its layout."""
+    command: InstallProgram = request.command
+    received = map(program.num_received, command.programs)
+    numbers = zip(request.state.num_tensors, received, strict=False)
+    request.state.num_tensors = tuple(current if num is None else num for current, num in numbers)
+
+
+def check_transfer_group_connected(request: UnansweredRequest, reply: TransferGroupConnected) -> None:
+    """`transfer_group` is that of the command."""
+    require_same(request, reply, "transfer_group")
+
+
+def check_transfers_planned(request: UnansweredRequest, reply: TransfersPlanned) -> None:
+    """There is a program for every worker shard with a layout in the command, and for no other.
+
+    Senders are processes of these shards. Transfer groups have different names; groups and links connect these shards.
+    """
+    parts = {*request.command.sources, *request.command.destinations}
+    processes = {process_of(part) for part in parts}
+    require_among("programs", reply.programs, parts)
+    require_among("programs", parts, {*reply.programs}, "one of those that have a program")
+    require_among("senders", reply.senders, processes)
+    names = [transfer_group.name for transfer_group in reply.transfer_groups]
+    require(len({*names}) == len(names), "transfer_groups", names, "of different names")
+    for transfer_group in reply.transfer_groups:
+        require_among(f"transfer_groups[{transfer_group.name!r}]", transfer_group.members, parts)
+    for link in reply.num_bytes:
+        require(link.count(">") == 1, "num_bytes", link, "a link, such as trainer-0>rollout-0")
+        require_among("num_bytes", link.split(">"), parts)
+
+
+def _num_tensors_of(field: str, encoded: bytes) -> int:
+    """Return the number of tensors in a layout. Raise `WireError` if it cannot be read."""
+    try:
+        return layout.num_tensors(encoded)
+    except RefitError as error:
+        raise WireError(f"{field}: {error}") from error
 
 
 # --- the samples of agents, which play episodes with prompts of their own --------------------------------------------
@@ -188,24 +340,24 @@ def version_committed(request: UnansweredRequest, reply: VersionCommitted) -> No
 def _check_episode(request: UnansweredRequest, row: int, sample: SampleScored) -> None:
     """Compare the sizes of an agent's episode with each other and with its request; its prompts are its own."""
     limits, turns, response = request.limits, sample.num_turns, sample.response_length
-    fits(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
+    expect(1 <= turns <= limits.max_turns, row, "num_turns", sample, "from 1 to {}", limits.max_turns)
     max_response = turns * request.command.sampling.max_new_tokens
-    fits(turns <= response <= max_response, row, "response_length", sample, "from {} to {}", turns, max_response)
-    fits(1 <= len(sample.branches) <= turns, row, "branches", sample, "from 1 to {}", turns)
+    expect(turns <= response <= max_response, row, "response_length", sample, "from {} to {}", turns, max_response)
+    expect(1 <= len(sample.branches) <= turns, row, "branches", sample, "from 1 to {}", turns)
     check_branches(limits, row, sample)
-    fits(sample.finish_reason != "turns", row, "finish_reason", sample, "another: agents have no limit of turns")
+    expect(sample.finish_reason != "turns", row, "finish_reason", sample, "another: agents have no limit of turns")
 
 
 def check_branches(limits: SampleLimits, row: int, sample: SampleScored) -> None:
     """Compare the sizes of an agent's episode with each other."""
     for branch in sample.branches:
         is_whole = branch.prompt_length + branch.num_made <= branch.num_tokens <= limits.max_tokens
-        fits(is_whole, row, "branches", sample, "at most {} tokens each, and at least what counts", limits.max_tokens)
+        expect(is_whole, row, "branches", sample, "at most {} tokens each, and at least what counts", limits.max_tokens)
     num_made, num_tokens = (sum(getattr(b, name) for b in sample.branches) for name in ("num_made", "num_tokens"))
-    fits(num_made == sample.response_length, row, "response_length", sample, "that of the branches, {}", num_made)
-    fits(num_tokens == sample.num_tokens, row, "num_tokens", sample, "that of the branches, {}", num_tokens)
+    expect(num_made == sample.response_length, row, "response_length", sample, "that of the branches, {}", num_made)
+    expect(num_tokens == sample.num_tokens, row, "num_tokens", sample, "that of the branches, {}", num_tokens)
     first = sample.branches[0].prompt_length
-    fits(first == sample.prompt_length, row, "prompt_length", sample, "that of the first branch, {}", first)
+    expect(first == sample.prompt_length, row, "prompt_length", sample, "that of the first branch, {}", first)
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
@@ -217,48 +369,48 @@ def check_digests(request: UnansweredRequest, digests: tuple[bytes, ...]) -> Non
     expected = tuple(8 * num for num in request.state.num_tensors)
     if sizes != expected:
         requirement = f"{_some(expected)}: 8 for each tensor of a part's layout"
-        must(False, "digests", f"{_some(sizes)} bytes", requirement)
+        require(False, "digests", f"{_some(sizes)} bytes", requirement)
 
 
-def fits(holds: bool, row: int, field: str, sample: SampleScored, requirement: str, *values: int) -> None:
+def expect(holds: bool, row: int, field: str, sample: SampleScored, requirement: str, *values: int) -> None:
     """Raise `WireError` unless a condition on a sample's field holds; format the text only then."""
     if not holds:
-        must(False, f"samples[{row}].{field}", getattr(sample, field), requirement.format(*values))
+        require(False, f"samples[{row}].{field}", getattr(sample, field), requirement.format(*values))
 
 
-def must(holds: bool, field: str, value: object, requirement: str) -> None:
+def require(holds: bool, field: str, value: object, requirement: str) -> None:
     """Raise `WireError` unless a condition on a field holds."""
     if not holds:
         shown = value if isinstance(value, str) else repr(value)
         raise WireError(f"{field}: {shown[:SHOWN]}, must be {requirement}")
 
 
-def same(request: UnansweredRequest, reply: object, *fields: str) -> None:
+def require_same(request: UnansweredRequest, reply: object, *fields: str) -> None:
     """Compare fields that a reply repeats from its request."""
     for field in fields:
         value, expected = getattr(reply, field), getattr(request.command, field)
-        must(value == expected, field, value, f"{expected}, as in the command")
+        require(value == expected, field, value, f"{expected}, as in the command")
 
 
-def finite(metrics: Mapping[str, float]) -> None:
+def require_finite(metrics: Mapping[str, float]) -> None:
     """Raise `WireError` unless all metrics are finite numbers."""
     for name, value in metrics.items():
-        must(math.isfinite(value), f"metrics[{name!r}]", value, "a finite number")
+        require(math.isfinite(value), f"metrics[{name!r}]", value, "a finite number")
 
 
-def _measured(gpus: Mapping[str, float]) -> None:
+def _require_readings(gpus: Mapping[str, float]) -> None:
     """Raise `WireError` unless GPU readings have known names, since they become metrics, and are finite."""
-    all_among("gpus", gpus, {*MEASURED}, f"one of {', '.join(MEASURED)}")
+    require_among("gpus", gpus, {*MEASURED}, f"one of {', '.join(MEASURED)}")
     for name, value in gpus.items():
-        must(math.isfinite(value), f"gpus[{name!r}]", value, "a finite number")
+        require(math.isfinite(value), f"gpus[{name!r}]", value, "a finite number")
 
 
-def all_among(
+def require_among(
     field: str, names: Iterable[str], among: set[str], requirement: str = "one of those in the command"
 ) -> None:
     """Raise `WireError` unless each name is among those that a field may hold."""
     for name in names:
-        must(name in among, field, name, requirement)
+        require(name in among, field, name, requirement)
 
 
 def _some(values: Iterable[object]) -> str:
@@ -266,12 +418,12 @@ def _some(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))[-SHOWN:] or "none"
 
 
-def check_whole(request: UnansweredRequest, reply: Generated, num_expected: int) -> None:
+def require_whole(request: UnansweredRequest, reply: Generated, num_expected: int) -> None:
     """Raise `WireError` unless all samples of a request were sent, and are counted."""
-    must(
+    require(
         len(request.arrived) == num_expected,
         "command_id",
         reply.command_id,
         f"of a command whose {num_expected} samples were sent",
     )
-    must(reply.num_samples == num_expected, "num_samples", reply.num_samples, f"{num_expected}, as asked for")
+    require(reply.num_samples == num_expected, "num_samples", reply.num_samples, f"{num_expected}, as asked for")
