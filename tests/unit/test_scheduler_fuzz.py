@@ -361,7 +361,7 @@ class Harried(Cluster):
         self.is_partial.discard(name)
 
     def begin_attempt(self) -> None:
-        """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.attempts` does."""
+        """Go on with other trainers from the newest checkpoint, as `tandem.coordinator.loop.run` does."""
         done = self.commits()
         saved = [a.step for a in self.done if isinstance(a, PublishCheckpoint) and done and a.step <= done[-1]]
         departed = self.tables.engines.departed

@@ -87,7 +87,7 @@ def run_to_outcome(
         with ServiceForkServer(partial(preload, kinds, environment), config.cluster.deadlines.join_s) as fork_server:
             if supervision is not None:
                 supervision.start()  # not before: a process with threads should not fork
-            from tandem.coordinator.loop.invocation import CommandInvocation
+            from tandem.coordinator.loop.opening import CommandInvocation
             from tandem.coordinator.loop.run import run
             from tandem.coordinator.preparing.preflight import preflight
 

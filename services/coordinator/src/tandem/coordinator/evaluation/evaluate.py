@@ -15,7 +15,7 @@ from tandem.common.values.texts import question_text, text_of
 from tandem.config import Config, change_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.evaluation.models import EvaluatedModel
-from tandem.coordinator.loop.invocation import CommandInvocation
+from tandem.coordinator.loop.opening import CommandInvocation
 from tandem.coordinator.loop.run import run
 from tandem.coordinator.preparing.preflight import preflight
 from tandem.coordinator.preparing.prerequisite import CheckedConfig

@@ -16,9 +16,8 @@ from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.loop.batches import StepBatches
 from tandem.coordinator.loop.interrupts import PendingInterrupts
-from tandem.coordinator.loop.invocation import CommandInvocation
 from tandem.coordinator.loop.loop import CoordinatorLoop, RunParts
-from tandem.coordinator.loop.opening import OpenedResources
+from tandem.coordinator.loop.opening import CommandInvocation, OpenedResources
 from tandem.coordinator.loop.recorder import ResultRecorder
 from tandem.coordinator.loop.restored_samples import RestoredSamples
 from tandem.coordinator.loop.spec import run_spec

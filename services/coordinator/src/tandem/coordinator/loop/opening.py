@@ -1,4 +1,7 @@
-"""The resources that a run holds to its end: socket, run folder, journal, metric writers, observers."""
+"""The invocation of a run, and what it holds to its end: socket, run folder, journal, observers.
+
+An invocation is the configuration to run, the mode, and the resources of its caller.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,20 +17,21 @@ import msgspec
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
-from tandem.common.messages import Listener
+from tandem.common.messages import Listener, RewardServer
 from tandem.config import Config, config_to_json, dump_yaml, to_plain
 from tandem.config.models.vision_families import family_of
-from tandem.coordinator.loop.invocation import CommandInvocation
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import PageObserver, TraceObserver, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.preparing.resuming import refuse_changes
 from tandem.launch.admission.admission import ListeningSocket, new_run_keys
 from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
+from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.page_process import PageProcess, page_socket
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
 from tandem.launch.preparing.hub_data import data_files, prompt_files
 from tandem.launch.preparing.new_model import make_model
+from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
@@ -35,12 +39,54 @@ from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM, n
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
-if TYPE_CHECKING:  # needs an extra
-    from tandem.observe.exporters.prometheus import MetricsExporter
+if TYPE_CHECKING:
+    from tandem.coordinator.loop.loop import CoordinatorLoop
+    from tandem.coordinator.scheduler.spec import RunSpec
+    from tandem.observe.exporters.prometheus import MetricsExporter  # needs an extra
 
 _ANY_PORT = ":*"
 _LONGEST_PROGRAM = 1 << 20
 """Bytes from which a file that an agent's command names is a binary, and no program of the user's."""
+
+
+class FrontEnd(Protocol):
+    """A driver of a run in the place of its algorithm."""
+
+    def spec(self, spec: RunSpec) -> RunSpec:
+        """Return the run spec that it needs."""
+        ...
+
+    def display(self) -> Observer:
+        """Return what shows the run on the console."""
+        ...
+
+    def loop(self, *parts: Any) -> CoordinatorLoop:
+        """Return the loop of an attempt, from the arguments of `CoordinatorLoop`."""
+        ...
+
+
+class CommandInvocation(msgspec.Struct, frozen=True, kw_only=True):
+    """The request of a command, made once and read by everything that begins a run."""
+
+    ready: CheckedConfig
+    mode: Mode
+    say: Say
+    """Function that prints a line."""
+    fork_server: ServiceForkServer
+    """Fork server of the services."""
+    from_step: int | None = None
+    """Step to resume after, if it is not the newest with a checkpoint."""
+    supervision: SupervisorConnection | None = None
+    """Supervision of this process, if another one takes over when it is lost."""
+    reward_server: RewardServer | None = None
+    """Address of the Python program that scores samples, if one does."""
+
+    front_end: FrontEnd | None = None
+    """The front end that drives the run; None if its algorithm does."""
+
+    def of_prerequisite(self, prerequisite: CheckedConfig, mode: Mode) -> CommandInvocation:
+        """Return the invocation of the run that comes before, which continues from its own progress."""
+        return msgspec.structs.replace(self, ready=prerequisite, mode=mode, from_step=None, front_end=None)
 
 
 class OpenedResources(msgspec.Struct, frozen=True, kw_only=True):

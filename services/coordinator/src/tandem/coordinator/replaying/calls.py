@@ -263,7 +263,7 @@ def _run(source: str, config: Config, doing: Doing) -> FinishRun:
     try:
         # First: it must have no threads.
         with ServiceForkServer(partial(preload, kinds, None), config.cluster.deadlines.join_s) as fork_server:
-            from tandem.coordinator.loop.invocation import CommandInvocation
+            from tandem.coordinator.loop.opening import CommandInvocation
             from tandem.coordinator.loop.run import run
             from tandem.coordinator.preparing.preflight import preflight
 

@@ -68,7 +68,7 @@ def serve(source: str, config: Config, mode: Mode, keys: ApiKeys, states: Path, 
     with ServiceForkServer(
         partial(preload, kinds, config.policy.environment), config.cluster.deadlines.join_s
     ) as fork_server:
-        from tandem.coordinator.loop.invocation import CommandInvocation
+        from tandem.coordinator.loop.opening import CommandInvocation
         from tandem.coordinator.loop.run import run
         from tandem.coordinator.preparing.preflight import preflight
         from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd

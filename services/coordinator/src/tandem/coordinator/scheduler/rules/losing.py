@@ -15,7 +15,7 @@ could not use its samples several times in a row. It is shut out, and another ta
 in the same way, the run ends, since all others would, too.
 
 At most `max_replacements` processes are replaced. What follows the end of an attempt is decided in
-`tandem.coordinator.loop.attempts`: trainers are started again, and a new attempt begins.
+`tandem.coordinator.loop.run`: trainers are started again, and a new attempt begins.
 
 What follows from a failed command depends on its phase (`take_failure`). An error that is raised here ends the run
 (`ending.fail`).
