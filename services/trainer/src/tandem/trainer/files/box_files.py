@@ -119,16 +119,13 @@ def _boxes_in_order(shape: Sequence[int], first: int, stop: int) -> Iterator[Box
 
 
 class BoxFiles:
-    """The files of a folder, for reading. Raises `CheckpointError` if there are none."""
+    """The files of a folder, for reading; none where an optimizer keeps no state."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the whole tensors that have boxes here."""
         self._boxes: dict[str, list[tuple[Box, Any, str]]] = {}
-        paths = sorted(folder.glob(_FILES))
-        if not paths:
-            raise CheckpointError("it has no boxes-*.safetensors: it is not whole")
-        for path in paths:
+        for path in sorted(folder.glob(_FILES)):
             file: Any = safe_open(path, framework="pt")
             shapes = json.loads(file.metadata()[_SHAPES])
             self.shapes |= {name: tuple(shape) for name, shape in shapes.items()}
@@ -138,8 +135,14 @@ class BoxFiles:
                 box = Box(tuple(map(int, start.split(","))) if shape else (), shape)
                 self._boxes.setdefault(name, []).append((box, file, key))
 
+    def require_any(self) -> None:
+        """Raise `CheckpointError` if there are no files."""
+        if not self._boxes:
+            raise CheckpointError("it has no boxes-*.safetensors: it is not whole")
+
     def read(self, name: str, shape: tuple[int, ...], box: Box, into: torch.Tensor) -> None:
         """Fill `into` with the elements of a box of a tensor. Both have the same shape. Raises `CheckpointError`."""
+        self.require_any()
         if name not in self._boxes:
             raise CheckpointError(f"{name} is in none of its files: one is missing, or another optimizer wrote them")
         if self.shapes[name] != shape:

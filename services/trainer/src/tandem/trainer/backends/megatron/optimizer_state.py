@@ -67,6 +67,8 @@ def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) 
 
     Raises `CheckpointError`.
     """
+    if num_steps and _keeps_state(optimizer):
+        files.require_any()
     keys = {name.partition("/")[0] for name in files.shapes}
     for shard in _shards(optimizer, weights):
         tensors = _blank(shard, keys)
@@ -78,6 +80,11 @@ def read(optimizer: Any, weights: RankWeights, files: BoxFiles, num_steps: int) 
         _keep(shard, tensors)
     if num_steps:
         _set_steps(optimizer, num_steps)
+
+
+def _keeps_state(optimizer: Any) -> bool:
+    """Return whether a step leaves state: not that of SGD without momentum."""
+    return any(group.get("momentum") != 0 for part in _chained(optimizer) for group in part.optimizer.param_groups)
 
 
 def precise_copies(optimizer: Any, weights: RankWeights) -> dict[str, torch.Tensor]:
