@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import psutil
 import pytest
 import torch
 import transformers
+import yaml
 
 from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.agent_run_harness import AGENT, LR, branches_of, configure, model_after
+from tests.harness.runs.pages_harness import ROOT
 from tests.harness.runs.running import (
     Command,
     all_gone,
@@ -135,6 +138,39 @@ def test_kill_9_leaves_no_program_of_an_agent() -> None:
         programs = [psutil.Process(int(pid)) for pid in Path("pids").read_text().split()[8:]]
         run.process.kill()
         assert all_gone(programs, 30.0) == []
+
+
+def test_a_program_that_is_edited_during_a_run_ends_it_with_the_line_and_resume_continues_with_it() -> None:
+    config = configure({"grpo": {"max_num_steps": 1000}})
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 1/1000")
+        Path("agent.py").write_text(AGENT.replace("again = ask(question)", "again = first"))
+        assert run.wait() == 1, run.output()
+        line = 1 + AGENT.splitlines().index("again = ask(question)")
+        refusal = (
+            f"the agent's program has changed since the run began: {Path('agent.py').absolute()}:{line}: put it back"
+        )
+        assert refusal in run.output()
+        assert "Traceback" not in run.output()
+    again = coordinator("up", config, "--resume", f"grpo.max_num_steps={len(steps_of()) + 1}")
+    assert again.returncode == 0, again.stderr
+    assert steps_of()[-1].metrics["avg_branches_per_sample"] == 1.0, "the program as it is now"
+
+
+def test_the_program_of_the_page_plays_as_it_stands() -> None:
+    page = (ROOT / "docs" / "agents.md").read_text()
+    settings, program = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("yaml", "python"))
+    assert settings is not None
+    assert program is not None
+    config = configure({"grpo": {"max_num_steps": 1, "num_generations_per_prompt": 2}}, source=program[1])
+    whole, written = yaml.safe_load(config.read_text()), yaml.safe_load(settings[1])
+    config.write_text(yaml.safe_dump({**whole, "data": {**whole["data"], **written["data"]}, "env": written["env"]}))
+    ended = coordinator("up", config)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (step,) = steps_of()
+    assert "environment_failures" not in step.metrics
+    assert step.metrics["avg_turns_per_sample"] == 1.0
+    assert {sample.scored.reward for sample in read_step(Path("run/samples"), 1)} <= {0.0, 1.0}
 
 
 def test_a_program_that_is_not_there_is_said_before_anything_starts() -> None:

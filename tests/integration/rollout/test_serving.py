@@ -64,7 +64,7 @@ def ask(url: str, model: str, token: str = "none") -> str:
 
 
 def complete(url: str, model: str, token: str) -> str:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=TIMEOUT_S) as client:
         made = client.completions.create(model=model, prompt=QUESTION, temperature=0, max_tokens=8)
     return made.choices[0].text
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tandem.common import kept_inputs
 from tandem.observe.run_folder.journal import read_journal
 from tests.harness import leaks
 from tests.harness.processes import killing_rollout
@@ -21,6 +25,7 @@ from tests.harness.runs.harms import PROMPT
 from tests.harness.runs.harried import coordinator_of
 from tests.harness.runs.record_harness import TWO, assert_recorded
 from tests.harness.runs.running import (
+    SUMS,
     Command,
     all_gone,
     coordinator,
@@ -280,3 +285,29 @@ def test_a_journal_that_is_damaged_live_is_rebuilt_and_the_run_goes_on_from_its_
         assert [step.step for step in journal.steps()] == [*range(1, 9)]
     assert_same_results("run", scored_undisturbed)
     assert coordinator("report", "run").returncode == 0
+
+
+def test_a_supervised_run_refuses_data_that_was_too_large_to_be_kept_and_has_changed() -> None:
+    """The data are a Parquet file with a hole of more than a gibibyte before its footer."""
+    data = {"dataset_name": "jsonl", "train_data_path": "sums.parquet", "num_train": 64, "num_validation": 16}
+    config = write_config(merged(RUN, {"cluster": {"launch": "all"}, "grpo": {"max_num_steps": 1000}, "data": data}))
+    content = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(SUMS), content)
+    table = content.getvalue().to_pybytes()
+    start = len(table) - 8 - int.from_bytes(table[-8:-4], "little")
+    path = Path("sums.parquet").absolute()
+    with path.open("wb") as file:
+        file.write(table[:start])
+        file.seek(kept_inputs.MOST_BYTES, os.SEEK_CUR)
+        file.write(table[start:])
+    with Command("coordinator", "up", config, "--supervise") as run:
+        run.wait_for("step 2/")
+        path.touch()
+        coordinator_of(run).kill()
+        assert run.wait() == 2, run.output()
+        refusal = f"error: {path} has changed since the run began, and is too large to be kept with it (beyond 1 GiB"
+        assert refusal in run.output()
+        assert "put it back, or continue with what it is by --resume" in run.output()
+        assert "Traceback" not in run.output()
+    again = coordinator("up", config, "--resume", "grpo.max_num_steps=4")
+    assert again.returncode == 0, again.stderr
