@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.names.peer_names import TRL, peer_keys
+from tandem.config.names.peer_names import TRL, find_peer_keys
 from tandem.config.schema.declarations import ALGORITHMS
 
 OF_TRL = {"GRPOConfig": "grpo_config.py", "SFTConfig": "sft_config.py", "DPOConfig": "dpo_config.py"}
@@ -71,7 +71,7 @@ def test_every_field_of_verl_has_an_answer(name: str) -> None:
     fields = [*fields_of(folder_of("verl") / file, name)]
     assert len(fields) > 3
     for field in fields:
-        (setting,) = peer_keys(f"{section}.{field}", 1)
+        (setting,) = find_peer_keys(f"{section}.{field}", 1)
         assert setting.peer == "verl"
         assert setting.hint.startswith("; ")
-    assert section in ALGORITHMS or any(peer_keys(f"{section}.{field}", 1)[0].equivalent for field in fields)
+    assert section in ALGORITHMS or any(find_peer_keys(f"{section}.{field}", 1)[0].equivalent for field in fields)

@@ -19,7 +19,7 @@ from samples_harness import scored
 from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import ConfigError, RewardError, WireError
 from tandem.common.messages import LARGEST, FromRewardServer, FromRollout, ResponsesScored, SamplesFinished
-from tandem.common.numeric.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bounded
+from tandem.common.numeric.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bound
 from tandem.common.wire import MessageCodec, encode
 from tandem.config import build_config
 from tandem.config.schema import ReplayConfig
@@ -105,12 +105,12 @@ def test_a_process_that_sends_one_breaks_the_protocol() -> None:
 
 def test_a_recorded_sample_that_has_one_is_dropped() -> None:
     sample = scored(3, 1, reward=1.0, components={"a": 1.0}, spent={"dollars": 0.5})
-    assert bounded(sample) is sample
-    wrong = bounded(msgspec.structs.replace(sample, reward=1e39))
+    assert bound(sample) is sample
+    wrong = bound(msgspec.structs.replace(sample, reward=1e39))
     assert (wrong.reward, wrong.components, wrong.dropped) == (0.0, {}, True)
     assert wrong.failure == "group 3, sample 1: the reward is 1e+39, not a number from -1e+12 to 1e+12"
-    assert bounded(msgspec.structs.replace(sample, components={"a": math.nan})).dropped
-    cheaper = bounded(msgspec.structs.replace(sample, spent={"dollars": 1e300, "tokens": 1.0}))
+    assert bound(msgspec.structs.replace(sample, components={"a": math.nan})).dropped
+    cheaper = bound(msgspec.structs.replace(sample, spent={"dollars": 1e300, "tokens": 1.0}))
     assert (cheaper.spent, cheaper.dropped) == ({"tokens": 1.0}, False)
 
 

@@ -18,9 +18,9 @@ from tandem.common.errors import ConfigError
 from tandem.common.keys import encode
 from tandem.config import config_to_json, load_config
 from tandem.launch.admission.admission import new_run_keys
-from tandem.launch.kubernetes import Manifest, PodNeeds, manifests, to_yaml
+from tandem.launch.kubernetes import Manifest, PodNeeds, make_manifests, write_yaml
 from tandem.launch.nodes import NodeShare, nodes_of
-from tandem.launch.slurm import SlurmJob, batch_script
+from tandem.launch.slurm import SlurmJob, write_batch_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic.yaml"
@@ -141,7 +141,7 @@ JOB_SET = {
 
 def two_nodes() -> list[Manifest]:
     settings = on("num_nodes=2", "gpus_per_node=8", *VLLM)
-    text = to_yaml(manifests(load_config(EXAMPLE, settings, to_run=False), NEEDS, KEYS))
+    text = write_yaml(make_manifests(load_config(EXAMPLE, settings, to_run=False), NEEDS, KEYS))
     return list(yaml.safe_load_all(text))
 
 
@@ -207,7 +207,7 @@ def test_the_batch_script_has_no_mistake_that_shellcheck_knows(tmp_path: Path) -
     config = load_config(EXAMPLE, settings, to_run=False)
     job = SlurmJob(name="sums", time="1:00:00", partition="gpu", options=("--qos=high",), setup=("module load cuda",))
     script = tmp_path / "job.sh"
-    script.write_text(batch_script(config, EXAMPLE, settings, job))
+    script.write_text(write_batch_script(config, EXAMPLE, settings, job))
     checked = subprocess.run(
         [Path(sys.executable).with_name("shellcheck"), script], capture_output=True, text=True, check=False
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from msgspec.inspect import StructType
 
-from tandem.config.conform import all_keys, config_type
+from tandem.config.conform import config_type, list_keys
 from tandem.config.derive import DERIVED
-from tandem.config.describe import NEW, configuration_page, field_docs, nested_structs
+from tandem.config.describe import NEW, list_nested_structs, read_field_docs, write_configuration_page
 from tandem.config.dump import FREE_ON_RESUME
 from tandem.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET
 
@@ -183,16 +183,18 @@ def documented(
     if described.cls in told:
         return
     told.add(described.cls)
-    docs = field_docs(described)
+    docs = read_field_docs(described)
     for field in described.fields:
         yield f"{prefix}{field.encode_name}", docs[field.encode_name], isinstance(field.type, StructType)
-    for key, inner in nested_structs(prefix, described):
+    for key, inner in list_nested_structs(prefix, described):
         assert inner.cls.__doc__, key
         yield from documented(inner, f"{key}.", told)
 
 
 def test_the_page_is_fresh() -> None:
-    assert PAGE.read_text() == configuration_page(), "run: python -m tandem.config.describe > docs/configuration.md"
+    assert PAGE.read_text() == write_configuration_page(), (
+        "run: python -m tandem.config.describe > docs/configuration.md"
+    )
 
 
 def test_every_key_is_documented() -> None:
@@ -205,6 +207,6 @@ def test_new_keys_are_marked() -> None:
 
 
 def test_tables_name_keys_that_exist() -> None:
-    known = set(all_keys(config_type()))
+    known = set(list_keys(config_type()))
     named = {row.key for row in (*NOT_SUPPORTED_YET, *NO_EFFECT_YET)} | {rule.key for rule in DERIVED}
     assert (named | set(FREE_ON_RESUME)) - known == set()

@@ -17,8 +17,8 @@ from tandem.config import (
     dump_yaml,
     fingerprint,
     load_config,
+    make_plain,
     resume_differences,
-    to_plain,
 )
 
 
@@ -94,7 +94,7 @@ def test_no_text_is_taken_for_something_else(config: Config, text: str, tmp_path
 
 def test_an_sft_configuration_shows_no_other_algorithm(tmp_path: Path) -> None:
     config = build_config(settings(algorithm="sft"))
-    assert {"grpo", "dpo", "loss_fn"}.isdisjoint(to_plain(config))
+    assert {"grpo", "dpo", "loss_fn"}.isdisjoint(make_plain(config))
     (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
     assert resume_differences(config, load_config(tmp_path / "resolved.yaml")) == []
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import Config, build_config, load_config
-from tandem.config.installed.vllm_arguments import engine_arguments
+from tandem.config.installed.vllm_arguments import list_engine_arguments
 from tandem.config.load import HOW_TO_IGNORE
 from tandem.config.model_names import change_model_names, is_used
 
@@ -474,14 +474,14 @@ def test_arguments_of_vllm_are_checked_by_its_own_names(tmp_path: Path, monkeypa
     (folder.parent / "__init__.py").write_text("raise ImportError('it takes seconds')\n")
     (folder / "arg_utils.py").write_text("class EngineArgs:\n    max_num_seqs: int | None = None\n    seed: int = 0\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    engine_arguments.cache_clear()
+    list_engine_arguments.cache_clear()
     try:
         load_config("small.yaml", [VLLM, "policy.generation.vllm_kwargs={max_num_seqs: 8}"])
         expected = "vLLM's engine has no such argument; did you mean 'max_num_seqs'?"
         found = error_of("small.yaml", VLLM, "policy.generation.vllm_kwargs={max_num_seq: 8}")
         assert found == f"command line: policy.generation.vllm_kwargs.max_num_seq: {expected}"
     finally:
-        engine_arguments.cache_clear()
+        list_engine_arguments.cache_clear()
 
 
 @pytest.mark.parametrize(

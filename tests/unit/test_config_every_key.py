@@ -46,7 +46,7 @@ OTHERWISE = {
         for name in ("grpo", "ppo")
     },
     "loss_fn.reverse_kl": (f"{_CONFIG}/shapes.py", 'loss["kl_type"] = "reverse" if loss["reverse_kl"]'),
-    "loss_fn.vocab_topk": (f"{_CONFIG}/shapes.py", 'own["topk_logits_k"] = loss["vocab_topk"]'),
+    "loss_fn.vocab_topk": (f"{_CONFIG}/shapes.py", 'moved["topk_logits_k"] = loss["vocab_topk"]'),
     "policy.revision": (
         "libs/launch/src/tandem/launch/preparing/hub_models.py",
         "section.revision if isinstance(section, ModelConfig)",
@@ -65,7 +65,7 @@ OTHERWISE = {
     ),
     "policy.generation_batch_size": (
         f"{_CONFIG}/derive.py",
-        '_same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size")',
+        '_derive_same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size")',
     ),
     "policy.generation.val_temperature": (f"{_CONFIG}/names/newer_names.py", '"val_temperature", "val_temperature"'),
     "data.solution_template": (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.common.errors import ConfigError
-from tandem.config import Config, build_config, notices, to_plain
+from tandem.config import Config, build_config, make_plain, notices
 from tandem.config.schema.distillation import DistillationLossConfig
 
 
@@ -326,7 +326,7 @@ def test_samples_of_older_weights_want_a_correction() -> None:
 )
 def test_a_copy_is_kept_where_trainers_would_wait(keep_copy: str, over: dict[str, Any], expected: bool) -> None:
     asynchronous = {"async_grpo": ASYNCHRONOUS["async_grpo"] | over}
-    known = to_plain(configure(CORRECTION, asynchronous, **APART))
+    known = make_plain(configure(CORRECTION, asynchronous, **APART))
     config = build_config(known | {"refit": {"keep_copy": keep_copy}})
     assert config.keeps_copy is expected
     vain = "refit.keep_copy (on) has no effect: grpo.async_grpo.enabled is false"
@@ -342,7 +342,7 @@ def test_engines_generate_beside_training_on_devices_of_their_own() -> None:
 
 def test_ppo_is_asynchronous_by_a_section_of_its_own() -> None:
     ppo = {"async_ppo": ASYNCHRONOUS["async_grpo"]}
-    known = to_plain(configure(CORRECTION, {}, **APART)) | {"algorithm": "ppo"}
+    known = make_plain(configure(CORRECTION, {}, **APART)) | {"algorithm": "ppo"}
     known = {key: value for key, value in known.items() if key not in ("grpo", "value")}
     config = build_config(known | {"ppo": ppo})
     assert (config.max_trajectory_age_steps, config.updates_in_flight) == (4, False)

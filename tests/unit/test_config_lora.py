@@ -9,7 +9,7 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, notices
-from tandem.config.models.lora import chosen
+from tandem.config.models.lora import choose_layers
 from tandem.config.schema.adapters import LoraCfg, PeftConfig
 from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.megatron import linear_layers
@@ -34,15 +34,15 @@ LAYERS = [
     ],
 )
 def test_layers_are_chosen_by_name_or_wildcard(settings: dict[str, Any], expected: list[str]) -> None:
-    assert chosen(LAYERS, LoraCfg(enabled=True, **settings), "lora") == expected
+    assert choose_layers(LAYERS, LoraCfg(enabled=True, **settings), "lora") == expected
 
 
 def test_a_name_that_fits_no_layer_is_refused() -> None:
     wrong = LoraCfg(match_all_linear=False, target_modules=("q_porj",))
     with pytest.raises(ConfigError, match=r"lora.target_modules: no layer is called 'q_porj'; did you mean 'q_proj'\?"):
-        chosen(LAYERS, wrong, "lora")
+        choose_layers(LAYERS, wrong, "lora")
     with pytest.raises(ConfigError, match="lora: no layer is left for an adapter, among gate, o_proj, q_proj, up_proj"):
-        chosen(LAYERS, LoraCfg(exclude_modules=("*",)), "lora")
+        choose_layers(LAYERS, LoraCfg(exclude_modules=("*",)), "lora")
 
 
 def test_megatrons_fused_layers_are_several_of_a_checkpoint() -> None:
@@ -50,7 +50,7 @@ def test_megatrons_fused_layers_are_several_of_a_checkpoint() -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
     model = make_shape({"model_type": "llama", **sizes, **heads})
     linear = linear_layers(model)
-    found = chosen(list(linear), PeftConfig(exclude_modules=("*.layers.0.*",)), "peft")
+    found = choose_layers(list(linear), PeftConfig(exclude_modules=("*.layers.0.*",)), "peft")
     assert {name: linear[name] for name in found} == {
         "decoder.layers.1.self_attention.linear_qkv": tuple(f"model.layers.1.self_attn.{p}_proj" for p in "qkv"),
         "decoder.layers.1.self_attention.linear_proj": ("model.layers.1.self_attn.o_proj",),

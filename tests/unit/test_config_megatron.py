@@ -18,7 +18,7 @@ from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, load_config, notices, unsupported
 from tandem.config.conform import conform
 from tandem.config.installed import megatron_arguments
-from tandem.config.low_precision import products_of
+from tandem.config.low_precision import list_products
 
 SMALL = """
 grpo: {}
@@ -88,7 +88,7 @@ def classes() -> dict[str, type]:
 def test_arguments_are_those_of_the_classes_and_their_bases() -> None:
     for section, of_section in classes().items():
         fields = {field.name: field for field in dataclasses.fields(of_section) if "Callable" not in str(field.type)}
-        known = megatron_arguments.arguments(section)
+        known = megatron_arguments.list_arguments(section)
         assert known.keys() == {name for name in fields if name[0] != "_"}
         for name, wanted in known.items():
             default = fields[name].default
@@ -101,8 +101,8 @@ def test_arguments_are_those_of_the_classes_and_their_bases() -> None:
 
 def test_reading_them_imports_no_torch() -> None:
     code = (
-        "import sys; from tandem.config.installed.megatron_arguments import arguments;"
-        "assert 'recompute_granularity' in arguments(''); print('torch' in sys.modules)"
+        "import sys; from tandem.config.installed.megatron_arguments import list_arguments;"
+        "assert 'recompute_granularity' in list_arguments(''); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
@@ -166,8 +166,8 @@ def test_arguments_get_the_types_that_megatron_wants() -> None:
 
 def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsupported, "NOT_SUPPORTED_YET", ())
-    monkeypatch.setattr(megatron_arguments, "package_folder", lambda name: None)
-    megatron_arguments.arguments.cache_clear()
+    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: None)
+    megatron_arguments.list_arguments.cache_clear()
     try:
         with pytest.raises(ConfigError) as caught:
             load_config("small.yaml")
@@ -182,7 +182,7 @@ def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch
         # What is only planned may be planned anywhere.
         assert loaded(f"{KEY}.anything=1").policy.megatron_cfg.forwarded == {"anything": 1}
     finally:
-        megatron_arguments.arguments.cache_clear()
+        megatron_arguments.list_arguments.cache_clear()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")
@@ -620,7 +620,7 @@ def test_products_of_fewer_bits_are_megatron_cores(
     made = settings.transformer_of(config.policy, model, said)
     assert {name: getattr(made, name) for name in expected} == expected
     assert not said
-    products = products_of(config.policy.megatron_cfg)
+    products = list_products(config.policy.megatron_cfg)
     shares = 4 * 2  # two chunks for each of two ranks, each split over two ranks
     assert settings.row_divisor_of(products, made) == (tokens * shares if tokens else 1)
     plain = loaded(
@@ -673,7 +673,7 @@ def test_a_trainer_without_their_kernels_does_not_start(name: str, place: str) -
 )
 def test_each_recipe_has_its_gpus(given: str, capability: tuple[int, int] | None, expected: str | None) -> None:
     settings = settings_module()
-    (products,) = products_of(loaded(f"{KEY}.{given}").policy.megatron_cfg)
+    (products,) = list_products(loaded(f"{KEY}.{given}").policy.megatron_cfg)
     if expected is None:
         settings.require_kernels("policy.megatron_cfg.", products, True, capability)
         return
@@ -691,5 +691,5 @@ def test_each_recipe_has_its_gpus(given: str, capability: tuple[int, int] | None
 )
 def test_weights_are_not_kept_in_fewer_bits(given: str, expected: str) -> None:
     config = loaded(f"{KEY}.{given}")
-    assert unsupported.refusal(config) == f"not supported yet: {KEY}.{expected}"
-    assert unsupported.refusal(loaded(f"{KEY}.{given.replace('enabled: true', 'enabled: false')}")) is None
+    assert unsupported.describe_refusal(config) == f"not supported yet: {KEY}.{expected}"
+    assert unsupported.describe_refusal(loaded(f"{KEY}.{given.replace('enabled: true', 'enabled: false')}")) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import Config, dump_yaml, load_config, notices, to_plain
+from tandem.config import Config, dump_yaml, load_config, make_plain, notices
 from tandem.config.schema import LaunchConfig
 from tandem.coordinator.cli import main
 
@@ -205,7 +205,7 @@ def test_megatron_clips_as_the_policy_says_unless_it_says_otherwise() -> None:
 def test_keys_that_only_megatron_knows_are_kept_where_they_were() -> None:
     config = planned("grpo_math_1B_megatron.yaml", "policy.megatron_cfg.moe_per_layer_logging=true")
     assert config.policy.megatron_cfg.forwarded == {"moe_per_layer_logging": True}
-    assert to_plain(config)["policy"]["megatron_cfg"]["moe_per_layer_logging"] is True
+    assert make_plain(config)["policy"]["megatron_cfg"]["moe_per_layer_logging"] is True
 
 
 def test_the_puzzle_is_made_as_its_environment_says() -> None:

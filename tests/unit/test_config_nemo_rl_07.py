@@ -12,8 +12,8 @@ import pytest
 
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import dump_yaml, load_config, notices
-from tandem.config.dump import to_plain
-from tandem.config.installed.vllm_arguments import forwarded
+from tandem.config.dump import make_plain
+from tandem.config.installed.vllm_arguments import select_forwarded
 from tandem.coordinator.cli import main
 
 FILES = Path(__file__).parent / "nemo_rl_07"
@@ -89,7 +89,7 @@ def test_it_is_taken_or_refused_by_these_names(name: str, tmp_path: Path) -> Non
     config = load_config(name, to_run=False)
     (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
     # What is inherited of another algorithm's section is not written.
-    assert to_plain(load_config(tmp_path / "resolved.yaml", to_run=False)) == to_plain(config)
+    assert make_plain(load_config(tmp_path / "resolved.yaml", to_run=False)) == make_plain(config)
     said = notices(config)
     for begin in NOTICED.get(name, []):
         assert any(line.startswith(f"{begin}") and " has no effect: " in line for line in said), (begin, said)
@@ -181,7 +181,7 @@ def test_nemo_gym_scores_everything_where_it_is_asked_for() -> None:
 def test_arguments_of_vllm_that_are_taken_and_not_handed_on() -> None:
     given = "policy.generation.vllm_kwargs={enable_chunked_prefill: false, tokenizer: other, max_num_seqs: 8}"
     config = load_config("grpo_math_1B.yaml", [given])
-    assert forwarded(config.policy.generation.vllm_kwargs) == {"max_num_seqs": 8}
+    assert select_forwarded(config.policy.generation.vllm_kwargs) == {"max_num_seqs": 8}
     said = [line for line in notices(config) if ".vllm_kwargs." in line]
     assert said == [
         "policy.generation.vllm_kwargs.enable_chunked_prefill (false) has no effect: prompts are computed whole",

@@ -14,8 +14,8 @@ import yaml
 from tandem.common.errors import ConfigError, NotSupportedYet
 from tandem.config import Config, load_evaluation, notices
 from tandem.config.layers import merge, read_layers
-from tandem.config.load import build, interpolated, layers_of
-from tandem.config.unsupported import refusal
+from tandem.config.load import build, interpolate, make_layers
+from tandem.config.unsupported import describe_refusal
 
 HERE = Path(__file__).parent
 FILES = HERE / "nemo_rl_07"
@@ -39,7 +39,7 @@ def put(settings: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 @functools.cache
 def settings_of(file: str) -> dict[str, Any]:
     """Read a file, all that it inherits included; what is put into it later reads nothing of it by interpolation."""
-    return interpolated(read_layers(Path(file), ()).merged)
+    return interpolate(read_layers(Path(file), ()).merged)
 
 
 def values_of(group: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -57,7 +57,7 @@ def names(text: str, key: str) -> bool:
 
 
 def outcome_of(config: Config, key: str) -> str:
-    refused = (refusal(config) or "").removeprefix("not supported yet: ")
+    refused = (describe_refusal(config) or "").removeprefix("not supported yet: ")
     if any(names(re.sub(r"\[\d\]", "", part), key) for part in re.split(r", (?=[a-z_]+[.\[])", refused)):
         return "refused"
     if any(names(notice, key) for notice in notices(config)):
@@ -94,7 +94,7 @@ def outcome_in(group: dict[str, Any], key: str, value: Any) -> str:
     settings = settings_of(group["file"])
     for name, each in given:
         settings = put(settings, name, each)
-    return outcome_of(build(layers_of(settings), to_run=False), key)
+    return outcome_of(build(make_layers(settings), to_run=False), key)
 
 
 @pytest.mark.parametrize(("section", "file"), [("value", "ppo_math_1B.yaml"), ("teacher", "distillation_math.yaml")])
@@ -111,7 +111,7 @@ def test_models_beside_the_policy_have_its_keys(section: str, file: str) -> None
                 if name.startswith("policy."):
                     settings = put(settings, name.replace("policy", section, 1), each)
             try:
-                build(layers_of(settings), to_run=False)
+                build(make_layers(settings), to_run=False)
             except ConfigError as error:
                 found.append(f"{key} ({value!r}): {error}")
     assert not found, "\n".join(found)

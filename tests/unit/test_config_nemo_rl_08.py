@@ -9,7 +9,7 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import build_config, dump_yaml, load_config, notices
-from tandem.config.dump import to_plain
+from tandem.config.dump import make_plain
 
 FILE = "grpo_math_1B.yaml"
 
@@ -51,7 +51,7 @@ def test_a_file_is_taken_with_notices_for_what_does_nothing_here(tmp_path: Path)
         "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update",
     }
     (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
-    assert to_plain(load_config(tmp_path / "resolved.yaml")) == to_plain(config)
+    assert make_plain(load_config(tmp_path / "resolved.yaml")) == make_plain(config)
 
 
 def test_values_have_the_names_that_they_have_here() -> None:
@@ -187,7 +187,7 @@ def test_a_data_set_beside_those_that_are_listed_is_overruled_by_them() -> None:
     told = "data.dataset_name (gsm8k) has no effect: data.train says DeepScaler"
     assert config.ignored == (told,)
     assert notices(config)[0] == told
-    again = build_config(to_plain(config))
+    again = build_config(make_plain(config))
     assert (again.ignored, again.data) == (config.ignored, config.data), "it is told once"
 
 

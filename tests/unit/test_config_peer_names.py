@@ -8,17 +8,17 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import build_config
-from tandem.config.conform import all_keys, config_type
+from tandem.config.conform import config_type, list_keys
 from tandem.config.layers import merge
 from tandem.config.load import HOW_TO_IGNORE
-from tandem.config.names.peer_names import TRL, VERL, peer_keys
+from tandem.config.names.peer_names import TRL, VERL, find_peer_keys
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},
     "policy": {"model_name": "model"},
     "data": {"dataset_name": "reasoning_gym", "task": "chain_sum"},
 }
-KNOWN = frozenset(all_keys(config_type())) | {"env.NAME.class", "env.NAME.model_name"}
+KNOWN = frozenset(list_keys(config_type())) | {"env.NAME.class", "env.NAME.model_name"}
 OF_LIBRARIES = ("policy.optimizer.kwargs.", "value.optimizer.kwargs.")
 
 
@@ -114,12 +114,12 @@ def test_what_a_row_says_exists_here(peer: str, name: str, here: str) -> None:
         assert here.split()[0].strip(",") in {*KNOWN, "the", "up"}, f"{peer}'s {name}: {here}"
     if here.partition(" ")[0].rpartition(".")[2] == name:
         return  # a key of that name is found without the table
-    (setting,) = peer_keys(name, 1)
+    (setting,) = find_peer_keys(name, 1)
     assert setting.equivalent == here
 
 
 def test_other_names_are_no_peers() -> None:
-    assert peer_keys("grpo.num_prompts", 1) == []
-    assert peer_keys("policy.megatron_cfg.beta", 1) == [], "Megatron-Core's own words are no peer's"
-    assert peer_keys("data.quorum", 1) == []
-    assert peer_keys("env.exact_match.beta", 1) == []
+    assert find_peer_keys("grpo.num_prompts", 1) == []
+    assert find_peer_keys("policy.megatron_cfg.beta", 1) == [], "Megatron-Core's own words are no peer's"
+    assert find_peer_keys("data.quorum", 1) == []
+    assert find_peer_keys("env.exact_match.beta", 1) == []

@@ -8,8 +8,8 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config
-from tandem.config.dump import resume_differences, to_plain
-from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_of
+from tandem.config.dump import make_plain, resume_differences
+from tandem.config.model_groups import ModelGroup, find_model_group, list_model_groups
 from tandem.coordinator.loop.spec import run_spec
 from tandem.launch.expected import expected_processes
 from tandem.launch.nodes import nodes_of
@@ -36,21 +36,23 @@ def config_of(processes_of: dict[str, int], algorithm: str = "ppo", **sections: 
 
 def test_each_model_with_processes_is_a_world_and_the_rest_is_the_policys() -> None:
     together = config_of({})
-    (only,) = model_groups_of(together)
+    (only,) = list_model_groups(together)
     assert only == ModelGroup(models=("policy", "reference", "value"), first=0, size=2)
     config = config_of({"value": 4, "reference": 1}, value={**TP2, "train_micro_batch_size": 4})
-    assert model_groups_of(config) == (
+    assert list_model_groups(config) == (
         ModelGroup(models=("policy",), first=0, size=2),
         ModelGroup(models=("reference",), first=2, size=1),
         ModelGroup(models=("value",), first=3, size=4),
     )
-    assert [model_group_at(config, index).name for index in range(7)] == ["policy"] * 2 + ["reference"] + ["value"] * 4
+    assert [find_model_group(config, index).name for index in range(7)] == ["policy"] * 2 + ["reference"] + [
+        "value"
+    ] * 4
     assert data_parallel_ranks(config, "value") == [0, 0, 1, 1]
     assert scoring_trainers(config, "value") == [0, 2]
     assert expected_processes(config) == {"refit": 1, "trainer": 7, "rollout": 1}
     spec = run_spec(config, first_step=1, last_step=2, num_validation=0, resume_from="", checkpoint_folder="")
     assert spec.without_policy == {f"trainer-{index}" for index in range(2, 7)}
-    assert build_config(to_plain(config)) == config
+    assert build_config(make_plain(config)) == config
     ranks = "2 trainer ranks, and beside them 1 of the reference and 4 of the value"
     assert plan_summary.ranks_of_training(config) == ranks
     assert resume_differences(together, config_of({"value": 2})) == [], "a run may go on with others"

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, notices
-from tandem.config.dump import config_from_json, config_to_json, resume_differences, to_plain
+from tandem.config.dump import config_from_json, config_to_json, make_plain, resume_differences
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}
 DATA = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
@@ -37,7 +37,7 @@ def test_a_value_model_is_one_like_the_policy_unless_its_section_says_otherwise(
 def test_it_travels_and_is_written_whole() -> None:
     config = ppo(value={"train_micro_batch_size": 8})
     assert config_from_json(config_to_json(config)) == config
-    plain = to_plain(config)
+    plain = make_plain(config)
     assert plain["value"]["train_micro_batch_size"] == 8
     assert build_config(plain) == config
     assert resume_differences(config, ppo(value={"train_micro_batch_size": 8, "max_grad_norm": 2})) == [

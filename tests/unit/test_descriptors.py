@@ -18,7 +18,7 @@ LOOK = textwrap.dedent(
     from tandem.common import descriptors
     from tandem.launch.doctor.machine import look_at_machine
     print(next(each for each in look_at_machine(Path(".")) if each.name == "open files"))
-    print(descriptors.notice())
+    print(descriptors.describe_low_limit())
     print("then", descriptors.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
     """
 )

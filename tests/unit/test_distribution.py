@@ -78,7 +78,7 @@ def test_away_from_a_clone_the_index_has_it(tmp_path: Path) -> None:
     folder = tmp_path / "lib" / "python3" / "site-packages" / "tandem" / "common"
     folder.mkdir(parents=True)
     shutil.copy(distribution.__file__, folder)
-    code = "import distribution as d; d.NAME = 'tandem-rl-not-installed'; print(d.version(), d.requirements())"
+    code = "import distribution as d; d.NAME = 'tandem-rl-not-installed'; print(d.version(), d.list_requirements())"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; d.NAME = 'tandem-rl'; print(d.install_command('vllm'))"],
         cwd=folder,
@@ -93,9 +93,9 @@ def test_away_from_a_clone_the_index_has_it(tmp_path: Path) -> None:
 def test_a_clone_that_is_not_installed_knows_its_version_and_requirements() -> None:
     """Only the source folders are on the path: no environment's packages, and so no metadata."""
     sources = os.pathsep.join(str(path) for part in ("libs", "services") for path in (ROOT / part).glob("*/src"))
-    code = "import tandem; from tandem.common.distribution import requirements; print(tandem.__version__)"
+    code = "import tandem; from tandem.common.distribution import list_requirements; print(tandem.__version__)"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", f"{code}; print(*requirements(), sep='\\n')"],
+        [sys.executable, "-S", "-c", f"{code}; print(*list_requirements(), sep='\\n')"],
         env={**os.environ, "PYTHONPATH": sources},
         capture_output=True,
         text=True,

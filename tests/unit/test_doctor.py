@@ -16,8 +16,8 @@ import yaml
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config.schema import LinkRates
 from tandem.coordinator import cli
-from tandem.launch.doctor.child import outcomes
-from tandem.launch.doctor.findings import DoctorFinding, DoctorReport, StepOutcome, links_section, report_of
+from tandem.launch.doctor.child import carry_out_apart
+from tandem.launch.doctor.findings import DoctorFinding, DoctorReport, StepOutcome, format_links, report_of
 from tandem.launch.doctor.machine import look_at_machine
 from tandem.launch.doctor.network import ProbeServer, measure_loopback, measure_peer, parse_address
 from tandem.launch.doctor.steps import DoctorStep
@@ -68,7 +68,7 @@ def test_what_a_configuration_needs_and_is_missing_is_an_error(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [StepOutcome((DoctorFinding("vLLM", "missing", "not installed", "pip install it"),), {"memory": 4.0})]
-    monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: found)
+    monkeypatch.setattr("tandem.launch.doctor.look.carry_out_apart", lambda *_: found)
     assert cli.main(["doctor", str(write_config())]) == 0
     printed = capsys.readouterr().out
     assert "missing  vLLM            not installed; pip install it\n" in printed
@@ -87,7 +87,7 @@ def test_steps_that_die_or_hang_are_said_and_the_others_are_carried_out() -> Non
     assert need_cuda == ["kernel", "peers", "ipc", "nccl"]
     names = ["gpus", "cuda", *need_cuda, "vllm"]
     program = [sys.executable, "-c", STANDS_IN]
-    found = [outcome.findings[0] for outcome in outcomes(chosen(names), 3, 8.0, program)]
+    found = [outcome.findings[0] for outcome in carry_out_apart(chosen(names), 3, 8.0, program)]
     assert [finding.name for finding in found[:2]] == ["gpus", "CUDA"]
     assert found[0].says == "3"
     assert (found[1].status, found[1].says) == ("missing", "hangs: no answer for 8 s")
@@ -95,7 +95,7 @@ def test_steps_that_die_or_hang_are_said_and_the_others_are_carried_out() -> Non
     assert len(found) == len(names)
     assert found[-1].status == "ok", "a new process goes on"
     died, memory, last = (
-        outcome.findings[0] for outcome in outcomes(chosen(["torch", "memory", "gpus"]), 1, 60.0, program)
+        outcome.findings[0] for outcome in carry_out_apart(chosen(["torch", "memory", "gpus"]), 1, 60.0, program)
     )
     assert (died.status, died.says) == ("missing", "ended its process (exit code 1): Illegal instruction")
     assert (memory.status, last.status) == ("skipped", "ok")
@@ -129,7 +129,7 @@ def test_a_listener_is_measured_from_elsewhere_and_survives_strangers() -> None:
 def test_the_rate_to_a_peer_is_for_the_planner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tandem.launch.doctor.look.outcomes", lambda *_: [])
+    monkeypatch.setattr("tandem.launch.doctor.look.carry_out_apart", lambda *_: [])
     listener = ProbeServer("127.0.0.1", 0)
     answering = threading.Thread(target=listener.answer_next)
     answering.start()
@@ -156,9 +156,9 @@ def test_what_is_no_address(text: str) -> None:
 
 
 def test_the_section_for_the_planner() -> None:
-    links = yaml.safe_load(links_section({"memory": 4.321, "network": 11.0}))["cluster"]["links"]
+    links = yaml.safe_load(format_links({"memory": 4.321, "network": 11.0}))["cluster"]["links"]
     assert msgspec.convert(links, LinkRates) == LinkRates(memory=4.32, network=11.0)
-    assert "# peer_gpu: 350  the default" in links_section({})
+    assert "# peer_gpu: 350  the default" in format_links({})
 
 
 def test_the_report_keeps_what_was_found() -> None:

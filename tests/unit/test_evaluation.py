@@ -13,7 +13,7 @@ from data_harness import character_tokenizer, data_config
 from tandem.common.errors import DataError, RewardError
 from tandem.common.messages import Problem
 from tandem.config import Config
-from tandem.config.checks import broken_rules
+from tandem.config.checks import find_broken_rules
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.loop.spec import run_spec
 from tandem.rollout.environments.calculator import Calculator
@@ -82,7 +82,7 @@ def test_its_held_out_problems_are_those_of_training() -> None:
 
 def test_a_run_without_steps_is_validated_whatever_its_period() -> None:
     config = with_grpo(data_config(), max_num_steps=0, val_period=0)
-    assert not broken_rules(config).found, "also checkpoints can be ranked"
+    assert not find_broken_rules(config).found, "also checkpoints can be ranked"
 
     def spec(config: Config) -> bool:
         return run_spec(
@@ -99,8 +99,8 @@ def test_greedy_samples_are_refused_only_where_training_compares_them() -> None:
         config.policy, generation=msgspec.structs.replace(config.policy.generation, temperature=0.0)
     )
     greedy = msgspec.structs.replace(config, policy=policy)
-    assert [problem.key for problem in broken_rules(greedy).found] == ["policy.generation.temperature"]
-    assert not broken_rules(with_grpo(greedy, max_num_steps=0)).found
+    assert [problem.key for problem in find_broken_rules(greedy).found] == ["policy.generation.temperature"]
+    assert not find_broken_rules(with_grpo(greedy, max_num_steps=0)).found
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def test_a_process_that_was_forked_late_is_not_started_twice(monkeypatch: pytest
             forking.resume()
             assert select.select([fork_server._orders], [], [], PATIENCE_S)[0]
 
-        with fork_server.meanwhile(fork_late):
+        with fork_server.call_meanwhile(fork_late):
             child, log = born(fork_server, "wait")
         while "waiting" not in log.read_text():
             assert child.poll() is None
@@ -277,7 +277,7 @@ def test_something_else_is_done_while_it_imports() -> None:
     times: list[float] = []
     with (
         ServiceForkServer(lambda: time.sleep(1.0), PATIENCE_S) as fork_server,
-        fork_server.meanwhile(lambda: times.append(time.monotonic())),
+        fork_server.call_meanwhile(lambda: times.append(time.monotonic())),
     ):
         told(fork_server)
     assert len(times) > 3

@@ -28,15 +28,15 @@ ASKED = ENDING.replace("gc_tuning.retire_at_exit()", "{before}").replace(
 
 
 def test_nothing_is_collected_inside_the_block_and_something_after_it() -> None:
-    with gc_tuning.paused():
+    with gc_tuning.pause_collection():
         assert not gc.isenabled()
-        with pytest.raises(ValueError, match="inside"), gc_tuning.paused():
+        with pytest.raises(ValueError, match="inside"), gc_tuning.pause_collection():
             raise ValueError("inside")
         assert not gc.isenabled(), "an inner block leaves the outer one alone"
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(("what", "prints"), [("retire_at_exit()", ""), ("paused()", "collected\n")])
+@pytest.mark.parametrize(("what", "prints"), [("retire_at_exit()", ""), ("pause_collection()", "collected\n")])
 def test_a_process_that_ends_collects_nothing(what: str, prints: str) -> None:
     code = ENDING.replace("retire_at_exit()", what)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tandem.common.errors import DataError, ModelError
-from tandem.config.models.vision_families import VISION, vision_family
+from tandem.config.models.vision_families import VISION, find_vision_family
 from tandem.samples.images.families import (
     ImageSettings,
     check_tokenizer,
@@ -258,9 +258,9 @@ def test_missing_files(tmp_path: Path) -> None:
 
 def test_families_are_told_by_their_type() -> None:
     assert set(VISION) == set(FAMILIES)
-    assert vision_family({"model_type": "qwen2_5_vl"}) is VISION["qwen2_5_vl"]
+    assert find_vision_family({"model_type": "qwen2_5_vl"}) is VISION["qwen2_5_vl"]
     for other in (None, {}, {"model_type": "qwen2"}, {"model_type": "gemma3_text"}, {"model_type": 3}):
-        assert vision_family(other) is None
+        assert find_vision_family(other) is None
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -22,15 +22,15 @@ def test_an_agents_program_that_has_changed_is_named_with_its_line(monkeypatch: 
     Path("agent.py").write_text("a = 1\nb = 2\n")
     folder = kept_inputs.keep(Path("run"), {}, [], ["agent.py"])
     assert folder is not None
-    assert kept_inputs.changed_program(command) == "", "nothing is kept for this process"
+    assert kept_inputs.find_changed_program(command) == "", "nothing is kept for this process"
     monkeypatch.setenv(kept_inputs.VARIABLE, str(folder))
-    assert kept_inputs.changed_program(command) == ""
+    assert kept_inputs.find_changed_program(command) == ""
     Path("agent.py").write_text("a = 1\nb = 3\n")
-    assert kept_inputs.changed_program(command) == f"{Path('agent.py').absolute()}:2"
-    assert kept_inputs.changed_line(folder) == f"{Path('agent.py').absolute()}:2"
-    assert kept_inputs.changed_program(["python", "another.py"]) == ""
+    assert kept_inputs.find_changed_program(command) == f"{Path('agent.py').absolute()}:2"
+    assert kept_inputs.describe_change(folder) == f"{Path('agent.py').absolute()}:2"
+    assert kept_inputs.find_changed_program(["python", "another.py"]) == ""
     Path("agent.py").unlink()
-    assert kept_inputs.changed_program(command) == f"{Path('agent.py').absolute()}, which is gone"
+    assert kept_inputs.find_changed_program(command) == f"{Path('agent.py').absolute()}, which is gone"
 
 
 def test_data_too_large_to_be_kept_is_watched_and_what_is_small_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,11 +43,11 @@ def test_data_too_large_to_be_kept_is_watched_and_what_is_small_is_kept(monkeypa
     Path("small.jsonl").write_text("edited")
     assert Path(kept_inputs.path_of("small.jsonl")).read_text() == "small"
     assert kept_inputs.path_of("large.jsonl") == "large.jsonl"
-    assert kept_inputs.changed_data(folder) == ""
+    assert kept_inputs.find_changed_data(folder) == ""
     Path("large.jsonl").write_text("y" * 102)
-    assert kept_inputs.changed_data(folder) == str(Path("large.jsonl").absolute())
+    assert kept_inputs.find_changed_data(folder) == str(Path("large.jsonl").absolute())
     Path("large.jsonl").unlink()
-    assert kept_inputs.changed_data(folder) == f"{Path('large.jsonl').absolute()}, which is gone"
+    assert kept_inputs.find_changed_data(folder) == f"{Path('large.jsonl').absolute()}, which is gone"
 
 
 def test_a_process_started_by_hand_uses_what_the_run_of_its_keys_keeps() -> None:

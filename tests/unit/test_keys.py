@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from tandem.common.errors import ConfigError, TandemError
-from tandem.common.keys import key_file, read_key_file, read_run_keys, write_run_keys
+from tandem.common.keys import find_key_file, read_key_file, read_run_keys, write_run_keys
 from tandem.launch.admission.admission import new_run_keys
 from tests.harness.members import RUN
 
@@ -21,7 +21,7 @@ def test_keys_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) ->
         path = write_run_keys(tmp_path / "run", RUN)
     finally:
         os.umask(before)
-    assert path == key_file(tmp_path / "run")
+    assert path == find_key_file(tmp_path / "run")
     assert read_run_keys(tmp_path / "run") == RUN
     members = read_key_file(path)
     assert members == RUN.for_processes()

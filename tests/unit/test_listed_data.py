@@ -15,7 +15,7 @@ from samples_harness import scored
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.config import Config, build_config, notices
-from tandem.config.dump import to_plain
+from tandem.config.dump import make_plain
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.samples.data_sets import load_conversations, load_problems
@@ -152,8 +152,8 @@ def test_null_means_that_nothing_is_validated() -> None:
     problems = load_problems(config)
     assert (len(problems.train), problems.validation) == (15, [])
     assert GrpoAlgorithm(config, character_tokenizer(config)).num_validation == 0
-    again = build_config(to_plain(config))
-    assert to_plain(again) == to_plain(config)
+    again = build_config(make_plain(config))
+    assert make_plain(again) == make_plain(config)
     problems = load_problems(listed(train=train))
     assert (len(problems.train), len(problems.validation)) == (14, 1), "what is not said is a tenth of the first"
     split = [{**each, "split_validation_size": 0.2} for each in train]

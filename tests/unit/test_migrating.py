@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from tandem.config.conform import all_keys, choices_of_keys, config_type
+from tandem.config.conform import config_type, list_choices_of_keys, list_keys
 from tandem.config.names.peer_names import TRL as NAMES_OF_TRL
 from tandem.config.names.peer_names import VERL as NAMES_OF_VERL
 from tests.harness.migrating import TRL, VERL, rows_of
 
-KEYS = set(all_keys(config_type()))
-CHOICES = dict(choices_of_keys())
+KEYS = set(list_keys(config_type()))
+CHOICES = dict(list_choices_of_keys())
 
 
 @pytest.mark.parametrize("title", [*TRL.values(), *VERL.values()])

@@ -13,7 +13,7 @@ import pytest
 from diagnosis_harness import config_of, evidence_of, found_in
 from samples_harness import scored
 
-from tandem.common.numeric.outliers import FACTOR, PHRASE, RecentSteps, outliers, usual_size
+from tandem.common.numeric.outliers import FACTOR, PHRASE, RecentSteps, find_outliers, find_usual_size
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
@@ -89,10 +89,10 @@ def test_outliers_are_relative_to_the_others_and_may_be_several() -> None:
     random = np.random.default_rng(0).standard_normal(100)
     for size in (1e-6, 1.0, 1e6):
         numbers = np.concatenate([size * random, [size * 1e4] * 20])
-        assert outliers(numbers).tolist() == [False] * 100 + [True] * 20
-    assert not outliers(np.array([1e9, 1.0])).any(), "two numbers have no neighbours"
-    assert not outliers(np.zeros(9)).any()
-    assert usual_size(np.array([0.0, 2.0, -1.0, 3.0, 0.0])) == 2.0
+        assert find_outliers(numbers).tolist() == [False] * 100 + [True] * 20
+    assert not find_outliers(np.array([1e9, 1.0])).any(), "two numbers have no neighbours"
+    assert not find_outliers(np.zeros(9)).any()
+    assert find_usual_size(np.array([0.0, 2.0, -1.0, 3.0, 0.0])) == 2.0
 
 
 def test_a_step_is_compared_with_the_last_ones() -> None:

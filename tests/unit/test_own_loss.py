@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.common.errors import ConfigError, TrainingError
-from tandem.config import Config, build_config, resume_differences, to_plain
+from tandem.config import Config, build_config, make_plain, resume_differences
 from tandem.trainer.losses import Counts, make_loss
 from tandem.trainer.losses.custom import blamed, try_out
 from tandem.trainer.losses.policy_gradient import PolicyGradientLoss
@@ -177,8 +177,8 @@ def test_a_resumed_run_may_not_change_it(algorithm: str) -> None:
     assert "loss_fn.class" in resume_differences(one, other)
     assert resume_differences(one, none)
     assert resume_differences(one, one) == []
-    assert to_plain(one)["loss_fn"]["class"] == "mine.A"
-    assert ("loss_fn" in to_plain(none)) == (algorithm == "grpo")
+    assert make_plain(one)["loss_fn"]["class"] == "mine.A"
+    assert ("loss_fn" in make_plain(none)) == (algorithm == "grpo")
 
 
 def test_the_gradient_is_the_losses_own(beside: Any) -> None:

@@ -8,7 +8,12 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import build_config
-from tandem.config.placement import VISIBLE, first_gpu_of_engines, visible_to_engine, visible_to_reward_models
+from tandem.config.placement import (
+    VISIBLE,
+    find_first_gpu_of_engines,
+    select_visible_to_engine,
+    select_visible_to_reward_models,
+)
 from tandem.config.schema import Config
 
 
@@ -36,21 +41,21 @@ def config_of(cluster: dict[str, Any], *, backend: str = "vllm", **colocated: An
     ],
 )
 def test_engines_begin_where_trainers_end(cluster: dict[str, Any], colocated: dict[str, Any], expected: int) -> None:
-    assert first_gpu_of_engines(config_of(cluster, **colocated)) == expected
+    assert find_first_gpu_of_engines(config_of(cluster, **colocated)) == expected
 
 
 def test_an_engine_sees_its_own_gpus_first_and_the_others_of_its_node_too() -> None:
     disjoint = config_of({"trainers": 4, "rollouts": 4}, enabled=False)
-    assert visible_to_engine(disjoint, 0, {}) == "4,5,6,7,0,1,2,3"
-    assert visible_to_engine(disjoint, 3, {}) == "7,0,1,2,3,4,5,6"
+    assert select_visible_to_engine(disjoint, 0, {}) == "4,5,6,7,0,1,2,3"
+    assert select_visible_to_engine(disjoint, 3, {}) == "7,0,1,2,3,4,5,6"
     colocated = config_of({"trainers": 4, "rollouts": 4}, enabled=True)
-    assert visible_to_engine(colocated, 3, {}) == "3,4,5,6,7,0,1,2"
+    assert select_visible_to_engine(colocated, 3, {}) == "3,4,5,6,7,0,1,2"
     # What the environment says is visible is numbered from zero, like a whole node.
-    assert visible_to_engine(disjoint, 1, {VISIBLE: "9,a,b,c,d,e,f,g"}) == "e,f,g,9,a,b,c,d"
-    assert visible_to_engine(disjoint, 1, {VISIBLE: "GPU-5"}) == "GPU-5"
-    assert visible_to_engine(disjoint, 1, {VISIBLE: ""}) == ""
+    assert select_visible_to_engine(disjoint, 1, {VISIBLE: "9,a,b,c,d,e,f,g"}) == "e,f,g,9,a,b,c,d"
+    assert select_visible_to_engine(disjoint, 1, {VISIBLE: "GPU-5"}) == "GPU-5"
+    assert select_visible_to_engine(disjoint, 1, {VISIBLE: ""}) == ""
     on_cpus = config_of({"trainers": 4, "rollouts": 4, "gpus_per_node": 0}, enabled=False)
-    assert visible_to_engine(on_cpus, 1, {}) == ""
+    assert select_visible_to_engine(on_cpus, 1, {}) == ""
 
 
 def with_reward_model(gpus: int, cluster: dict[str, Any], **colocated: Any) -> Config:
@@ -66,7 +71,7 @@ def with_reward_model(gpus: int, cluster: dict[str, Any], **colocated: Any) -> C
 
 
 def of_reward_model(config: Config, index: int, environment: dict[str, str]) -> str:
-    (visible,) = visible_to_reward_models(config, index, environment).values()
+    (visible,) = select_visible_to_reward_models(config, index, environment).values()
     return visible
 
 
@@ -75,10 +80,10 @@ def test_reward_models_have_the_last_gpus_that_are_set_aside_for_them_or_those_o
     assert (aside.cluster.trainers, aside.cluster.rollouts) == (4, 4)
     assert [of_reward_model(aside, index, {}) for index in range(5)] == ["4", "5", "6", "7", "4"]
     assert of_reward_model(aside, 1, {VISIBLE: "a,b,c,d,e,f,g,h"}) == "f"
-    assert visible_to_engine(aside, 1, {}) == "1,2,3,4,5,6,7,0"
+    assert select_visible_to_engine(aside, 1, {}) == "1,2,3,4,5,6,7,0"
     disjoint = with_reward_model(1, {}, enabled=False, resources={"gpus_per_node": 3})
     assert (disjoint.cluster.trainers, disjoint.cluster.rollouts) == (4, 3)
-    assert first_gpu_of_engines(disjoint) == 4
+    assert find_first_gpu_of_engines(disjoint) == 4
     assert of_reward_model(disjoint, 2, {}) == "7"
     shared = with_reward_model(0, {}, enabled=True)
     assert shared.cluster.trainers == 8
@@ -104,17 +109,17 @@ def test_each_of_several_reward_models_has_gpus_of_its_own() -> None:
         }
     )
     assert (config.cluster.trainers, config.cluster.rollouts) == (4, 4)
-    found = [visible_to_reward_models(config, index, {}) for index in range(3)]
+    found = [select_visible_to_reward_models(config, index, {}) for index in range(3)]
     assert [tuple(each.values()) for each in found] == [("4", "5", "0"), ("4", "6", "1"), ("4", "5", "2")]
     assert [*found[0]] == ["kind", "right", "short"]
-    named = visible_to_reward_models(config, 1, {VISIBLE: "a,b,c,d,e,f,g"})
+    named = select_visible_to_reward_models(config, 1, {VISIBLE: "a,b,c,d,e,f,g"})
     assert named == {"kind": "e", "right": "g", "short": "b"}
     few = {VISIBLE: "a,b"}  # fewer than are set aside
-    assert visible_to_reward_models(config, 1, few) == dict.fromkeys(entries, "b")
+    assert select_visible_to_reward_models(config, 1, few) == dict.fromkeys(entries, "b")
 
 
 def test_on_several_nodes_engines_count_on() -> None:
     config = config_of({"num_nodes": 3, "rollouts": 9}, enabled=False, resources={"num_nodes": 2})
-    assert visible_to_engine(config, 0, {}) == "0,1,2,3,4,5,6,7"
-    assert visible_to_engine(config, 8, {}) == "0,1,2,3,4,5,6,7"
-    assert visible_to_engine(config, 2, {}) == "2,3,4,5,6,7,0,1"
+    assert select_visible_to_engine(config, 0, {}) == "0,1,2,3,4,5,6,7"
+    assert select_visible_to_engine(config, 8, {}) == "0,1,2,3,4,5,6,7"
+    assert select_visible_to_engine(config, 2, {}) == "2,3,4,5,6,7,0,1"

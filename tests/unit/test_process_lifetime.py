@@ -16,10 +16,10 @@ from pathlib import Path
 from tandem.common import process_lifetime
 
 process_lifetime._LOOK_S = 0.01
-descendants, looks = process_lifetime.descendants, Path("looks")
+list_descendants, looks = process_lifetime.list_descendants, Path("looks")
 
 def look(pid):
-    found = descendants(pid)
+    found = list_descendants(pid)
     with looks.open("a") as file:
         file.write(".")
     return found
@@ -29,7 +29,7 @@ def await_looks():
     while len(looks.read_text()) < before + 3:
         time.sleep(0.01)
 
-process_lifetime.descendants = look
+process_lifetime.list_descendants = look
 looks.touch()
 ours, theirs = socket.socketpair()
 owner = os.getpid()

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from tandem.common.errors import ConfigError, DataError
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
-from tandem.launch.preparing.hub_data import missing_files
+from tandem.launch.preparing.hub_data import find_missing_files
 from tandem.samples.data_sets import load_conversations
 from tandem.samples.model_files import load_tokenizer
 
@@ -107,11 +107,11 @@ def test_a_part_is_held_out_by_its_text() -> None:
 
 
 def test_files_that_are_not_here_are_named() -> None:
-    assert [*missing_files(config_of({"data_files": "none/*.arrow"}))] == [
+    assert [*find_missing_files(config_of({"data_files": "none/*.arrow"}))] == [
         "data.train[0].data_files: 'none/*.arrow' does not exist"
     ]
     on_the_hub = ("hf://datasets/owner/name/part/*.parquet", "owner/name")
-    assert [line for place in on_the_hub for line in missing_files(config_of({"data_files": place}))] == []
+    assert [line for place in on_the_hub for line in find_missing_files(config_of({"data_files": place}))] == []
 
 
 def test_what_is_no_text_is_named() -> None:

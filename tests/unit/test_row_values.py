@@ -18,7 +18,7 @@ from environment_harness import config, problem, results
 from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Problem, ResponseToScore, ScoreResponses, ToRewardServer
 from tandem.common.values.answer_texts import answer_texts
-from tandem.common.values.json_values import LargeInteger, WrittenFloat, encode_json, plain_object
+from tandem.common.values.json_values import LargeInteger, WrittenFloat, encode_json, make_plain_object
 from tandem.common.values.texts import text_of
 from tandem.common.wire import MessageCodec, encode
 from tandem.config import Config, build_config
@@ -254,7 +254,7 @@ def test_numbers_of_other_sources_are_those_of_python() -> None:
     read = problem_of(where, row, build().data)
     assert (type(read.answer), str(read.answer)) == (float, "1e-05")
     assert [type(number) for number in read.metadata["other"]] == [float, float]
-    mixed = plain_object({"written": WrittenFloat("0.50"), "native": 1e-05})
+    mixed = make_plain_object({"written": WrittenFloat("0.50"), "native": 1e-05})
     assert (str(mixed["written"]), str(mixed["native"])) == ("0.50", "1e-05")
 
 

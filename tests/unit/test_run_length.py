@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tandem.config import Config, build_config, config_to_json, resume_differences, to_plain
+from tandem.config import Config, build_config, config_to_json, make_plain, resume_differences
 from tandem.coordinator.preparing.run_length import set_run_length
 from tandem.observe.run_folder.journal_writer import Journal
 
@@ -83,7 +83,7 @@ def test_a_run_of_an_earlier_release_takes_those_that_it_has_now(tmp_path: Path)
 
 
 def warming(folder: Path, max_num_steps: int, *, enabled: bool, **policy: Any) -> Config:
-    settings = to_plain(sft(folder, max_num_steps))
+    settings = make_plain(sft(folder, max_num_steps))
     return build_config(
         {
             "sft": settings["sft"],
@@ -116,7 +116,7 @@ def test_a_share_of_warmup_is_of_the_steps_that_run(tmp_path: Path, enabled: boo
     assert warmup_of(warming(tmp_path, 60, enabled=enabled)) == 6
     first = begun(set_run_length(warming(tmp_path, 60, enabled=enabled), 35, "new"))
     assert warmup_of(first) == expected == 4
-    assert warmup_of(build_config(to_plain(first))) == 4, "as a run folder has it"
+    assert warmup_of(build_config(make_plain(first))) == 4, "as a run folder has it"
     longer = set_run_length(warming(tmp_path, 600, enabled=enabled), 350, "resume")
     assert warmup_of(longer) == 4
     assert not resume_differences(first, longer)

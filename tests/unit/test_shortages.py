@@ -12,7 +12,7 @@ import pytest
 from tandem.common.errors import CheckpointError, ConfigError, RunFolderError
 from tandem.common.keys import FOLDER, AdmittedProcesses, write_admitted
 from tandem.common.shortages import is_shortage
-from tandem.launch.failing import failure
+from tandem.launch.failing import describe_failure
 
 
 def raised(cause: BaseException, error: Exception) -> Exception:
@@ -28,7 +28,7 @@ def test_a_lack_is_found_behind_the_error_of_a_checkpoint_and_no_traceback_is_sh
     why = os.strerror(number)
     error = raised(OSError(number, why), CheckpointError(f"cannot write step_3: {why}"))
     assert is_shortage(error)
-    failed = failure("trainer-0", 7, error, "writing step 3")
+    failed = describe_failure("trainer-0", 7, error, "writing step 3")
     assert not failed.expected, "another process may do better"
     assert failed.account == f"cannot write step_3: {why}"
 
@@ -46,7 +46,7 @@ def test_errors_of_libraries_that_name_their_reason_in_their_own_way() -> None:
 def test_what_a_user_has_to_change_is_final(number: int) -> None:
     error = raised(OSError(number, os.strerror(number)), CheckpointError("cannot write"))
     assert not is_shortage(error)
-    assert failure("trainer-0", 7, error, "writing").expected
+    assert describe_failure("trainer-0", 7, error, "writing").expected
     assert not is_shortage(raised(Exception("no such file (os error 2)"), CheckpointError("cannot read")))
     assert not is_shortage(ConfigError("a key"))
 

@@ -90,9 +90,9 @@ class Finalized:
 sys.unraisablehook = lambda ignored: print(ignored.exc_type.__name__, flush=True)
 finalized = Finalized()
 del finalized
-with signals.heard(lambda number: print(number, flush=True)):
+with signals.hear_signals(lambda number: print(number, flush=True)):
     print("listens", flush=True)
-with signals.heard(lambda number: print(number, flush=True)):
+with signals.hear_signals(lambda number: print(number, flush=True)):
     print("listens again", flush=True)
 """
 
@@ -222,7 +222,7 @@ def test_a_terminal_that_has_closed_ends_no_process_that_prints() -> None:
     program = """
 import sys
 from tandem.common import signals
-with signals.heard(lambda number: None):
+with signals.hear_signals(lambda number: None):
     print("ready", flush=True)
     sys.stdin.readline()
     for stream in (sys.stdout, sys.stderr):
@@ -263,7 +263,7 @@ for _ in range(rounds):
         interrupts.hear(number)
         numbers.append(number)
     numbers.clear()
-    with signals.heard(hear):
+    with signals.hear_signals(hear):
         os.write(ask[1], b"?")
         while signal.SIGHUP not in numbers:
             pass

@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("first", ["pass", "supervision.start()", "supervision.show_life(); supervision.rest()"])
+@pytest.mark.parametrize("first", ["pass", "supervision.start()", "supervision.show_life(); supervision.leave_loop()"])
 def test_a_coordinator_that_is_stopped_where_no_loop_goes_round_is_missed(folder: Path, first: str) -> None:
     """From its first moment on, once it has said that it is there, and between loops."""
     code, lives = supervised(

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed, Problem, SampleScored
 from tandem.common.returned import line
-from tandem.common.texts import last_lines, shortened, visible
+from tandem.common.texts import read_last_lines, shorten, visible
 from tandem.coordinator.processes.registry import _readable
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.outcomes import Failure, ScoringCall, outcome_of
@@ -32,12 +32,12 @@ def is_harmless(text: str) -> bool:
 )
 def test_what_is_shown_is_harmless_and_short(text: str) -> None:
     began = time.process_time()
-    for shown, most in ((shortened(text), 10_000), (line(text), 610), (shortened(text, 50), 50)):
+    for shown, most in ((shorten(text), 10_000), (line(text), 610), (shorten(text, 50), 50)):
         assert len(shown) <= most
         assert is_harmless(shown)
     assert time.process_time() - began < 5.0
     assert visible("a\x1b[31mb\n\tc") == "a\\x1b[31mb\n\tc"
-    assert shortened("a plain text\n\tof two lines") == "a plain text\n\tof two lines"
+    assert shorten("a plain text\n\tof two lines") == "a plain text\n\tof two lines"
 
 
 def test_a_process_that_says_what_failed_is_shown_harmlessly() -> None:
@@ -52,12 +52,12 @@ def test_a_process_that_says_what_failed_is_shown_harmlessly() -> None:
 def test_the_last_lines_of_a_log_are_harmless_short_and_read_from_its_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"first\n{LONG}\nlast\x1b[2J\n")
-    lines = last_lines(log, 3)
+    lines = read_last_lines(log, 3)
     assert lines[-1] == "last\\x1b[2J"
     assert sum(map(len, lines)) < 5000
     assert all(map(is_harmless, lines))
     log.write_text("")
-    assert last_lines(log, 3) == []
+    assert read_last_lines(log, 3) == []
 
 
 def test_what_an_environment_raises_or_names_is_harmless() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from tandem.config import build_config
-from tandem.config.threads import num_threads
+from tandem.config.threads import count_threads
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ from tandem.config.threads import num_threads
     ],
 )
 def test_cores_are_shared(cluster: dict[str, Any], kind: Literal["trainers", "rollouts"], expected: int) -> None:
-    assert num_threads(build_config(settings(cluster)), kind, 8) == expected
+    assert count_threads(build_config(settings(cluster)), kind, 8) == expected
 
 
 def test_workers_of_an_engine_share_what_the_engine_has() -> None:
     generation = {"backend": "vllm", "vllm_cfg": {"tensor_parallel_size": 2}}
     config = build_config(settings({"rollouts": 2}, generation))
-    assert [num_threads(config, kind, 8) for kind in ("rollouts", "trainers")] == [2, 8]
+    assert [count_threads(config, kind, 8) for kind in ("rollouts", "trainers")] == [2, 8]
 
 
 def settings(cluster: dict[str, Any], generation: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tandem.common.errors import ConfigError
-from tandem.config import Config, build_config, notices, to_plain
+from tandem.config import Config, build_config, make_plain, notices
 from tandem.trainer.optimizers import make_scheduler
 
 LR = 3e-4
@@ -77,7 +77,7 @@ def test_no_key_means_no_schedule() -> None:
     config = configure()
     assert config.policy.scheduler == ()
     assert config.policy.megatron_cfg.scheduler.lr_warmup_iters == 0
-    assert build_config(to_plain(configure(warmup_steps=5))) == configure(warmup_steps=5)
+    assert build_config(make_plain(configure(warmup_steps=5))) == configure(warmup_steps=5)
 
 
 CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0}}

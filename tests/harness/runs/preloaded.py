@@ -51,7 +51,7 @@ def _make_once() -> None:
     get_checkpoint_conversion_mapping("qwen3")
 
 
-with gc_tuning.paused():
+with gc_tuning.pause_collection():
     _make_once()
     for _module in _MODULES:
         importlib.import_module(_module)

@@ -24,7 +24,7 @@ import psutil
 import pytest
 import yaml
 
-from tandem.common.keys import key_file
+from tandem.common.keys import find_key_file
 from tandem.launch.child import ForkedChild
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tests.harness.runs import consoles
@@ -265,7 +265,7 @@ class Command:
 
 def joins(address: str, run: str | Path = "run") -> list[str]:
     """Return what a service that is started by hand is told, to join the run of a folder."""
-    return ["--coordinator", address, "--key-file", str(key_file(Path(run)))]
+    return ["--coordinator", address, "--key-file", str(find_key_file(Path(run)))]
 
 
 def processes_of(run: Command, kind: str) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tandem.config import Config
-from tandem.config.models.hf_config import model_class
+from tandem.config.models.hf_config import find_model_class
 from tandem.samples.batch import SampleBatch
 from tandem.trainer.backend import TrainerBackend
 from tests.harness.trainers.masks_harness import kept_in
@@ -32,7 +32,7 @@ TOLERANCE = 1e-6
 
 
 def trained_weights(folder: Path, name: str = "policy") -> dict[str, torch.Tensor]:
-    kind = model_class(transformers.AutoConfig.from_pretrained(folder / name))
+    kind = find_model_class(transformers.AutoConfig.from_pretrained(folder / name))
     model = kind.from_pretrained(folder / name)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from tandem.config import Config, build_config
-from tandem.config.model_groups import model_group_at
+from tandem.config.model_groups import find_model_group
 from tandem.config.schema import NewModel
 from tandem.config.schema.columns import Model
 from tandem.refit.digests.at_once import digest_layout
@@ -251,7 +251,7 @@ def begin(rank: int, config: Config, checkpoint: Path | None = None) -> tuple[Tr
         return make_backend(config, checkpoint=checkpoint), None
     (store,) = STORE
     exchange = meet(config, rank, store, "127.0.0.1", 60.0)
-    return make_backend(config, checkpoint=checkpoint, model_group=model_group_at(config, rank)), exchange
+    return make_backend(config, checkpoint=checkpoint, model_group=find_model_group(config, rank)), exchange
 
 
 def share_of(

@@ -158,7 +158,7 @@ def test_another_command_does_not_take_part_of_a_model_for_all_of_it(hub: HubSer
     shards = sorted(name for name in files if name.endswith(".safetensors"))
     hub.add(NAME, files)
     hub.hold, hub.is_held = threading.Event(), lambda name: name not in shards[:1]
-    program = f"from tandem.config.models import hub; print(hub.fetched({NAME!r}, print))"
+    program = f"from tandem.config.models import hub; print(hub.fetch_whole({NAME!r}, print))"
     process = start_program(program)
     snapshots = Path("hf/hub/models--tiny--digits/snapshots")
     try:

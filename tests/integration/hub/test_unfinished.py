@@ -18,7 +18,7 @@ from tests.harness.trainers.trainer_harness import make_model
 NAME = "tiny/digits"
 WEIGHTS = "model.safetensors"
 BLOBS = Path("hf/hub/models--tiny--digits/blobs")
-FETCH = f"from tandem.config.models import hub; print(hub.fetched({NAME!r}, print))"
+FETCH = f"from tandem.config.models import hub; print(hub.fetch_whole({NAME!r}, print))"
 REMOVE = f"from tandem.config.models import hub; hub.remove_unfinished(hub.Reference({NAME!r}))"
 
 

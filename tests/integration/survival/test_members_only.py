@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.common.keys import key_file, read_run_keys, write_run_keys
+from tandem.common.keys import find_key_file, read_run_keys, write_run_keys
 from tandem.common.messages import PROTOCOL_VERSION, FetchSamples, Hello, Listener
 from tandem.common.wire import encode
 from tandem.launch.admission.admission import new_run_keys
@@ -131,7 +131,7 @@ def test_a_key_file_that_will_not_do_is_one_line_within_seconds(
     live: tuple[Command, str, Tap, Path], what: str
 ) -> None:
     _, address, _, folder = live
-    own = key_file(folder / "run")
+    own = find_key_file(folder / "run")
     match what:
         case "another run's":
             path = write_run_keys(Path("other"), new_run_keys())

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tandem.config import Config
-from tandem.config.model_groups import model_groups_of
+from tandem.config.model_groups import list_model_groups
 from tandem.config.schema import PpoConfig
 from tandem.samples.batch import SampleBatch
 from tandem.trainer import step
@@ -261,7 +261,7 @@ def test_models_with_processes_of_their_own_are_the_same_and_go_on_anywhere(
     # An optimizer's state is read by the backend that wrote it.
     then = apart if "Megatron" in case else ppo_config(model, {}, {}, 1)
     last = run_ranks(then.num_trainers, train_steps, then, BATCHES[2:], tmp_path, 3)
-    of_value = model_groups_of(apart)[-1].first
+    of_value = list_model_groups(apart)[-1].first
     assert {name.partition("/")[0] for each in ranks[of_value] for name in each} == {"value"}
     metrics = [policy | value for policy, value in zip(ranks[0], ranks[of_value], strict=True)]
     metrics += [last[0][0] | last[of_value if then is apart else 0][0]]

@@ -80,6 +80,6 @@ def prove(socket: zmq.Socket[bytes], key_pair: KeyPair, server: str) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
-def key_of(frame: zmq.Frame) -> str:
+def derive_key(frame: zmq.Frame) -> str:
     """Return the key that the sender of a frame has proven."""
     return str(frame.get("User-Id"))

@@ -20,9 +20,9 @@ def raise_limit() -> int:
     return limit()
 
 
-def notice() -> str | None:
+def describe_low_limit() -> str | None:
     """Return a warning about this host's hard limit; None where it is high enough."""
-    hard_limit = could_be_raised_to()
+    hard_limit = read_hard_limit()
     if hard_limit >= LEAST:
         return None
     return (
@@ -37,7 +37,7 @@ def limit() -> int:
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
 
-def could_be_raised_to() -> int:
+def read_hard_limit() -> int:
     """Return the hard limit, to which processes of a run raise their soft limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return 1 << 30 if hard == resource.RLIM_INFINITY else hard

@@ -20,7 +20,7 @@ def version() -> str:
         return str(_clone_project().get("version", "unknown"))
 
 
-def requirements() -> list[str]:
+def list_requirements() -> list[str]:
     """Return the requirements of the distribution and its extras, in the form of package metadata."""
     try:
         return importlib.metadata.requires(NAME) or []

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Disable collection inside the block, which imports much."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.common import web
-from tandem.common.signals import uninterrupted
+from tandem.common.signals import defer_signals
 
 
 def settings(app: ASGIApp, *, end_s: float, **overrides: Any) -> uvicorn.Config:
@@ -28,7 +28,7 @@ def settings(app: ASGIApp, *, end_s: float, **overrides: Any) -> uvicorn.Config:
         "server_header": False,
         "lifespan": "off",
         "http": web.TimedHttpProtocol,
-        "backlog": web.backlog(),
+        "backlog": web.read_backlog(),
         "ws": "none",
         "loop": "asyncio",
         "timeout_graceful_shutdown": int(end_s),
@@ -40,7 +40,7 @@ def settings(app: ASGIApp, *, end_s: float, **overrides: Any) -> uvicorn.Config:
 def event_loop() -> Iterator[asyncio.Runner]:
     """Yield an event loop of the main thread, made while no signal can interrupt: half a loop warns when collected."""
     with contextlib.ExitStack() as stack:
-        with uninterrupted():
+        with defer_signals():
             runner = stack.enter_context(asyncio.Runner())
         yield runner
 

@@ -92,23 +92,23 @@ def path_of(path: str) -> str:
     return path if name is None else str(Path(folder) / name)
 
 
-def changed_line(folder: Path) -> str:
+def describe_change(folder: Path) -> str:
     """Return the first kept line of code that differs now, as ``FILE:LINE``; empty if none does."""
     manifest = read_manifest(folder)
     code = [path for path in manifest.files if path.endswith(".py") or path in manifest.programs]
-    return next(filter(None, (_first_difference(path, folder / manifest.files[path]) for path in code)), "")
+    return next(filter(None, (_find_first_difference(path, folder / manifest.files[path]) for path in code)), "")
 
 
-def changed_program(command: Iterable[str]) -> str:
+def find_changed_program(command: Iterable[str]) -> str:
     """Return the first line of an agent's program that differs from when the run began; empty if none does."""
     folder = os.environ.get(VARIABLE)
     if folder is None or not (manifest := read_manifest(Path(folder))).programs:
         return ""
     paths = [path for path in map(os.path.abspath, command) if path in manifest.programs and path in manifest.files]
-    return next(filter(None, (_first_difference(path, Path(folder) / manifest.files[path]) for path in paths)), "")
+    return next(filter(None, (_find_first_difference(path, Path(folder) / manifest.files[path]) for path in paths)), "")
 
 
-def changed_data(folder: Path) -> str:
+def find_changed_data(folder: Path) -> str:
     """Return the first data file that was too large to be kept, and was written since; empty if there is none."""
     for path, stamp in read_manifest(folder).stamps.items():
         try:
@@ -131,7 +131,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _first_difference(path: str, copy: Path) -> str:
+def _find_first_difference(path: str, copy: Path) -> str:
     """Return the first line of a file that differs from its copy; empty if none does."""
     before = copy.read_bytes().splitlines()
     try:

@@ -88,7 +88,7 @@ def decode_process_keys(text: bytes) -> ProcessKeys:
     return msgspec.json.decode(text, type=ProcessKeys)
 
 
-def key_file(run: Path) -> Path:
+def find_key_file(run: Path) -> Path:
     """Return the key file of a run, for services that are started by hand."""
     return run.absolute() / FOLDER / PROCESSES_FILE
 

@@ -26,7 +26,7 @@ class MemoryMeter:
 
     def begin(self) -> None:
         """Reset the peak."""
-        cuda = _cuda()
+        cuda = _find_cuda()
         if cuda is not None:
             cuda.reset_peak_memory_stats()
             return
@@ -34,16 +34,16 @@ class MemoryMeter:
             _CLEAR_REFS.write_text(_FORGET_PEAK)
             self._at_begin = 0
         except OSError:
-            self._at_begin = _kilobytes(_STATUS, "VmRSS")
+            self._at_begin = _read_kilobytes(_STATUS, "VmRSS")
 
     def use(self) -> MemoryUse:
         """Return the peak since `begin`, and the memory held now."""
-        cuda = _cuda()
+        cuda = _find_cuda()
         if cuda is not None:
             reserved = cuda.max_memory_reserved()
             return MemoryUse(peak=cuda.max_memory_allocated(), held=cuda.memory_allocated(), reserved=reserved)
-        resident = _kilobytes(_STATUS, "VmRSS")
-        peak = max(self._at_begin, resident) if self._at_begin else _kilobytes(_STATUS, "VmHWM")
+        resident = _read_kilobytes(_STATUS, "VmRSS")
+        peak = max(self._at_begin, resident) if self._at_begin else _read_kilobytes(_STATUS, "VmHWM")
         return MemoryUse(peak=peak, held=resident)
 
 
@@ -52,7 +52,7 @@ def available_bytes() -> int:
 
     The page cache counts as free, since it can be dropped.
     """
-    free = _kilobytes(_HOST, "MemAvailable")
+    free = _read_kilobytes(_HOST, "MemAvailable")
     try:
         limit = int((_CONTAINER / "memory.max").read_text())
         used = int((_CONTAINER / "memory.current").read_text())
@@ -62,13 +62,13 @@ def available_bytes() -> int:
     return min(free, limit - used + (int(cached[1]) if cached else 0))
 
 
-def _kilobytes(path: Path, field: str) -> int:
+def _read_kilobytes(path: Path, field: str) -> int:
     match = re.search(rf"^{field}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
     assert match is not None, f"{path} has no {field}"
     return int(match[1]) * 1024
 
 
-def _cuda() -> Any:
+def _find_cuda() -> Any:
     """Return `torch.cuda` if this process uses it."""
     import torch  # here, so that processes without torch can import this package
 

@@ -21,7 +21,7 @@ _SILENT_S = 3600
 _ADDRESSES_6 = "/proc/net/if_inet6"
 
 
-def address_towards(endpoint: str) -> str:
+def find_address_towards(endpoint: str) -> str:
     """Return this host's address as the peer at ``tcp://host:port`` sees it; loopback if the peer is on loopback."""
     parts = urlsplit(endpoint)
     try:
@@ -58,12 +58,12 @@ def keep_to_interface(address: str, *variables: str) -> None:
     By default they look up the host name, which a laptop often cannot resolve, and listen on the result. Values set
     by the user are kept.
     """
-    name = _interface_of(address)
+    name = _find_interface(address)
     for variable in variables if name else ():
         os.environ.setdefault(variable, name)
 
 
-def listening() -> Iterator[socket.socket]:
+def list_listening() -> Iterator[socket.socket]:
     """Yield copies of this process's sockets that listen for TCP, a library's own included; each is closed again."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -85,13 +85,13 @@ def defer_silent(listeners: Iterable[socket.socket]) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
 
 
-def _interface_of(address: str) -> str:
+def _find_interface(address: str) -> str:
     """Return the name of the interface with this address; empty if it cannot be found."""
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return "lo" if "lo" in names else "lo0"
     if ":" in address:
-        return _interface_of_6(address)
+        return _find_interface_of_6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in names:
             request = struct.pack("256s", name.encode()[:15])
@@ -102,7 +102,7 @@ def _interface_of(address: str) -> str:
     return ""
 
 
-def _interface_of_6(address: str) -> str:
+def _find_interface_of_6(address: str) -> str:
     """Return the same for an IPv6 address, from Linux's table of addresses."""
     hex_address = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
     with contextlib.suppress(OSError), open(_ADDRESSES_6, encoding="ascii") as table:

@@ -36,7 +36,7 @@ _LOOK_S = 1.0
 
 def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies, even by kill -9."""
-    _signal_on_death_of(parent_pid, signal.SIGKILL)
+    _request_death_signal(parent_pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -46,29 +46,29 @@ def reaper() -> Iterator[None]:
     try:
         yield
     finally:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        _call_prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def adopt_orphans() -> None:
     """Adopt orphaned descendants, so that none escapes, daemons included."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def be_named_by_descendants() -> None:
     """Have what this process starts name it in its environment, where a guardian that watches finds it."""
-    os.environ[_STARTED_BY] = _name_of(os.getpid())
+    os.environ[_STARTED_BY] = _read_name(os.getpid())
 
 
-def naming_this_process() -> dict[str, str]:
+def name_this_process() -> dict[str, str]:
     """Return an environment that names this process, for one that it starts."""
-    return {**os.environ, _STARTED_BY: _name_of(os.getpid())}
+    return {**os.environ, _STARTED_BY: _read_name(os.getpid())}
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return the descendants of a process, parents before children."""
     children: dict[int, list[int]] = defaultdict(list)
     for child in filter(str.isdigit, os.listdir("/proc")):
-        if (status := _status(int(child))) is not None:
+        if (status := _read_status(int(child))) is not None:
             children[status.parent].append(int(child))
     pids = [pid]
     for parent in pids:
@@ -78,7 +78,7 @@ def descendants(pid: int) -> list[int]:
 
 def is_stopped(pid: int) -> bool:
     """Tell whether a process is stopped by a signal, or by a debugger."""
-    return (status := _status(pid)) is not None and status.state in ("T", "t")
+    return (status := _read_status(pid)) is not None and status.state in ("T", "t")
 
 
 def continue_stopped(pid: int) -> None:
@@ -92,7 +92,7 @@ def end_descendants() -> None:
     """Kill all descendants of this process, which adopts orphans, until none is left; give up after `_ENDED_S`."""
     deadline = time.monotonic() + _ENDED_S
     while _reap().has_children and time.monotonic() < deadline:
-        for pid in descendants(os.getpid()):
+        for pid in list_descendants(os.getpid()):
             _kill(pid)
         time.sleep(0.001)
 
@@ -116,7 +116,7 @@ def fork_guarded(lifeline: int, owner: int) -> None:
     for number in _WAKING:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    _signal_on_death_of(owner, signal.SIGCONT)  # which also reaches a guardian that is stopped
+    _request_death_signal(owner, signal.SIGCONT)  # which also reaches a guardian that is stopped
     guardian = os.getpid()
     child = os.fork()
     if child == 0:
@@ -140,7 +140,7 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
     for descriptor in (lifeline, woken):
         poll.register(descriptor, select.POLLIN)
     of_owner: dict[int, str] = {}
-    code, watches, name = None, False, _name_of(owner)
+    code, watches, name = None, False, _read_name(owner)
     while os.getppid() == owner and code is None:
         if lifeline in dict(poll.poll(_LOOK_S * 1000 if watches else None)):
             if (word := _read(lifeline)) != WATCH:
@@ -152,7 +152,7 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
         _read(woken)
         code = _reap().codes.get(child)
         if watches:
-            seen = {pid: status.began for pid in descendants(owner) if (status := _status(pid)) is not None}
+            seen = {pid: status.began for pid in list_descendants(owner) if (status := _read_status(pid)) is not None}
             # While a process exits, its threads lose the children that they started, one thread after the other.
             if os.getppid() == owner and not _is_exiting(owner):
                 of_owner = seen
@@ -177,7 +177,7 @@ def _end_of_dead_starter() -> None:
     if not pid.isdecimal():
         return
     deadline = time.monotonic() + _ENDED_S
-    while _name_of(int(pid)) == name and not _is_exiting(int(pid)):
+    while _read_name(int(pid)) == name and not _is_exiting(int(pid)):
         if time.monotonic() > deadline:
             return
         time.sleep(_SOON_S)
@@ -187,8 +187,8 @@ def _end_of_dead_starter() -> None:
 def _end_former(children: dict[int, str]) -> None:
     """Kill the former descendants of a dead process; the start time of each guards against reused ids."""
     for pid, began in children.items():
-        if pid != os.getpid() and (status := _status(pid)) is not None and status.began == began:
-            for victim in (pid, *descendants(pid)):
+        if pid != os.getpid() and (status := _read_status(pid)) is not None and status.began == began:
+            for victim in (pid, *list_descendants(pid)):
                 _kill(victim)
 
 
@@ -198,13 +198,13 @@ def _end_started_by(name: str) -> None:
     They may have been started since its descendants were last listed.
     """
     deadline = time.monotonic() + _ENDED_S
-    while (pids := _started_by(name)) and time.monotonic() < deadline:
+    while (pids := _list_started_by(name)) and time.monotonic() < deadline:
         for pid in pids:
             _kill(pid)
         time.sleep(0.001)
 
 
-def _started_by(name: str) -> list[int]:
+def _list_started_by(name: str) -> list[int]:
     pids, variable = [], f"{_STARTED_BY}={name}".encode()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
@@ -213,9 +213,9 @@ def _started_by(name: str) -> list[int]:
     return pids
 
 
-def _name_of(pid: int) -> str:
+def _read_name(pid: int) -> str:
     """Return what no other process has: the id and the start time."""
-    return f"{pid}-{status.began}" if (status := _status(pid)) is not None else f"{pid}-ended"
+    return f"{pid}-{status.began}" if (status := _read_status(pid)) is not None else f"{pid}-ended"
 
 
 def _read(descriptor: int) -> bytes:
@@ -235,7 +235,7 @@ def _is_orphaned_by(owner: int) -> bool:
 
 def _is_exiting(pid: int) -> bool:
     """Tell whether a process is gone, or its first thread exits; before that, no thread of it loses a child."""
-    return (status := _status(pid)) is None or bool(status.flags & _EXITING)
+    return (status := _read_status(pid)) is None or bool(status.flags & _EXITING)
 
 
 def _close_all_but(*descriptors: int) -> None:
@@ -266,7 +266,7 @@ class _Status(NamedTuple):
     began: str
 
 
-def _status(pid: int) -> _Status | None:
+def _read_status(pid: int) -> _Status | None:
     """Return what ``/proc/PID/stat`` says of a process; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -281,13 +281,13 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _signal_on_death_of(parent_pid: int, number: signal.Signals) -> None:
-    _prctl(_PR_SET_PDEATHSIG, number)
+def _request_death_signal(parent_pid: int, number: signal.Signals) -> None:
+    _call_prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(1)
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -29,7 +29,7 @@ def sayable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def raised_at(trace: TracebackType | None, folder: str) -> str:
+def locate_raise(trace: TracebackType | None, folder: str) -> str:
     """Return `` (FILE:LINE, in FUNCTION)`` for the innermost frame of the user's code, which lies in `folder`."""
     frames = traceback.extract_tb(trace)[1:]  # the first frame is the caller's
     if not frames:
@@ -41,7 +41,7 @@ def raised_at(trace: TracebackType | None, folder: str) -> str:
     return f" ({with_folder}:{frame.lineno}, in {frame.name})"
 
 
-def finite_number(value: object, name: str) -> float:
+def check_finite_number(value: object, name: str) -> float:
     """Return a number that training can compute with; text, booleans and other types are errors.
 
     Raises `RewardError`, which begins with `name`.

@@ -32,13 +32,13 @@ def intercept(model: torch.nn.Module, choose: Choose) -> tuple[int, ...]:
 
     Raises `ModelError` for a model without such routers.
     """
-    routers = _routers_of(model)
+    routers = _find_routers(model)
     for layer, router in routers.items():
-        router.forward = functools.partial(_route, router, router.forward, functools.partial(choose, layer))
+        router.forward = functools.partial(_compute_route, router, router.forward, functools.partial(choose, layer))
     return tuple(routers)
 
 
-def _routers_of(model: torch.nn.Module) -> dict[int, Any]:
+def _find_routers(model: torch.nn.Module) -> dict[int, Any]:
     routers = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(name)
@@ -49,7 +49,9 @@ def _routers_of(model: torch.nn.Module) -> dict[int, Any]:
     return routers
 
 
-def _route(router: Any, forward: Callable[..., Any], choose: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
+def _compute_route(
+    router: Any, forward: Callable[..., Any], choose: Callable[[torch.Tensor], torch.Tensor], *args: Any
+) -> Any:
     with _Choice(router.num_experts, router.top_k, choose) as choice:
         routed = forward(*args)
     if choice.num_made != 1:

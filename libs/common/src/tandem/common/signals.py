@@ -54,18 +54,18 @@ def interrupt_when_asked() -> None:
 
     `timeout` and systemd signal several times; only Ctrl-C interrupts the shutdown once it has begun. Python ignores
     exceptions in a finalizer, so the process may go on all the same. It is then told again when it begins to listen
-    (`heard`).
+    (`hear_signals`).
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _raised.append(number)
-        for heard_number in _heard():
+        for heard_number in _list_heard():
             if heard_number != signal.SIGINT:
                 signal.signal(heard_number, _go_on)
         raise KeyboardInterrupt
 
     _raised.clear()
-    for number in _heard():
+    for number in _list_heard():
         signal.signal(number, interrupt)
 
 
@@ -128,13 +128,13 @@ def leave_when_asked(leave: Callable[[], None], *, is_launched: bool) -> None:
             raise KeyboardInterrupt
         leave()
 
-    numbers = [signal.SIGTERM] if is_launched else _heard()
+    numbers = [signal.SIGTERM] if is_launched else _list_heard()
     for number in numbers:
         signal.signal(number, handle)
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Have termination signals take effect at the end of the block. For the main thread.
 
     To block them would not do: then another thread takes them, and Python interrupts the main thread all the same.
@@ -151,7 +151,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def heard(listen: Callable[[int], None]) -> Iterator[None]:
+def hear_signals(listen: Callable[[int], None]) -> Iterator[None]:
     """Call `listen` with each termination signal inside the block, and with an earlier one that had no effect.
 
     Once the terminal has closed, output to it is discarded.
@@ -163,7 +163,7 @@ def heard(listen: Callable[[int], None]) -> Iterator[None]:
             _silence(terminals)
         listen(number)
 
-    former = {number: signal.signal(number, handle) for number in _heard()}
+    former = {number: signal.signal(number, handle) for number in _list_heard()}
     streams = sys.stdout, sys.stderr
     if terminals:
         sys.stdout, sys.stderr = (cast(TextIO, _Terminal(stream, terminals)) for stream in streams)
@@ -212,7 +212,7 @@ class _Terminal:
             _silence(self._terminals)
 
 
-def _heard() -> list[signal.Signals]:
+def _list_heard() -> list[signal.Signals]:
     """Return the termination signals that were not ignored at startup; `nohup`, for example, ignores SIGHUP."""
     return [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]
 

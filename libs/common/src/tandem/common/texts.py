@@ -18,7 +18,7 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
-def shortened(text: str, max_length: int = _MOST) -> str:
+def shorten(text: str, max_length: int = _MOST) -> str:
     """Return a visible text of at most `max_length` characters, with a note of the full length if it was cut."""
     shown = visible(text[:max_length])
     if len(text) <= max_length and len(shown) <= max_length:
@@ -27,14 +27,14 @@ def shortened(text: str, max_length: int = _MOST) -> str:
     return shown[: max(0, max_length - len(note))] + note
 
 
-def last_lines(file: Path, count: int) -> list[str]:
+def read_last_lines(file: Path, count: int) -> list[str]:
     """Return the last lines of a log, each visible and short, reading only its end. Raises `OSError`."""
     with file.open("rb") as log:
         log.seek(0, os.SEEK_END)
         log.seek(max(0, log.tell() - _MOST_OF_TAIL))
-        return last_of(log.read().decode(errors="replace"), count)
+        return read_last(log.read().decode(errors="replace"), count)
 
 
-def last_of(text: str, count: int) -> list[str]:
+def read_last(text: str, count: int) -> list[str]:
     """Return the last lines of a text, each visible and short."""
-    return [shortened(line, _MOST_OF_LINE) for line in text.strip().split("\n")[-count:] if line]
+    return [shorten(line, _MOST_OF_LINE) for line in text.strip().split("\n")[-count:] if line]

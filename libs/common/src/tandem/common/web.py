@@ -35,7 +35,7 @@ _SHARE_IDLE = 4
 _JSON = "application/json"
 
 
-def backlog() -> int:
+def read_backlog() -> int:
     """Return the number of pending connections, which asyncio accepts before it looks at any of them (``backlog=``)."""
     return max(1, min(_BACKLOG, descriptors.limit() // _SHARE_AT_ONCE))
 

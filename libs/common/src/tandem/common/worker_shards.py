@@ -15,7 +15,7 @@ def worker_shard_names(process: str, num_shards: int) -> tuple[str, ...]:
     return (process,) if num_shards == 1 else tuple(f"{process}{_SEPARATOR}{index}" for index in range(num_shards))
 
 
-def by_shard(process: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
+def map_by_shard(process: str, sent: tuple[bytes, ...]) -> dict[str, bytes]:
     """Return what a process sent of each of its worker shards, by their names."""
     return dict(zip(worker_shard_names(process, len(sent)), sent, strict=True))
 

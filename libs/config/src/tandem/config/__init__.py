@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tandem.config.dump import differing as differing
     from tandem.config.dump import dump_yaml as dump_yaml
     from tandem.config.dump import fingerprint as fingerprint
+    from tandem.config.dump import make_plain as make_plain
     from tandem.config.dump import resume_differences as resume_differences
-    from tandem.config.dump import to_plain as to_plain
     from tandem.config.load import ChangedConfig as ChangedConfig
     from tandem.config.load import ValidPart as ValidPart
     from tandem.config.load import build_config as build_config
@@ -38,7 +38,7 @@ _NAMES = {
         "dump_yaml",
         "fingerprint",
         "resume_differences",
-        "to_plain",
+        "make_plain",
     ),
     "load": (
         "ChangedConfig",

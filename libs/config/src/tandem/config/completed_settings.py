@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.config.conform import choices_of_keys
+from tandem.config.conform import list_choices_of_keys
 from tandem.config.unsupported import NOT_SUPPORTED_YET
 
 _BASH = """
@@ -46,9 +46,9 @@ end
 """
 
 
-def completing_settings(shell: str) -> str:
+def complete_word(shell: str) -> str:
     """Return the shell's function `_tandem_settings`, which completes a word: a key, or the value behind one."""
-    keys, choices = _settings()
+    keys, choices = _list_settings()
     listed = " ".join(f"{key}=" for key in keys)
     quoted = " ".join(f"'{key}='" for key in keys)
     match shell:
@@ -65,9 +65,9 @@ def completing_settings(shell: str) -> str:
             return _FISH.format(keys=quoted, values=values)
 
 
-def _settings() -> tuple[list[str], dict[str, list[str]]]:
+def _list_settings() -> tuple[list[str], dict[str, list[str]]]:
     """Return the keys that have a value of their own, and the values of those that have few."""
-    choices = dict(choices_of_keys())
+    choices = dict(list_choices_of_keys())
     for row in NOT_SUPPORTED_YET:  # offer no value that would be rejected
         if all(word in choices.get(row.key, []) for word in row.off):
             choices[row.key] = [str(word) for word in row.off]

@@ -32,7 +32,7 @@ from msgspec.inspect import (
 )
 
 from tandem.common.errors import nearest
-from tandem.config.names.peer_names import PeerKey, peer_keys
+from tandem.config.names.peer_names import PeerKey, find_peer_keys
 from tandem.config.problem import InvalidValue, ProblemCollector, UnknownKey, shown
 from tandem.config.schema import MODELS, Config
 from tandem.config.schema.distillation import DistillationLossConfig
@@ -68,36 +68,36 @@ def conform(value: Any, expected_type: Type, key: str) -> Any:
     """Fit a value to `expected_type`. Raises `InvalidValue` for the keys at and below `key` that do not fit."""
     match expected_type:
         case StructType():
-            return _struct(value, expected_type, key)
+            return _conform_struct(value, expected_type, key)
         case UnionType():
-            return _union(value, expected_type, key)
+            return _conform_union(value, expected_type, key)
         case LiteralType():
             if not _is_choice(value, expected_type):
                 choices = sorted(str(choice) for choice in expected_type.values)
                 listed = ", ".join(choices)
                 raise InvalidValue(key, f"{shown(value)} is not one of {listed}{nearest(str(value), choices)}")
-            return _word(value)
+            return _read_word(value)
         case VarTupleType():
             if not isinstance(value, list | tuple):
-                raise _mismatch(value, expected_type, key)
+                raise _describe_mismatch(value, expected_type, key)
             return list(
                 _conform_all(
                     {f"{key}[{index}]": item for index, item in enumerate(value)}, expected_type.item_type
                 ).values()
             )
         case DictType(value_type=AnyType()):
-            return _free(_mapping(value, expected_type, key), key)
+            return _free(_check_mapping(value, expected_type, key), key)
         case DictType():
-            mapping = _mapping(value, expected_type, key)
+            mapping = _check_mapping(value, expected_type, key)
             fitted = _conform_all({f"{key}.{name}": item for name, item in mapping.items()}, expected_type.value_type)
             return dict(zip(mapping, fitted.values(), strict=True))
         case AnyType():
             return _free(value, key)
         case _:
-            return _scalar(value, expected_type, key)
+            return _conform_scalar(value, expected_type, key)
 
 
-def completed(value: Any, expected_type: Type, leaving: Container[str] = (), key: str = "") -> Any:
+def complete_settings(value: Any, expected_type: Type, leaving: Container[str] = (), key: str = "") -> Any:
     """Return settings in which each key that is required and not set, but for some, has a stand-in of its type."""
     if not isinstance(value, dict) or not isinstance(expected_type, StructType):
         return value
@@ -105,18 +105,18 @@ def completed(value: Any, expected_type: Type, leaving: Container[str] = (), key
     for field in expected_type.fields:
         name, path = field.encode_name, _join(key, field.encode_name)
         if name in value:
-            inner = next(iter(struct_types(field.type)), field.type)
-            settings[name] = completed(value[name], inner, leaving, path)
+            inner = next(iter(list_struct_types(field.type)), field.type)
+            settings[name] = complete_settings(value[name], inner, leaving, path)
         elif field.required and path not in leaving:
             settings[name] = (
-                completed({}, field.type, leaving, path)
+                complete_settings({}, field.type, leaving, path)
                 if isinstance(field.type, StructType)
-                else _stand_in(field.type)
+                else _make_stand_in(field.type)
             )
     return settings
 
 
-def _stand_in(field_type: Type) -> Any:
+def _make_stand_in(field_type: Type) -> Any:
     match field_type:
         case LiteralType():
             return min(field_type.values, key=str)
@@ -143,7 +143,7 @@ def describe_type(field_type: Type) -> str:
             return "true or false"
         case IntType() | FloatType():
             noun = "an integer" if isinstance(field_type, IntType) else "a number"
-            bounds = _bounds(field_type)
+            bounds = _describe_bounds(field_type)
             return f"{noun} {bounds}" if bounds else noun
         case StrType():
             return "text"
@@ -159,15 +159,15 @@ def describe_type(field_type: Type) -> str:
             return "a mapping"
 
 
-def all_keys(described: StructType, prefix: str = "") -> Iterator[str]:
+def list_keys(described: StructType, prefix: str = "") -> Iterator[str]:
     """Yield the path of every key that the schema knows by name."""
     for field in described.fields:
         yield (key := f"{prefix}{field.encode_name}")
-        for inner in struct_types(field.type):
-            yield from all_keys(inner, f"{key}.")
+        for inner in list_struct_types(field.type):
+            yield from list_keys(inner, f"{key}.")
 
 
-def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
+def list_choices_of_keys() -> Iterator[tuple[str, list[str]]]:
     """Yield each key that is not a section, with the words that it may be, or none where any value is possible."""
 
     def words(field_type: Type) -> list[str]:
@@ -183,7 +183,7 @@ def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
 
     def walk(described: StructType, prefix: str) -> Iterator[tuple[str, list[str]]]:
         for field in described.fields:
-            inner = struct_types(field.type)
+            inner = list_struct_types(field.type)
             if not inner:
                 yield f"{prefix}{field.encode_name}", words(field.type)
             for struct in inner:
@@ -192,7 +192,7 @@ def choices_of_keys() -> Iterator[tuple[str, list[str]]]:
     return walk(config_type(), "")
 
 
-def struct_types(field_type: Type) -> list[StructType]:
+def list_struct_types(field_type: Type) -> list[StructType]:
     """Return the struct of a field's type, if it is one directly or in a union with null or choices."""
     members = field_type.types if isinstance(field_type, UnionType) else (field_type,)
     return [member for member in members if isinstance(member, StructType)]
@@ -203,20 +203,22 @@ def field_of(described: Any, name: str) -> Any:
     return next((field for field in described.fields if field.encode_name == name), None)
 
 
-def _struct(value: Any, struct_type: StructType, key: str) -> dict[str, Any]:
-    mapping = _mapping(value, struct_type, key)
+def _conform_struct(value: Any, struct_type: StructType, key: str) -> dict[str, Any]:
+    mapping = _check_mapping(value, struct_type, key)
     fields = {field.encode_name: field for field in struct_type.fields}
     problems = ProblemCollector()
     unknown_names = [name for name in mapping if name not in fields]
     # verl has a section of the name of a key here, `algorithm`.
     sections = [name for name in mapping if name in fields and _is_section(mapping[name], fields[name].type)]
-    of_peers = {name: peer_keys(_join(key, str(name)), mapping[name]) for name in (*unknown_names, *sections)}
-    suggestions = {name: _suggestion(name, key, list(fields)) for name in unknown_names if not of_peers[name]}
+    of_peers = {name: find_peer_keys(_join(key, str(name)), mapping[name]) for name in (*unknown_names, *sections)}
+    suggestions = {name: _suggest(name, key, list(fields)) for name in unknown_names if not of_peers[name]}
     for peer_key in itertools.chain(*of_peers.values()):
         unknown = UnknownKey(is_misplaced=bool(peer_key.equivalent) or peer_key.peer == "verl")
         problems.found.append(InvalidValue(peer_key.path, f"unknown key{peer_key.hint}", unknown=unknown))
     for name, hint in suggestions.items():
-        unknown = unknown_key(_join(key, name), mapping[name], {sibling: fields[sibling].default for sibling in fields})
+        unknown = describe_unknown_key(
+            _join(key, name), mapping[name], {sibling: fields[sibling].default for sibling in fields}
+        )
         problems.found.append(InvalidValue(_join(key, name), f"unknown key{hint}", unknown=unknown))
     result: dict[str, Any] = {}
     for name, field in fields.items():
@@ -257,7 +259,7 @@ def _conform_all(values: dict[str, Any], expected_type: Type) -> dict[str, Any]:
     return fitted
 
 
-def unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> UnknownKey:
+def describe_unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> UnknownKey:
     """Tell of an unknown key which known ones it may be a slip of, given the defaults of its siblings.
 
     It may be one of a sibling that it nearly equals, or of the same name in another section, if it is a single value.
@@ -269,13 +271,14 @@ def unknown_key(key: str, value: Any, siblings: Mapping[str, Any]) -> UnknownKey
         sibling
         for sibling, default in siblings.items()
         if _is_slip(name.lower().split("_"), sibling.split("_"))
-        if _likeness(name, sibling) > _NEARLY_SAME or not (isinstance(value, list | dict) and _is_scalar(default))
+        if _compute_likeness(name, sibling) > _NEARLY_SAME
+        or not (isinstance(value, list | dict) and _is_scalar(default))
     ]
-    near.sort(key=lambda sibling: -_likeness(name.lower(), sibling))
+    near.sort(key=lambda sibling: -_compute_likeness(name.lower(), sibling))
     return UnknownKey(
         near=tuple(_join(prefix, sibling) for sibling in near),
         is_misplaced=not isinstance(value, dict)
-        and any(config_key.endswith(f".{name}") for config_key in all_keys(config_type())),
+        and any(config_key.endswith(f".{name}") for config_key in list_keys(config_type())),
         is_idle=_is_idle(value) and all(_is_idle(siblings[sibling]) for sibling in near),
     )
 
@@ -294,29 +297,29 @@ def _is_slip(words: list[str], known_words: list[str]) -> bool:
     if len(words) > len(known_words) and not Counter(known_words) - Counter(words):
         return False
     if len(words) != len(known_words):
-        return _likeness("_".join(words), "_".join(known_words)) > _NAME_ALIKE
-    each_alike = all(_likeness(*pair) > _WORD_ALIKE for pair in zip(words, known_words, strict=True))
+        return _compute_likeness("_".join(words), "_".join(known_words)) > _NAME_ALIKE
+    each_alike = all(_compute_likeness(*pair) > _WORD_ALIKE for pair in zip(words, known_words, strict=True))
     return (
         each_alike
         or sorted(words) == sorted(known_words)
-        or _likeness("_".join(words), "_".join(known_words)) > _NEARLY_SAME
+        or _compute_likeness("_".join(words), "_".join(known_words)) > _NEARLY_SAME
     )
 
 
-def _likeness(first: str, second: str) -> float:
+def _compute_likeness(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
-def _suggestion(name: str, key: str, siblings: list[str]) -> str:
+def _suggest(name: str, key: str, siblings: list[str]) -> str:
     """Return a hint for an unknown key: the section where that name belongs, the nearest sibling, or all siblings."""
     near = nearest(name, siblings)
-    for config_key in all_keys(config_type()):
+    for config_key in list_keys(config_type()):
         if config_key.rpartition(".")[2] == name and config_key not in _OF_DISTILLATION and (not near or key):
             return f"; did you mean {config_key!r}?"
     return near or f"; {key or 'the top level'} knows {', '.join(siblings)}"
 
 
-def _union(value: Any, expected_type: UnionType, key: str) -> Any:
+def _conform_union(value: Any, expected_type: UnionType, key: str) -> Any:
     if value is None and expected_type.includes_none:
         return None
     members = [member for member in expected_type.types if not isinstance(member, NoneType)]
@@ -332,20 +335,20 @@ def _union(value: Any, expected_type: UnionType, key: str) -> Any:
             if isinstance(member, FloatType | IntType) and is_word and has_choices:
                 continue  # so that the error names the choices too
             return conform(value, member, key)
-    raise _mismatch(value, expected_type, key)
+    raise _describe_mismatch(value, expected_type, key)
 
 
 def _is_choice(value: Any, expected_type: LiteralType) -> bool:
     """Tell whether a value is one of the choices."""
-    return _word(value) in expected_type.values
+    return _read_word(value) in expected_type.values
 
 
-def _word(value: Any) -> Any:
+def _read_word(value: Any) -> Any:
     """Return a value as it was written: YAML 1.1 reads ``on`` and ``off`` as true and false."""
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-def _scalar(value: Any, expected_type: Type, key: str) -> Any:
+def _conform_scalar(value: Any, expected_type: Type, key: str) -> Any:
     match expected_type:
         case BoolType() if isinstance(value, bool):
             return value
@@ -356,16 +359,16 @@ def _scalar(value: Any, expected_type: Type, key: str) -> Any:
                 raise InvalidValue(key, f"{shown(value)} is malformed{_FORMS.get(expected_type.pattern, '')}")
             return value
         case IntType() if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
-            return _within(int(value), expected_type, key)
+            return _check_within(int(value), expected_type, key)
         case FloatType() if isinstance(value, str) and NUMBER.fullmatch(value):
-            return _within(float(value), expected_type, key)
+            return _check_within(float(value), expected_type, key)
         case FloatType() if isinstance(value, int | float) and not isinstance(value, bool):
-            return _within(float(value), expected_type, key)
+            return _check_within(float(value), expected_type, key)
         case _:
-            raise _mismatch(value, expected_type, key)
+            raise _describe_mismatch(value, expected_type, key)
 
 
-def _within(value: float, number_type: IntType | FloatType, key: str) -> float:
+def _check_within(value: float, number_type: IntType | FloatType, key: str) -> float:
     ok = (
         math.isfinite(value)
         and (number_type.ge is None or value >= number_type.ge)
@@ -380,7 +383,7 @@ def _within(value: float, number_type: IntType | FloatType, key: str) -> float:
     return value
 
 
-def _bounds(number_type: IntType | FloatType) -> str:
+def _describe_bounds(number_type: IntType | FloatType) -> str:
     named = [
         ("at least", number_type.ge),
         ("greater than", number_type.gt),
@@ -395,7 +398,7 @@ def _free(value: Any, key: str) -> Any:
     """Check a value that another library interprets: it must survive JSON unchanged."""
     match value:
         case dict():
-            return {name: _free(item, _join(key, name)) for name, item in _mapping(value, None, key).items()}
+            return {name: _free(item, _join(key, name)) for name, item in _check_mapping(value, None, key).items()}
         case list():
             return [_free(item, f"{key}[{index}]") for index, item in enumerate(value)]
         case str() if key.partition(".")[0] in MODELS and SCIENTIFIC.fullmatch(value):
@@ -410,7 +413,7 @@ def _free(value: Any, key: str) -> Any:
             )
 
 
-def _mapping(value: Any, expected_type: Type | None, key: str) -> dict[str, Any]:
+def _check_mapping(value: Any, expected_type: Type | None, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidValue(
             key, f"expected {describe_type(expected_type) if expected_type else 'a mapping'}, got {shown(value)}"
@@ -421,7 +424,7 @@ def _mapping(value: Any, expected_type: Type | None, key: str) -> dict[str, Any]
     return value
 
 
-def _mismatch(value: Any, expected_type: Type, key: str) -> InvalidValue:
+def _describe_mismatch(value: Any, expected_type: Type, key: str) -> InvalidValue:
     return InvalidValue(key, f"expected {describe_type(expected_type)}, got {shown(value)}")
 
 

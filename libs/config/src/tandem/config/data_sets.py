@@ -13,7 +13,7 @@ from msgspec import inspect
 from msgspec.inspect import StructType
 
 from tandem.config.conform import STAND_IN, conform
-from tandem.config.named import FILES, NAMED, holds_texts, is_local, place_of
+from tandem.config.named import FILES, NAMED, find_place, holds_texts, is_local
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema.data import OF_EACH_SET, DataSet
 
@@ -45,7 +45,7 @@ def place_data_sets(tree: dict[str, Any]) -> None:
         data["dataset_name"] = _LOCAL
     _name_both_sides(data)
     default = data.pop("default", None)
-    shared = {} if default is None else _fitted(default, "data.default")
+    shared = {} if default is None else _fit(default, "data.default")
     sets: dict[str, list[dict[str, Any]]] = {side: [] for side in _SIDES}
     problems = ProblemCollector()
     for side in _SIDES:
@@ -67,11 +67,11 @@ def place_data_sets(tree: dict[str, Any]) -> None:
         ((f"data.{side}", sets[side][0]) for side in _SIDES if sets[side]), ("data.default", shared)
     )
     if sets["train"]:
-        _overrule(tree, data, first["dataset_name"], first_key)
+        _overrule_name(tree, data, first["dataset_name"], first_key)
     _agree(data, first, first_key)
 
 
-def _overrule(tree: dict[str, Any], data: dict[str, Any], name: str, first_key: str) -> None:
+def _overrule_name(tree: dict[str, Any], data: dict[str, Any], name: str, first_key: str) -> None:
     """Replace the name of a single data set by that of the first one listed, as NeMo-RL does, and note it."""
     single_name, ignored = data.get("dataset_name"), tree.get("ignored") or []
     if isinstance(single_name, str) and single_name != name and isinstance(ignored, list | tuple):
@@ -90,7 +90,7 @@ def _name_both_sides(data: dict[str, Any]) -> None:
     copy, val_copy = data.pop("train_data_path", None), data.pop("val_data_path", None)
     data["train"] = {"dataset_name": name, "data_path": copy}
     split = data.pop("val_split", None) or named.held_out
-    train_path, held_out = (place_of(name, each, None)[0] for each in (data.get("split"), split))
+    train_path, held_out = (find_place(name, each, None)[0] for each in (data.get("split"), split))
     if val_copy is None and train_path == held_out:
         val_copy = copy  # a copy of one repository has both splits
     is_there = val_copy is not None or copy is None
@@ -104,13 +104,13 @@ def _holds_out(data: dict[str, Any], train: list[dict[str, Any]]) -> bool:
     return any(data.get(key) for key in keys) or any(each.get("split_validation_size") for each in train)
 
 
-def _fitted(entry: Any, key: str) -> dict[str, Any]:
-    fitted: dict[str, Any] = conform(entry, _described(), key)
+def _fit(entry: Any, key: str) -> dict[str, Any]:
+    fitted: dict[str, Any] = conform(entry, _describe(), key)
     return fitted
 
 
 @functools.cache
-def _described() -> StructType:
+def _describe() -> StructType:
     described = inspect.type_info(DataSet)
     assert isinstance(described, StructType)
     return described
@@ -118,7 +118,7 @@ def _described() -> StructType:
 
 def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str) -> dict[str, Any]:
     """Return a data set with its defaults; a key without any is null."""
-    data_set = shared | _fitted(entry, key)
+    data_set = shared | _fit(entry, key)
     path = data_set.get("data_path")
     if data_set.get("dataset_name") is None:
         beside = data.get("dataset_name")

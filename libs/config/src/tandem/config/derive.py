@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from msgspec import NODEFAULT
 
-from tandem.config.conform import config_type, field_of, struct_types
+from tandem.config.conform import config_type, field_of, list_struct_types
 from tandem.config.data_sets import place_data_sets
 from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.named import NAMED
-from tandem.config.names.newer_names import name_as_here
+from tandem.config.names.newer_names import rename_newer
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
@@ -46,12 +46,12 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
     Values of a wrong type are left for `conform` to report. Raises `InvalidValue` if several algorithms are configured
     and none is chosen.
     """
-    tree = _copied(tree)
+    tree = _copy_value(tree)
     if tree.get("algorithm") is None:
         tree.pop("algorithm", None)
-        tree |= _chosen(tree)
+        tree |= _choose_algorithm(tree)
     reshape(tree)
-    name_as_here(tree)
+    rename_newer(tree)
     place_data_sets(tree)
     choose_environment(tree)
 
@@ -63,11 +63,11 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
         if _look(tree, rule.key, defaults=False) is None:
             _put(tree, rule.key, rule.compute(look))
     if isinstance(tree.get("teachers"), list):
-        tree["teachers"] = [_filled_teacher(tree, teacher) for teacher in tree["teachers"]]
+        tree["teachers"] = [_fill_teacher(tree, teacher) for teacher in tree["teachers"]]
     return tree
 
 
-def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
+def _fill_teacher(tree: dict[str, Any], teacher: Any) -> Any:
     """Return one of several teachers with the derived defaults of a single one."""
     if not isinstance(teacher, dict):
         return teacher
@@ -81,12 +81,12 @@ def _filled_teacher(tree: dict[str, Any], teacher: Any) -> Any:
 
 def unfill(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a complete `tree` without the keys that `fill` would set to the same values."""
-    tree = _copied(tree)
+    tree = _copy_value(tree)
 
     def look(key: str) -> Any:
         return _look(tree, key)
 
-    derived = [rule.key for rule in DERIVED if _same_value(look(rule.key), rule.compute(look))]
+    derived = [rule.key for rule in DERIVED if _is_same_value(look(rule.key), rule.compute(look))]
     for key in derived:
         *parents, last = key.split(".")
         node = tree
@@ -96,18 +96,18 @@ def unfill(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _same_value(first: Any, second: Any) -> bool:
+def _is_same_value(first: Any, second: Any) -> bool:
     """Compare plain values, treating tuples like lists."""
-    return bool(_copied(list(first) if isinstance(first, tuple) else first) == second)
+    return bool(_copy_value(list(first) if isinstance(first, tuple) else first) == second)
 
 
-def _copied(node: Any) -> Any:
+def _copy_value(node: Any) -> Any:
     if isinstance(node, dict):
-        return {key: _copied(value) for key, value in node.items()}
-    return [_copied(value) for value in node] if isinstance(node, list) else node
+        return {key: _copy_value(value) for key, value in node.items()}
+    return [_copy_value(value) for value in node] if isinstance(node, list) else node
 
 
-def _chosen(tree: dict[str, Any]) -> dict[str, str]:
+def _choose_algorithm(tree: dict[str, Any]) -> dict[str, str]:
     present = [name for name in SECTIONS if name in tree]
     if len(present) > 1:
         raise InvalidValue("algorithm", f"required where several are configured ({', '.join(present)})")
@@ -120,7 +120,7 @@ def _look(tree: dict[str, Any], key: str, *, defaults: bool = True) -> Any:
     field: Any = None
     for part in key.split("."):
         field = field_of(described, part) if described is not None else None
-        inner = struct_types(field.type) if field is not None else []
+        inner = list_struct_types(field.type) if field is not None else []
         described = inner[0] if inner else None
         node = node.get(part) if isinstance(node, dict) else None
     if node is None and defaults and field is not None and field.default is not NODEFAULT:
@@ -142,22 +142,22 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     node[last] = value
 
 
-def _same_as(key: str) -> Callable[[Look], Any]:
+def _copy_from(key: str) -> Callable[[Look], Any]:
     return lambda look: look(key)
 
 
-def _algorithm_of(look: Look) -> Algorithm | None:
+def _find_algorithm(look: Look) -> Algorithm | None:
     """Return the declaration of the algorithm; None if there is none, which `conform` reports."""
     name = look("algorithm")
     return ALGORITHMS.get(name) if isinstance(name, str) else None
 
 
 def _declared(look: Look, default: Callable[[Algorithm], Any]) -> Any:
-    algorithm = _algorithm_of(look)
+    algorithm = _find_algorithm(look)
     return None if algorithm is None else default(algorithm)
 
 
-def _by_algorithm(default: Callable[[Algorithm], Any]) -> str:
+def _describe_by_algorithm(default: Callable[[Algorithm], Any]) -> str:
     """Return a key's default for each algorithm as text, beginning with that of the first algorithm."""
     first, *more_algorithms = ALGORITHMS.values()
     titles: dict[Any, list[str]] = {}
@@ -168,7 +168,7 @@ def _by_algorithm(default: Callable[[Algorithm], Any]) -> str:
     return f"{default(first)}; {exceptions}"
 
 
-def _product(first: str, second: str) -> Callable[[Look], Any]:
+def _multiply(first: str, second: str) -> Callable[[Look], Any]:
     def compute(look: Look) -> Any:
         values = look(first), look(second)
         return values[0] * values[1] if all(isinstance(value, int) for value in values) else None
@@ -176,11 +176,11 @@ def _product(first: str, second: str) -> Callable[[Look], Any]:
     return compute
 
 
-def _same(key: str, source_key: str) -> DerivedKey:
-    return DerivedKey(key=key, text=f"`{source_key}`", compute=_same_as(source_key))
+def _derive_same(key: str, source_key: str) -> DerivedKey:
+    return DerivedKey(key=key, text=f"`{source_key}`", compute=_copy_from(source_key))
 
 
-def warmup_length(warmup: Any, num_steps: Any, num_passes: Any) -> int:
+def compute_warmup_length(warmup: Any, num_steps: Any, num_passes: Any) -> int:
     """Return the steps of the schedule in which the learning rate rises; 0 for none, or for values of a wrong type.
 
     Below 1, `warmup` is a share of the run, rounded up (Transformers 5, ``TrainingArguments.get_warmup_steps``).
@@ -190,7 +190,7 @@ def warmup_length(warmup: Any, num_steps: Any, num_passes: Any) -> int:
     return int(warmup) if warmup >= 1 else max(0, math.ceil(warmup * num_steps * num_passes))
 
 
-def linear_warmup(num_steps: int) -> dict[str, Any]:
+def make_linear_warmup(num_steps: int) -> dict[str, Any]:
     """Return the entry of ``policy.scheduler`` whose factor is ``step / num_steps``, then 1.
 
     That is Transformers' ``get_constant_schedule_with_warmup``, but for a first factor that torch takes for positive.
@@ -199,18 +199,18 @@ def linear_warmup(num_steps: int) -> dict[str, Any]:
     return {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": kwargs}
 
 
-def _warmed_up(section: str) -> tuple[DerivedKey, ...]:
+def _derive_warmed_up(section: str) -> tuple[DerivedKey, ...]:
     """Return the rules for the schedules that `warmup_steps` stands for."""
 
     def is_megatron(look: Look) -> bool:
         return bool(look(f"{section}.megatron_cfg.enabled"))
 
     def schedule(look: Look) -> Any:
-        steps = warmup_length(look(f"{section}.warmup_steps"), *_run_length(look))
-        return [linear_warmup(steps)] if steps and not is_megatron(look) else []
+        steps = compute_warmup_length(look(f"{section}.warmup_steps"), *_run_length(look))
+        return [make_linear_warmup(steps)] if steps and not is_megatron(look) else []
 
     def iterations(look: Look) -> Any:
-        steps = warmup_length(look(f"{section}.warmup_steps"), *_run_length(look))
+        steps = compute_warmup_length(look(f"{section}.warmup_steps"), *_run_length(look))
         return steps if is_megatron(look) else 0
 
     means = f"what `{section}.warmup_steps` means"
@@ -227,12 +227,12 @@ def _run_length(look: Look) -> tuple[Any, Any]:
     return look(f"{section}.max_num_steps"), passes
 
 
-def _of_model(section: str) -> tuple[DerivedKey, ...]:
+def _derive_of_model(section: str) -> tuple[DerivedKey, ...]:
     """Return the rules for every model section."""
     return (
-        _same(f"{section}.tokenizer.name", f"{section}.model_name"),
+        _derive_same(f"{section}.tokenizer.name", f"{section}.model_name"),
         *(
-            _tokens(section, f"{batches}.{key}", batch)
+            _derive_tokens(section, f"{batches}.{key}", batch)
             for batches in ("sequence_packing", "dynamic_batching")
             for key, batch in (
                 ("train_mb_tokens", "train_micro_batch_size"),
@@ -242,10 +242,10 @@ def _of_model(section: str) -> tuple[DerivedKey, ...]:
     )
 
 
-def _like_the_policy(section: str) -> tuple[DerivedKey, ...]:
+def _derive_from_policy(section: str) -> tuple[DerivedKey, ...]:
     """Return the rules for a model that follows the policy in its unset keys."""
     return (
-        *(_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
+        *(_derive_same(f"{section}.{key}", f"policy.{key}") for key in _AS_THE_POLICY),
         DerivedKey(
             key=f"{section}.new_model",
             text="`policy.new_model` if it is the same model",
@@ -253,23 +253,23 @@ def _like_the_policy(section: str) -> tuple[DerivedKey, ...]:
                 look("policy.new_model") if look(f"{section}.model_name") == look("policy.model_name") else None
             ),
         ),
-        *_of_model(section),
+        *_derive_of_model(section),
     )
 
 
-def _tokens(section: str, key: str, batch: str) -> DerivedKey:
+def _derive_tokens(section: str, key: str, batch: str) -> DerivedKey:
     key, length, batch = (f"{section}.{name}" for name in (key, "max_total_sequence_length", batch))
-    product = _product(length, batch)
+    product = _multiply(length, batch)
 
     def compute(look: Look) -> Any:
         tokens = product(look)
-        algorithm = _algorithm_of(look)
+        algorithm = _find_algorithm(look)
         return tokens * algorithm.sequences_per_unit if tokens is not None and algorithm is not None else tokens
 
     return DerivedKey(key=key, text=f"`{length}` * `{batch}`, for DPO and RM twice that", compute=compute)
 
 
-def _of_dataset(key: str, otherwise: str | None) -> DerivedKey:
+def _derive_from_data_set(key: str, otherwise: str | None) -> DerivedKey:
     """Return the rule for a key of ``data`` that a named data set decides."""
     name = key.removeprefix("data.")
 
@@ -285,20 +285,20 @@ def _of_dataset(key: str, otherwise: str | None) -> DerivedKey:
     return DerivedKey(key=key, text=f"{by_data_set}; else {f'`{otherwise}`' if otherwise else 'null'}", compute=compute)
 
 
-def _env(look: Look) -> Any:
+def _derive_env(look: Look) -> Any:
     return {name: {} for name in [GENERATED.get(look("data.dataset_name"))] if name is not None}
 
 
-def _environment(look: Look) -> Any:
+def _derive_environment(look: Look) -> Any:
     env = look("env")
     return next(iter(env)) if isinstance(env, dict) and len(env) == 1 else None
 
 
-def _num_train(look: Look) -> Any:
+def _derive_num_train(look: Look) -> Any:
     return 10_000 if look("data.dataset_name") in GENERATED else None
 
 
-def _task_params(look: Look) -> Any:
+def _derive_task_params(look: Look) -> Any:
     if look("data.dataset_name") != "sliding_puzzle":
         return {}
     env = look("env")
@@ -307,11 +307,11 @@ def _task_params(look: Look) -> Any:
     return (cfg.get("game_config") if isinstance(cfg, dict) else None) or {}
 
 
-def _num_validation(look: Look) -> Any:
+def _derive_num_validation(look: Look) -> Any:
     return 256 if look("data.dataset_name") in GENERATED else None
 
 
-def _gpus(look: Look) -> tuple[int, int] | None:
+def _count_gpus(look: Look) -> tuple[int, int] | None:
     """Return the number of GPUs for policy and generation, and how many of them are reserved for generation.
 
     None if the configuration does not say.
@@ -320,8 +320,8 @@ def _gpus(look: Look) -> tuple[int, int] | None:
     if not isinstance(nodes, int) or not isinstance(gpus, int):
         return None
     if nodes == 1:
-        gpus -= _gpus_of_reward_models(look)
-    algorithm, of_others = _algorithm_of(look), _processes_of_others(look)
+        gpus -= _count_gpus_of_reward_models(look)
+    algorithm, of_others = _find_algorithm(look), _count_processes_of_others(look)
     if algorithm is None or not algorithm.rolls_out or look(f"{_COLOCATED}.enabled") is not False:
         return nodes * gpus - of_others, 0
     key, gpus_each = ("gpus_per_node", 1) if nodes == 1 else ("num_nodes", gpus)
@@ -329,13 +329,13 @@ def _gpus(look: Look) -> tuple[int, int] | None:
     return (nodes * gpus - of_others, aside * gpus_each) if isinstance(aside, int) else None
 
 
-def _processes_of_others(look: Look) -> int:
+def _count_processes_of_others(look: Look) -> int:
     """Return the number of processes for models beside the policy."""
     counts = (look(f"{_PROCESSES_OF}.{model}") for model in MODELS if model != "policy")
     return sum(num for num in counts if isinstance(num, int))
 
 
-def _processes_of_teachers(look: Look) -> Any:
+def _count_processes_of_teachers(look: Look) -> Any:
     """Return the number of teacher processes as in NeMo-RL: the same number for each loaded teacher."""
     key = "on_policy_distillation"
     names = look(f"{key}.teacher_model_by_agent_name")
@@ -348,7 +348,7 @@ def _processes_of_teachers(look: Look) -> Any:
     return num * math.prod(size for size in sizes if isinstance(size, int))
 
 
-def _gpus_of_reward_models(look: Look) -> int:
+def _count_gpus_of_reward_models(look: Look) -> int:
     """Return the number of a single node's GPUs that are reserved for reward models."""
     env = look("env")
     of_sets = (each for key in ("data.train", "data.validation") for each in look(key) or () if isinstance(each, dict))
@@ -362,15 +362,15 @@ def _gpus_of_reward_models(look: Look) -> int:
     return total
 
 
-def _trainers(look: Look) -> Any:
+def _derive_trainers(look: Look) -> Any:
     """Return the number of trainers as in NeMo-RL: one for every GPU that is not reserved for generation."""
-    gpus = _gpus(look)
+    gpus = _count_gpus(look)
     return max(1, gpus[0] - gpus[1]) if gpus else 1
 
 
-def _rollouts(look: Look) -> Any:
+def _derive_rollouts(look: Look) -> Any:
     """Return the number of engines that fit on the GPUs for generation; 1 for engines without GPUs."""
-    gpus, kind = _gpus(look), ENGINE_KINDS.get(look("policy.generation.backend"))
+    gpus, kind = _count_gpus(look), ENGINE_KINDS.get(look("policy.generation.backend"))
     if gpus is None or kind is None or not kind.is_on_gpus:
         return 1
     sizes = [look(f"policy.generation.{key}") for key in kind.size_keys]
@@ -379,12 +379,12 @@ def _rollouts(look: Look) -> Any:
     return max(1, (gpus[1] or gpus[0]) // math.prod(sizes))
 
 
-def _launch(look: Look) -> Any:
+def _derive_launch(look: Look) -> Any:
     """Return ``all``, or the processes on the first of several nodes: ranks and engines are numbered through the
     nodes."""
     nodes, gpus_per_node = look("cluster.num_nodes"), look("cluster.gpus_per_node")
     trainers, rollouts = look("cluster.trainers"), look("cluster.rollouts")
-    sizes, of_others = (nodes, gpus_per_node, trainers, rollouts), _processes_of_others(look)
+    sizes, of_others = (nodes, gpus_per_node, trainers, rollouts), _count_processes_of_others(look)
     if not all(isinstance(size, int) for size in sizes) or nodes <= 1 or gpus_per_node <= 0:
         return "all"
     shared = look(f"{_COLOCATED}.enabled") is not False
@@ -406,7 +406,7 @@ def _is_dr_grpo(look: Look) -> bool:
     return bool(look("loss_fn.loss_type") == "dr_grpo")
 
 
-def _metric_name(look: Look) -> Any:
+def _derive_metric_name(look: Look) -> Any:
     of_training = look("data.num_validation") == 0 or not _validates(look)
     return _declared(
         look, lambda algorithm: next(name for name in algorithm.metrics if not (of_training and name[:4] == "val_"))
@@ -420,7 +420,7 @@ def _validates(look: Look) -> bool:
     return any(each not in never for each in when) or look(f"{section}.max_num_steps") == 0
 
 
-def _higher_is_better(look: Look) -> Any:
+def _derive_higher_is_better(look: Look) -> Any:
     return not str(look("checkpointing.metric_name")).endswith("loss")
 
 
@@ -454,7 +454,7 @@ _VLLM = "policy.generation.vllm_cfg"
 DERIVED = (
     DerivedKey(
         key="policy.train_global_batch_size",
-        text=_by_algorithm(lambda algorithm: algorithm.train_global_batch_size),
+        text=_describe_by_algorithm(lambda algorithm: algorithm.train_global_batch_size),
         compute=lambda look: _declared(look, lambda algorithm: algorithm.train_global_batch_size),
     ),
     DerivedKey(
@@ -462,24 +462,24 @@ DERIVED = (
         text="false if `grpo.scale_rewards` is none, else true",
         compute=lambda look: look("grpo.scale_rewards") != "none",
     ),
-    _same("grpo.adv_estimator.scale_rewards", "grpo.scale_rewards"),
+    _derive_same("grpo.adv_estimator.scale_rewards", "grpo.scale_rewards"),
     DerivedKey(
         key="grpo.adv_estimator.normalize_rewards",
         text="`grpo.normalize_rewards`, or what `grpo.adv_estimator.scale_rewards` means",
         compute=_normalizes,
     ),
-    _same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
-    *_of_model("policy"),
-    *_warmed_up("policy"),
+    _derive_same("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline"),
+    *_derive_of_model("policy"),
+    *_derive_warmed_up("policy"),
     DerivedKey(
         key="value",
         text="for PPO a model like the policy, else null",
         compute=lambda look: _declared(look, lambda algorithm: {} if "value" in algorithm.trains else None),
     ),
-    *_like_the_policy("value"),
-    *_warmed_up("value"),
-    *_like_the_policy("teacher"),
-    _same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
+    *_derive_from_policy("value"),
+    *_derive_warmed_up("value"),
+    *_derive_from_policy("teacher"),
+    _derive_same("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
     DerivedKey(
         key="loss_fn.token_level_loss",
         text="false if `loss_fn.loss_type` is grpo, else true",
@@ -490,57 +490,57 @@ DERIVED = (
         text="`policy.generation.max_new_tokens` if `loss_fn.loss_type` is dr_grpo, else null",
         compute=lambda look: look("policy.generation.max_new_tokens") if _is_dr_grpo(look) else None,
     ),
-    _same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
-    _same("policy.generation.vllm_cfg.precision", "policy.precision"),
-    _same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),
-    _same("data.max_input_seq_length", "policy.max_total_sequence_length"),
-    _of_dataset("data.input_key", "input"),
-    _of_dataset("data.output_key", "output"),
-    _of_dataset("data.chat_key", None),
-    _of_dataset("data.chosen_key", "chosen"),
-    _of_dataset("data.rejected_key", "rejected"),
-    _of_dataset("data.split", "train"),
-    _of_dataset("data.val_split", None),
-    _of_dataset("data.subset", None),
+    _derive_same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size"),
+    _derive_same("policy.generation.vllm_cfg.precision", "policy.precision"),
+    _derive_same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),
+    _derive_same("data.max_input_seq_length", "policy.max_total_sequence_length"),
+    _derive_from_data_set("data.input_key", "input"),
+    _derive_from_data_set("data.output_key", "output"),
+    _derive_from_data_set("data.chat_key", None),
+    _derive_from_data_set("data.chosen_key", "chosen"),
+    _derive_from_data_set("data.rejected_key", "rejected"),
+    _derive_from_data_set("data.split", "train"),
+    _derive_from_data_set("data.val_split", None),
+    _derive_from_data_set("data.subset", None),
     DerivedKey(
         key="env",
         text="`reasoning_gym: {}`, `sliding_puzzle_game: {}` or `exact_match: {}`, by `data.dataset_name`, else none",
-        compute=_env,
+        compute=_derive_env,
     ),
-    DerivedKey(key="data.environment", text="the only entry of `env`", compute=_environment),
+    DerivedKey(key="data.environment", text="the only entry of `env`", compute=_derive_environment),
     DerivedKey(
         key="data.task_params",
         text="for sliding_puzzle `env.sliding_puzzle_game.cfg.game_config`, else none",
-        compute=_task_params,
+        compute=_derive_task_params,
     ),
-    DerivedKey(key="data.num_train", text="10000 for problems that are made, else null", compute=_num_train),
+    DerivedKey(key="data.num_train", text="10000 for problems that are made, else null", compute=_derive_num_train),
     DerivedKey(
         key="data.num_validation",
         text="256 for problems that are made, else null",
-        compute=_num_validation,
+        compute=_derive_num_validation,
     ),
     DerivedKey(
         key=f"{_PROCESSES_OF}.teacher",
         text="with `on_policy_distillation.non_colocated_teachers` enabled, the GPUs of its `default_teacher_cfg` "
         "for each teacher; else 0",
-        compute=_processes_of_teachers,
+        compute=_count_processes_of_teachers,
     ),
     DerivedKey(
         key="cluster.trainers",
         text="one for each GPU of the cluster, except those reserved by `policy.generation.colocated.resources`, the "
         "`resources` of a reward model, or `cluster.processes_of`",
-        compute=_trainers,
+        compute=_derive_trainers,
     ),
     DerivedKey(
         key="cluster.rollouts",
         text="with vLLM, the number of GPUs for generation divided by `tensor_parallel_size` times "
         "`pipeline_parallel_size`; else 1",
-        compute=_rollouts,
+        compute=_derive_rollouts,
     ),
     DerivedKey(
         key="cluster.launch",
         text="all; with several nodes, the processes of the first",
-        compute=_launch,
+        compute=_derive_launch,
     ),
     DerivedKey(
         key="checkpointing.checkpoint_dir",
@@ -549,13 +549,16 @@ DERIVED = (
     ),
     DerivedKey(
         key="checkpointing.metric_name",
-        text=f"{_by_algorithm(lambda algorithm: algorithm.metrics[0])}; the training metric if there is no validation",
-        compute=_metric_name,
+        text=(
+            f"{_describe_by_algorithm(lambda algorithm: algorithm.metrics[0])}; the training metric if there is no "
+            "validation"
+        ),
+        compute=_derive_metric_name,
     ),
     DerivedKey(
         key="checkpointing.higher_is_better",
         text="true, unless `checkpointing.metric_name` is a loss",
-        compute=_higher_is_better,
+        compute=_derive_higher_is_better,
     ),
 )
 """The rules, in the order in which they are applied."""

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.inspect import DictType, Field, StructType, Type, VarTupleType
 
 from tandem.common.errors import listed
-from tandem.config.conform import config_type, describe_type, struct_types
+from tandem.config.conform import config_type, describe_type, list_struct_types
 from tandem.config.derive import DERIVED
 from tandem.config.dump import FREE_ON_RESUME
 from tandem.config.schema import MODELS, ConfigSection
@@ -68,31 +68,31 @@ batches, memory, weight transfers. Both `plan` and `check` name the keys without
 """
 
 
-def configuration_page() -> str:
+def write_configuration_page() -> str:
     """Return the whole page as Markdown."""
-    sections = "\n".join(_sections(config_type(), "", 2, {}))
-    return f"{INTRODUCTION}\n{sections}\n{_known_not_built()}\n{_resuming()}"
+    sections = "\n".join(_write_sections(config_type(), "", 2, {}))
+    return f"{INTRODUCTION}\n{sections}\n{_describe_not_built()}\n{_describe_resuming()}"
 
 
-def field_docs(described: StructType) -> dict[str, str]:
+def read_field_docs(described: StructType) -> dict[str, str]:
     """Return the docstring under each field of a struct, by key; empty where there is none."""
     by_name: dict[str, str] = {}
     for section_class in reversed(described.cls.__mro__):
         if issubclass(section_class, ConfigSection):
-            by_name |= _docs_within(section_class)
+            by_name |= _read_docs_within(section_class)
     return {field.encode_name: by_name[field.name] for field in described.fields}
 
 
 @functools.cache
-def _tree(module: str) -> ast.Module:
+def _parse_class(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
-def _docs_within(struct: type[ConfigSection]) -> dict[str, str]:
+def _read_docs_within(struct: type[ConfigSection]) -> dict[str, str]:
     """Return the docstrings of the fields that a class itself defines, by field name."""
     (definition,) = (
         node
-        for node in _tree(struct.__module__).body
+        for node in _parse_class(struct.__module__).body
         if isinstance(node, ast.ClassDef) and node.name == struct.__name__
     )
     by_name: dict[str, str] = {}
@@ -103,48 +103,48 @@ def _docs_within(struct: type[ConfigSection]) -> dict[str, str]:
     return by_name
 
 
-def nested_structs(prefix: str, described: StructType) -> Iterator[tuple[str, StructType]]:
+def list_nested_structs(prefix: str, described: StructType) -> Iterator[tuple[str, StructType]]:
     """Yield each section directly within one, with its key."""
     for field in described.fields:
         key = f"{prefix}{field.encode_name}"
         if isinstance(field.type, DictType):
-            yield from ((f"{key}.NAME", inner) for inner in struct_types(field.type.value_type))
+            yield from ((f"{key}.NAME", inner) for inner in list_struct_types(field.type.value_type))
         elif isinstance(field.type, VarTupleType):
-            yield from ((f"{key}[]", inner) for inner in struct_types(field.type.item_type))
+            yield from ((f"{key}[]", inner) for inner in list_struct_types(field.type.item_type))
         else:
-            yield from ((key, inner) for inner in struct_types(field.type))
+            yield from ((key, inner) for inner in list_struct_types(field.type))
 
 
-def _sections(described: StructType, key: str, level: int, key_by_struct: dict[type, str]) -> Iterator[str]:
+def _write_sections(described: StructType, key: str, level: int, key_by_struct: dict[type, str]) -> Iterator[str]:
     """Yield a section and its inner sections; a struct in `key_by_struct` is only referred to, by its key there."""
     title = f"`{key}`" if key else "Top level"
     if described.cls in key_by_struct:
-        rows = _rows(described, key, besides=key_by_struct[described.cls])
+        rows = _write_rows(described, key, besides=key_by_struct[described.cls])
         yield (
             f"{'#' * level} {title}\n\n"
             f"Same as `{key_by_struct[described.cls]}`{', except for these defaults:' if rows else '.'}\n"
         )
-        yield from _table_of(rows)
+        yield from _write_table_of(rows)
     else:
         key_by_struct[described.cls] = key
-        yield f"{'#' * level} {title}\n\n{_markdown(inspect.getdoc(described.cls) or '')}\n"
+        yield f"{'#' * level} {title}\n\n{_write_markdown(inspect.getdoc(described.cls) or '')}\n"
         as_told = key in MODELS and key != MODELS[0]
-        yield from _table_of(_rows(described, key, besides=MODELS[0] if as_told else None))
-    for name, inner in nested_structs(f"{key}." if key else "", described):
-        yield from _sections(inner, name, min(level + 1, 4) if key else 2, key_by_struct)
+        yield from _write_table_of(_write_rows(described, key, besides=MODELS[0] if as_told else None))
+    for name, inner in list_nested_structs(f"{key}." if key else "", described):
+        yield from _write_sections(inner, name, min(level + 1, 4) if key else 2, key_by_struct)
 
 
-def _table_of(rows: list[str]) -> Iterator[str]:
+def _write_table_of(rows: list[str]) -> Iterator[str]:
     if rows:
         yield "| Key | Type | Default | Meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def _rows(described: StructType, key: str, *, besides: str | None) -> list[str]:
+def _write_rows(described: StructType, key: str, *, besides: str | None) -> list[str]:
     """Return a row for each key of a section, except for keys with the same default and meaning in section
     `besides`."""
-    docs = field_docs(described)
+    docs = read_field_docs(described)
     rows = {
-        field.encode_name: _row(
+        field.encode_name: _write_row(
             f"{key}.{field.encode_name}" if key else field.encode_name, field, docs[field.encode_name]
         )
         for field in described.fields
@@ -161,17 +161,17 @@ def _rows(described: StructType, key: str, *, besides: str | None) -> list[str]:
     ]
 
 
-def _row(key: str, field: Field, doc: str) -> str:
+def _write_row(key: str, field: Field, doc: str) -> str:
     name = key.rpartition(".")[2]
     meaning = f"**new** {doc.removeprefix(NEW)}" if doc.startswith(NEW) else doc
-    return f"| `{name}` | {_type(field.type)} | {_default(key, field)} | {_markdown(meaning)} |"
+    return f"| `{name}` | {_describe_type(field.type)} | {_describe_default(key, field)} | {_write_markdown(meaning)} |"
 
 
-def _type(described: Type) -> str:
+def _describe_type(described: Type) -> str:
     return describe_type(described).replace("|", "\\|")
 
 
-def _default(key: str, field: Field) -> str:
+def _describe_default(key: str, field: Field) -> str:
     if key == "algorithm":
         return f"the one of {listed(f'`{name}`' for name in ALGORITHMS)} with a section in the file"
     derived = {rule.key: rule.text for rule in DERIVED}
@@ -189,25 +189,25 @@ def _default(key: str, field: Field) -> str:
     return f"`{text}`"
 
 
-def _markdown(text: str) -> str:
+def _write_markdown(text: str) -> str:
     return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
 
 
-def _known_not_built() -> str:
+def _describe_not_built() -> str:
     return (
         "## Known, not built yet\n\n"
         "These keys of NeMo-RL are accepted while they are switched off, and refused with `not supported yet`\n"
         "otherwise. Keys of a section that not every run uses (`grpo`, `policy.generation` and the like) are refused\n"
         "only where it is used. Environments, data sets and processors of NeMo-RL that are not built (those for\n"
         "pictures and sounds, `nemo_gym` and the like) are refused by name.\n\n"
-        + _table(NOT_SUPPORTED_YET)
+        + _write_table(NOT_SUPPORTED_YET)
         + "\n\nThese are accepted with a notice and have no effect yet:\n\n"
-        + _table(NO_EFFECT_YET)
+        + _write_table(NO_EFFECT_YET)
         + "\n"
     )
 
 
-def _table(rows: tuple[UnsupportedKey, ...]) -> str:
+def _write_table(rows: tuple[UnsupportedKey, ...]) -> str:
     lines = ["| Key | Switched off |", "|---|---|"]
     for row in rows:
         off = " or ".join(
@@ -218,7 +218,7 @@ def _table(rows: tuple[UnsupportedKey, ...]) -> str:
     return "\n".join(lines)
 
 
-def _resuming() -> str:
+def _describe_resuming() -> str:
     keys = "\n".join(f"- `{key}`" for key in FREE_ON_RESUME)
     return (
         "## What a resumed run may change\n\n"
@@ -228,4 +228,4 @@ def _resuming() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(configuration_page())
+    sys.stdout.write(write_configuration_page())

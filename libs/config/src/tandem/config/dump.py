@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import ConfigError
-from tandem.config.model_names import with_folders, with_names
+from tandem.config.model_names import write_folders, write_names
 from tandem.config.schema import MODELS, Config
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS
 from tandem.config.schema.loss import OF_ANY_LOSS
@@ -57,7 +57,7 @@ _OF_GENERATION = (
 _OF_DATA_SET = ("val_batches", "val_global_batch_size", "val_micro_batch_size")
 
 
-def length_and_validation(algorithm: str) -> tuple[str, ...]:
+def list_length_and_validation(algorithm: str) -> tuple[str, ...]:
     """Return the keys of an algorithm's section that say how long a run trains, and what it validates when."""
     period_keys = _OF_GENERATION if ALGORITHMS[algorithm].rolls_out else _OF_DATA_SET
     return tuple(f"{algorithm}.{key}" for key in ("max_num_steps", "max_num_epochs", *_VALIDATION, *period_keys))
@@ -68,7 +68,7 @@ FREE_ON_RESUME = (
     "nemo_rl_version",
     "ignored",
     "prerequisite",
-    *(key for algorithm in ALGORITHMS for key in length_and_validation(algorithm)),
+    *(key for algorithm in ALGORITHMS for key in list_length_and_validation(algorithm)),
     *(f"{model}.{key}" for model in ("policy", "value", "teacher") for key in _OF_MODEL),
     *(f"{model}.megatron_cfg.{key}" for model in ("policy", "value") for key in _OF_SCHEDULE),
     "policy.generation.val_top_p",
@@ -84,12 +84,12 @@ FREE_ON_RESUME = (
 `cluster.trainers`, or of parallel sizes, only reorders floating-point sums."""
 
 
-def to_plain(config: Config) -> dict[str, Any]:
+def make_plain(config: Config) -> dict[str, Any]:
     """Return the configuration as nested dictionaries with the user's keys.
 
     The sections of other algorithms are left out.
     """
-    plain: dict[str, Any] = msgspec.to_builtins(with_names(config))
+    plain: dict[str, Any] = msgspec.to_builtins(write_names(config))
     for section in {each for names in SECTIONS.values() for each in names} - {*SECTIONS[config.algorithm]}:
         del plain[section]
     if config.declaration.loss_section != "loss_fn":
@@ -108,16 +108,16 @@ def dump_yaml(config: Config) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back."""
     from omegaconf import OmegaConf  # imported late, since services import this module and read no YAML
 
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(to_plain(config))), resolve=False)
+    return OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(make_plain(config))), resolve=False)
 
 
-def escaped(node: Any) -> Any:
+def escape_interpolations(node: Any) -> Any:
     """Escape text that only looks like an interpolation."""
     match node:
         case dict():
-            return {key: escaped(value) for key, value in node.items()}
+            return {key: escape_interpolations(value) for key, value in node.items()}
         case list() | tuple():
-            return [escaped(value) for value in node]
+            return [escape_interpolations(value) for value in node]
         case str():
             # OmegaConf halves the backslashes before an escaped interpolation, and only those.
             return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", node)
@@ -131,13 +131,13 @@ _EARLIER_TEMPLATE = (b'"chat_template":null', b'"chat_template":"default"')
 
 def config_to_json(config: Config) -> bytes:
     """Encode a configuration for the wire; `config_from_json` restores it."""
-    return msgspec.json.encode(with_names(config))
+    return msgspec.json.encode(write_names(config))
 
 
 def config_from_json(encoded: bytes) -> Config:
     """Decode a configuration from `config_to_json`. Raises `ConfigError` for anything else."""
     try:
-        return with_folders(msgspec.json.decode(encoded.replace(*_EARLIER_TEMPLATE), type=Config))
+        return write_folders(msgspec.json.decode(encoded.replace(*_EARLIER_TEMPLATE), type=Config))
     except msgspec.MsgspecError as error:
         raise ConfigError(f"configuration received from the coordinator: {error}") from None
 
@@ -149,7 +149,7 @@ def resume_differences(old: Config, new: Config) -> list[str]:
 
 def differences(old: Config, new: Config, *, besides: Iterable[str]) -> list[str]:
     """Return the paths of differing keys, except some keys or whole sections, in the schema's order."""
-    return differing(_without(old, besides), _without(new, besides))
+    return differing(_remove_keys(old, besides), _remove_keys(new, besides))
 
 
 def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -160,11 +160,11 @@ def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def fingerprint(config: Config) -> str:
     """Return a hash that is equal for two configurations if and only if `resume_differences` finds none."""
-    return hashlib.sha256(msgspec.json.encode(_without(config, FREE_ON_RESUME), order="deterministic")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(_remove_keys(config, FREE_ON_RESUME), order="deterministic")).hexdigest()
 
 
-def _without(config: Config, keys: Iterable[str]) -> dict[str, Any]:
-    plain = to_plain(config)
+def _remove_keys(config: Config, keys: Iterable[str]) -> dict[str, Any]:
+    plain = make_plain(config)
     for key in keys:
         *parents, last = key.split(".")
         node = plain

@@ -68,11 +68,11 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
         return math.prod(attrgetter(key)(settings) for key in self.size_keys)
 
 
-def _num_running_in_vllm(settings: GenerationConfig) -> int:
+def _count_running_in_vllm(settings: GenerationConfig) -> int:
     return int(settings.vllm_kwargs.get("max_num_seqs") or 256)
 
 
-def _longest_sequence_of_vllm(config: Config) -> int:
+def _find_longest_sequence_of_vllm(config: Config) -> int:
     return max(config.policy.max_total_sequence_length, config.policy.generation.vllm_cfg.max_model_len)
 
 
@@ -98,14 +98,14 @@ _VLLM = EngineKind(
     is_on_gpus=True,
     section="vllm_cfg",
     size_keys=("vllm_cfg.tensor_parallel_size", "vllm_cfg.pipeline_parallel_size"),
-    num_running=_num_running_in_vllm,
-    longest_sequence=_longest_sequence_of_vllm,
+    num_running=_count_running_in_vllm,
+    longest_sequence=_find_longest_sequence_of_vllm,
     precision_key="policy.generation.vllm_cfg.precision",
     must_start_first=True,  # it asserts that no process frees memory meanwhile, and takes what others take for its own
     drafts=True,
     knows_every_router=True,
     rules=("tandem.config.checks.vllm.RULES",),
-    notices=("tandem.config.checks.vllm.arguments_without_effect",),
+    notices=("tandem.config.checks.vllm.list_arguments_without_effect",),
 )
 
 ENGINE_KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (_EMBEDDED, _VLLM)}

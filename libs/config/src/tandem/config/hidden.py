@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tandem.config.layers import key_parts
+from tandem.config.layers import split_key
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
@@ -28,7 +28,7 @@ class RefusedSettings(NamedTuple):
     problems: tuple[InvalidValue, ...]
 
 
-def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
+def remove_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
     """Return settings without the keys that `look` finds a problem with, as far as they can be removed."""
     for _ in range(_MOST_LOOKS):
         outcome = look(settings)
@@ -36,7 +36,7 @@ def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
             break
         mended = settings
         for problem in outcome.problems:
-            mended = without(mended, key_parts(problem.key))
+            mended = remove_key(mended, split_key(problem.key))
         if mended == settings:
             break
         settings = mended
@@ -46,17 +46,17 @@ def without_wrong_keys(settings: dict[str, Any], look: Look) -> dict[str, Any]:
 Look = Callable[[dict[str, Any]], Config | RefusedSettings]
 
 
-def with_hidden(refused: RefusedSettings, settings: dict[str, Any], look: Look) -> RefusedSettings:
+def add_hidden(refused: RefusedSettings, settings: dict[str, Any], look: Look) -> RefusedSettings:
     """Return the problems found in settings, and those that they hid from `look`."""
     unsupported, problems = refused
-    told_names = _words([], unsupported)
-    shown = [each for each in problems if not _repeats(each, told_names)] if unsupported else [*problems]
-    told_names |= _words(problems)
+    told_names = _list_named_keys([], unsupported)
+    shown = [each for each in problems if not _is_repeated(each, told_names)] if unsupported else [*problems]
+    told_names |= _list_named_keys(problems)
     for _ in range(_MOST_LOOKS):
         mended = settings
         for problem in problems:
             if not problem.is_of_machine:  # without its key, other rules would apply
-                mended = without(mended, key_parts(problem.key))
+                mended = remove_key(mended, split_key(problem.key))
         if mended == settings:
             break
         again = look(settings := mended)
@@ -64,45 +64,45 @@ def with_hidden(refused: RefusedSettings, settings: dict[str, Any], look: Look) 
             break
         if unsupported is None and again.unsupported is not None:
             unsupported = again.unsupported
-            told_names |= _words([], unsupported)
+            told_names |= _list_named_keys([], unsupported)
         problems = again.problems
-        shown += [each for each in problems if not _repeats(each, told_names)]
-        told_names |= _words(problems)
+        shown += [each for each in problems if not _is_repeated(each, told_names)]
+        told_names |= _list_named_keys(problems)
     return RefusedSettings(unsupported, tuple(shown))
 
 
-def _repeats(problem: InvalidValue, told_names: set[str]) -> bool:
+def _is_repeated(problem: InvalidValue, told_names: set[str]) -> bool:
     """Tell whether a problem is of a key that was told of, names one, or is of the section that lacks it."""
     if any(problem.key == key.rpartition(".")[0] for key in told_names):
         return True
     named = {each.rstrip(".") for each in _KEY.findall(problem.text)}
-    return bool(told_names & {*_names(problem.key), *named, *(each.rpartition(".")[2] for each in named)})
+    return bool(told_names & {*_list_names(problem.key), *named, *(each.rpartition(".")[2] for each in named)})
 
 
-def _words(problems: Sequence[InvalidValue], unsupported: str | None = None) -> set[str]:
+def _list_named_keys(problems: Sequence[InvalidValue], unsupported: str | None = None) -> set[str]:
     """Return the names of all keys that problems are of, or are meant by them."""
     keys = {*_KEY.findall((unsupported or "").partition(": ")[2]), *(problem.key for problem in problems)}
     for problem in problems:
         if problem.text.startswith("unknown key"):  # elsewhere it is a value that is suggested
             parent = problem.key.rpartition(".")[0]
             keys |= {f"{parent}.{meant}" if parent else meant for meant in _SUGGESTED.findall(problem.text)}
-    return {name for key in keys for name in _names(key)}
+    return {name for key in keys for name in _list_names(key)}
 
 
-def _names(key: str) -> set[str]:
+def _list_names(key: str) -> set[str]:
     """Return what a key is called: in full, and by its last part, unless that may be any key's, as `name` may."""
-    last = key_parts(key)[-1]
+    last = split_key(key)[-1]
     return {key, last} if "_" in last else {key}
 
 
-def without(node: Any, parts: Sequence[str]) -> Any:
+def remove_key(node: Any, parts: Sequence[str]) -> Any:
     """Return a copy of settings without a key; the settings themselves if they lack it."""
     head, *inner_parts = parts
     if isinstance(node, dict) and head in node:
         if not inner_parts:
             return {key: value for key, value in node.items() if key != head}
-        return {**node, head: without(node[head], inner_parts)}
+        return {**node, head: remove_key(node[head], inner_parts)}
     if isinstance(node, list) and head.isdecimal() and int(head) < len(node) and inner_parts:
         index = int(head)
-        return [*node[:index], without(node[index], inner_parts), *node[index + 1 :]]
+        return [*node[:index], remove_key(node[index], inner_parts), *node[index + 1 :]]
     return node

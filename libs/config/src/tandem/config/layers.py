@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError
 from tandem.common.regular_files import irregular
-from tandem.config.checks.paths import why_no_path
+from tandem.config.checks.paths import explain_no_path
 from tandem.config.names.newer_names import BACKEND, BACKEND_HERE, name_backend_as_here
 
 COMMAND_LINE = "command line"
@@ -67,7 +67,7 @@ class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
         return re.sub(rf"\b{BACKEND_HERE}\b", BACKEND, key)
 
     def _layer_of(self, key: str) -> ConfigLayer | None:
-        parts = key_parts(key)
+        parts = split_key(key)
         for layer in reversed(self.layers):
             if _sets(layer.settings, parts) or _replaces(layer.settings, parts):
                 return layer
@@ -76,14 +76,14 @@ class ConfigLayers(msgspec.Struct, frozen=True, kw_only=True):
     def are_set_together(self, first_key: str, second_key: str) -> bool:
         """Tell whether a single file, or the command line, sets both keys."""
         first_sources, second_sources = (
-            {layer.source for layer in self.layers if _sets(layer.settings, key_parts(each))}
+            {layer.source for layer in self.layers if _sets(layer.settings, split_key(each))}
             for each in (first_key, second_key)
         )
         return not first_sources.isdisjoint(second_sources)
 
     def is_set(self, key: str) -> bool:
         """Tell whether any layer sets `key`."""
-        return _sets(self.merged, key_parts(key))
+        return _sets(self.merged, split_key(key))
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> ConfigLayers:
@@ -106,11 +106,11 @@ def overridden(settings: ConfigLayers, overrides: Sequence[str]) -> ConfigLayers
         parts, value = _parse_override(override)
         if parts == ["prerequisite"] and isinstance(value, str):
             value = os.path.abspath(value)
-        layer = layer_of(COMMAND_LINE, _nested(parts, value))
+        layer = layer_of(COMMAND_LINE, _nest(parts, value))
         if layer.has_backend_renamed:
             parts = [BACKEND_HERE if part == BACKEND else part for part in parts]
             value = name_backend_as_here(value)
-        merged = _updated(merged, parts, value, override)
+        merged = _update(merged, parts, value, override)
         layers.append(layer)
     return ConfigLayers(main=settings.main, layers=tuple(layers), merged=merged)
 
@@ -147,8 +147,10 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> list[ConfigLayer]:
     layers: list[ConfigLayer] = []
     for name in names_of_parents:
         parent = Path(os.path.normpath(path.parent / name))
-        if why_no_path(parent) is not None or not parent.is_file():
-            raise ConfigError(f"{path}: defaults: there is no file {shortened(parent)}{nearest_file(parent)}")
+        if explain_no_path(parent) is not None or not parent.is_file():
+            raise ConfigError(
+                f"{path}: defaults: there is no file {shorten_path(parent)}{suggest_nearest_file(parent)}"
+            )
         layers += _read_chain(parent, (*children, resolved))
     _check_markers(path, settings, "")
     return [*layers, layer_of(str(path), settings)]
@@ -174,11 +176,11 @@ def _read_file(path: Path) -> Plain:
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{nearest_file(path)}") from None
+        raise ConfigError(f"{path}: there is no such file{suggest_nearest_file(path)}") from None
     except yaml.YAMLError as error:
         if "nesting depth" in str(error):  # PyYAML's own limit, since 6.0.4
             raise ConfigError(f"{path}: cannot be read: {_TOO_DEEP}") from None
-        raise ConfigError(f"{path}: {_syntax(error)}") from None
+        raise ConfigError(f"{path}: {_describe_syntax_error(error)}") from None
     except OmegaConfBaseException as error:
         location = f"{path}: {error.full_key}" if error.full_key else path
         raise ConfigError(f"{location}: cannot be resolved: {str(error).splitlines()[0]}") from None
@@ -187,25 +189,25 @@ def _read_file(path: Path) -> Plain:
     except OSError as error:
         if error.strerror is None:  # raised by OmegaConf for a scalar, for example
             raise ConfigError(f"{path}: expected a mapping at the top, got a scalar") from None
-        raise ConfigError(f"{shortened(path)}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{shorten_path(path)}: cannot be read: {error.strerror}") from None
     except RecursionError:
         raise ConfigError(f"{path}: cannot be read: {_TOO_DEEP}") from None
     except ValueError as error:
-        raise ConfigError(f"{shortened(path)}: cannot be read: {error}") from None
+        raise ConfigError(f"{shorten_path(path)}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping at the top, got a list")
     return content
 
 
-def shortened(path: Path) -> str:
+def shorten_path(path: Path) -> str:
     """Return a path as an error shows it."""
     text = str(path)
     return text if len(text) <= MAX_PATH_SHOWN else f"{text[: MAX_PATH_SHOWN - 3]}..."
 
 
-def nearest_file(path: Path) -> str:
+def suggest_nearest_file(path: Path) -> str:
     """Return ``; did you mean 'x'?`` for the YAML file nearest to a missing one, or an empty string."""
-    if why_no_path(path) is not None or path.exists():
+    if explain_no_path(path) is not None or path.exists():
         return ""
     folders = [folder for folder in (path.parent, path.parent / path.stem, Path("examples")) if folder.is_dir()]
     files = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.y*ml")}
@@ -213,7 +215,7 @@ def nearest_file(path: Path) -> str:
     return f"; did you mean {str(files[matches[0]])!r}?" if matches else ""
 
 
-def _syntax(error: yaml.YAMLError) -> str:
+def _describe_syntax_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     location = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     problem = getattr(error, "problem", None) or str(error)
@@ -226,7 +228,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
 
     key, equals, text = override.partition("=")
     key = key.strip().lstrip("+")
-    parts = key_parts(key)
+    parts = split_key(key)
     if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
         raise ConfigError(f"{COMMAND_LINE}: {override!r}: expected key=value, such as grpo.max_num_steps=10")
     try:
@@ -238,19 +240,19 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     return parts, parsed["value"]
 
 
-def key_parts(key: str) -> list[str]:
+def split_key(key: str) -> list[str]:
     """Split ``a.b[0].c`` or ``a.b.0.c`` into its parts."""
     return re.sub(r"\[(\d+)\]", r".\1", key).split(".")
 
 
-def _nested(parts: Sequence[str], value: Any) -> Plain:
+def _nest(parts: Sequence[str], value: Any) -> Plain:
     for part in reversed(parts):
         value = {part: value}
     nested: Plain = value
     return nested
 
 
-def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
+def _update(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
     """Return a copy of `node` with `value` at the path `parts`; a number in the path indexes a list."""
     if not parts:
         return merge({"": node}, {"": value})[""]
@@ -259,9 +261,9 @@ def _updated(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:
         if not head.isdecimal() or int(head) >= len(node):
             raise ConfigError(f"{COMMAND_LINE}: {override!r}: {head!r} is not an index into a list of {len(node)}")
         index = int(head)
-        return [*node[:index], _updated(node[index], inner_parts, value, override), *node[index + 1 :]]
+        return [*node[:index], _update(node[index], inner_parts, value, override), *node[index + 1 :]]
     branch = node if isinstance(node, dict) else {}
-    return {**branch, head: _updated(branch.get(head), inner_parts, value, override)}
+    return {**branch, head: _update(branch.get(head), inner_parts, value, override)}
 
 
 def _replaces(node: Any, parts: Sequence[str]) -> bool:

@@ -14,26 +14,26 @@ from msgspec import NODEFAULT
 from msgspec.inspect import StructType
 
 from tandem.common.errors import ConfigError, NotSupportedYet
-from tandem.config.checks import broken_rules
-from tandem.config.conform import completed, config_type, conform
+from tandem.config.checks import find_broken_rules
+from tandem.config.conform import complete_settings, config_type, conform
 from tandem.config.derive import DERIVED, fill, unfill
-from tandem.config.dump import differing, escaped, to_plain
-from tandem.config.hidden import Look, RefusedSettings, with_hidden, without, without_wrong_keys
+from tandem.config.dump import differing, escape_interpolations, make_plain
+from tandem.config.hidden import Look, RefusedSettings, add_hidden, remove_key, remove_wrong_keys
 from tandem.config.layers import (
     COMMAND_LINE,
     ConfigLayer,
     ConfigLayers,
-    key_parts,
     layer_of,
     merge,
     overridden,
     read_layers,
+    split_key,
 )
-from tandem.config.megatron import fit_megatron, missing_megatron, unfit_megatron
-from tandem.config.nemo_eval import is_nemo_eval, original_key, translated
+from tandem.config.megatron import find_missing_megatron, fit_megatron, unfit_megatron
+from tandem.config.nemo_eval import find_original_key, is_nemo_eval, translate
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
-from tandem.config.unsupported import refusal
+from tandem.config.unsupported import describe_refusal
 
 NEWER = "newer"
 """Value of ``nemo_rl_version`` that names no release."""
@@ -46,7 +46,7 @@ _LATEST = (0, 7)
 _MOST_LOOKS = 20
 
 
-def without_foreign(
+def remove_foreign(
     layers: ConfigLayers, look: Look, interpolated: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, Any], Config | RefusedSettings]:
     """Return settings without the keys of a newer release, which ``ignored`` lists then, and what `look` finds."""
@@ -61,20 +61,20 @@ def without_foreign(
             break
         foreign = [problem for problem in outcome.problems if is_foreign(problem, layers)]
         fewer = settings
-        foreign = [_as_written(problem, settings) for problem in foreign]
+        foreign = [_restore_written(problem, settings) for problem in foreign]
         for problem in foreign:
-            fewer = without(fewer, key_parts(problem.key))
+            fewer = remove_key(fewer, split_key(problem.key))
         if fewer == settings:
             break
         listed = settings.get("ignored") or ()
-        lines = _lines(interpolated(settings), foreign, layers.written)
+        lines = _describe_foreign(interpolated(settings), foreign, layers.written)
         new_lines = [line for line in lines if line not in listed]
-        settings = {**fewer, "ignored": [*listed, *escaped(new_lines)]}
+        settings = {**fewer, "ignored": [*listed, *escape_interpolations(new_lines)]}
         outcome = look(settings)
     return settings, outcome
 
 
-def _as_written(problem: InvalidValue, settings: dict[str, Any]) -> InvalidValue:
+def _restore_written(problem: InvalidValue, settings: dict[str, Any]) -> InvalidValue:
     """Return a problem with the key that the settings have: a list of one teacher becomes the teacher."""
     teachers = settings.get("teachers")
     if problem.key.startswith("teacher.") and isinstance(teachers, list) and len(teachers) == 1:
@@ -106,13 +106,17 @@ def is_newer(version: Any) -> bool:
     return is_number and tuple(map(int, version.split(".")[:2])) > _LATEST
 
 
-def _lines(settings: dict[str, Any], problems: list[InvalidValue], written: Callable[[str], str]) -> list[str]:
+def _describe_foreign(
+    settings: dict[str, Any], problems: list[InvalidValue], written: Callable[[str], str]
+) -> list[str]:
     """Return a notice about the key of each problem, as its file has it."""
-    values = [_value_at(settings, key_parts(each.key)) for each in problems]
-    return [f"{written(each.key)} ({_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)]
+    values = [_find_value(settings, split_key(each.key)) for each in problems]
+    return [
+        f"{written(each.key)} ({_show_plain(value)}) {NOT_KNOWN}" for each, value in zip(problems, values, strict=True)
+    ]
 
 
-def _value_at(node: Any, parts: list[str]) -> Any:
+def _find_value(node: Any, parts: list[str]) -> Any:
     """Return the value at a key; None where the settings have it in another place."""
     for part in parts:
         if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
@@ -122,7 +126,7 @@ def _value_at(node: Any, parts: list[str]) -> Any:
     return node
 
 
-def _plain(value: Any) -> str:
+def _show_plain(value: Any) -> str:
     return shown(value) if not isinstance(value, str) else shown(value).strip("'")
 
 
@@ -157,46 +161,50 @@ def load_evaluation(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises the errors of `load_config`.
     """
-    layers, written = _layers_of_any(path, overrides)
+    layers, written = _read_any_layers(path, overrides)
     return _build(layers, to_run=True, written=written)
 
 
-def _layers_of_any(path: str | Path, overrides: Sequence[str]) -> tuple[ConfigLayers, Written | None]:
+def _read_any_layers(path: str | Path, overrides: Sequence[str]) -> tuple[ConfigLayers, Written | None]:
     """Return the layers of a run's configuration, or of an evaluation's in NeMo-RL's form, with what wrote its keys."""
     layers = read_layers(Path(path), overrides)
     if not is_nemo_eval(layers.merged):
         return layers, None
     try:
-        settings = translated(interpolated(layers.merged))
+        settings = translate(interpolate(layers.merged))
     except InvalidValue as problem:
         raise ConfigError(f"{layers.source_of(problem.key)}: {problem.key}: {problem.text}") from None
 
     def written(key: str) -> tuple[str, str]:
-        eval_key = original_key(key)
+        eval_key = find_original_key(key)
         return layers.source_of(eval_key), eval_key if layers.is_set(eval_key) else key
 
     layer = ConfigLayer(source=layers.main, settings=settings)
-    return ConfigLayers(main=layers.main, layers=(layer,), merged=escaped(settings)), written
+    return ConfigLayers(main=layers.main, layers=(layer,), merged=escape_interpolations(settings)), written
 
 
 def build_config(settings: Mapping[str, Any], source: str = "configuration") -> Config:
     """Make a configuration from a mapping, like `load_config` from a file; errors begin with `source`."""
-    return build(layers_of(settings, source))
+    return build(make_layers(settings, source))
 
 
-def layers_of(configuration: str | Path | Mapping[str, Any] | Config, source: str = "config") -> ConfigLayers:
+def make_layers(configuration: str | Path | Mapping[str, Any] | Config, source: str = "config") -> ConfigLayers:
     """Return the lowest layer, given as a file, a mapping or a finished configuration.
 
     `source` is the name in errors if it is not a file.
     """
     if isinstance(configuration, str | Path):
         return read_layers(Path(configuration), ())
-    plain = escaped(_unfilled(configuration)) if isinstance(configuration, Config) else dict(configuration)
+    plain = (
+        escape_interpolations(_unfill_config(configuration))
+        if isinstance(configuration, Config)
+        else dict(configuration)
+    )
     layer = layer_of(source, plain)
     return ConfigLayers(main=source, layers=(layer,), merged=layer.settings)
 
 
-def laid_over(layers: ConfigLayers, settings: Mapping[str, Any], source: str) -> ConfigLayers:
+def lay_over(layers: ConfigLayers, settings: Mapping[str, Any], source: str) -> ConfigLayers:
     """Return layers with one more on top, named `source` in errors."""
     top = layer_of(source, settings)
     return ConfigLayers(main=layers.main, layers=(*layers.layers, top), merged=merge(layers.merged, top.settings))
@@ -219,11 +227,11 @@ class ValidPart(msgspec.Struct, frozen=True):
 def valid_part(path: str | Path, overrides: Sequence[str] = ()) -> ValidPart | None:
     """Return the valid part of a refused configuration; None if it is not enough to make one."""
     try:
-        layers, written = _layers_of_any(path, overrides)
+        layers, written = _read_any_layers(path, overrides)
         look = functools.partial(_look_through, to_run=True)
-        tree = without_wrong_keys(without_foreign(layers, look, interpolated)[0], look)
-        tree = completed(_without_variables(interpolated(tree), tree), config_type(), _DERIVED)
-        config = msgspec.convert(conform(completed(fill(tree), config_type()), config_type(), ""), Config)
+        tree = remove_wrong_keys(remove_foreign(layers, look, interpolate)[0], look)
+        tree = complete_settings(_remove_variables(interpolate(tree), tree), config_type(), _DERIVED)
+        config = msgspec.convert(conform(complete_settings(fill(tree), config_type()), config_type(), ""), Config)
     except (ConfigError, InvalidValue, ArithmeticError, LookupError, TypeError, ValueError):
         return None
     return ValidPart(config, layers.source_of if written is None else lambda key: written(key)[0])
@@ -244,7 +252,7 @@ def change_config(
 
     Derived keys are derived again. Raises `ConfigError`; a key that no override sets has `source` as its file.
     """
-    plain = merge(escaped(_unfilled(earlier)), dict(settings))
+    plain = merge(escape_interpolations(_unfill_config(earlier)), dict(settings))
     layers = overridden(
         ConfigLayers(main=source, layers=(ConfigLayer(source=source, settings=plain),), merged=plain), overrides
     )
@@ -252,29 +260,29 @@ def change_config(
     return ChangedConfig(
         config=config,
         keys=tuple(
-            key for key in differing(to_plain(earlier), to_plain(config)) if layers.source_of(key) == COMMAND_LINE
+            key for key in differing(make_plain(earlier), make_plain(config)) if layers.source_of(key) == COMMAND_LINE
         ),
     )
 
 
 def changed_keys(earlier: Config, later: Config) -> list[str]:
     """Return the keys that differ, without those derived from others that differ, in the schema's order."""
-    places = {key: place for place, key in enumerate(differing(to_plain(earlier), to_plain(later)))}
-    keys = differing(_unfilled(earlier), _unfilled(later))
+    places = {key: place for place, key in enumerate(differing(make_plain(earlier), make_plain(later)))}
+    keys = differing(_unfill_config(earlier), _unfill_config(later))
     return sorted(keys, key=lambda key: places.get(key, len(places)))
 
 
-def _unfilled(config: Config) -> dict[str, Any]:
-    return unfill(to_plain(unfit_megatron(config)))
+def _unfill_config(config: Config) -> dict[str, Any]:
+    return unfill(make_plain(unfit_megatron(config)))
 
 
 def _build(layers: ConfigLayers, *, to_run: bool, written: Written | None = None) -> Config:
     """Make a configuration; `written` returns the file and the name of a key where they are not those in `layers`."""
     look = functools.partial(_look_through, to_run=to_run)
-    merged, outcome = without_foreign(layers, look, interpolated)
+    merged, outcome = remove_foreign(layers, look, interpolate)
     if isinstance(outcome, Config):
         return outcome
-    outcome = with_hidden(outcome, merged, look)
+    outcome = add_hidden(outcome, merged, look)
     locate = written or (lambda key: (layers.source_of(key), layers.written(key)))
     foreign = {each for each in outcome.problems if is_foreign(each, layers)}
     is_told = is_newer(merged.get("nemo_rl_version"))  # a foreign key that another problem hid is no problem then
@@ -296,30 +304,30 @@ def _look_through(merged: dict[str, Any], *, to_run: bool) -> Config | RefusedSe
     """
     unsupported = None
     try:
-        tree = _without_variables(interpolated(merged), merged)
+        tree = _remove_variables(interpolate(merged), merged)
         config = msgspec.convert(conform(fill(tree), config_type(), ""), Config)
-        unsupported = refusal(config) if to_run else None
+        unsupported = describe_refusal(config) if to_run else None
         config = fit_megatron(config, to_run=to_run)
-        problems = broken_rules(config)
-        problems.found = [*(missing_megatron(config) if to_run else ()), *problems.found]
+        problems = find_broken_rules(config)
+        problems.found = [*(find_missing_megatron(config) if to_run else ()), *problems.found]
         problems.complain()
     except InvalidValue as problem:
         return RefusedSettings(unsupported, problem.all)
     return RefusedSettings(unsupported, ()) if unsupported else config
 
 
-def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
+def interpolate(tree: dict[str, Any]) -> dict[str, Any]:
     """Replace every ``${...}``, which may also refer to an unset key with a plain default. Raises `InvalidValue`."""
     from omegaconf import OmegaConf  # imported late, as in `layers`
     from omegaconf.errors import OmegaConfBaseException
 
     for name, function in RESOLVERS.items():
-        resolver = functools.partial(_computed, name, function)
+        resolver = functools.partial(_compute, name, function)
         OmegaConf.register_resolver(name, resolver, replace=True, annotation_validation="off")
     try:
         if _is_literal(tree):
             return tree
-        with_defaults = OmegaConf.create(merge(_defaults(config_type()), tree))
+        with_defaults = OmegaConf.create(merge(_list_defaults(config_type()), tree))
         resolved = OmegaConf.to_container(with_defaults, resolve=True)
     except OmegaConfBaseException as error:
         # OmegaConf wraps a resolver's error in a sentence of its own.
@@ -327,11 +335,11 @@ def interpolated(tree: dict[str, Any]) -> dict[str, Any]:
         raise InvalidValue(error.full_key or "", f"cannot be resolved: {reason}") from None
     except RecursionError:
         raise InvalidValue("", "mappings or lists are nested too deeply") from None
-    interpolated: dict[str, Any] = _restricted(resolved, tree)
+    interpolated: dict[str, Any] = _restrict(resolved, tree)
     return interpolated
 
 
-def _without_variables(tree: dict[str, Any], raw_tree: dict[str, Any]) -> dict[str, Any]:
+def _remove_variables(tree: dict[str, Any], raw_tree: dict[str, Any]) -> dict[str, Any]:
     """Remove top-level keys that are not sections and that interpolations read."""
     sections = {field.encode_name for field in config_type().fields}
     variables = {key for key in tree if key not in sections and not isinstance(tree[key], dict)}
@@ -350,7 +358,7 @@ def _is_literal(node: Any) -> bool:
     return node is None or type(node) in (bool, int, float)
 
 
-def _computed(name: str, function: Callable[[Any, Any], Any], *arguments: Any) -> Any:
+def _compute(name: str, function: Callable[[Any, Any], Any], *arguments: Any) -> Any:
     """Return the value of ``${name:a,b}``."""
     are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in arguments)
     if len(arguments) != 2 or not are_numbers:
@@ -361,19 +369,19 @@ def _computed(name: str, function: Callable[[Any, Any], Any], *arguments: Any) -
     return function(*arguments)
 
 
-def _defaults(described: StructType) -> dict[str, Any]:
+def _list_defaults(described: StructType) -> dict[str, Any]:
     """Return the defaults of a struct's scalar fields, and those of its inner structs."""
     defaults: dict[str, Any] = {}
     for field in described.fields:
         if isinstance(field.type, StructType):
-            defaults[field.encode_name] = _defaults(field.type)
+            defaults[field.encode_name] = _list_defaults(field.type)
         elif field.default is not NODEFAULT and isinstance(field.default, bool | int | float | str | None):
             defaults[field.encode_name] = field.default
     return defaults
 
 
-def _restricted(resolved: Any, tree: Any) -> Any:
+def _restrict(resolved: Any, tree: Any) -> Any:
     """Return `resolved` without the keys that only the defaults added."""
     if isinstance(resolved, dict) and isinstance(tree, dict):
-        return {key: _restricted(resolved[key], value) for key, value in tree.items()}
+        return {key: _restrict(resolved[key], value) for key, value in tree.items()}
     return resolved

@@ -64,7 +64,7 @@ class LowPrecisionProducts(msgspec.Struct, frozen=True):
         return _CAPABILITIES.get(self.recipe, (0, 0))
 
 
-def products_of(megatron: MegatronCfg) -> tuple[LowPrecisionProducts, ...]:
+def list_products(megatron: MegatronCfg) -> tuple[LowPrecisionProducts, ...]:
     """Return what a section requests; more than one is a mistake."""
     products = []
     if megatron.fp8_cfg is not None and megatron.fp8_cfg.enabled:

@@ -9,10 +9,10 @@ import msgspec
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
-from tandem.config.conform import conform, unknown_key
-from tandem.config.installed.megatron_arguments import RESERVED, arguments, defaults, is_installed
-from tandem.config.installed.sources import package_folder
-from tandem.config.low_precision import products_of
+from tandem.config.conform import conform, describe_unknown_key
+from tandem.config.installed.megatron_arguments import RESERVED, is_installed, list_arguments, list_defaults
+from tandem.config.installed.sources import find_package
+from tandem.config.low_precision import list_products
 from tandem.config.problem import InvalidValue, ProblemCollector
 from tandem.config.schema import MODELS, Config, MegatronCfg, ModelConfig
 
@@ -22,10 +22,10 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
 
     Raises `InvalidValue` for an unknown argument. Without Megatron-Core, names and types are left unchecked.
     """
-    return _each_model(config, lambda key, model: _fit(key, model, to_run=to_run))
+    return _change_each_model(config, lambda key, model: _fit(key, model, to_run=to_run))
 
 
-def missing_megatron(config: Config) -> Iterator[InvalidValue]:
+def find_missing_megatron(config: Config) -> Iterator[InvalidValue]:
     """Yield a problem for each model that Megatron-Core trains where it is not installed."""
     for name in MODELS:
         model: ModelConfig | None = getattr(config, name)
@@ -36,10 +36,10 @@ def missing_megatron(config: Config) -> Iterator[InvalidValue]:
 
 def unfit_megatron(config: Config) -> Config:
     """Return the configuration without the values that `fit_megatron` took from other keys."""
-    return _each_model(config, _unfit)
+    return _change_each_model(config, _unfit)
 
 
-def _each_model(config: Config, change: Callable[[str, ModelConfig], MegatronCfg]) -> Config:
+def _change_each_model(config: Config, change: Callable[[str, ModelConfig], MegatronCfg]) -> Config:
     """Return the configuration with the Megatron-Core section of each model changed."""
     changed: dict[str, Any] = {}
     if config.teachers is not None:
@@ -58,8 +58,8 @@ def _fit(key: str, model: ModelConfig, *, to_run: bool) -> MegatronCfg:
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return megatron
-    if to_run and package_folder("transformer_engine") is None:
-        for products in products_of(megatron):  # Megatron-Core would silently train without it
+    if to_run and find_package("transformer_engine") is None:
+        for products in list_products(megatron):  # Megatron-Core would silently train without it
             text = f"{products.value} needs Transformer Engine, which is not installed here"
             raise InvalidValue(f"{key}.{products.key}", text)
     elif to_run and megatron.forwarded.get("attention_backend") == "local":  # disables all its kernels
@@ -72,9 +72,9 @@ def _fit(key: str, model: ModelConfig, *, to_run: bool) -> MegatronCfg:
         clip_grad = model.max_grad_norm or 0.0
     return msgspec.structs.replace(
         megatron,
-        forwarded=_fitted(key, "", megatron.forwarded),
-        optimizer=_fitted(key, "optimizer", {**usual, **megatron.optimizer, "clip_grad": clip_grad}),
-        distributed_data_parallel_config=_fitted(
+        forwarded=_fit_arguments(key, "", megatron.forwarded),
+        optimizer=_fit_arguments(key, "optimizer", {**usual, **megatron.optimizer, "clip_grad": clip_grad}),
+        distributed_data_parallel_config=_fit_arguments(
             key, "distributed_data_parallel_config", megatron.distributed_data_parallel_config
         ),
     )
@@ -88,8 +88,8 @@ def _unfit(key: str, model: ModelConfig) -> MegatronCfg:
     return msgspec.structs.replace(megatron, optimizer=optimizer)
 
 
-def _fitted(prefix: str, section: str, settings: dict[str, Any]) -> dict[str, Any]:
-    argument_types, prefix = arguments(section), f"{prefix}.{section}".rstrip(".")
+def _fit_arguments(prefix: str, section: str, settings: dict[str, Any]) -> dict[str, Any]:
+    argument_types, prefix = list_arguments(section), f"{prefix}.{section}".rstrip(".")
     fitted, problems = {}, ProblemCollector()
     for name, value in settings.items():
         key = f"{prefix}.{name}"
@@ -97,14 +97,14 @@ def _fitted(prefix: str, section: str, settings: dict[str, Any]) -> dict[str, An
             if name in RESERVED[section]:
                 raise InvalidValue(key, f"cannot be set here: {RESERVED[section][name]}")
             if argument_types and name not in argument_types:
-                siblings = {**_typed(section), **defaults(section)}
-                unknown, hint = unknown_key(key, value, siblings), nearest(name, list(siblings))
+                siblings = {**_list_types(section), **list_defaults(section)}
+                unknown, hint = describe_unknown_key(key, value, siblings), nearest(name, list(siblings))
                 raise InvalidValue(key, f"Megatron-Core has no such argument{hint}", unknown=unknown)
             fitted[name] = conform(value, argument_types[name], key) if argument_types else value
     problems.complain()
     return fitted
 
 
-def _typed(section: str) -> dict[str, Any]:
+def _list_types(section: str) -> dict[str, Any]:
     """Return the keys of a section that the schema itself declares, with their defaults."""
     return {} if section else {field.encode_name: field.default for field in msgspec.structs.fields(MegatronCfg)}

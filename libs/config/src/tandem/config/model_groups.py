@@ -44,7 +44,7 @@ class ModelGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.name == "policy"
 
 
-def model_groups_of(config: Config) -> tuple[ModelGroup, ...]:
+def list_model_groups(config: Config) -> tuple[ModelGroup, ...]:
     """Return the model groups of a run, the policy's first."""
     sizes = config.processes_of
     ends = itertools.accumulate(sizes.values())
@@ -55,6 +55,6 @@ def model_groups_of(config: Config) -> tuple[ModelGroup, ...]:
     )
 
 
-def model_group_at(config: Config, index: int) -> ModelGroup:
+def find_model_group(config: Config, index: int) -> ModelGroup:
     """Return the model group of a trainer."""
-    return next(model_group for model_group in model_groups_of(config) if index in model_group.trainers)
+    return next(model_group for model_group in list_model_groups(config) if index in model_group.trainers)

@@ -29,21 +29,21 @@ _TEACHERS = "teacher_model_by_agent_name"
 
 def change_model_names(config: Config, change: Change) -> Config:
     """Return a configuration with its model names changed; the same object if none changes."""
-    return _changed(config, change, "")
+    return _change_section(config, change, "")
 
 
-def with_names(config: Config) -> Config:
+def write_names(config: Config) -> Config:
     """Return the written form of a configuration: commits of the Hub by name, independent of the node's cache
     folder."""
-    return change_model_names(config, lambda _, name, __: str(hub.name_in_cache(name) or name))
+    return change_model_names(config, lambda _, name, __: str(hub.find_cached_name(name) or name))
 
 
-def with_folders(config: Config) -> Config:
+def write_folders(config: Config) -> Config:
     """Return the in-memory form of a written configuration: commits of the Hub as folders in this node's cache.
 
     The folders need not exist yet.
     """
-    return change_model_names(config, lambda _, name, __: _folder(name))
+    return change_model_names(config, lambda _, name, __: _find_folder(name))
 
 
 def is_used(config: Config, key: str) -> bool:
@@ -54,7 +54,7 @@ def is_used(config: Config, key: str) -> bool:
             if subkey == _DRAFT:
                 generation = config.policy.generation
                 takes_drafts = config.declaration.rolls_out and generation.kind.drafts
-                return takes_drafts and speculation.draft_of(generation.vllm_kwargs) is not None
+                return takes_drafts and speculation.find_draft(generation.vllm_kwargs) is not None
             return not subkey.startswith("draft.") or config.policy.draft.enabled
         case "env":
             return subkey.partition(".")[0] in config.reward_models
@@ -72,11 +72,11 @@ def fetch_models(config: Config, say: Callable[[str], None]) -> list[str]:
     fetched: list[str] = []
 
     def look(key: str, name: str, section: msgspec.Struct) -> str:
-        reference = hub.name_in_cache(name)
+        reference = hub.find_cached_name(name)
         if reference is None or not is_used(config, key):
             return name
         snapshot = hub.RepositorySnapshot(reference.repo, str(reference.revision), None)
-        folder = hub.folder_of(reference)
+        folder = hub.find_folder(reference)
         hub.remove_unfinished(reference)
         is_tokenizer = isinstance(section, TokenizerConfig)
         if (folder / "tokenizer.json").is_file() if is_tokenizer else hub.is_whole(folder):
@@ -95,21 +95,21 @@ def fetch_models(config: Config, say: Callable[[str], None]) -> list[str]:
     return fetched
 
 
-def _folder(name: str) -> str:
-    reference = hub.reference_in(name) if "@" in name else None
-    return str(hub.folder_of(reference)) if reference is not None and reference.is_pinned else name
+def _find_folder(name: str) -> str:
+    reference = hub.parse_reference(name) if "@" in name else None
+    return str(hub.find_folder(reference)) if reference is not None and reference.is_pinned else name
 
 
-def _with_draft(arguments: dict[str, Any], change: Change, section: msgspec.Struct) -> dict[str, Any]:
+def _change_draft(arguments: dict[str, Any], change: Change, section: msgspec.Struct) -> dict[str, Any]:
     """Return vLLM's arguments with the name of the draft model changed."""
-    name = speculation.draft_of(arguments)
+    name = speculation.find_draft(arguments)
     changed = None if name is None else change(f"policy.{_DRAFT}", name, section)
     if changed == name:
         return arguments
     return {**arguments, speculation.KEY: {**arguments[speculation.KEY], "model": changed}}
 
 
-def _changed(section: Section, change: Change, key: str) -> Section:
+def _change_section(section: Section, change: Change, key: str) -> Section:
     name_field = "name" if isinstance(section, TokenizerConfig) else "model_name"
     changes: dict[str, Any] = {}
     for field in section.__struct_fields__:
@@ -119,12 +119,12 @@ def _changed(section: Section, change: Change, key: str) -> Section:
         if field == name_field and isinstance(value, str):
             changed = change(path, value, section)
         elif isinstance(value, msgspec.Struct):
-            changed = _changed(value, change, path)
+            changed = _change_section(value, change, path)
         elif path == "policy.generation.vllm_kwargs":
-            changed = _with_draft(value, change, section)
+            changed = _change_draft(value, change, section)
         elif isinstance(value, dict):
             entries = {
-                name: _changed(each, change, f"{path}.{name}")
+                name: _change_section(each, change, f"{path}.{name}")
                 if isinstance(each, msgspec.Struct)
                 else change(f"{path}.{name}", each, section)
                 if field == _TEACHERS
@@ -134,7 +134,7 @@ def _changed(section: Section, change: Change, key: str) -> Section:
             changed = entries if any(entries[name] is not value[name] for name in value) else value
         elif isinstance(value, tuple) and any(isinstance(each, msgspec.Struct) for each in value):
             several = tuple(
-                _changed(each, change, f"{path}[{index}]") if isinstance(each, msgspec.Struct) else each
+                _change_section(each, change, f"{path}[{index}]") if isinstance(each, msgspec.Struct) else each
                 for index, each in enumerate(value)
             )
             changed = several if any(a is not b for a, b in zip(several, value, strict=True)) else value

@@ -137,7 +137,7 @@ MOOT = (
 """Keys without effect, in the order of the notices."""
 
 
-def keys_of(row: MootKey, config: Config) -> list[str]:
+def list_keys(row: MootKey, config: Config) -> list[str]:
     """Return the keys that a row is about in a configuration: those of every model that the run holds."""
     section, _, subkey = row.key.partition(".")
     if section in ALGORITHMS:
@@ -149,10 +149,10 @@ def keys_of(row: MootKey, config: Config) -> list[str]:
         return [row.key]
     if subkey.startswith("generation."):
         return [row.key] if config.generates else []
-    return [f"{name}.{subkey}" for name in MODELS if _reads(config, name, subkey)]
+    return [f"{name}.{subkey}" for name in MODELS if _is_read(config, name, subkey)]
 
 
-def _reads(config: Config, name: str, subkey: str) -> bool:
+def _is_read(config: Config, name: str, subkey: str) -> bool:
     """Tell whether a run holds a model whose backend is the one that a key is for."""
     model = getattr(config, name)
     if model is None or (name != "policy" and name not in config.holds):

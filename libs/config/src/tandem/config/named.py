@@ -30,11 +30,11 @@ class NamedDataset(msgspec.Struct, frozen=True, kw_only=True):
     """The split to validate on, if nothing else is said."""
 
 
-def _named(holds: Holds, path: str = "", **keys: str) -> NamedDataset:
+def _make_named(holds: Holds, path: str = "", **keys: str) -> NamedDataset:
     return NamedDataset(holds=holds, path=path, keys=MappingProxyType(keys))
 
 
-def _pictured(held_out: str, **splits: tuple[str, str]) -> NamedDataset:
+def _make_pictured(held_out: str, **splits: tuple[str, str]) -> NamedDataset:
     return NamedDataset(
         holds="problems",
         path=next(iter(splits.values()))[0],
@@ -45,12 +45,12 @@ def _pictured(held_out: str, **splits: tuple[str, str]) -> NamedDataset:
     )
 
 
-def _of_one(path: str, *names: str, **splits_by_name: str) -> dict[str, tuple[str, str]]:
+def _list_of_one(path: str, *names: str, **splits_by_name: str) -> dict[str, tuple[str, str]]:
     return {name: (path, name) for name in names} | {name: (path, split) for name, split in splits_by_name.items()}
 
 
 _CLEVR_TRAIN = ("MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "train")
-_CLEVR = _pictured(
+_CLEVR = _make_pictured(
     "valA",
     train=_CLEVR_TRAIN,
     trainA=_CLEVR_TRAIN,
@@ -58,24 +58,24 @@ _CLEVR = _pictured(
     valB=("MMInstruction/Clevr_CoGenT_ValB", "train"),
 )
 
-_OPEN_MATH = _named(
+_OPEN_MATH = _make_named(
     "problems", "nvidia/OpenMathInstruct-2", split="train_1M", input_key="problem", output_key="expected_answer"
 )
 
 _DAPO = {"input_key": "prompt.0.content", "output_key": "reward_model.ground_truth"}
 
 NAMED = {
-    "jsonl": _named("problems"),
-    "prompt_response_dataset": _named("problems"),
-    "ResponseDataset": _named("problems"),
+    "jsonl": _make_named("problems"),
+    "prompt_response_dataset": _make_named("problems"),
+    "ResponseDataset": _make_named("problems"),
     "OpenMathInstruct-2": _OPEN_MATH,
     "openmathinstruct2": _OPEN_MATH,
-    "DeepScaler": _named(
+    "DeepScaler": _make_named(
         "problems", "agentica-org/DeepScaleR-Preview-Dataset", input_key="problem", output_key="answer"
     ),
-    "DAPOMath17K": _named("problems", "BytedTsinghua-SIA/DAPO-Math-17k", **_DAPO),
-    "DAPOMathAIME2024": _named("problems", "BytedTsinghua-SIA/AIME-2024", **_DAPO),
-    "AIME2024": _named("problems", "HuggingFaceH4/aime_2024", input_key="problem", output_key="answer"),
+    "DAPOMath17K": _make_named("problems", "BytedTsinghua-SIA/DAPO-Math-17k", **_DAPO),
+    "DAPOMathAIME2024": _make_named("problems", "BytedTsinghua-SIA/AIME-2024", **_DAPO),
+    "AIME2024": _make_named("problems", "HuggingFaceH4/aime_2024", input_key="problem", output_key="answer"),
     "gsm8k": NamedDataset(
         holds="problems",
         path="openai/gsm8k",
@@ -84,18 +84,18 @@ NAMED = {
     ),
     "clevr-cogent": _CLEVR,
     "clevr_cogent": _CLEVR,
-    "geometry3k": _pictured("validation", **_of_one("hiyouga/geometry3k", "train", "validation", "test")),
-    "refcoco": _pictured("validation", **_of_one("jxu124/refcoco", "train", "validation", default="train")),
-    "tulu3_sft_mixture": _named("conversations", "allenai/tulu-3-sft-mixture", chat_key="messages"),
-    "open_assistant": _named("conversations"),
-    "openai_format": _named("conversations", chat_key="messages"),
-    "squad": _named("conversations", "rajpurkar/squad", val_split="validation"),
-    "arrow_text": _named("texts", text_key="text"),
-    "DPODataset": _named("preferences", chosen_key="chosen_response", rejected_key="rejected_response"),
-    "PreferenceDataset": _named("preferences"),
-    "BinaryPreferenceDataset": _named("preferences"),
-    "HelpSteer3": _named("preferences", "nvidia/HelpSteer3", subset="preference", val_split="validation"),
-    "Tulu3Preference": _named("preferences", "allenai/llama-3.1-tulu-3-8b-preference-mixture"),
+    "geometry3k": _make_pictured("validation", **_list_of_one("hiyouga/geometry3k", "train", "validation", "test")),
+    "refcoco": _make_pictured("validation", **_list_of_one("jxu124/refcoco", "train", "validation", default="train")),
+    "tulu3_sft_mixture": _make_named("conversations", "allenai/tulu-3-sft-mixture", chat_key="messages"),
+    "open_assistant": _make_named("conversations"),
+    "openai_format": _make_named("conversations", chat_key="messages"),
+    "squad": _make_named("conversations", "rajpurkar/squad", val_split="validation"),
+    "arrow_text": _make_named("texts", text_key="text"),
+    "DPODataset": _make_named("preferences", chosen_key="chosen_response", rejected_key="rejected_response"),
+    "PreferenceDataset": _make_named("preferences"),
+    "BinaryPreferenceDataset": _make_named("preferences"),
+    "HelpSteer3": _make_named("preferences", "nvidia/HelpSteer3", subset="preference", val_split="validation"),
+    "Tulu3Preference": _make_named("preferences", "allenai/llama-3.1-tulu-3-8b-preference-mixture"),
 }
 """Named data sets, by ``data.dataset_name``. NeMo-RL downloads the trees of Open Assistant; here they are a local
 file. It validates DeepScaler on AIME 2024; here some of DeepScaler's own problems are held out."""
@@ -110,7 +110,7 @@ FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 """Suffixes of problem files."""
 
 
-def place_of(dataset_name: str, split: str | None, instead: str | None) -> tuple[str, str]:
+def find_place(dataset_name: str, split: str | None, instead: str | None) -> tuple[str, str]:
     """Return where a data set is: its name on the Hub or its folder, and the split there.
 
     `instead` is a copy that the user has of a data set that is known by name.

@@ -48,9 +48,9 @@ def is_nemo_eval(tree: Mapping[str, Any]) -> bool:
     return "generation" in tree
 
 
-def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
+def translate(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an evaluation as those of a run. Raises `InvalidValue`."""
-    sections = {name: _mapping(tree, name) for name in ("generation", "tokenizer", "data", "env")}
+    sections = {name: _read_mapping(tree, name) for name in ("generation", "tokenizer", "data", "env")}
     run_settings = {key: value for key, value in tree.items() if key not in sections}
     generation = dict(sections["generation"])
     if not isinstance(model := generation.get("model_name"), str):
@@ -74,40 +74,40 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
         del tokenizer["chat_template_kwargs"]
     if tokenizer:
         policy["tokenizer"] = tokenizer
-    grpo = {"max_num_steps": 0, "max_val_samples": EVERY_ONE, **_mapping(run_settings, "grpo")}
-    env = {name: _environment(entry) for name, entry in sections["env"].items()}
+    grpo = {"max_num_steps": 0, "max_val_samples": EVERY_ONE, **_read_mapping(run_settings, "grpo")}
+    env = {name: _translate_environment(entry) for name, entry in sections["env"].items()}
     return {
         **run_settings,
         "algorithm": "grpo",
         "grpo": grpo,
         "policy": policy,
-        "data": _data(sections["data"]),
+        "data": _translate_data(sections["data"]),
         "env": env,
     }
 
 
-def original_key(key: str) -> str:
-    """Return the original name of a key of `translated` settings."""
+def find_original_key(key: str) -> str:
+    """Return the original name of a key of translated settings."""
     if key == "policy.model_name":
         return "generation.model_name"
     return re.sub(r"^policy\.(?=(generation|tokenizer)\b)", "", key)
 
 
-def _mapping(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _read_mapping(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = tree.get(name) or {}
     if not isinstance(section, dict):
         raise InvalidValue(name, "expected a mapping")
     return section
 
 
-def _environment(entry: Any) -> Any:
+def _translate_environment(entry: Any) -> Any:
     """Return an environment without the key that names the only implementation."""
     if isinstance(entry, dict) and entry.get("math_verify_impl") == "hf_math_verify":
         return {key: value for key, value in entry.items() if key != "math_verify_impl"}
     return entry
 
 
-def _data(section: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_data(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data section for these problems, all of which are held out."""
     data = dict(section)
     for key in _DATA_OF_NO_USE:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from tandem.common.dotted import named
-from tandem.config.checks.run import why_never_validated
+from tandem.config.checks.run import explain_never_validated
 from tandem.config.derive import DERIVED
-from tandem.config.installed.sources import package_folder
-from tandem.config.models.model_sizes import expert_sizes, model_config, model_sizes
+from tandem.config.installed.sources import find_package
+from tandem.config.models.model_sizes import read_expert_sizes, read_model_config, read_model_sizes
 from tandem.config.models.vision_families import family_of
-from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, keys_of
+from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, list_keys
 from tandem.config.named import holds_texts
-from tandem.config.problem import without_effect
+from tandem.config.problem import describe_without_effect
 from tandem.config.schema import MODELS, Config, OptimizerConfig
 from tandem.config.schema.declarations import SECTIONS
 from tandem.config.schema.distillation import DistillationLossConfig
 from tandem.config.schema.loss import OF_ANY_LOSS, LossFn
-from tandem.config.unsupported import value_at, without_effect_yet
-from tandem.config.vanishing_rates import ended_schedules, too_small_rates
+from tandem.config.unsupported import find_value, list_without_effect
+from tandem.config.vanishing_rates import find_ended_schedules, find_too_small_rates
 
 _MEGATRON = "policy.megatron_cfg"
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
@@ -38,15 +38,15 @@ _FOLLOW = frozenset(rule.key.rpartition(".")[0] for rule in DERIVED)
 
 def notices(config: Config) -> list[str]:
     """Return all notices about a configuration, a line each."""
-    return [*(line for notice in _NOTICES for line in notice(config)), *without_effect_yet(config)]
+    return [*(line for notice in _NOTICES for line in notice(config)), *list_without_effect(config)]
 
 
-def _ignored(config: Config) -> Iterator[str]:
+def _notice_ignored(config: Config) -> Iterator[str]:
     """Yield the notices about keys that the configuration does not have any more."""
     yield from config.ignored
 
 
-def _other_algorithms(config: Config) -> Iterator[str]:
+def _notice_other_sections(config: Config) -> Iterator[str]:
     """Yield the sections that only another algorithm reads."""
     for name in (*(name for names in SECTIONS.values() for name in names), "loss_fn"):
         section = getattr(config, name)
@@ -62,25 +62,27 @@ def _other_algorithms(config: Config) -> Iterator[str]:
             yield f"{name} ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
 
 
-def _backends(config: Config) -> Iterator[str]:
+def _notice_backends(config: Config) -> Iterator[str]:
     """Yield the keys that are overridden by Megatron-Core with its own optimizer and schedule."""
     policy = config.policy
     if not policy.megatron_cfg.enabled:
         if policy.megatron_cfg.env_vars:
-            yield without_effect(f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false")
+            yield describe_without_effect(
+                f"{_MEGATRON}.env_vars", policy.megatron_cfg.env_vars, f"{_MEGATRON}.enabled is false"
+            )
         return
     reason = f"{_MEGATRON}.enabled is true"
     if policy.dtensor_cfg.env_vars:
-        yield without_effect("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, reason)
+        yield describe_without_effect("policy.dtensor_cfg.env_vars", policy.dtensor_cfg.env_vars, reason)
     if policy.dtensor_cfg.enabled:
-        yield without_effect("policy.dtensor_cfg.enabled", True, f"{reason}, and wins")
+        yield describe_without_effect("policy.dtensor_cfg.enabled", True, f"{reason}, and wins")
     if policy.optimizer not in (None, OptimizerConfig()):
-        yield without_effect("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
+        yield describe_without_effect("policy.optimizer", policy.optimizer.name, f"{_MEGATRON}.optimizer decides")
     if policy.scheduler:
         yield f"policy.scheduler has no effect: {_MEGATRON}.scheduler decides"
 
 
-def _sequences(config: Config) -> Iterator[str]:
+def _notice_sequences(config: Config) -> Iterator[str]:
     """Yield sequence parallelism without tensor-parallel ranks to split sequences over."""
     policy = config.policy
     if policy.megatron_cfg.enabled:
@@ -90,115 +92,136 @@ def _sequences(config: Config) -> Iterator[str]:
         section, split, ranks = "policy.dtensor_cfg", policy.dtensor_cfg.sequence_parallel, "tensor_parallel_size"
         size = policy.dtensor_cfg.tensor_parallel_size
     if split and size == 1:
-        yield without_effect(f"{section}.sequence_parallel", True, f"{section}.{ranks} is 1")
+        yield describe_without_effect(f"{section}.sequence_parallel", True, f"{section}.{ranks} is 1")
 
 
-def _experts(config: Config) -> Iterator[str]:
+def _notice_experts(config: Config) -> Iterator[str]:
     """Yield disabled sequence parallelism where Megatron-Core's experts require it on tensor-parallel ranks."""
     megatron = config.policy.megatron_cfg
     ranks = megatron.tensor_model_parallel_size
-    if megatron.enabled and ranks > 1 and not megatron.sequence_parallel and model_sizes(config.policy).num_experts:
+    if (
+        megatron.enabled
+        and ranks > 1
+        and not megatron.sequence_parallel
+        and read_model_sizes(config.policy).num_experts
+    ):
         reason = f"the model has experts, and {_MEGATRON}.tensor_model_parallel_size is {ranks}"
         yield f"{_MEGATRON}.sequence_parallel (false) is taken as true: {reason}"
 
 
-def _megatron(config: Config) -> Iterator[str]:
+def _notice_megatron(config: Config) -> Iterator[str]:
     """Yield the arguments of Megatron-Core that other settings override."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     if not megatron.enabled:
         return
     if megatron.converter_type is not None:
-        yield without_effect(f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides")
+        yield describe_without_effect(
+            f"{_MEGATRON}.converter_type", megatron.converter_type, "the model's config.json decides"
+        )
     if megatron.forwarded.get("moe_token_dispatcher_type") == "allgather":
         reason = "micro-batches have different lengths"
         yield f"{_MEGATRON}.moe_token_dispatcher_type (allgather) is taken as alltoall: {reason}"
     bf16 = megatron.optimizer.get("bf16")
     if bf16 is not None and bf16 != (policy.precision == "bfloat16"):
-        yield without_effect(f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides")
+        yield describe_without_effect(
+            f"{_MEGATRON}.optimizer.bf16", bf16, f"policy.precision ({policy.precision}) decides"
+        )
     clip_grad = megatron.optimizer.get("clip_grad")
     if clip_grad != (policy.max_grad_norm or 0.0):
-        yield without_effect(
+        yield describe_without_effect(
             "policy.max_grad_norm", policy.max_grad_norm, f"{_MEGATRON}.optimizer.clip_grad is {clip_grad:g}"
         )
-    if package_folder("transformer_engine") is None:
+    if find_package("transformer_engine") is None:
         arguments = {**megatron.forwarded, **{f"optimizer.{key}": value for key, value in megatron.optimizer.items()}}
         for key, off in _OF_TRANSFORMER_ENGINE.items():
             if arguments.get(key, off) != off:
-                yield without_effect(f"{_MEGATRON}.{key}", arguments[key], "Transformer Engine is not installed here")
+                yield describe_without_effect(
+                    f"{_MEGATRON}.{key}", arguments[key], "Transformer Engine is not installed here"
+                )
 
 
-def _adapters(config: Config) -> Iterator[str]:
+def _notice_adapters(config: Config) -> Iterator[str]:
     """Yield NeMo-RL's options for adapters that are not used here, and target modules where all layers are chosen."""
     policy = config.policy
     if policy.adapters is None:
         return
     if policy.megatron_cfg.enabled:
         if policy.megatron_cfg.peft.a2a_experimental:
-            yield without_effect(
+            yield describe_without_effect(
                 f"{_MEGATRON}.peft.a2a_experimental", True, "ranks exchange only small tensors already"
             )
         return
     lora, key = policy.dtensor_cfg.lora_cfg, "policy.dtensor_cfg.lora_cfg"
     if lora.use_triton:
-        yield without_effect(f"{key}.use_triton", True, "torch multiplies")
+        yield describe_without_effect(f"{key}.use_triton", True, "torch multiplies")
     if lora.match_all_linear and lora.target_modules:
-        yield without_effect(f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true")
-    if expert_sizes(model_config(policy) or {}) is not None:
+        yield describe_without_effect(
+            f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true"
+        )
+    if read_expert_sizes(read_model_config(policy) or {}) is not None:
         yield f"{key}: routed experts have no adapters and stay as they are"
 
 
-def _data_parallel(config: Config) -> Iterator[str]:
+def _notice_data_parallel(config: Config) -> Iterator[str]:
     """Yield the keys of Megatron's FSDP in NeMo-RL's files, and averaging, since Tandem divides a sum once."""
     ddp_config = config.policy.megatron_cfg.distributed_data_parallel_config
     if not config.policy.megatron_cfg.enabled:
         return
     if ddp_config.get("average_in_collective"):
-        yield without_effect(
+        yield describe_without_effect(
             f"{_DDP}.average_in_collective", True, "gradients are summed, since the loss is already a mean"
         )
     if ddp_config.get("overlap_param_gather"):
-        yield without_effect(f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over")
+        yield describe_without_effect(
+            f"{_DDP}.overlap_param_gather", True, "weights are read as soon as a step is over"
+        )
     strategy = ddp_config.get("data_parallel_sharding_strategy")
     if strategy not in (None, "no_shard"):
-        yield without_effect(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
+        yield describe_without_effect(f"{_DDP}.data_parallel_sharding_strategy", strategy, "use_megatron_fsdp is off")
 
 
-def _rewards(config: Config) -> Iterator[str]:
+def _notice_rewards(config: Config) -> Iterator[str]:
     """Yield the settings of reward options that are not chosen."""
     if not config.declaration.rolls_out:
         return
     section = config.rollout_section
     if section.batch_multiplier != 1 and not section.use_dynamic_sampling:
         key = f"{config.algorithm}.use_dynamic_sampling"
-        yield without_effect(f"{config.algorithm}.batch_multiplier", section.batch_multiplier, f"{key} is false")
+        yield describe_without_effect(
+            f"{config.algorithm}.batch_multiplier", section.batch_multiplier, f"{key} is false"
+        )
     shaping, estimator = config.rollout_section.reward_shaping, config.rollout_section.group_estimator
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None and shaping.max_response_length is not None:
         key = f"{config.algorithm}.reward_shaping"
-        yield without_effect(
+        yield describe_without_effect(
             f"{key}.max_response_length", shaping.max_response_length, f"{key}.stop_properly_penalty_coef is set"
         )
     if estimator is not None and estimator.reward_weights is not None and estimator.name != "gdpo":
         key = f"{config.algorithm}.adv_estimator"
-        yield without_effect(f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}")
+        yield describe_without_effect(
+            f"{key}.reward_weights", estimator.reward_weights, f"{key}.name is {estimator.name}"
+        )
 
 
-def _reward_model(config: Config) -> Iterator[str]:
+def _notice_reward_model(config: Config) -> Iterator[str]:
     """Yield the options of reward models that make sense only for models in training."""
     for environment, entry in config.reward_models.items():
         key, scores = f"env.{environment}", "it scores batches of one shape"
         for name in ("sequence_packing", "dynamic_batching"):
             if getattr(entry, name).enabled:
-                yield without_effect(f"{key}.{name}.enabled", True, scores)
+                yield describe_without_effect(f"{key}.{name}.enabled", True, scores)
         if entry.max_grad_norm is not None:
-            yield without_effect(f"{key}.max_grad_norm", entry.max_grad_norm, "a reward model is not trained here")
+            yield describe_without_effect(
+                f"{key}.max_grad_norm", entry.max_grad_norm, "a reward model is not trained here"
+            )
         gpus, nodes = entry.resources.gpus_per_node, config.cluster.num_nodes
         if gpus and (nodes > 1 or not config.cluster.gpus_per_node):
             reason = f"cluster.num_nodes is {nodes}" if nodes > 1 else "cluster.gpus_per_node is 0"
             placement = "a reward model runs beside its rollout process"
-            yield without_effect(f"{key}.resources.gpus_per_node", gpus, f"{reason}; {placement}")
+            yield describe_without_effect(f"{key}.resources.gpus_per_node", gpus, f"{reason}; {placement}")
 
 
-def _asynchronous(config: Config) -> Iterator[str]:
+def _notice_asynchronous(config: Config) -> Iterator[str]:
     """Yield uncorrected asynchronous training, and options of asynchronous training that is off."""
     if not config.declaration.rolls_out:
         return
@@ -211,16 +234,16 @@ def _asynchronous(config: Config) -> Iterator[str]:
             )
         if asynchronous.recompute_kv_cache_after_weight_updates and not asynchronous.in_flight_weight_updates:
             reason = f"{key}.in_flight_weight_updates is false"
-            yield without_effect(f"{key}.recompute_kv_cache_after_weight_updates", True, reason)
+            yield describe_without_effect(f"{key}.recompute_kv_cache_after_weight_updates", True, reason)
         return
     if config.refit.keep_copy == "on":
-        yield without_effect("refit.keep_copy", "on", f"{key}.enabled is false")
+        yield describe_without_effect("refit.keep_copy", "on", f"{key}.enabled is false")
     for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
         if getattr(asynchronous, name):
-            yield without_effect(f"{key}.{name}", True, f"{key}.enabled is false")
+            yield describe_without_effect(f"{key}.{name}", True, f"{key}.enabled is false")
 
 
-def _of_engine(config: Config) -> Iterator[str]:
+def _notice_engine_arguments(config: Config) -> Iterator[str]:
     """Yield what the engine's own declaration has a notice about."""
     for path in config.policy.generation.kind.notices if config.generates else ():
         yield from named(path)(config)
@@ -236,13 +259,13 @@ LOWEST_RATE = 1e-9
 """Lowest useful learning rate of Adam: below it, most updates leave float32 weights of usual size (0.02) unchanged."""
 
 
-def most_learning_rate(config: Config) -> float | None:
+def find_max_learning_rate(config: Config) -> float | None:
     """Return the rate above which Adam destroys a model of this size; None for other optimizers and unknown sizes."""
     policy = config.policy
     name = policy.megatron_cfg.optimizer.get("optimizer", "adam") if policy.megatron_cfg.enabled else None
     if name is None:
         name = policy.optimizer.name if policy.optimizer is not None else ""
-    width = (model_config(policy) or {}).get("hidden_size")
+    width = (read_model_config(policy) or {}).get("hidden_size")
     if "adam" not in str(name).lower() or not isinstance(width, int) or width < 1:
         return None
     return FAR_ABOVE * USUAL_PEAK_TIMES_WIDTH / width * (1.0 if policy.adapters is None else OF_ADAPTERS)
@@ -250,7 +273,7 @@ def most_learning_rate(config: Config) -> float | None:
 
 def about_learning_rate(config: Config) -> Iterator[str]:
     """Yield a notice for a rate far outside what the optimizer and the size of the model bear."""
-    policy, max_rate = config.policy, most_learning_rate(config)
+    policy, max_rate = config.policy, find_max_learning_rate(config)
     is_megatron = policy.megatron_cfg.enabled
     arguments = policy.megatron_cfg.optimizer if is_megatron else policy.optimizer.kwargs if policy.optimizer else {}
     key, rate = f"{_MEGATRON}.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr", arguments.get("lr")
@@ -263,25 +286,25 @@ def about_learning_rate(config: Config) -> Iterator[str]:
         yield f"{key} ({rate:g}) is too small: below {LOWEST_RATE:g} most float32 weights do not change; {source}"
 
 
-def _seed(config: Config) -> Iterator[str]:
+def _notice_seed(config: Config) -> Iterator[str]:
     """Yield the seed of the data, which NeMo-RL uses to hold out part of some data sets."""
     if config.data.seed is not None:
         reason = f"prompts decide what is held out, {config.algorithm}.seed the order"
-        yield without_effect("data.seed", config.data.seed, reason)
+        yield describe_without_effect("data.seed", config.data.seed, reason)
 
 
-def _left_to_others(config: Config) -> Iterator[str]:
+def _notice_moot_keys(config: Config) -> Iterator[str]:
     """Yield the keys that NeMo-RL leaves to its own machinery, or to libraries that are not used here."""
     for row in MOOT:
-        for key in keys_of(row, config):
-            value = value_at(config, key)
+        for key in list_keys(row, config):
+            value = find_value(config, key)
             if key == MODEL_ARGUMENTS and family_of(config.policy) is not None:
                 value = {name: each for name, each in value.items() if name != "freeze_config"}
             if value not in row.off:
-                yield without_effect(key, value, row.reason)
+                yield describe_without_effect(key, value, row.reason)
 
 
-def _other_losses(config: Config) -> Iterator[str]:
+def _notice_other_losses(config: Config) -> Iterator[str]:
     """Yield the keys of ``loss_fn`` that belong to the loss of other algorithms."""
     if config.declaration.loss_section != "loss_fn" or config.loss_fn.class_path is not None:
         return
@@ -293,20 +316,20 @@ def _other_losses(config: Config) -> Iterator[str]:
         yield f"loss_fn ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
 
 
-def _joint_teachers(config: Config) -> Iterator[str]:
+def _notice_joint_teachers(config: Config) -> Iterator[str]:
     """Yield settings of the weights of joint teachers that other settings leave without effect."""
     if not config.joint_teachers:
         return
     loss = config.loss_fn
     if loss.sum_weights_metric is None and loss.alpha != 1.0:
-        yield without_effect("loss_fn.alpha", loss.alpha, "loss_fn.sum_weights_metric is null")
+        yield describe_without_effect("loss_fn.alpha", loss.alpha, "loss_fn.sum_weights_metric is null")
     for index, teacher in enumerate(config.joint_teachers if config.weighs_teachers_by else ()):
         if teacher.weight != 1.0:
             by = "kd_loss_mode" if loss.sum_weights_metric is None else "sum_weights_metric"
-            yield without_effect(f"teachers[{index}].weight", teacher.weight, f"loss_fn.{by} decides")
+            yield describe_without_effect(f"teachers[{index}].weight", teacher.weight, f"loss_fn.{by} decides")
 
 
-def _data_sets(config: Config) -> Iterator[str]:
+def _notice_data_sets(config: Config) -> Iterator[str]:
     """Yield the keys of listed data sets that nothing reads."""
     for side, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for index, data_set in enumerate(sets):
@@ -319,48 +342,54 @@ def _data_sets(config: Config) -> Iterator[str]:
             }
             for name, (value, reason) in unread.items():
                 if value is not None and not (reason == _RAW and holds_texts(str(data_set.dataset_name))):
-                    yield without_effect(f"data.{side}[{index}].{name}", value, reason)
+                    yield describe_without_effect(f"data.{side}[{index}].{name}", value, reason)
 
 
 _RAW = "only arrow_text is raw text"
 
 
-def _sees(config: Config) -> Iterator[str]:
+def _notice_vision(config: Config) -> Iterator[str]:
     """Yield a wrong statement whether the model sees."""
     stated, sees = config.policy.is_vlm, family_of(config.policy) is not None
     if stated is not None and stated != sees:
-        yield without_effect("policy.is_vlm", stated, "the model's config.json decides")
+        yield describe_without_effect("policy.is_vlm", stated, "the model's config.json decides")
 
 
-def _validation(config: Config) -> Iterator[str]:
+def _notice_validation(config: Config) -> Iterator[str]:
     """Yield settings of validation, and of groups with equal rewards, that other settings leave without effect."""
     if not config.declaration.rolls_out:
         return
     section, name = config.rollout_section, config.algorithm
     if section.val_start_at and not section.val_period:
-        yield without_effect(f"{name}.val_start_at", section.val_start_at, f"{name}.val_period is 0")
+        yield describe_without_effect(f"{name}.val_start_at", section.val_start_at, f"{name}.val_period is 0")
     elif section.val_start_at > section.max_num_steps:
         yield f"{name}.val_start_at ({section.val_start_at}) is after the last step ({section.max_num_steps})"
     if section.stop_at_validation_threshold is not None and section.stop_at_validation_metric is None:
         reason = f"{name}.stop_at_validation_metric is null"
-        yield without_effect(f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, reason)
+        yield describe_without_effect(
+            f"{name}.stop_at_validation_threshold", section.stop_at_validation_threshold, reason
+        )
     if getattr(section, "zero_variance_prompt_filtering", False) and not section.leaves_out_equal_rewards:
         left_out = "grpo.use_dynamic_sampling leaves such groups out already"
         reason = left_out if section.use_dynamic_sampling else "grpo.adv_estimator.name opd does not learn from rewards"
-        yield without_effect(f"{name}.zero_variance_prompt_filtering", True, reason)
+        yield describe_without_effect(f"{name}.zero_variance_prompt_filtering", True, reason)
 
 
-def _lengths(config: Config) -> Iterator[str]:
+def _notice_lengths(config: Config) -> Iterator[str]:
     """Yield a limit of prompts that is above that of whole sequences."""
     longest, length = config.policy.max_total_sequence_length, config.data.max_input_seq_length
     if length > longest:
         reason = f"policy.max_total_sequence_length is {longest}"
-        yield without_effect("data.max_input_seq_length", length, f"{reason}, and a longer prompt is left out")
+        yield describe_without_effect("data.max_input_seq_length", length, f"{reason}, and a longer prompt is left out")
 
 
-def _unranked(config: Config) -> Iterator[str]:
+def _notice_unranked(config: Config) -> Iterator[str]:
     """Yield a metric that would rank checkpoints if the run measured it, ever or in each step that saves one."""
-    settings, reason, period = config.checkpointing, why_never_validated(config), config.algorithm_section.val_period
+    settings, reason, period = (
+        config.checkpointing,
+        explain_never_validated(config),
+        config.algorithm_section.val_period,
+    )
     metric = settings.metric_name
     if not settings.enabled or settings.keep_top_k is None or not metric.startswith("val_"):
         return
@@ -374,13 +403,13 @@ def _unranked(config: Config) -> Iterator[str]:
         )
 
 
-def _puzzle(config: Config) -> Iterator[str]:
+def _notice_puzzle(config: Config) -> Iterator[str]:
     """Yield a notice about the puzzle: NeMo-RL's file inherits another dataset, which its script never reads."""
     if config.data.dataset_name == "sliding_puzzle" and len(config.env) > 1:
         yield "data.dataset_name is sliding_puzzle, because env has sliding_puzzle_game"
 
 
-def _nodes(config: Config) -> Iterator[str]:
+def _notice_nodes(config: Config) -> Iterator[str]:
     """Yield a loopback address that processes of other nodes could not reach."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address.startswith("tcp://127.0.0.1:"):
@@ -391,30 +420,30 @@ def _nodes(config: Config) -> Iterator[str]:
 
 
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _ignored,
-    _other_algorithms,
-    _backends,
-    _sequences,
-    _experts,
-    _megatron,
-    _adapters,
-    _data_parallel,
-    _rewards,
-    _reward_model,
-    _asynchronous,
-    _of_engine,
+    _notice_ignored,
+    _notice_other_sections,
+    _notice_backends,
+    _notice_sequences,
+    _notice_experts,
+    _notice_megatron,
+    _notice_adapters,
+    _notice_data_parallel,
+    _notice_rewards,
+    _notice_reward_model,
+    _notice_asynchronous,
+    _notice_engine_arguments,
     about_learning_rate,
-    _seed,
-    _left_to_others,
-    _other_losses,
-    _joint_teachers,
-    _data_sets,
-    _sees,
-    _validation,
-    _lengths,
-    too_small_rates,
-    ended_schedules,
-    _unranked,
-    _puzzle,
-    _nodes,
+    _notice_seed,
+    _notice_moot_keys,
+    _notice_other_losses,
+    _notice_joint_teachers,
+    _notice_data_sets,
+    _notice_vision,
+    _notice_validation,
+    _notice_lengths,
+    find_too_small_rates,
+    find_ended_schedules,
+    _notice_unranked,
+    _notice_puzzle,
+    _notice_nodes,
 )

@@ -20,7 +20,7 @@ VISIBLE_TO_REWARD_MODELS = "TANDEM_REWARD_MODEL_DEVICES"
 ``env``."""
 
 
-def first_gpu_of_engines(config: Config) -> int:
+def find_first_gpu_of_engines(config: Config) -> int:
     """Return the number of the first GPU for generation."""
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if colocated.enabled:
@@ -28,30 +28,30 @@ def first_gpu_of_engines(config: Config) -> int:
     if cluster.num_nodes > 1 and colocated.resources.num_nodes is not None:
         return (cluster.num_nodes - colocated.resources.num_nodes) * cluster.gpus_per_node
     if cluster.num_nodes == 1 and colocated.resources.gpus_per_node is not None:
-        return cluster.gpus_per_node - gpus_of_reward_models(config) - colocated.resources.gpus_per_node
+        return cluster.gpus_per_node - count_gpus_of_reward_models(config) - colocated.resources.gpus_per_node
     return config.num_trainers
 
 
-def gpus_per_engine(config: Config) -> int:
+def count_gpus_per_engine(config: Config) -> int:
     """Return the number of GPUs per engine: none for one that runs on the CPU."""
     generation = config.policy.generation
     return generation.kind.num_workers(generation) if generation.kind.is_on_gpus else 0
 
 
-def gpus_of_reward_models(config: Config) -> int:
+def count_gpus_of_reward_models(config: Config) -> int:
     """Return the number of GPUs reserved for reward models, the last of a single node."""
     if config.cluster.num_nodes > 1 or not config.cluster.gpus_per_node:
         return 0
     return sum(entry.resources.gpus_per_node for entry in config.reward_models.values())
 
 
-def visible_to_reward_models(config: Config, index: int, environment: Mapping[str, str]) -> dict[str, str]:
+def select_visible_to_reward_models(config: Config, index: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the value of `VISIBLE` for each reward model of engine `index`: a reserved GPU, or the engine's first.
 
-    The GPUs visible in `environment` count as all there are, before `visible_to_engine` rotates them.
+    The GPUs visible in `environment` count as all there are, before `select_visible_to_engine` rotates them.
     """
-    gpus, aside = _gpus(config, environment), gpus_of_reward_models(config)
-    shared = visible_to_engine(config, index, environment).partition(",")[0]
+    gpus, aside = _list_gpus(config, environment), count_gpus_of_reward_models(config)
+    shared = select_visible_to_engine(config, index, environment).partition(",")[0]
     first, visible = len(gpus) - aside, dict[str, str]()
     for name, entry in config.reward_models.items():
         num_reserved = entry.resources.gpus_per_node if aside and len(gpus) > aside else 0
@@ -60,19 +60,19 @@ def visible_to_reward_models(config: Config, index: int, environment: Mapping[st
     return visible
 
 
-def visible_to_engine(config: Config, index: int, environment: Mapping[str, str]) -> str:
+def select_visible_to_engine(config: Config, index: int, environment: Mapping[str, str]) -> str:
     """Return the value of `VISIBLE` for engine `index`: the node's GPUs, rotated so that its own come first.
 
     The node's other GPUs stay visible, because memory can only be opened on a visible one. The GPUs visible in
     `environment` count as all there are.
     """
-    number = first_gpu_of_engines(config) + index * gpus_per_engine(config)
-    gpus = _gpus(config, environment)
+    number = find_first_gpu_of_engines(config) + index * count_gpus_per_engine(config)
+    gpus = _list_gpus(config, environment)
     first = number % max(1, len(gpus))
     return ",".join(gpus[first:] + gpus[:first])
 
 
-def _gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
+def _list_gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
     """Return the GPUs of the node, by their names in `VISIBLE`."""
     listed = environment.get(VISIBLE)
     return (

@@ -76,6 +76,6 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-def without_effect(key: str, value: Any, reason: str) -> str:
+def describe_without_effect(key: str, value: Any, reason: str) -> str:
     """Return the notice that a value has no effect."""
     return f"{key} ({value if isinstance(value, str) else shown(value)}) has no effect: {reason}"

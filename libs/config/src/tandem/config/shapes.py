@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tandem.config.conform import config_type, field_of, struct_types
+from tandem.config.conform import config_type, field_of, list_struct_types
 from tandem.config.schema import MODELS, EnvironmentConfig
 from tandem.config.schema.declarations import DISTILLATION, OFF_POLICY_DISTILLATION
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
@@ -65,7 +65,7 @@ def reshape(tree: dict[str, Any]) -> None:
         _reshape_environments(tree["env"])
     checkpointing = tree.get("checkpointing")
     if isinstance(checkpointing, dict) and isinstance(checkpointing.get("metric_name"), str):
-        checkpointing["metric_name"] = _metric(checkpointing["metric_name"])
+        checkpointing["metric_name"] = _translate_metric(checkpointing["metric_name"])
 
 
 def reshape_model(model: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def reshape_model(model: dict[str, Any]) -> None:
         is_usual = megatron.get("recompute_granularity") == "full" and not any(options)
         if is_usual and "activation_checkpointing" in megatron:  # the key that decides in NeMo-RL's files
             del megatron["recompute_granularity"]
-        (described,) = struct_types(field_of(field_of(config_type(), "policy").type, "megatron_cfg").type)
+        (described,) = list_struct_types(field_of(field_of(config_type(), "policy").type, "megatron_cfg").type)
         ours = {field.encode_name for field in described.fields}
         free = {key: megatron.pop(key) for key in list(megatron) if key not in ours}
         if free:
@@ -119,13 +119,13 @@ def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
     section = section if isinstance(section, dict) else {}
     tree.pop(written, None)
     tree["algorithm"] = meant
-    loss, policy = (_section(tree, name) for name in ("loss_fn", "policy"))
+    loss, policy = (_find_section(tree, name) for name in ("loss_fn", "policy"))
     moved = {key: section[key] for key in _OF_BOTH_DISTILLATIONS if key in section}
     if "vocab_topk" in loss:
         moved["topk_logits_k"] = loss["vocab_topk"]
     if section.get("val_batch_size") is not None:
         moved["val_global_batch_size"] = section["val_batch_size"]
-    tree[meant] = moved | _section(tree, meant)
+    tree[meant] = moved | _find_section(tree, meant)
     if "num_prompts_per_step" in section:
         policy.setdefault("train_global_batch_size", section["num_prompts_per_step"])
     if "reverse_kl" in loss:  # `kl_type` is inherited and does not apply
@@ -136,7 +136,7 @@ def _name_off_policy_distillation(tree: dict[str, Any]) -> None:
         tree |= {"teacher": first, "teachers": None}
 
 
-def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+def _find_section(tree: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a section of settings, created if missing; a separate empty one if it has another type."""
     section = tree.setdefault(name, {})
     return section if isinstance(section, dict) else {}
@@ -152,7 +152,7 @@ def _reshape_validation(section: dict[str, Any]) -> None:
         del section["val_batch_size"]
 
 
-def _metric(name: str) -> str:
+def _translate_metric(name: str) -> str:
     """Return Tandem's name of a metric; NeMo-RL's may begin with ``train:`` or ``val:``."""
     prefix, colon, metric = name.rpartition(":")
     metric = re.sub(r"^validation-default_", "val_", metric)

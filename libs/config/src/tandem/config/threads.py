@@ -21,7 +21,7 @@ def limit_threads(config: Config, kind: Literal["trainers", "rollouts"]) -> None
 
     refuse_threads(config)
     sum_reproducibly()
-    torch.set_num_threads(num_threads(config, kind, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(count_threads(config, kind, len(os.sched_getaffinity(0))))
 
 
 def sum_reproducibly() -> None:
@@ -43,7 +43,7 @@ def refuse_threads(config: Config) -> None:
         )
 
 
-def num_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores: int) -> int:
+def count_threads(config: Config, kind: Literal["trainers", "rollouts"], num_cores: int) -> int:
     """Return ``cluster.threads_per_process``, or else the cores per process, or per worker of an engine.
 
     In synchronous mode training and generation take turns, so each may use the whole machine. Processes of one kind

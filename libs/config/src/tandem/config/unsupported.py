@@ -84,7 +84,7 @@ _PRECISIONS = ("auto", "bfloat16", "float16", "half", "float32", "float", "fp8")
 _VLLM_CFG = "policy.generation.vllm_cfg"
 
 
-def _of_a_model(section: str) -> tuple[UnsupportedKey, ...]:
+def _list_of_a_model(section: str) -> tuple[UnsupportedKey, ...]:
     """Return the rows for every model section."""
     has_section, megatron = _has(section), _trains_with(section, megatron=True)
     return (
@@ -108,11 +108,11 @@ def _of_the_policy_alone(section: str) -> tuple[UnsupportedKey, ...]:
 
 
 NOT_SUPPORTED_YET = (
-    *_of_a_model("policy"),
+    *_list_of_a_model("policy"),
     UnsupportedKey("policy.megatron_cfg.peft.dropout", (0.0,), _adapts),
     UnsupportedKey("policy.reward_model_cfg.enabled", (False,), _is_language_model),
-    *_of_a_model("value"),
-    *_of_a_model("teacher"),
+    *_list_of_a_model("value"),
+    *_list_of_a_model("teacher"),
     UnsupportedKey("teacher.projection_matrix_path", (None,), _distils),
     UnsupportedKey("teacher.weight", (None, 1.0), _distils),
     UnsupportedKey("teacher.gold_loss", (None, False), _distils),
@@ -155,25 +155,27 @@ NO_EFFECT_YET = (UnsupportedKey("data.add_system_prompt", (False,)),)
 """Keys accepted with a notice, since a run without them gives the same result. NeMo-RL's base files switch them on."""
 
 
-def refusal(config: Config) -> str | None:
+def describe_refusal(config: Config) -> str | None:
     """Return the line that lists all enabled features that are not built; None if there are none."""
     features = [
-        row.key if isinstance(value := value_at(config, row.key), msgspec.Struct) else f"{row.key} ({_plain(value)})"
+        row.key
+        if isinstance(value := find_value(config, row.key), msgspec.Struct)
+        else f"{row.key} ({_show_plain(value)})"
         for row in _switched_on(config, NOT_SUPPORTED_YET)
     ]
-    features += [*_of_teachers(config), *_not_built_here(config)]
+    features += [*_list_of_teachers(config), *_list_not_built(config)]
     return f"not supported yet: {', '.join(features)}" if features else None
 
 
-def _of_teachers(config: Config) -> Iterator[str]:
+def _list_of_teachers(config: Config) -> Iterator[str]:
     """Yield settings of joint teachers that the run needs and that are not built."""
     for index, teacher in enumerate(config.joint_teachers):
         for name in ("projection_matrix_path", "gold_loss", "xtoken_loss"):
             if value := getattr(teacher, name):
-                yield f"teachers[{index}].{name} ({_plain(value)})"
+                yield f"teachers[{index}].{name} ({_show_plain(value)})"
 
 
-def _of_engines(config: Config) -> Iterator[str]:
+def _list_of_engines(config: Config) -> Iterator[str]:
     """Yield vLLM settings that add ranks or models unknown to refits."""
     if not _vllm(config):
         return
@@ -183,14 +185,14 @@ def _of_engines(config: Config) -> Iterator[str]:
             f"{_VLLM_CFG}.expert_parallel_size ({vllm.expert_parallel_size}: neither 1 nor tensor_parallel_size, "
             f"which is {vllm.tensor_parallel_size})"
         )
-    method = speculation.unbuilt_method(config.policy.generation.vllm_kwargs)
+    method = speculation.find_unbuilt_method(config.policy.generation.vllm_kwargs)
     if method is not None:
         yield f"policy.generation.vllm_kwargs.{speculation.KEY} ({method})"
 
 
-def _not_built_here(config: Config) -> Iterator[str]:
+def _list_not_built(config: Config) -> Iterator[str]:
     """Yield environments, data sets and processors of NeMo-RL that the run needs and that are not built."""
-    yield from _of_engines(config)
+    yield from _list_of_engines(config)
     for environment in config.environments:
         entry = config.env.get(environment)
         if entry is None or entry.is_custom:
@@ -209,19 +211,19 @@ def _not_built_here(config: Config) -> Iterator[str]:
                 yield f"{key}.dataset_name ({_DATA_SETS[data_set.dataset_name]})"
 
 
-def without_effect_yet(config: Config) -> list[str]:
+def list_without_effect(config: Config) -> list[str]:
     """Return a line for each key that is accepted but has no effect yet."""
     return [
-        f"{row.key} ({_plain(value_at(config, row.key))}) has no effect yet"
+        f"{row.key} ({_show_plain(find_value(config, row.key))}) has no effect yet"
         for row in _switched_on(config, NO_EFFECT_YET)
     ]
 
 
 def _switched_on(config: Config, rows: tuple[UnsupportedKey, ...]) -> list[UnsupportedKey]:
-    return [row for row in rows if row.read(config) and value_at(config, row.key) not in row.off]
+    return [row for row in rows if row.read(config) and find_value(config, row.key) not in row.off]
 
 
-def value_at(config: Config, key: str) -> Any:
+def find_value(config: Config, key: str) -> Any:
     """Return the value at a key; None if a section on the way is null."""
     node: Any = config
     for part in key.split("."):
@@ -231,5 +233,5 @@ def value_at(config: Config, key: str) -> Any:
     return node
 
 
-def _plain(value: Any) -> str:
+def _show_plain(value: Any) -> str:
     return value if isinstance(value, str) else shown(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tandem.config.checks.numbers import MAY_VANISH, SMALLEST, all_numbers
+from tandem.config.checks.numbers import MAY_VANISH, SMALLEST, list_numbers
 from tandem.config.schema import Config, MegatronCfg, ModelConfig
 
 _DECAYS_TO_MIN_LR = ("linear", "cosine", "WSD")
@@ -14,14 +14,14 @@ _TORCH, _USUAL_ITERS = "torch.optim.lr_scheduler", 5
 """The steps of torch's `LinearLR` and `PolynomialLR` by default."""
 
 
-def too_small_rates(config: Config) -> Iterator[str]:
+def find_too_small_rates(config: Config) -> Iterator[str]:
     """Yield the learning rates that are so small that they are zero."""
-    for key, number in all_numbers("", config):
+    for key, number in list_numbers("", config):
         if number and abs(number) < SMALLEST and key.rpartition(".")[2] in MAY_VANISH:
             yield f"{key} ({number:g}) counts as 0: the run computes in float32"
 
 
-def ended_schedules(config: Config) -> Iterator[str]:
+def find_ended_schedules(config: Config) -> Iterator[str]:
     """Yield the schedules whose rate is zero long before the run ends."""
     num_steps = config.algorithm_section.max_num_steps
     for name in config.declaration.trains:

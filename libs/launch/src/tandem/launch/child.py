@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.messages import ServiceKind
-from tandem.common.texts import last_lines
+from tandem.common.texts import read_last_lines
 
 KILLED_S = 10.0
 """Longest time that the kernel takes to end a killed process, and a supervisor to report it."""
@@ -73,7 +73,7 @@ class LaunchedProcess(msgspec.Struct, frozen=True, kw_only=True):
         """Describe how it ended, with the last lines of its log."""
         code = self.process.wait(0.0)
         ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        lines = last_lines(self.log, _LOG_TAIL_LINES)
+        lines = read_last_lines(self.log, _LOG_TAIL_LINES)
         return f"{ending}; last in {self.log}: {' | '.join(lines) or 'nothing'}"
 
 

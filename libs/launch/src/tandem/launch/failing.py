@@ -9,17 +9,17 @@ import traceback
 from tandem.common.errors import TandemError
 from tandem.common.messages import MAX_TEXT, MAX_TRACEBACK, Failed
 from tandem.common.shortages import is_shortage
-from tandem.common.texts import shortened
+from tandem.common.texts import shorten
 
 
-def failure(name: str, command_id: int, error: BaseException, phase: str) -> Failed:
+def describe_failure(name: str, command_id: int, error: BaseException, phase: str) -> Failed:
     """Return the report of an error of the process `name` in a phase, and print it."""
     expected = isinstance(error, TandemError) and error.is_final and not is_shortage(error)
-    text = shortened(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
+    text = shorten(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
     trace = (
         ""
         if isinstance(error, TandemError) and error.is_final
-        else shortened("".join(traceback.format_exception(error)), MAX_TRACEBACK)
+        else shorten("".join(traceback.format_exception(error)), MAX_TRACEBACK)
     )
     with contextlib.suppress(OSError):  # the log may be on the full disk that is reported here
         print(f"{name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)

@@ -92,7 +92,7 @@ class ServiceForkServer:
         self.close()
 
     @contextlib.contextmanager
-    def meanwhile(self, do: Callable[[], object]) -> Iterator[None]:
+    def call_meanwhile(self, do: Callable[[], object]) -> Iterator[None]:
         """Call `do` again and again within the block while waiting for a start, which may have to import first."""
         self._meanwhile = do
         try:
@@ -154,8 +154,8 @@ class ServiceForkServer:
         with (
             contextlib.suppress(OSError),
             reaper() if spawn_spec.parent == os.getpid() else contextlib.nullcontext(),
-            _in_memory("birth", msgspec.json.encode(spawn_spec)) as order,
-            _in_memory("keys", keys) as keys_file,
+            _write_in_memory("birth", msgspec.json.encode(spawn_spec)) as order,
+            _write_in_memory("keys", keys) as keys_file,
         ):
             descriptors = [file.fileno() for file in (order, out, errors, keys_file)]
             socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
@@ -200,7 +200,7 @@ class ServiceForkServer:
             os._exit(1)
 
 
-def _in_memory(name: str, text: bytes) -> IO[bytes]:
+def _write_in_memory(name: str, text: bytes) -> IO[bytes]:
     """Return a file that only processes with its descriptor can read."""
     file = os.fdopen(os.memfd_create(name), "w+b")
     file.write(text)
@@ -215,7 +215,7 @@ def serve(orders_fd: int, owner: int, preload: Callable[[], None]) -> NoReturn:
     _forget_owner(orders_fd)
     setproctitle("coordinator: forks services")
     os.environ.update({**_ENVIRONMENT, **_WHILE_IMPORTING, **os.environ})
-    with gc_tuning.paused(), contextlib.suppress(Exception):
+    with gc_tuning.pause_collection(), contextlib.suppress(Exception):
         preload()
     # A library used a GPU during import, or the owner did before: start again without, and let each service import.
     if _uses_a_gpu() or not _may_forks_use_a_gpu():

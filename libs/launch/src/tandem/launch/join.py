@@ -18,7 +18,7 @@ from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
 from tandem.launch.child import LaunchedProcess
 from tandem.launch.launch import LocalProcesses, ProcessCredentials
 from tandem.launch.nodes import NodeShare
-from tandem.launch.restarts import within
+from tandem.launch.restarts import select_within
 
 _POLL_S = 0.1
 _RETRY_S = 2.0
@@ -72,7 +72,7 @@ class NodeProcesses:
 
     def run(self) -> None:
         """Start the services, and return when all have ended, or one is lost for good."""
-        with signals.heard(self._asked):
+        with signals.hear_signals(self._hear_signal):
             for kind, number in self._node.processes:
                 launched = self._processes.start(kind, number)
                 self._asks_since[launched.name] = time.monotonic()
@@ -85,7 +85,7 @@ class NodeProcesses:
                 self._start_those_due()
                 time.sleep(_POLL_S)
 
-    def _asked(self, number: int) -> None:
+    def _hear_signal(self, number: int) -> None:
         """Give services their time at the first signal to end, and none at the second."""
         now = time.monotonic()
         self._end_by = now + self._limits.grace_s if self._end_by is None else now
@@ -121,7 +121,7 @@ class NodeProcesses:
     def _num_lost(self, now: float) -> int:
         """Return the least number of losses that the run counts: trainers restarted together count as one."""
         window_s = self._limits.replacement_window_s
-        losses = {name: len(within(window_s, now, times)) for name, times in self._losses.items()}
+        losses = {name: len(select_within(window_s, now, times)) for name, times in self._losses.items()}
         of_trainers = [count for name, count in losses.items() if name.startswith("trainer-")]
         return sum(losses.values()) - sum(of_trainers) + max(of_trainers, default=0)
 

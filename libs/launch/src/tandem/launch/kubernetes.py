@@ -49,7 +49,7 @@ class PodNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Size of /dev/shm, which counts towards the memory."""
 
 
-def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
+def make_manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
     """Return the objects in the order of their creation.
 
     `keys` are the run's, with which its processes authenticate.
@@ -60,20 +60,20 @@ def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
     """
     nodes = nodes_of(config)
     return [
-        _secret(
+        _make_secret(
             needs, "coordinator-keys", {COORDINATOR_FILE: encode(keys), PROCESSES_FILE: encode(keys.for_processes())}
         ),
-        _secret(needs, "keys", {PROCESSES_FILE: encode(keys.for_processes())}),
+        _make_secret(needs, "keys", {PROCESSES_FILE: encode(keys.for_processes())}),
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": _metadata(needs, "config"),
-            "data": _configurations(config),
+            "metadata": _make_metadata(needs, "config"),
+            "data": _make_configurations(config),
         },
         {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": _metadata(needs),
+            "metadata": _make_metadata(needs),
             "spec": {
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,  # services wait for the coordinator, not for its readiness
@@ -84,18 +84,18 @@ def manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manifest]:
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": _metadata(needs),
+            "metadata": _make_metadata(needs),
             "spec": {
                 "network": {"enableDNSHostnames": False},  # it would create another service beside the one above
                 "successPolicy": {"operator": "All", "targetReplicatedJobs": ["coordinator"]},
                 "failurePolicy": {"maxRestarts": _RESTARTS},
-                "replicatedJobs": _replicated_jobs(config, needs, nodes),
+                "replicatedJobs": _make_replicated_jobs(config, needs, nodes),
             },
         },
     ]
 
 
-def to_yaml(objects: list[Manifest]) -> str:
+def write_yaml(objects: list[Manifest]) -> str:
     """Return manifests as one file for ``kubectl apply -f``."""
     return "---\n".join(yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=120) for each in objects)
 
@@ -104,24 +104,24 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """YAML dumper that writes multi-line text as blocks."""
 
 
-def _text(dumper: Any, text: str) -> Any:
+def _describe_text(dumper: Any, text: str) -> Any:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _describe_text)
 
 
-def _secret(needs: PodNeeds, part: str, files: dict[str, bytes]) -> Manifest:
+def _make_secret(needs: PodNeeds, part: str, files: dict[str, bytes]) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(needs, part),
+        "metadata": _make_metadata(needs, part),
         "type": "Opaque",
         "data": {name: base64.b64encode(text).decode() for name, text in files.items()},
     }
 
 
-def _configurations(config: Config) -> dict[str, str]:
+def _make_configurations(config: Config) -> dict[str, str]:
     """Return the configuration, and those of runs that produce its model, by file name."""
     files: dict[str, str] = {}
     name = PurePosixPath(_CONFIG)
@@ -132,16 +132,16 @@ def _configurations(config: Config) -> dict[str, str]:
     return {**files, name.name: dump_yaml(config)}
 
 
-def _metadata(needs: PodNeeds, part: str = "") -> Manifest:
+def _make_metadata(needs: PodNeeds, part: str = "") -> Manifest:
     name = f"{needs.name}-{part}" if part else needs.name
     return {"name": name, "labels": {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/instance": needs.name}}
 
 
-def _replicated_jobs(config: Config, needs: PodNeeds, nodes: tuple[NodeShare, ...]) -> list[Manifest]:
-    more = {"ports": [{"name": "coordinator", "containerPort": PORT}], **_probes()}
-    jobs = [_job("coordinator", 1, _pod(config, needs, "coordinator-keys", _run_it(config), more))]
+def _make_replicated_jobs(config: Config, needs: PodNeeds, nodes: tuple[NodeShare, ...]) -> list[Manifest]:
+    more = {"ports": [{"name": "coordinator", "containerPort": PORT}], **_make_probes()}
+    jobs = [_make_job("coordinator", 1, _make_pod(config, needs, "coordinator-keys", _run_it(config), more))]
     if len(nodes) > 1:
-        jobs.append(_job("nodes", len(nodes) - 1, _pod(config, needs, "keys", _join_it(needs), {})))
+        jobs.append(_make_job("nodes", len(nodes) - 1, _make_pod(config, needs, "keys", _join_it(needs), {})))
     return jobs
 
 
@@ -169,7 +169,7 @@ def _join_it(needs: PodNeeds) -> str:
     )
 
 
-def _job(name: str, num_pods: int, pod: Manifest) -> Manifest:
+def _make_job(name: str, num_pods: int, pod: Manifest) -> Manifest:
     spec = {
         "completionMode": "Indexed",
         "completions": num_pods,
@@ -180,7 +180,7 @@ def _job(name: str, num_pods: int, pod: Manifest) -> Manifest:
     return {"name": name, "replicas": 1, "template": {"spec": spec}}
 
 
-def _probes() -> Manifest:
+def _make_probes() -> Manifest:
     """Return the probes that check whether the coordinator accepts connections.
 
     Its first run of a configuration may have to create a model before it listens, so it may take long to start.
@@ -192,7 +192,7 @@ def _probes() -> Manifest:
     }
 
 
-def _pod(config: Config, needs: PodNeeds, keys: str, command: str, more: Manifest) -> Manifest:
+def _make_pod(config: Config, needs: PodNeeds, keys: str, command: str, more: Manifest) -> Manifest:
     gpus = {"nvidia.com/gpu": str(config.cluster.gpus_per_node)} if config.cluster.gpus_per_node else {}
     container = {
         "name": "tandem",

@@ -92,7 +92,7 @@ class LocalProcesses(WatchedProcesses):
         """Start one process; its output goes to ``<kind>-<number>.log`` in the log folder."""
         credentials = self._credentials(number)
         if self._supervision is not None:
-            self._supervision.rest()  # the fork server may have to import everything first, and has its own deadline
+            self._supervision.leave_loop()  # the fork server may import everything first, and has its own deadline
         supervision = self._supervision if self._are_kept and kind != "trainer" else None
         parent = os.getpid() if supervision is None else supervision.pid
         arguments = (*credentials.arguments, "--launched-by", str(parent))

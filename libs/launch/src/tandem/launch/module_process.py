@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from tandem.common.texts import last_lines
+from tandem.common.texts import read_last_lines
 from tandem.launch.child import KILLED_S
 
 
@@ -41,7 +41,7 @@ class ModuleProcess:
     @property
     def ending(self) -> str:
         """The exit code of a process that has ended, and the last line that it printed."""
-        last = (last_lines(self._output, 1) or ["nothing"])[-1]
+        last = (read_last_lines(self._output, 1) or ["nothing"])[-1]
         return f"ended the process (exit code {self._process.returncode}); its last line: {last}"
 
     def __enter__(self) -> Self:

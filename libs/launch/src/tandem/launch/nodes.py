@@ -14,7 +14,7 @@ import msgspec
 from tandem.common.errors import ConfigError
 from tandem.common.messages import ServiceKind
 from tandem.config import Config
-from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
+from tandem.config.placement import count_gpus_per_engine, find_first_gpu_of_engines
 from tandem.launch.expected import expected_processes, launched_processes
 
 
@@ -42,8 +42,8 @@ def nodes_of(config: Config) -> tuple[NodeShare, ...]:
     expected, launched = expected_processes(config), launched_processes(config)
     if launched.get("refit", 0) < expected.get("refit", 0):
         raise ConfigError("cluster.launch.refit: false, but the first node is the one to launch the refit service")
-    trainers = _shares(config, "trainers", expected["trainer"], launched["trainer"])
-    rollouts = _shares(config, "rollouts", expected.get("rollout", 0), launched.get("rollout", 0))
+    trainers = _deal_shares(config, "trainers", expected["trainer"], launched["trainer"])
+    rollouts = _deal_shares(config, "rollouts", expected.get("rollout", 0), launched.get("rollout", 0))
     nodes = tuple(
         NodeShare(number=number, trainers=trainers[number], rollouts=rollouts[number])
         for number in range(config.cluster.num_nodes)
@@ -70,7 +70,7 @@ def node_of(config: Config, number: int) -> NodeShare:
     )
 
 
-def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[int, ...]]:
+def _deal_shares(config: Config, key: str, total: int, launched: int) -> list[tuple[int, ...]]:
     """Deal the processes of one kind to the nodes; the first node gets those that the coordinator launches."""
     cluster = config.cluster
     if cluster.num_nodes == 1:
@@ -80,11 +80,11 @@ def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[i
                 "there is no other node to launch the rest"
             )
         return [tuple(range(total))]
-    if cluster.gpus_per_node == 0 or (key == "rollouts" and gpus_per_engine(config) == 0):
-        return [tuple(range(launched)), *_evenly(launched, total, cluster.num_nodes - 1)]
+    if cluster.gpus_per_node == 0 or (key == "rollouts" and count_gpus_per_engine(config) == 0):
+        return [tuple(range(launched)), *_deal_evenly(launched, total, cluster.num_nodes - 1)]
     shares: list[tuple[int, ...]] = [()] * cluster.num_nodes
     for index in range(total):
-        node = _first_gpu(config, key, index) // cluster.gpus_per_node
+        node = _find_first_gpu(config, key, index) // cluster.gpus_per_node
         if node >= cluster.num_nodes:
             num_gpus = cluster.num_nodes * cluster.gpus_per_node
             raise ConfigError(f"cluster.{key}: {total} need more than the {num_gpus} GPUs of the cluster")
@@ -97,14 +97,14 @@ def _shares(config: Config, key: str, total: int, launched: int) -> list[tuple[i
     return shares
 
 
-def _first_gpu(config: Config, key: str, index: int) -> int:
+def _find_first_gpu(config: Config, key: str, index: int) -> int:
     """Return the number of the first GPU that a process takes, counted over all nodes."""
     if key == "trainers":
         return index
-    return first_gpu_of_engines(config) + index * gpus_per_engine(config)
+    return find_first_gpu_of_engines(config) + index * count_gpus_per_engine(config)
 
 
-def _evenly(first: int, total: int, num_nodes: int) -> list[tuple[int, ...]]:
+def _deal_evenly(first: int, total: int, num_nodes: int) -> list[tuple[int, ...]]:
     """Cut the numbers from `first` up to `total` into parts of equal sizes, give or take one."""
     count = total - first
     bounds = [first + count * node // num_nodes for node in range(num_nodes + 1)]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.common.errors import ConfigError
-from tandem.common.texts import last_lines
-from tandem.launch.restarts import within
+from tandem.common.texts import read_last_lines
+from tandem.launch.restarts import select_within
 from tandem.observe.page.address import END, listen, url_of
 
 _HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ _MOST_STARTS, _WINDOW_S = 3, 600.0
 """Most starts of the process within the window; then it stays dead."""
 
 
-def page_socket(page: Literal["auto", "off"] | int) -> socket.socket | None:
+def open_page_socket(page: Literal["auto", "off"] | int) -> socket.socket | None:
     """Return the socket of a run's page, as ``logger.page`` says; None if it is off.
 
     Raises `ConfigError` if that is a port that cannot be bound.
@@ -72,13 +72,13 @@ class PageProcess:
         if self._process is None or (code := self._process.poll()) is None:
             return ""
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        self._started_at = within(_WINDOW_S, time.monotonic(), self._started_at)
+        self._started_at = select_within(_WINDOW_S, time.monotonic(), self._started_at)
         if len(self._started_at) <= _MOST_STARTS:
             self._process = self._start()
             return f"the page {ending}; it is started again"
         self._process = None
         self._listener.close()
-        lines = last_lines(self._log, _TAIL_LINES)
+        lines = read_last_lines(self._log, _TAIL_LINES)
         return f"the page {ending}; the run goes on without it. Last in {self._log}: {' | '.join(lines) or 'nothing'}"
 
     def close(self) -> None:

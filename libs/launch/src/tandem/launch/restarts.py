@@ -5,6 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def within(window_s: float, now: float, times: Iterable[float]) -> list[float]:
+def select_within(window_s: float, now: float, times: Iterable[float]) -> list[float]:
     """Return the times at most `window_s` before `now`; all are from `time.monotonic`."""
     return [at for at in times if now - at <= window_s]

@@ -57,7 +57,7 @@ def run_service(
     gc_tuning.retire_at_exit()
     forget_empty_endpoint()
     descriptors.raise_limit()
-    arguments = _parser(kind).parse_args(argv)
+    arguments = _make_parser(kind).parse_args(argv)
     host = socket.gethostname()
     identity = f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(16)}"
     hello = Hello(protocol_version=PROTOCOL_VERSION, service=kind, host=host, pid=os.getpid(), index=arguments.index)
@@ -68,7 +68,7 @@ def run_service(
 
     try:
         watch = _heed_signals(arguments.launched_by)
-        keys = _keys(arguments)
+        keys = _read_keys(arguments)
         link: Link[Any] = Link(arguments.coordinator, kind, identity, incoming, keys, str(arguments.key_file or ""))
         welcome = link.join(hello, arguments.join_timeout, say_so)
     except TandemError as error:
@@ -88,7 +88,7 @@ def run_service(
             signals.leave_when_asked(context.leave, is_launched=bool(arguments.launched_by))
             if watch is not None:
                 watch.leave_first()
-        with gc_tuning.paused():
+        with gc_tuning.pause_collection():
             fetch_models(context.config, partial(print, flush=True))  # needed on nodes other than the coordinator's
             service = make_service(context)
         gc_tuning.keep()
@@ -106,7 +106,7 @@ def run_service(
     return code
 
 
-def _keys(arguments: argparse.Namespace) -> ProcessKeys:
+def _read_keys(arguments: argparse.Namespace) -> ProcessKeys:
     """Return the keys of this process, which the coordinator hands to its own processes in a descriptor."""
     if arguments.key_fd is None:
         return read_key_file(arguments.key_file)
@@ -162,7 +162,7 @@ def _answer_commands(link: Link[Any], context: ServiceContext, service: Runnable
                 raise WireError(f"{context.name} did not expect {type(unexpected).__name__}")
 
 
-def _parser(kind: ServiceKind) -> argparse.ArgumentParser:
+def _make_parser(kind: ServiceKind) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=kind, description=f"One {kind} process of a Tandem run.")
     parser.add_argument(
         "--coordinator", required=True, metavar="tcp://HOST:PORT", help="address of the run's coordinator"

@@ -22,7 +22,7 @@ from tandem.common.messages import (
 )
 from tandem.common.wire import Arrays, Frames, Link, encode
 from tandem.config import Config, config_from_json
-from tandem.launch.failing import failure
+from tandem.launch.failing import describe_failure
 
 _REMEMBERED_COMMANDS = 16
 
@@ -41,7 +41,7 @@ class ServiceContext:
         """Keys of the run's trainers."""
         self.index = welcome.index
         self.run_id = welcome.run_id
-        self.config: Config = _config_of(welcome)
+        self.config: Config = _read_config(welcome)
         self._phase = "idle"
         self._heartbeat_s = welcome.heartbeat_interval_s
         self.is_leaving = False
@@ -90,7 +90,7 @@ class ServiceContext:
 
         `aside` names the activity, if it is not the current phase.
         """
-        failed = failure(self.name, command_id, error, aside or self._phase)
+        failed = describe_failure(self.name, command_id, error, aside or self._phase)
         if not aside:
             self._set_phase("idle")
         self.reply(command_id, failed)
@@ -111,7 +111,7 @@ class ServiceContext:
         self._link.set_phase(name)
 
 
-def _config_of(welcome: Welcome) -> Config:
+def _read_config(welcome: Welcome) -> Config:
     """Return the run's configuration. Raises `WireError` if it is invalid."""
     try:
         return config_from_json(welcome.config_json)

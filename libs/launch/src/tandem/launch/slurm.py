@@ -36,7 +36,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds before the limit, or before a preemption's grace ends, at which the run is asked to save and end."""
 
 
-def batch_script(config: Config, source: Path, overrides: Sequence[str], job: SlurmJob) -> str:
+def write_batch_script(config: Config, source: Path, overrides: Sequence[str], job: SlurmJob) -> str:
     """Return the script; `source` and `overrides` are the configuration as given.
 
     Raises:
@@ -50,8 +50,8 @@ def batch_script(config: Config, source: Path, overrides: Sequence[str], job: Sl
         )
     arguments = [str(source.resolve()), *overrides]
     return _SCRIPT.format(
-        directives="\n".join(f"#SBATCH {option}" for option in _directives(config, job)),
-        nodes="\n".join(f"#   node {node.number}: {_described(node)}" for node in nodes),
+        directives="\n".join(f"#SBATCH {option}" for option in _list_directives(config, job)),
+        nodes="\n".join(f"#   node {node.number}: {_describe(node)}" for node in nodes),
         programs=shlex.quote(str(Path(sys.executable).parent)),
         setup="".join(f"{line}\n" for line in job.setup),
         run=shlex.quote(str(Path(config.logger.log_dir).resolve())),
@@ -61,7 +61,7 @@ def batch_script(config: Config, source: Path, overrides: Sequence[str], job: Sl
     )
 
 
-def _directives(config: Config, job: SlurmJob) -> list[str]:
+def _list_directives(config: Config, job: SlurmJob) -> list[str]:
     cluster = config.cluster
     gpus = [f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []
     named = {"time": job.time, "partition": job.partition, "account": job.account}
@@ -79,7 +79,7 @@ def _directives(config: Config, job: SlurmJob) -> list[str]:
     ]
 
 
-def _described(node: NodeShare) -> str:
+def _describe(node: NodeShare) -> str:
     first = ["coordinator", "refit"] if node.number == 0 else []
     kinds = (("trainer", node.trainers), ("rollout", node.rollouts))
     counts = [f"{len(numbers)} {kind}{'s' if len(numbers) > 1 else ''}" for kind, numbers in kinds if numbers]

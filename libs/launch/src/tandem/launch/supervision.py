@@ -93,7 +93,7 @@ to_supervisor: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(From
 _to_coordinator: msgspec.json.Decoder[InitialState | ProcessEnd] = msgspec.json.Decoder(InitialState | ProcessEnd)
 
 
-def socket_pair() -> tuple[socket.socket, socket.socket]:
+def make_socket_pair() -> tuple[socket.socket, socket.socket]:
     """Return both ends of a non-blocking socket pair that preserves messages."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
@@ -151,7 +151,7 @@ class SupervisorConnection:
             self._next_sign = now + self._round_s / _SIGNS
             say(self._socket, Alive(self._round_s, is_in_loop=True))
 
-    def rest(self) -> None:
+    def leave_loop(self) -> None:
         """Make the supervisor expect only that this process lives, not that its loop advances."""
         self._is_in_loop, self._next_sign = False, 0.0
         say(self._socket, Alive(self._start_s))

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.common import signals
 from tandem.common.errors import RunFolderError
-from tandem.common.process_lifetime import adopt_orphans, descendants
+from tandem.common.process_lifetime import adopt_orphans, list_descendants
 from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ class Supervisor:
 
     def run(self, start_words: Sequence[str]) -> int:
         """Bring the run to its end; `start_words` are the words for how it begins. Return the exit code."""
-        from tandem.launch.restarts import within
+        from tandem.launch.restarts import select_within
 
         before, reason = self._run_id(), ""
         adopt_orphans()
-        with signals.heard(self._pass_on):
+        with signals.hear_signals(self._pass_on):
             while True:
                 began = time.monotonic()
                 code = self._run_once(start_words, reason)
@@ -120,7 +120,7 @@ class Supervisor:
                 if self._asked:
                     return code if code > 0 else INTERRUPTED
                 now = time.monotonic()
-                self._replaced_at = within(self._window_s, now, self._replaced_at)
+                self._replaced_at = select_within(self._window_s, now, self._replaced_at)
                 if len(self._replaced_at) >= self._most:
                     break
                 self._replaced_at.append(now)
@@ -136,7 +136,7 @@ class Supervisor:
                 pause_s = self._next_pause_s(now - began) if end.is_its_own else 0.0
                 when = f" in {pause_s:g} s" if pause_s else ""
                 print(f"the coordinator {end.description}; it is started again{when}{from_step}", flush=True)
-                if not self._rest(pause_s):
+                if not self._pause(pause_s):
                     return code if code > 0 else INTERRUPTED
         times = f"; processes were replaced {self._most} times before" if self._most else ""
         print(f"error: the coordinator {end.description}{times} (cluster.max_replacements)", file=sys.stderr)
@@ -161,7 +161,7 @@ class Supervisor:
         self._pause_s = _PAUSE_S if is_first else min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return self._pause_s
 
-    def _rest(self, seconds: float) -> bool:
+    def _pause(self, seconds: float) -> bool:
         """Wait; return True, or at once False if the run is asked to end."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._asked:
@@ -174,9 +174,9 @@ class Supervisor:
         `reason` is the reason for which the previous one was lost.
         """
         from tandem.common.wire import ThreadStalls
-        from tandem.launch.supervision import InitialState, say, socket_pair
+        from tandem.launch.supervision import InitialState, make_socket_pair, say
 
-        ours, theirs = socket_pair()
+        ours, theirs = make_socket_pair()
         with ours:
             with theirs:
                 kept_pids = {name: pid for pid, name in self._kept.items()}
@@ -206,7 +206,7 @@ class Supervisor:
         self._alive_by += stalls.until(heard_of, _LOOKED_S)
         self._hear(coordinator)
         self._ended = {pid: ended for pid, ended in self._ended.items() if heard_of - ended[1] < _GONE_S}
-        for pid, code in _reaped():
+        for pid, code in _reap():
             self._ended[pid] = code, heard_of
             if self._kept.pop(pid, None) is not None:
                 say(coordinator, ProcessEnd(pid, code))
@@ -238,10 +238,10 @@ class Supervisor:
         """Wait until the children of a dead coordinator are gone, except those that are kept: the kernel ends them."""
         deadline = time.monotonic() + _GONE_S
         while True:
-            for pid, _ in _reaped():
+            for pid, _ in _reap():
                 self._kept.pop(pid, None)
-            kept_pids = {each for pid in self._kept for each in (pid, *descendants(pid))}
-            orphans = [pid for pid in descendants(os.getpid()) if pid not in kept_pids]
+            kept_pids = {each for pid in self._kept for each in (pid, *list_descendants(pid))}
+            orphans = [pid for pid in list_descendants(os.getpid()) if pid not in kept_pids]
             if not orphans:
                 return
             if time.monotonic() > deadline:
@@ -266,7 +266,7 @@ class Supervisor:
         return None
 
 
-def _reaped() -> list[tuple[int, int]]:
+def _reap() -> list[tuple[int, int]]:
     """Collect the children that have ended, with their exit codes."""
     exits = []
     with contextlib.suppress(ChildProcessError):  # there is no child any more

@@ -16,9 +16,9 @@ import msgspec
 from tandem.common.errors import ConfigError, ModelError, TandemError, nearest
 from tandem.common.regular_files import first_irregular, read_text
 from tandem.config import Config
-from tandem.config.installed.model_fields import model_types
+from tandem.config.installed.model_fields import list_model_types
 from tandem.config.models.model_sizes import local_folder, read_json
-from tandem.config.models.vision_families import vision_family
+from tandem.config.models.vision_families import find_vision_family
 from tandem.config.schema import EnvironmentConfig, NewModel
 from tandem.config.schema import TokenizerConfig as Settings
 from tandem.samples.tokenizer import KEY, Tokenizer
@@ -48,7 +48,7 @@ def load_tokenizer(config: Config, folder: Path | None = None) -> Tokenizer:
 
 def wrap_for_images(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     """Return the tokenizer of the model in a folder: the one given, unless the model sees."""
-    if vision_family(read_json(folder / "config.json")) is None:
+    if find_vision_family(read_json(folder / "config.json")) is None:
         return tokenizer
     from tandem.samples.images.chat import VisionTokenizer
 
@@ -63,7 +63,7 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
     `ModelError` if the folder cannot be written.
     """
     characters = sorted(set(new_model.characters))
-    family = vision_family(new_model.config)
+    family = find_vision_family(new_model.config)
     special = () if family is None else family.special_tokens
     vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, *special, *characters])}
     # A unique name, since another killed attempt, here or on another host, may have left its folder behind.
@@ -96,8 +96,8 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
 def check_new_model_type(settings: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if Transformers does not know the type of a new model with these settings."""
     model_type = settings.get("model_type")
-    if model_type not in model_types():
-        hint = nearest(str(model_type), model_types())
+    if model_type not in list_model_types():
+        hint = nearest(str(model_type), list_model_types())
         raise ConfigError(f"policy.new_model.config.model_type: transformers has no model type {model_type!r}{hint}")
 
 

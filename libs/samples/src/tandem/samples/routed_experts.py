@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.errors import ConfigError, SamplesError, WireError
-from tandem.config.models.model_sizes import ExpertSizes, expert_sizes, model_config
+from tandem.config.models.model_sizes import ExpertSizes, read_expert_sizes, read_model_config
 from tandem.samples.batch import IMAGES, MASKS, SAMPLES, SampleBatch
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def as_trained_on(recorded: SampleBatch, experts: RoutedExperts | None, *, keeps
 
 def experts_in(model: Mapping[str, Any]) -> RoutedExperts | None:
     """Return the column format for a model's ``config.json``; None for a model without experts."""
-    sizes = expert_sizes(model)
+    sizes = read_expert_sizes(model)
     return None if sizes is None else RoutedExperts(**msgspec.structs.asdict(sizes))
 
 
@@ -114,7 +114,7 @@ def replayed_experts(config: Config, model_name: Model = "policy") -> RoutedExpe
     policy = config.policy
     if not policy.router_replay.enabled or model_name not in ("policy", "reference"):
         return None
-    model = model_config(policy)
+    model = read_model_config(policy)
     if model is None:
         raise ConfigError(
             f"policy.router_replay.enabled: true, but {policy.model_name} is not on this machine, so that its experts "

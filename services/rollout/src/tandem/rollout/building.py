@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.messages import BuildEngine, EngineBuilt, Listener, RewardServer
-from tandem.common.network import address_towards
+from tandem.common.network import find_address_towards
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
-from tandem.config.placement import gpus_per_engine
+from tandem.config.placement import count_gpus_per_engine
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
 from tandem.observe.exporters.gpu_monitor import GpuMonitor
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedExperts | None) -> RolloutParts:
     """Build all that a run's configuration asks for, in the order in which they need each other."""
-    config, host = context.config, address_towards(context.coordinator)
+    config, host = context.config, find_address_towards(context.coordinator)
     limit_threads(config, "rollouts")
     tokenizer = load_tokenizer(config)
     with contextlib.ExitStack() as stack:  # closes what is there if the rest cannot be built
@@ -67,7 +67,7 @@ def build_parts(command: BuildEngine, context: ServiceContext, experts: RoutedEx
         else:
             parts.agents = _make_agents(parts, config, host)
             stack.callback(parts.agents.close)
-        if num_gpus := gpus_per_engine(config):
+        if num_gpus := count_gpus_per_engine(config):
             parts.gpus = GpuMonitor(config.logger)
             parts.gpus.begin(0, num_gpus)
             stack.callback(parts.gpus.close)

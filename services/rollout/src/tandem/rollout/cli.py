@@ -10,8 +10,13 @@ from collections.abc import Sequence
 
 from tandem.common.messages import ToRollout
 from tandem.common.process_lifetime import adopt_orphans, end_descendants
-from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS, visible_to_engine, visible_to_reward_models
-from tandem.config.threads import num_threads
+from tandem.config.placement import (
+    VISIBLE,
+    VISIBLE_TO_REWARD_MODELS,
+    select_visible_to_engine,
+    select_visible_to_reward_models,
+)
+from tandem.config.threads import count_threads
 from tandem.launch.run_service import RunnableService, run_service
 from tandem.launch.service import ServiceContext
 from tandem.rollout.engines.factory import find_factory
@@ -33,12 +38,12 @@ def preload() -> None:
 
 
 def _make(context: ServiceContext) -> RunnableService:
-    visible = visible_to_reward_models(context.config, context.index, os.environ)
+    visible = select_visible_to_reward_models(context.config, context.index, os.environ)
     os.environ[VISIBLE_TO_REWARD_MODELS] = json.dumps(visible)
     generation = context.config.policy.generation
     if generation.kind.is_on_gpus:
-        os.environ[VISIBLE] = visible_to_engine(context.config, context.index, os.environ)
-    threads = num_threads(context.config, "rollouts", len(os.sched_getaffinity(0)))
+        os.environ[VISIBLE] = select_visible_to_engine(context.config, context.index, os.environ)
+    threads = count_threads(context.config, "rollouts", len(os.sched_getaffinity(0)))
     find_factory(generation.backend).prepare_process(threads)
     # Imported once the process has joined: torch takes seconds, and heartbeats flow meanwhile.
     from tandem.rollout.service import RolloutService

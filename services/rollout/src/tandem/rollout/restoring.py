@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.common.errors import SamplesError, WireError
 from tandem.common.messages import Generated, MemoryUse, RestoreSamples, SamplesFinished
-from tandem.common.numeric.bounds import bounded
+from tandem.common.numeric.bounds import bound
 from tandem.samples.recorded_shards import read_shard, samples_of
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD
@@ -46,7 +46,7 @@ def restored(
             rollout=rollout,
             command_id=command.command_id,
             advantage=None,
-            scored=bounded(sample.scored),
+            scored=bound(sample.scored),
             arrays=as_trained_on(sample.arrays, experts, keeps_masks=keeps_masks),
         )
         for name, groups in command.files.items()

@@ -126,7 +126,7 @@ class RolloutService:
             self._is_closed = True
             self._parts.close()
 
-    @gc_tuning.paused()
+    @gc_tuning.pause_collection()
     def _build(self, command: BuildEngine) -> None:
         experts = replayed_experts(self._config)
         self._parts = parts = build_parts(command, self._context, experts)

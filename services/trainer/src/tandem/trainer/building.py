@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.common.messages import BuildTrainer, OpenRendezvous, RendezvousOpened, TrainerBuilt
-from tandem.common.network import address_towards, defer_silent, keep_to_interface, listening
+from tandem.common.network import defer_silent, find_address_towards, keep_to_interface, list_listening
 from tandem.config.model_groups import ModelGroup
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
@@ -79,7 +79,7 @@ def image_fetcher(context: ServiceContext) -> ImageFetcher:
 
 def open_rendezvous(context: ServiceContext, command: OpenRendezvous) -> tuple[TCPStore, RendezvousOpened]:
     """Open the store at which ranks meet, on a free port of one address of this machine; return it and its place."""
-    host = address_towards(context.coordinator)
+    host = find_address_towards(context.coordinator)
     listener = socket.create_server((host, 0))
     defer_silent([listener])
     # A listening socket binds the store to one address. By itself it would listen on all of them.
@@ -113,7 +113,7 @@ def build_parts(
     limit_threads(config, "trainers")
     try_out(config)
     # The ranks meet on the interface of the run, and on no other.
-    address = address_towards(context.coordinator)
+    address = find_address_towards(context.coordinator)
     keep_to_interface(address, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     if store is None:
         timeout = datetime.timedelta(seconds=command.deadline_s)
@@ -124,7 +124,7 @@ def build_parts(
     exchange = meet(config, index, store, address, command.deadline_s)
     checkpoint = Path(command.checkpoint) if command.checkpoint else None
     backend = make_backend(config, checkpoint=checkpoint, model_group=model_group)
-    defer_silent(listening())
+    defer_silent(list_listening())
     parts = TrainerParts(store=store, backend=backend, exchange=exchange)
     try:
         if config.is_colocated and model_group.has_policy:

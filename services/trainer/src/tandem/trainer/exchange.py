@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from tandem.config import Config
-from tandem.config.model_groups import ModelGroup, model_group_at, model_groups_of
+from tandem.config.model_groups import ModelGroup, find_model_group, list_model_groups
 from tandem.config.schema.columns import SCORING_SECONDS, ColumnDeclaration, Model
 from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding, data_parallel_ranks, scoring_trainers
@@ -55,7 +55,7 @@ def meet(config: Config, index: int, store: Store, address: str, timeout_s: floa
     Returns this trainer's end of the group of all trainers; None if all hold the same models. Collective.
 
     """
-    model_group, deadlines = model_group_at(config, index), config.cluster.deadlines
+    model_group, deadlines = find_model_group(config, index), config.cluster.deadlines
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         store=PrefixStore(model_group.name, store),
@@ -75,8 +75,8 @@ class RankExchange:
         """Connect all trainers, over the network interface that has `address`. Collective."""
         self._config = config
         self.index = index
-        self.model_groups = model_groups_of(config)
-        self.model_group = model_group_at(config, index)
+        self.model_groups = list_model_groups(config)
+        self.model_group = find_model_group(config, index)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         options._timeout = timedelta(seconds=timeout_s)

@@ -14,7 +14,7 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from tandem.common.errors import ModelError
-from tandem.config.models.lora import chosen, is_adapter, tensor_name
+from tandem.config.models.lora import choose_layers, is_adapter, make_tensor_name
 from tandem.config.models.vision_families import VISION
 from tandem.config.schema.adapters import LoraCfg
 from tandem.trainer.dropout import Dropout, DropoutPlace
@@ -36,7 +36,7 @@ def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
     family = VISION.get(model.config.model_type)
     prefix = "" if family is None else family.language_prefix  # a tower has layers of the same names
     linear = [name for name in linear_layers(model) if name.startswith(prefix)]
-    layers = chosen(linear, adapters, SECTION)
+    layers = choose_layers(linear, adapters, SECTION)
     model.requires_grad_(False)
     try:
         inject_adapter_in_model(settings_of(adapters, [f"model.{layer}" for layer in layers]), _Holder(model))
@@ -86,7 +86,7 @@ def fill(model: Any, values: Mapping[str, torch.Tensor]) -> None:
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's parameters by the names that tensors have everywhere; its own names without adapters."""
-    return {tensor_name(name): parameter for name, parameter in model.named_parameters()}
+    return {make_tensor_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def add_dropout(model: Any, adapters: LoraCfg, place: DropoutPlace) -> None:

@@ -15,9 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from tandem.common.errors import ModelError
-from tandem.config.models.dequantised import described_for_training
-from tandem.config.models.hf_config import load_config, model_class
-from tandem.config.models.lora import why_no_model
+from tandem.config.models.dequantised import describe_for_training
+from tandem.config.models.hf_config import find_model_class, load_config
+from tandem.config.models.lora import explain_no_model
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Head
 from tandem.refit.adapters.geometry import SCALAR_HEAD
@@ -38,7 +38,7 @@ def load_model(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
     """
     transformers.utils.logging.disable_progress_bar()
     folder = Path(source)
-    if (reason := why_no_model(folder)) is not None:  # transformers would read them as one of its own models
+    if (reason := explain_no_model(folder)) is not None:  # transformers would read them as one of its own models
         raise ModelError(reason)
     if folder.is_dir() and not _has_weights(folder):
         model = _new_model(folder, settings, dtype)
@@ -66,7 +66,7 @@ def load_scalar_model(source: str, settings: ModelConfig, dtype: torch.dtype, he
         with _as_model_error(f"cannot load a {_SCALAR[head]} from {source!r}"):
             model, info = _CLASSIFIERS[head].from_pretrained(
                 source,
-                config=described_for_training(source, settings, num_labels=1),
+                config=describe_for_training(source, settings, num_labels=1),
                 dtype=dtype,
                 output_loading_info=True,
                 trust_remote_code=False,
@@ -105,7 +105,7 @@ def build_without_weights(
     try:
         labels = {} if head == "vocabulary" else {"num_labels": 1}
         settings = load_config(source, overrides, **labels)
-        kind = _CLASSIFIERS.get(head) or model_class(settings)
+        kind = _CLASSIFIERS.get(head) or find_model_class(settings)
         with torch.device("meta"):
             model = kind.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # the library passes on any error of its readers
@@ -161,8 +161,8 @@ def _as_model_error(action: str) -> Iterator[None]:
 
 def _pretrained(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
     with _as_model_error(f"cannot load a model from {source!r}"):
-        described = described_for_training(source, settings)
-        model, info = model_class(described).from_pretrained(
+        described = describe_for_training(source, settings)
+        model, info = find_model_class(described).from_pretrained(
             source,
             config=described,
             dtype=dtype,
@@ -187,7 +187,7 @@ def _new_model(folder: Path, settings: ModelConfig, dtype: torch.dtype) -> Any:
         described = load_config(str(folder), settings.hf_config_overrides)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.new_model.seed)
-            return model_class(described).from_config(described, dtype=dtype, trust_remote_code=False)
+            return find_model_class(described).from_config(described, dtype=dtype, trust_remote_code=False)
 
 
 def _new_scalar_model(folder: Path, settings: ModelConfig, dtype: torch.dtype, head: Head) -> Any:

@@ -49,7 +49,7 @@ from tandem.common.messages import (
 )
 from tandem.common.numeric.bounds import LEAST_LOGPROB
 from tandem.common.wire import Arrays
-from tandem.config.model_groups import model_group_at
+from tandem.config.model_groups import find_model_group
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import IMAGES, TABLE, TOKENS, SampleBatch, is_of_table
@@ -79,7 +79,7 @@ class TrainerService:
         self._context = context
         self._config = context.config
         self._vocabulary = vocabulary_size(context.config.policy)
-        self._model_group = model_group_at(context.config, context.index)
+        self._model_group = find_model_group(context.config, context.index)
         self._rank = data_parallel_ranks(context.config)[context.index] if self._model_group.has_policy else NO_RANK
         self._is_colocated = context.config.is_colocated and self._model_group.has_policy
         """Whether this process shares its device with engines, which are where the policy is."""
@@ -198,7 +198,7 @@ class TrainerService:
             if self._is_colocated:
                 backend.offload()
 
-    @gc_tuning.paused()
+    @gc_tuning.pause_collection()
     def _build(self, command: BuildTrainer) -> None:
         if self._image_fetcher is not None:
             self._image_fetcher.begin(command.images_at, self._context.coordinator)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.numeric.bounds import LEAST_LOGPROB
-from tandem.common.numeric.outliers import outliers
+from tandem.common.numeric.outliers import find_outliers
 from tandem.common.returned import line
 from tandem.config.schema.columns import Model
 from tandem.samples.batch import Float32s, SampleBatch
@@ -209,7 +209,7 @@ def name_outlier(step: TrainingStep, rows: Sequence[int], columns: Columns, mode
     if not step.config.rollout_section.set_aside_outliers:
         step.notes.append(f"{note} ({step.config.algorithm}.set_aside_outliers sets such groups aside)")
         return
-    wild_S = outliers(np.sqrt(squares_S))
+    wild_S = find_outliers(np.sqrt(squares_S))
     wild_S[first] |= bool(squares_S[first] > total / 2)
     kept_S = ~of_groups(wild_S, step.table) if wild_S.any() else np.ones_like(wild_S)
     if kept_S.all() or not (kept_S & (squares_S > 0)).any():

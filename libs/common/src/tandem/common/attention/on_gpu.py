@@ -50,7 +50,7 @@ def attend_on_gpu(
 
 
 @functools.lru_cache(maxsize=4)  # every layer asks for the same row, and each copy waits for the GPU
-def boundaries(segments: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+def find_boundaries(segments: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
     """Return where segments begin and end, ``[2, S + 1]``, int32: in the queries, and in the keys."""
     sizes_2S = torch.tensor([(0, 0), *segments], dtype=torch.int32).cumsum(dim=0, dtype=torch.int32).T
     return sizes_2S.contiguous().to(device)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from tandem.common.attention.on_gpu import attend_on_gpu, boundaries
+from tandem.common.attention.on_gpu import attend_on_gpu, find_boundaries
 
 _BLOCK = 256
 """Queries in a block."""
@@ -49,12 +49,12 @@ def attend(
     has_kernel = query_LHD.is_cuda and query_LHD.dtype in (torch.bfloat16, torch.float16) and sinks_H is None
     if has_kernel and query_LHD.shape[2] == value_MGD.shape[2]:
         longest = max(num_queries for num_queries, _ in segments), max(num_keys for _, num_keys in segments)
-        ends_2S = boundaries(tuple(segments), query_LHD.device)
+        ends_2S = find_boundaries(tuple(segments), query_LHD.device)
         return attend_on_gpu(query_LHD, key_MGD, value_MGD, ends_2S, longest, scale, window)
     if query_LHD.is_cuda:  # the remaining kernels need as many key heads as query heads, or build all scores
         num_each = query_LHD.shape[1] // key_MGD.shape[1]
         key_MGD, value_MGD = (tensor.repeat_interleave(num_each, dim=1) for tensor in (key_MGD, value_MGD))
-    mask_RS = _mask(segments, query_LHD)
+    mask_RS = _make_mask(segments, query_LHD)
     parts, query, key = [], 0, 0
     for (num_queries, num_keys), run in itertools.groupby(segments):
         size = len(list(run))
@@ -137,7 +137,7 @@ def _attend_near(
     return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
 
 
-def _mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor | None:
+def _make_mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor | None:
     """Return the mask to add to the scores of the largest block: minus infinity above the diagonal that ends at the
     last.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def sliding_windows(config: Any) -> tuple[int | None, ...]:
+def find_sliding_windows(config: Any) -> tuple[int | None, ...]:
     """Return the attention window of each layer, from a model's text configuration in Transformers.
 
     None for a layer with full attention.
@@ -17,7 +17,7 @@ def sliding_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if each == "sliding_attention" else None for each in layer_types[: config.num_hidden_layers])
 
 
-def unstable_rotation(config: Any, max_length: int) -> str | None:
+def find_unstable_rotation(config: Any, max_length: int) -> str | None:
     """Return the type of rotary embeddings if its angles depend on the row's length, else None.
 
     Lengths up to `max_length` are considered. `config` is a model's text configuration in Transformers.

@@ -31,6 +31,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Return the spec of a module whose source is kept."""
         if fullname.rpartition(".")[2] not in self._names:
             return None
-        from tandem.common.kept_code.sources import spec_of
+        from tandem.common.kept_code.sources import make_spec
 
-        return spec_of(fullname, path, *self._kept)
+        return make_spec(fullname, path, *self._kept)

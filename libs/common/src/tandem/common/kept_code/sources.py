@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def spec_of(
+def make_spec(
     fullname: str, path: Sequence[str] | None, folder: Path, modules: Mapping[str, str], files: Mapping[str, str]
 ) -> importlib.machinery.ModuleSpec | None:
     """Return the spec of a module of `modules`, or of one beside them where the usual finder finds it there."""

@@ -23,7 +23,7 @@ LARGEST_LOG_RATIO = 80.0
 """Largest difference of two log-probabilities to exponentiate for a report; beyond it, float32 overflows."""
 
 
-def bounded(sample: SampleScored) -> SampleScored:
+def bound(sample: SampleScored) -> SampleScored:
     """Return a restored sample with its numbers in bounds; a sample with a reward out of bounds is dropped.
 
     The rollout log may come from an earlier release, which had no bounds.

@@ -25,7 +25,7 @@ _LEAST_LOSS = 1.0
 _QUANTILE, _FEWEST_NUMBERS = 0.75, 3
 
 
-def usual_size(numbers_X: NDArray[np.floating]) -> float:
+def find_usual_size(numbers_X: NDArray[np.floating]) -> float:
     """Return the upper quartile of the sizes of numbers that are not zero; 0 if there are fewer than three.
 
     So up to a quarter of them may be outliers.
@@ -34,9 +34,9 @@ def usual_size(numbers_X: NDArray[np.floating]) -> float:
     return float(sizes_X[int(_QUANTILE * (len(sizes_X) - 1))]) if len(sizes_X) >= _FEWEST_NUMBERS else 0.0
 
 
-def outliers(numbers_X: NDArray[np.floating]) -> NDArray[np.bool_]:
+def find_outliers(numbers_X: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Return a mask of the numbers that are more than `FACTOR` times the usual size."""
-    usual = usual_size(numbers_X)
+    usual = find_usual_size(numbers_X)
     return np.asarray(np.abs(numbers_X) > FACTOR * usual) if usual else np.zeros(numbers_X.shape, dtype=np.bool_)
 
 

@@ -36,6 +36,6 @@ def _is_box(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(part, int | float) for part in value)
 
 
-def shown_answer(answer: object) -> str:
+def show_answer(answer: object) -> str:
     """Return a reference answer as one text, to be read: several right ones with `` or `` between them."""
     return " or ".join(map(text_of, answer)) if isinstance(answer, list | tuple) else text_of(answer)

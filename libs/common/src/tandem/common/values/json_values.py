@@ -87,7 +87,7 @@ def encode_json(
     return msgspec.json.encode(value, enc_hook=convert, order=order)
 
 
-def plain_object(values: Mapping[str, Any]) -> dict[str, Any]:
+def make_plain_object(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as plain JSON ones, of which written numbers keep their digits; what JSON lacks becomes text.
 
     The result can travel (`encode_number`).
@@ -111,7 +111,7 @@ def plain_object(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         msgspec.msgpack.encode(plain, enc_hook=encode_number)
     except OverflowError:
-        plain = with_large_integers(plain)
+        plain = wrap_large_integers(plain)
     return plain
 
 
@@ -140,10 +140,10 @@ def decode_number(code: int, data: memoryview) -> float:
     raise msgspec.ValidationError(f"extension {code} of {len(data)} bytes is not a number")
 
 
-def with_large_integers(value: Any) -> Any:
+def wrap_large_integers(value: Any) -> Any:
     """Return a JSON value with each integer of more than 64 bits as a `LargeInteger`."""
     if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
         return LargeInteger(value)
     if isinstance(value, dict):
-        return {key: with_large_integers(part) for key, part in value.items()}
-    return [with_large_integers(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: wrap_large_integers(part) for key, part in value.items()}
+    return [wrap_large_integers(part) for part in value] if isinstance(value, list | tuple) else value

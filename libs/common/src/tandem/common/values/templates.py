@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
-from tandem.common.values.answer_texts import shown_answer
+from tandem.common.values.answer_texts import show_answer
 from tandem.common.values.texts import question_text
 
 
@@ -20,7 +20,7 @@ def fill_template(key: str, template: str, problem: Problem, **more: str) -> str
         **problem.metadata,
         "metadata": problem.metadata,
         "question": question_text(problem.question),
-        "answer": shown_answer(problem.answer),
+        "answer": show_answer(problem.answer),
         **more,
     }
     try:

@@ -15,7 +15,7 @@ from tandem.common.errors import WireError
 from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
 from tandem.common.wire.frames import Frames, memory_of
-from tandem.common.wire.sockets import dealer_of_caller
+from tandem.common.wire.sockets import make_dealer_of_caller
 
 _AGAIN_S = 0.2
 
@@ -43,7 +43,7 @@ class CallerConnections:
         self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._down_since = dict.fromkeys(listeners, time.monotonic())
         for name, listener in listeners.items():
-            socket = self._sockets[name] = dealer_of_caller(self._context, max_bytes)
+            socket = self._sockets[name] = make_dealer_of_caller(self._context, max_bytes)
             self._names[socket] = name
             monitor = socket.get_monitor_socket(
                 zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED

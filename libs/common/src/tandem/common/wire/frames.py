@@ -74,11 +74,11 @@ def encode(message: Message, arrays: Arrays | None = None) -> Frames:
     frames: Frames = []
     for name, array in arrays.items():
         headers.append(ArrayHeader(name, array.dtype.str, array.shape))
-        frames.append(_to_frame(name, array))
+        frames.append(_encode_array(name, array))
     return [header, _encoder.encode(headers), *frames]
 
 
-def _to_frame(name: str, array: NDArray[Any]) -> bytes | memoryview:
+def _encode_array(name: str, array: NDArray[Any]) -> bytes | memoryview:
     if array.dtype.kind not in _ARRAY_KINDS:
         raise WireError(f"array {name!r} of dtype {array.dtype} may not travel")
     # View it as bytes: a buffer of a dtype with foreign byte order could not be cast to them. A zero-size array has no
@@ -98,14 +98,14 @@ class MessageCodec(Generic[Incoming]):
         try:
             message = self._decoder.decode(frames[0])
         except UNDECODABLE as error:
-            raise _undecoded(frames[0], error) from error
+            raise _describe_undecodable(frames[0], error) from error
         try:
             headers = _manifest_decoder.decode(frames[1]) if len(frames) > 1 else []
         except UNDECODABLE as error:
             raise WireError(f"not a message of this link: its list of arrays: {error}") from error
         if len(headers) != max(0, len(frames) - 2):
             raise WireError(f"{len(headers)} arrays announced, {max(0, len(frames) - 2)} came")
-        arrays = {h.name: _to_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
+        arrays = {h.name: _decode_array(h, frame) for h, frame in zip(headers, frames[2:], strict=True)}
         if len(arrays) != len(headers):
             raise WireError("two arrays of the same name")
         return ReceivedMessage(message, arrays)
@@ -124,7 +124,7 @@ def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
             raise WireError(f"a {name} of {len(frame)} bytes, but the limit is {max_bytes}")
 
 
-def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
+def _describe_undecodable(frame: bytes | memoryview, error: Exception) -> WireError:
     """Return the error for a malformed header, with message, field and command as far as they can be read."""
     try:
         tag = tag_decoder.decode(frame)
@@ -138,7 +138,7 @@ def _undecoded(frame: bytes | memoryview, error: Exception) -> WireError:
     return WireError(f"{tag.type}{field}: {of_key}{match[1]}", tag.command_id)
 
 
-def _to_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
+def _decode_array(header: ArrayHeader, frame: bytes | memoryview) -> NDArray[Any]:
     try:
         dtype = np.dtype(header.dtype)
     except (TypeError, ValueError, SyntaxError) as error:  # NumPy parses the text, and its parser's errors escape

@@ -15,7 +15,7 @@ from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
 from tandem.common.wire.frames import Frames, memory_of
 from tandem.common.wire.gatekeeper import Gatekeeper
-from tandem.common.wire.sockets import router
+from tandem.common.wire.sockets import make_router
 from tandem.common.wire.waker import Waker
 
 MOST_BYTES_OF_REPLY = 1 << 28
@@ -47,7 +47,7 @@ class Hub:
         """
         self._context = zmq.Context()
         self._admitted = admitted
-        self._socket = router(self._context, key_pair, max_bytes)
+        self._socket = make_router(self._context, key_pair, max_bytes)
         self._waker: Waker | None = None
         self._awaited: zmq.Socket[bytes] | zmq.Poller = self._socket
         self._gatekeeper = Gatekeeper(self._context, admitted, self._socket)
@@ -84,7 +84,7 @@ class Hub:
         with contextlib.suppress(zmq.Again):
             while True:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                peer = HubPeer(identity.bytes, curve.key_of(identity))
+                peer = HubPeer(identity.bytes, curve.derive_key(identity))
                 if peer.key in self._admitted:  # it may have been removed since the client connected
                     yield peer, [*map(memory_of, frames)]
 

@@ -23,7 +23,7 @@ from tandem.common.messages import (
 from tandem.common.wire.admission import AdmissionRequests, KeyRefused
 from tandem.common.wire.frames import Frames, Incoming, MessageCodec, ReceivedMessage, encode, memory_of
 from tandem.common.wire.pump import SHUTDOWN_GRACE_S, FramePump
-from tandem.common.wire.sockets import dealer_of_link, pipe
+from tandem.common.wire.sockets import make_dealer_of_link, make_pipe
 from tandem.common.wire.waker import Waker
 
 
@@ -50,11 +50,11 @@ class Link(Generic[Incoming]):
         """Keys of the run's trainers, as the coordinator last sent them."""
         self._context = zmq.Context()
         self._identity = identity
-        self._dealer = dealer_of_link(self._context, identity, self.own, keys.coordinator)
+        self._dealer = make_dealer_of_link(self._context, identity, self.own, keys.coordinator)
         # One pipe each way between the process and the link's thread, since a socket may be used by one thread at a
         # time.
-        self._incoming, self._arrived = pipe(self._context, "arrived")
-        self._queued, self._outgoing = pipe(self._context, "queued")
+        self._incoming, self._arrived = make_pipe(self._context, "arrived")
+        self._queued, self._outgoing = make_pipe(self._context, "queued")
         self._waker = Waker()
         self._woken = self._waker.fileno()
         """Descriptor that is ready after a `wake`."""
@@ -76,7 +76,7 @@ class Link(Generic[Incoming]):
             while welcome is None:
                 if self._keys.is_joining:
                     keys, identity = self._keys, f"{self._identity}-joins"
-                    socket = dealer_of_link(self._context, identity, keys.own, keys.coordinator)
+                    socket = make_dealer_of_link(self._context, identity, keys.own, keys.coordinator)
                     with contextlib.closing(socket) as dealer:
                         admission.register(dealer, hello, self.own.public)
                 try:

@@ -188,7 +188,7 @@ class PeerConnections:
         with contextlib.suppress(zmq.Again):
             while True:
                 sender, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-                identity, key = sender.bytes, curve.key_of(sender)
+                identity, key = sender.bytes, curve.derive_key(sender)
                 rank = self._ranks.get(identity)
                 if frames[0].bytes == _HELLO:
                     self._welcome(identity, key, frames[1:])

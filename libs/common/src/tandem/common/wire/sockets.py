@@ -12,7 +12,7 @@ _MOST_WAITING = 1000
 """Most received messages that wait on one connection."""
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]], key_pair: KeyPair, max_bytes: int) -> zmq.Socket[bytes]:
+def make_router(context: zmq.Context[zmq.Socket[bytes]], key_pair: KeyPair, max_bytes: int) -> zmq.Socket[bytes]:
     """Return a ROUTER socket that proves its key, for clients that another program admits."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 1000)
@@ -30,7 +30,7 @@ def router(context: zmq.Context[zmq.Socket[bytes]], key_pair: KeyPair, max_bytes
     return socket
 
 
-def dealer_of_link(
+def make_dealer_of_link(
     context: zmq.Context[zmq.Socket[bytes]], identity: str, key_pair: KeyPair, coordinator: str
 ) -> zmq.Socket[bytes]:
     """Return a DEALER socket that proves a key to the coordinator, which must prove its own."""
@@ -44,7 +44,7 @@ def dealer_of_link(
     return dealer
 
 
-def dealer_of_caller(context: zmq.Context[zmq.Socket[bytes]], max_bytes: int) -> zmq.Socket[bytes]:
+def make_dealer_of_caller(context: zmq.Context[zmq.Socket[bytes]], max_bytes: int) -> zmq.Socket[bytes]:
     """Return a DEALER socket for requests, which reconnects by itself."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -57,7 +57,7 @@ def dealer_of_caller(context: zmq.Context[zmq.Socket[bytes]], max_bytes: int) ->
     return dealer
 
 
-def pipe(context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+def make_pipe(context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """Return the ends of a pipe between two threads: the output, then the input."""
     ends = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in ends:

@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
 """Rules for all algorithms, in the order of checking; those of the engine's and the algorithm's declarations follow."""
 
 
-def broken_rules(config: Config) -> ProblemCollector:
+def find_broken_rules(config: Config) -> ProblemCollector:
     """Return the problems that the rules find, one per key, in order: the first often explains the others."""
     problems = ProblemCollector()
     paths = config.declaration.rules

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tandem.config.checks.rule import Rule, over_a_data_set, where_it_rolls_out
+from tandem.config.checks.rule import Rule, restrict_to_data_sets, restrict_to_rollouts
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config, DynamicBatching, SequencePacking
 
 
-def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
+def check_rollout_batch_divides_into_global_batches(config: Config) -> None:
     """Check that a rollout batch is a whole number of optimizer steps."""
     section, name = config.rollout_section, config.algorithm
     prompts, generations = section.num_prompts_per_step, section.num_generations_per_prompt
@@ -20,12 +20,12 @@ def a_rollout_batch_divides_into_global_batches(config: Config) -> None:
         )
 
 
-def a_global_batch_divides_into_micro_batches(config: Config) -> None:
+def check_global_batch_divides_into_micro_batches(config: Config) -> None:
     """Check that each trainer gets an equal shard of a global batch, in whole micro-batches, unless those go by
     tokens."""
-    if _token_limits(config):
+    if _list_token_limits(config):
         return
-    _divides(
+    _check_divides(
         config,
         "policy.train_global_batch_size",
         config.policy.train_global_batch_size,
@@ -34,14 +34,14 @@ def a_global_batch_divides_into_micro_batches(config: Config) -> None:
     )
 
 
-def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
+def check_validation_batch_divides_into_micro_batches(config: Config) -> None:
     """Check the same for the validation batches of algorithms over data sets."""
-    if _token_limits(config):
+    if _list_token_limits(config):
         return
     section = config.data_set_section
     if not (section.val_period or section.val_at_start):
         return
-    _divides(
+    _check_divides(
         config,
         f"{config.algorithm}.val_global_batch_size",
         section.val_global_batch_size,
@@ -50,28 +50,28 @@ def a_validation_batch_divides_into_micro_batches(config: Config) -> None:
     )
 
 
-def rows_are_padded_or_packed(config: Config) -> None:
+def check_rows_are_padded_or_packed(config: Config) -> None:
     """Check that rows are either padded or packed when micro-batches go by tokens."""
-    if len(_token_limits(config)) > 1:
+    if len(_list_token_limits(config)) > 1:
         raise InvalidValue(
             "policy.dynamic_batching.enabled",
             "true, but policy.sequence_packing.enabled is true too: rows are either padded or packed",
         )
 
 
-def the_longest_sequences_fit_a_micro_batch(config: Config) -> None:
+def check_longest_sequences_fit_micro_batch(config: Config) -> None:
     """Check that micro-batches are long enough: sequences of one sample are not split over several."""
     length, words = config.policy.max_total_sequence_length, "policy.max_total_sequence_length"
     if config.sequences_per_sample > 1:
         length, words = config.sequences_per_sample * length, f"a {config.declaration.unit} of {words}"
-    for section, limits in _token_limits(config).items():
+    for section, limits in _list_token_limits(config).items():
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
             tokens = getattr(limits, name)
             if tokens < length:
                 raise InvalidValue(f"policy.{section}.{name}", f"{tokens} is less than {words} ({length})")
 
 
-def _token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching]:
+def _list_token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching]:
     """Return the enabled sections that limit micro-batches by tokens."""
     limits: dict[str, SequencePacking | DynamicBatching] = {
         "sequence_packing": config.policy.sequence_packing,
@@ -80,7 +80,7 @@ def _token_limits(config: Config) -> dict[str, SequencePacking | DynamicBatching
     return {name: section for name, section in limits.items() if section.enabled}
 
 
-def _divides(config: Config, total_key: str, total: int, part_key: str, part: int) -> None:
+def _check_divides(config: Config, total_key: str, total: int, part_key: str, part: int) -> None:
     shares = config.data_parallel_size
     if total % (part * shares):
         words = "cluster.trainers" if shares == config.cluster.trainers else "the data-parallel size"
@@ -90,9 +90,9 @@ def _divides(config: Config, total_key: str, total: int, part_key: str, part: in
 
 
 RULES: tuple[Rule, ...] = (
-    *where_it_rolls_out(a_rollout_batch_divides_into_global_batches),
-    a_global_batch_divides_into_micro_batches,
-    *over_a_data_set(a_validation_batch_divides_into_micro_batches),
-    rows_are_padded_or_packed,
-    the_longest_sequences_fit_a_micro_batch,
+    *restrict_to_rollouts(check_rollout_batch_divides_into_global_batches),
+    check_global_batch_divides_into_micro_batches,
+    *restrict_to_data_sets(check_validation_batch_divides_into_micro_batches),
+    check_rows_are_padded_or_packed,
+    check_longest_sequences_fit_micro_batch,
 )

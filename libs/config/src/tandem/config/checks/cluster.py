@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-from tandem.config.checks.rule import Rule, where_it_rolls_out
-from tandem.config.placement import gpus_of_reward_models, gpus_per_engine
+from tandem.config.checks.rule import Rule, restrict_to_rollouts
+from tandem.config.placement import count_gpus_of_reward_models, count_gpus_per_engine
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
 
-def there_are_rollouts(config: Config) -> None:
+def check_has_rollouts(config: Config) -> None:
     """Check that there is at least one rollout."""
     if config.cluster.rollouts == 0:
         raise InvalidValue("cluster.rollouts", f"0, but {config.declaration.title} needs at least 1")
 
 
-def generation_fits_its_gpus(config: Config) -> None:
+def check_generation_fits_its_gpus(config: Config) -> None:
     """Check that the GPUs reserved for generation exist, suffice, and leave some for training."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
@@ -25,7 +25,7 @@ def generation_fits_its_gpus(config: Config) -> None:
     prefix = "policy.generation.colocated.resources."
     if cluster.num_nodes == 1:
         key, set_aside, gpus_each = "gpus_per_node", gpus, 1
-        num_available = cluster.gpus_per_node - gpus_of_reward_models(config)
+        num_available = cluster.gpus_per_node - count_gpus_of_reward_models(config)
         fixed_key, fixed_size, fitting = "num_nodes", nodes, 1
     else:
         key, set_aside, num_available, gpus_each = "num_nodes", nodes, cluster.num_nodes, cluster.gpus_per_node
@@ -38,7 +38,7 @@ def generation_fits_its_gpus(config: Config) -> None:
     if set_aside >= num_available:
         raise InvalidValue(prefix + key, f"{set_aside} of cluster.{key} ({num_available}) leaves none to training")
     sides = (
-        ("cluster.rollouts", cluster.rollouts * gpus_per_engine(config), set_aside * gpus_each),
+        ("cluster.rollouts", cluster.rollouts * count_gpus_per_engine(config), set_aside * gpus_each),
         ("cluster.trainers", config.num_trainers, (num_available - set_aside) * gpus_each),
     )
     for process_key, needed, num_gpus in sides:
@@ -48,7 +48,7 @@ def generation_fits_its_gpus(config: Config) -> None:
             )
 
 
-def the_launch_fits_the_cluster(config: Config) -> None:
+def check_launch_fits_cluster(config: Config) -> None:
     """Check that the coordinator does not launch more processes than it expects."""
     launch = config.cluster.launch
     if isinstance(launch, str):
@@ -61,14 +61,14 @@ def the_launch_fits_the_cluster(config: Config) -> None:
             raise InvalidValue(f"cluster.launch.{kind}", f"{launched} is more than cluster.{kind}{beside} ({expected})")
 
 
-def there_is_room_for_the_rollouts(config: Config) -> None:
+def check_rollouts_have_room(config: Config) -> None:
     """Check that all expected rollouts may join."""
     max_rollouts, rollouts = config.cluster.max_rollouts, config.cluster.rollouts
     if max_rollouts is not None and max_rollouts < rollouts:
         raise InvalidValue("cluster.max_rollouts", f"{max_rollouts} is fewer than cluster.rollouts ({rollouts})")
 
 
-def the_address_can_be_bound(config: Config) -> None:
+def check_address_can_be_bound(config: Config) -> None:
     """Check that the address is ``tcp://host:port``, or has ``*`` for any free port."""
     match = re.fullmatch(r"tcp://[^/\s]+:(\*|\d+)", config.cluster.address)
     if not match or (match[1] != "*" and not 0 < int(match[1]) < 65536):
@@ -85,9 +85,9 @@ def silence_outlasts_a_heartbeat(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    *where_it_rolls_out(there_are_rollouts, generation_fits_its_gpus),
-    the_launch_fits_the_cluster,
-    there_is_room_for_the_rollouts,
-    the_address_can_be_bound,
+    *restrict_to_rollouts(check_has_rollouts, check_generation_fits_its_gpus),
+    check_launch_fits_cluster,
+    check_rollouts_have_room,
+    check_address_can_be_bound,
     silence_outlasts_a_heartbeat,
 )

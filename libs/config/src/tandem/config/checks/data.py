@@ -8,7 +8,7 @@ from typing import Literal
 
 from tandem.common.errors import listed, nearest
 from tandem.config.checks.reward_model import check_reward_model
-from tandem.config.checks.rule import Rule, check_dotted_path, where_it_rolls_out
+from tandem.config.checks.rule import Rule, check_dotted_path, restrict_to_rollouts
 from tandem.config.derive import GENERATED
 from tandem.config.named import NAMED, RAW_TEXT, holds_texts, is_local
 from tandem.config.problem import InvalidValue, shown
@@ -44,7 +44,7 @@ def reads_boxes(config: Config, name: str) -> bool:
     return name in IMAGE_ENVIRONMENTS and "bbox_giou" in names
 
 
-def responses_fit(config: Config) -> None:
+def check_responses_fit(config: Config) -> None:
     """Check that responses may not exceed a whole sequence."""
     longest, length = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     if length > longest:
@@ -52,7 +52,7 @@ def responses_fit(config: Config) -> None:
         raise InvalidValue(key, f"{length} is greater than policy.max_total_sequence_length ({longest})")
 
 
-def the_task_is_named(config: Config) -> None:
+def check_task_is_named(config: Config) -> None:
     """Check that reasoning-gym, which generates problems by task, has a task, and no other dataset does."""
     if config.data.dataset_name == "reasoning_gym":
         if config.data.task is None:
@@ -63,7 +63,7 @@ def the_task_is_named(config: Config) -> None:
         )
 
 
-def the_file_is_named(config: Config) -> None:
+def check_file_is_named(config: Config) -> None:
     """Check that JSONL problems have a file; a training file is not needed if nothing is trained."""
     name = config.data.dataset_name
     is_needed = not config.data.train and not (config.evaluates and config.data.val_data_path)
@@ -71,7 +71,7 @@ def the_file_is_named(config: Config) -> None:
         raise InvalidValue("data.train_data_path", f"required where data.dataset_name is {name}")
 
 
-def several_validation_files_have_names(config: Config) -> None:
+def check_several_validation_files_have_names(config: Config) -> None:
     """Check that several validation files are named, since each has its own metrics, and that validation is a loss."""
     key, paths = "data.val_data_paths", config.data.val_data_paths
     if not paths:
@@ -89,7 +89,7 @@ def several_validation_files_have_names(config: Config) -> None:
             raise InvalidValue(key, f"{shown(name)} is not a valid metric name: use letters, digits, '_', '.' and '-'")
 
 
-def listed_sets_are_read(config: Config) -> None:
+def check_listed_sets_are_read(config: Config) -> None:
     """Check that listed sets are files or on the Hub, and that no other key names a validation set."""
     data = config.data
     for side in ("train", "validation"):
@@ -109,7 +109,7 @@ def listed_sets_are_read(config: Config) -> None:
             raise InvalidValue(f"data.{key}", "data.train is given: set data.validation")
 
 
-def raw_text_is_read_as_such(config: Config) -> None:
+def check_raw_text_is_read_as_such(config: Config) -> None:
     """Check that a processor of raw text has raw text, and that all of a run's data is of one kind then."""
     data = config.data
     sets = [] if data.train else [("data", data.dataset_name, data.processor)]
@@ -126,7 +126,7 @@ def raw_text_is_read_as_such(config: Config) -> None:
             raise InvalidValue(f"{key}.dataset_name", text)
 
 
-def splits_are_known(config: Config) -> None:
+def check_splits_are_known(config: Config) -> None:
     """Check the splits of data sets whose splits are data sets of their own."""
     data = config.data
     sets = [("data", data.dataset_name, data.split)] if not data.train else []
@@ -139,7 +139,7 @@ def splits_are_known(config: Config) -> None:
             raise InvalidValue(f"{key}.split", f"{shown(split)}, but {name} has {listed([*named.splits])}")
 
 
-def the_dataset_fits_the_algorithm(config: Config) -> None:
+def check_dataset_fits_algorithm(config: Config) -> None:
     """Check that the algorithm can learn from the dataset."""
     name = config.data.dataset_name
     named = NAMED.get(name)
@@ -150,7 +150,7 @@ def the_dataset_fits_the_algorithm(config: Config) -> None:
         raise InvalidValue("data.dataset_name", f"{name} holds {named.holds}, which are for {listed(fitting)}")
 
 
-def worse_solutions_are_written(config: Config) -> None:
+def check_worse_solutions_are_written(config: Config) -> None:
     """Check for a template of worse solutions: preferences need one, and a generated problem has only the right one."""
     data = config.data
     if config.declaration.learns_preferences and data.dataset_name in GENERATED and data.rejected_template is None:
@@ -158,7 +158,7 @@ def worse_solutions_are_written(config: Config) -> None:
         raise InvalidValue("data.rejected_template", f"required where {reason}")
 
 
-def margins_are_read(config: Config) -> None:
+def check_margins_are_read(config: Config) -> None:
     """Check that margins are given only to a reward model: losses over the policy's own probabilities ignore them."""
     reads = config.declaration.learns_preferences and REWARDS in config.declaration.columns
     if config.data.margin_key is not None and not reads:
@@ -168,13 +168,13 @@ def margins_are_read(config: Config) -> None:
         )
 
 
-def the_system_message_is_given_once(config: Config) -> None:
+def check_system_message_is_given_once(config: Config) -> None:
     """Check that the system message is given as text or as a file, not both."""
     if config.data.system_prompt is not None and config.data.system_prompt_file is not None:
         raise InvalidValue("data.system_prompt", "data.system_prompt_file is given too")
 
 
-def environments_are_known(config: Config) -> None:
+def check_environments_are_known(config: Config) -> None:
     """Check that each environment is built in or fully described."""
     for name, entry in config.env.items():
         if entry.persistent and entry.command is None:
@@ -201,13 +201,13 @@ def environments_are_known(config: Config) -> None:
             check_dotted_path(f"env.{name}.class", entry.class_path)
         if name == PYTHON_REWARDS and entry.is_custom:
             raise InvalidValue(f"env.{name}.class", "the name is for functions given to tandem.train: choose another")
-        if entry.max_failures is not None and on_error(name, entry) == "fail":
+        if entry.max_failures is not None and decide_on_error(name, entry) == "fail":
             raise InvalidValue(
                 f"env.{name}.max_failures", f"the first failure ends the run; set env.{name}.on_error, too"
             )
 
 
-def on_error(name: str, entry: EnvironmentConfig) -> Literal["zero", "drop", "fail"]:
+def decide_on_error(name: str, entry: EnvironmentConfig) -> Literal["zero", "drop", "fail"]:
     """Return what happens to a sample if scoring it fails; a failure in the user's own code ends the run by default."""
     if entry.judge is not None or entry.is_reward_model:
         return entry.on_error or "drop"  # the response is not at fault
@@ -266,7 +266,7 @@ def _check_judge(name: str, entry: EnvironmentConfig, judge: JudgeConfig, config
         raise InvalidValue(f"{key}.prompt", "has no {response}: the judge would not see what it grades")
 
 
-def samples_are_scored(config: Config) -> None:
+def check_samples_are_scored(config: Config) -> None:
     """Check that each data set has an environment that can score it."""
     environment, names, title = config.data.environment, list(config.env), config.declaration.title
     if not names:
@@ -298,7 +298,7 @@ def _check_scores(config: Config, key: str, environment: str, dataset_key: str, 
         raise InvalidValue(key, f"sliding_puzzle_game plays {dataset_key} sliding_puzzle, not {dataset}")
 
 
-def sets_are_drawn_from(config: Config) -> None:
+def check_sets_are_drawn_from(config: Config) -> None:
     """Check that the numbers of prompts from several data sets fill a step evenly."""
     data, key = config.data, "data.num_prompts_per_dataloader"
     num_prompts = data.num_prompts_per_dataloader
@@ -324,7 +324,7 @@ def sets_are_drawn_from(config: Config) -> None:
         )
 
 
-def conversations_have_turns(config: Config) -> None:
+def check_conversations_have_turns(config: Config) -> None:
     """Check that there is more than one turn if the environment replies."""
     for environment in config.environments:
         if environment not in CONVERSING_ENVIRONMENTS or config.env[environment].is_custom:
@@ -337,17 +337,17 @@ def conversations_have_turns(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    the_task_is_named,
-    the_file_is_named,
-    several_validation_files_have_names,
-    listed_sets_are_read,
-    raw_text_is_read_as_such,
-    splits_are_known,
-    the_dataset_fits_the_algorithm,
-    worse_solutions_are_written,
-    margins_are_read,
-    the_system_message_is_given_once,
-    environments_are_known,
-    sets_are_drawn_from,
-    *where_it_rolls_out(responses_fit, samples_are_scored, conversations_have_turns),
+    check_task_is_named,
+    check_file_is_named,
+    check_several_validation_files_have_names,
+    check_listed_sets_are_read,
+    check_raw_text_is_read_as_such,
+    check_splits_are_known,
+    check_dataset_fits_algorithm,
+    check_worse_solutions_are_written,
+    check_margins_are_read,
+    check_system_message_is_given_once,
+    check_environments_are_known,
+    check_sets_are_drawn_from,
+    *restrict_to_rollouts(check_responses_fit, check_samples_are_scored, check_conversations_have_turns),
 )

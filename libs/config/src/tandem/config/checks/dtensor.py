@@ -6,7 +6,7 @@ import math
 
 from tandem.config.checks.rule import Rule
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
-from tandem.config.models.model_sizes import model_config, model_sizes
+from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import VISION
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config, ModelConfig
@@ -17,13 +17,13 @@ _SIZE = "policy.dtensor_cfg.tensor_parallel_size"
 _PLAN = "policy.dtensor_cfg.custom_parallel_plan"
 
 
-def ranks_share_heads(config: Config) -> None:
+def check_ranks_share_heads(config: Config) -> None:
     """Check that the architecture has a plan, and that each rank gets the same number of whole heads."""
     settings = config.policy.dtensor_cfg
     ranks = settings.tensor_parallel_size
     if config.policy.megatron_cfg.enabled or ranks == 1 or settings.custom_parallel_plan is not None:
         return
-    model_type = (model_config(config.policy) or {}).get("model_type")
+    model_type = (read_model_config(config.policy) or {}).get("model_type")
     if model_type not in (None, *TENSOR_PLANS, *VISION):
         supported = ", ".join(TENSOR_PLANS)
         raise InvalidValue(
@@ -31,13 +31,13 @@ def ranks_share_heads(config: Config) -> None:
         )
     if model_type in FUSED_HEADS:
         return
-    sizes = model_sizes(config.policy)
+    sizes = read_model_sizes(config.policy)
     for heads, kind in ((sizes.num_heads, "attention heads"), (sizes.num_key_value_heads, "key-value heads")):
         if heads is not None and heads % ranks:
             raise InvalidValue(_SIZE, f"{ranks} does not divide {heads} {kind}")
 
 
-def a_plan_has_ranks(config: Config) -> None:
+def check_plan_has_ranks(config: Config) -> None:
     """Check that a tensor-parallel plan has more than one rank to follow it."""
     settings = config.policy.dtensor_cfg
     plan = settings.custom_parallel_plan
@@ -49,18 +49,18 @@ def a_plan_has_ranks(config: Config) -> None:
         raise InvalidValue(_PLAN, f"there is a plan, but {_SIZE} is 1")
 
 
-def ranks_share_experts(config: Config) -> None:
+def check_ranks_share_experts(config: Config) -> None:
     """Check that the model has experts, and that ranks which share them get equally many."""
-    ranks, experts = config.policy.dtensor_cfg.expert_parallel_size, model_sizes(config.policy).num_experts
+    ranks, experts = config.policy.dtensor_cfg.expert_parallel_size, read_model_sizes(config.policy).num_experts
     if config.policy.megatron_cfg.enabled or ranks == 1:
         return
-    if experts is None and model_config(config.policy) is not None:
+    if experts is None and read_model_config(config.policy) is not None:
         raise InvalidValue(_EXPERTS, f"{ranks}, but the model has no experts")
     if experts is not None and experts % ranks:
         raise InvalidValue(_EXPERTS, f"{ranks} does not divide {experts} experts")
 
 
-def groups_are_whole(config: Config) -> None:
+def check_groups_are_whole(config: Config) -> None:
     """Check that the trainers form whole groups of ranks that share experts, in whole replicas."""
     check_groups(config.policy, config.cluster.trainers, _SECTION)
 
@@ -82,7 +82,7 @@ def check_groups(model: ModelConfig, num_ranks: int, section: str) -> None:
     )
 
 
-def compiled_layers_are_whole(config: Config) -> None:
+def check_compiled_layers_are_whole(config: Config) -> None:
     """Check that layers to be compiled are not cut over tensor-parallel ranks."""
     if config.policy.megatron_cfg.enabled or not config.policy.compile:
         return
@@ -92,9 +92,9 @@ def compiled_layers_are_whole(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    ranks_share_heads,
-    a_plan_has_ranks,
-    ranks_share_experts,
-    groups_are_whole,
-    compiled_layers_are_whole,
+    check_ranks_share_heads,
+    check_plan_has_ranks,
+    check_ranks_share_experts,
+    check_groups_are_whole,
+    check_compiled_layers_are_whole,
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.config.checks.rule import Rule, where_it_rolls_out
-from tandem.config.models.model_sizes import expert_sizes, model_config
+from tandem.config.checks.rule import Rule, restrict_to_rollouts
+from tandem.config.models.model_sizes import read_expert_sizes, read_model_config
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
@@ -14,18 +14,18 @@ _MOST_BYTES = 2**28
 """Most bytes of recorded experts per sample: trainers accept no larger array."""
 
 
-def routing_can_be_replayed(config: Config) -> None:
+def check_routing_can_be_replayed(config: Config) -> None:
     """Check that the model has experts, that an engine generates, and that both sides know the model's routers."""
     policy = config.policy
     if not policy.router_replay.enabled:
         return
     if not config.declaration.rolls_out:
         raise InvalidValue(_ROUTER_REPLAY, f"true, but no engine generates what {config.declaration.title} trains on")
-    model = model_config(policy)
+    model = read_model_config(policy)
     if model is None:  # refused later, before the run starts
         return
     model_type = model.get("model_type")
-    experts = expert_sizes(model)
+    experts = read_expert_sizes(model)
     if experts is None:
         raise InvalidValue(_ROUTER_REPLAY, f"true, but {model_type}, the model of policy.model_name, has no experts")
     kind = policy.generation.kind
@@ -44,7 +44,7 @@ def routing_can_be_replayed(config: Config) -> None:
         )
 
 
-def megatron_can_be_given_experts(config: Config) -> None:
+def check_megatron_can_be_given_experts(config: Config) -> None:
     """Check Megatron-Core's options: Sinkhorn assigns all tokens at once, and recomputed experts know no
     micro-batch."""
     megatron = config.policy.megatron_cfg
@@ -60,14 +60,14 @@ def megatron_can_be_given_experts(config: Config) -> None:
         )
 
 
-def prompts_move_where_engines_are_async(config: Config) -> None:
+def check_prompts_move_where_engines_are_async(config: Config) -> None:
     """Check that prompts move between engines only if these are asynchronous: moves change the last bits of a run."""
     generation = config.policy.generation
     if generation.generation_timeout is not None and not generation.is_async:
         raise InvalidValue("policy.generation.generation_timeout", "needs policy.generation.async_engine")
 
 
-def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
+def check_prompt_group_fits_its_engine(config: Config) -> None:
     """Check that an engine can store all samples of a group, which it keeps until they are trained on."""
     max_tokens, num_samples = (
         config.policy.generation.max_stored_tokens,
@@ -83,7 +83,7 @@ def a_prompt_group_fits_the_engine_that_makes_it(config: Config) -> None:
         )
 
 
-def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
+def check_engines_have_devices(config: Config) -> None:
     """Check that asynchronous training has engines on devices of their own: colocated engines cannot run beside it."""
     if config.max_trajectory_age_steps and config.is_colocated:
         raise InvalidValue(
@@ -93,11 +93,11 @@ def engines_beside_training_have_devices_of_their_own(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    *where_it_rolls_out(
-        prompts_move_where_engines_are_async,
-        a_prompt_group_fits_the_engine_that_makes_it,
-        engines_beside_training_have_devices_of_their_own,
+    *restrict_to_rollouts(
+        check_prompts_move_where_engines_are_async,
+        check_prompt_group_fits_its_engine,
+        check_engines_have_devices,
     ),
-    routing_can_be_replayed,
-    megatron_can_be_given_experts,
+    check_routing_can_be_replayed,
+    check_megatron_can_be_given_experts,
 )

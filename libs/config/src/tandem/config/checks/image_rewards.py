@@ -7,26 +7,26 @@ import re
 import msgspec
 
 from tandem.common.errors import listed, nearest
-from tandem.config.checks.rule import Rule, where_it_rolls_out
+from tandem.config.checks.rule import Rule, restrict_to_rollouts
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 from tandem.config.schema.image_rewards import ARGUMENTS, IMAGE_ENVIRONMENTS, RewardFunctionConfig
 
 
-def functions_score(config: Config) -> None:
+def check_functions_score(config: Config) -> None:
     """Check the functions of the environments for images that the run uses."""
     for name in config.environments:
         entry = config.env.get(name)
         if entry is not None and name in IMAGE_ENVIRONMENTS and not entry.is_custom and entry.judge is None:
-            reward_functions(name, entry.reward_functions)
+            read_reward_functions(name, entry.reward_functions)
 
 
-def reward_functions(environment: str, entries: tuple[dict[str, object], ...]) -> tuple[RewardFunctionConfig, ...]:
+def read_reward_functions(environment: str, entries: tuple[dict[str, object], ...]) -> tuple[RewardFunctionConfig, ...]:
     """Return the functions of an environment. Raises `InvalidValue`."""
     key = f"env.{environment}.reward_functions"
     if not entries:
         raise InvalidValue(key, "required, such as [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]")
-    functions = tuple(_function(f"{key}[{index}]", entry) for index, entry in enumerate(entries))
+    functions = tuple(_read_function(f"{key}[{index}]", entry) for index, entry in enumerate(entries))
     if not sum(each.weight for each in functions) > 0.0:
         raise InvalidValue(key, "no weight is greater than 0")
     names = [each.name for each in functions]
@@ -35,7 +35,7 @@ def reward_functions(environment: str, entries: tuple[dict[str, object], ...]) -
     return functions
 
 
-def _function(key: str, entry: dict[str, object]) -> RewardFunctionConfig:
+def _read_function(key: str, entry: dict[str, object]) -> RewardFunctionConfig:
     name = entry.get("name")
     if name not in ARGUMENTS:
         raise InvalidValue(
@@ -56,4 +56,4 @@ def _function(key: str, entry: dict[str, object]) -> RewardFunctionConfig:
         raise InvalidValue(key, str(error)[0].lower() + str(error)[1:]) from None
 
 
-RULES: tuple[Rule, ...] = where_it_rolls_out(functions_score)
+RULES: tuple[Rule, ...] = restrict_to_rollouts(check_functions_score)

@@ -9,7 +9,7 @@ from tandem.config.schema.grpo import PENALTIES
 from tandem.config.shapes import ELSEWHERE
 
 
-def leaving_one_out_leaves_one(config: Config) -> None:
+def check_leaving_one_out_leaves_one(config: Config) -> None:
     """Check that groups have at least two samples for the leave-one-out baseline."""
     estimator = config.grpo.adv_estimator
     leaves_out = estimator.name not in ("reinforce_plus_plus", "opd") and estimator.use_leave_one_out_baseline
@@ -20,7 +20,7 @@ def leaving_one_out_leaves_one(config: Config) -> None:
         )
 
 
-def the_divisor_is_one(config: Config) -> None:
+def check_divisor_is_one(config: Config) -> None:
     """Check that the two keys of the divisor of advantages agree, and that the estimator has such a divisor."""
     estimator = config.grpo.adv_estimator
     for key, section in (("grpo", config.grpo), ("grpo.adv_estimator", estimator)):
@@ -38,7 +38,7 @@ def the_divisor_is_one(config: Config) -> None:
         )
 
 
-def samples_differ(config: Config) -> None:
+def check_samples_differ(config: Config) -> None:
     """Check that samples are drawn at random, not greedily: GRPO compares the samples of a group."""
     if config.policy.generation.temperature == 0 and not config.evaluates:
         title = config.declaration.title
@@ -47,7 +47,7 @@ def samples_differ(config: Config) -> None:
         )
 
 
-def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
+def check_dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
     """Check that groups have at least two samples for dynamic sampling: the rewards of one never differ."""
     section, name = config.rollout_section, config.algorithm
     if section.use_dynamic_sampling and section.num_generations_per_prompt < 2:
@@ -57,7 +57,7 @@ def dynamic_sampling_can_tell_groups_apart(config: Config) -> None:
         )
 
 
-def components_have_no_length(config: Config) -> None:
+def check_components_have_no_length(config: Config) -> None:
     """Check that GDPO runs without reward shaping, which changes only the sum of the components."""
     if config.grpo.adv_estimator.name == "gdpo" and config.grpo.reward_shaping.enabled:
         raise InvalidValue(
@@ -66,7 +66,7 @@ def components_have_no_length(config: Config) -> None:
         )
 
 
-def rewards_can_be_shaped(config: Config) -> None:
+def check_rewards_can_be_shaped(config: Config) -> None:
     """Check that reward shaping has the lengths that it needs."""
     shaping, key = config.rollout_section.reward_shaping, f"{config.algorithm}.reward_shaping"
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
@@ -79,7 +79,7 @@ def rewards_can_be_shaped(config: Config) -> None:
             )
 
 
-def rewards_can_be_scaled(config: Config) -> None:
+def check_rewards_can_be_scaled(config: Config) -> None:
     """Check that the interval of reward scaling is not empty."""
     scaling, key = config.rollout_section.reward_scaling, f"{config.algorithm}.reward_scaling"
     if scaling.enabled and scaling.source_max <= scaling.source_min:
@@ -89,14 +89,14 @@ def rewards_can_be_scaled(config: Config) -> None:
         )
 
 
-def advantages_have_bounds(config: Config) -> None:
+def check_advantages_have_bounds(config: Config) -> None:
     """Check that the lower bound of advantages is below the upper one."""
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
     if low is not None and high is not None and low >= high:
         raise InvalidValue("grpo.advantage_clip_high", f"{high:g} is not more than grpo.advantage_clip_low ({low:g})")
 
 
-def turns_are_an_agents(config: Config) -> None:
+def check_turns_are_an_agents(config: Config) -> None:
     """Check that turns are penalised only where an agent plays; NeMo-RL penalises those of NeMo Gym alone."""
     environment = config.data.environment
     if not config.grpo.penalises_turns or config.agent is not None or environment in ELSEWHERE:
@@ -107,17 +107,17 @@ def turns_are_an_agents(config: Config) -> None:
 
 
 ROLLOUT_RULES: tuple[Rule, ...] = (
-    samples_differ,
-    dynamic_sampling_can_tell_groups_apart,
-    rewards_can_be_scaled,
-    rewards_can_be_shaped,
+    check_samples_differ,
+    check_dynamic_sampling_can_tell_groups_apart,
+    check_rewards_can_be_scaled,
+    check_rewards_can_be_shaped,
 )
 
 RULES: tuple[Rule, ...] = (
-    leaving_one_out_leaves_one,
-    the_divisor_is_one,
-    components_have_no_length,
-    advantages_have_bounds,
-    turns_are_an_agents,
+    check_leaving_one_out_leaves_one,
+    check_divisor_is_one,
+    check_components_have_no_length,
+    check_advantages_have_bounds,
+    check_turns_are_an_agents,
     *ROLLOUT_RULES,
 )

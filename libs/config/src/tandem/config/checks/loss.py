@@ -46,7 +46,7 @@ _KIND = "loss_fn.truncated_importance_sampling_type"
 _HIGH, _LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 
 
-def the_loss_is_named(config: Config) -> None:
+def check_loss_is_named(config: Config) -> None:
     """Check that loss arguments come with a custom loss class."""
     loss = config.loss_fn
     if loss.class_path is not None:
@@ -55,7 +55,7 @@ def the_loss_is_named(config: Config) -> None:
         raise InvalidValue("loss_fn.kwargs", f"{shown(loss.kwargs)}, but loss_fn.class names no class that takes them")
 
 
-def columns_have_a_source(config: Config) -> None:
+def check_columns_have_source(config: Config) -> None:
     """Check that each loss input has a source that exists; engines, coordinator and environments exist only in
     rollouts."""
     loss, key = config.loss_fn, "loss_fn.columns"
@@ -76,7 +76,7 @@ def columns_have_a_source(config: Config) -> None:
         missing = {"value": "no value model", "teacher": "no teacher", "trainer": "no columns from trainers"}.get(
             column.source
         )
-        if missing is not None and column.source not in {each.source for each in _declared(config)}:
+        if missing is not None and column.source not in {each.source for each in _list_declared(config)}:
             raise InvalidValue(f"{key}.{name}.source", f"{column.source}, but {config.declaration.title} has {missing}")
         if column.source not in ("policy", "reference") and not config.declaration.rolls_out:
             raise InvalidValue(
@@ -84,13 +84,13 @@ def columns_have_a_source(config: Config) -> None:
             )
 
 
-def _declared(config: Config) -> Iterator[ColumnDeclaration]:
+def _list_declared(config: Config) -> Iterator[ColumnDeclaration]:
     """Yield the loss inputs that the algorithm's own losses read."""
     declared = (column for training in config.declaration.trainings for column in training.columns)
     return (column for column in declared if column.is_read(config, config.num_optimizer_steps))
 
 
-def options_agree(config: Config) -> None:
+def check_options_agree(config: Config) -> None:
     """Check that the loss options do not contradict each other."""
     for conflict in _CONFLICTS:
         value, actual = (getattr(config.loss_fn, name) for name in (conflict.key, conflict.required_key))
@@ -102,7 +102,7 @@ def options_agree(config: Config) -> None:
             )
 
 
-def the_mean_is_one(config: Config) -> None:
+def check_mean_is_one(config: Config) -> None:
     """Check that the two keys of the loss's mean agree, and that a constant length has a use."""
     loss = config.loss_fn
     if loss.loss_type is not None and loss.token_level_loss == (loss.loss_type == MEAN_OF_SEQUENCES):
@@ -116,7 +116,7 @@ def the_mean_is_one(config: Config) -> None:
         )
 
 
-def importance_weights_have_bounds(config: Config) -> None:
+def check_importance_weights_have_bounds(config: Config) -> None:
     """Check that truncated importance weights have the bounds that they need, and that bounds have a use."""
     loss = config.loss_fn
     kind = loss.truncated_importance_sampling_type
@@ -135,7 +135,7 @@ def importance_weights_have_bounds(config: Config) -> None:
         )
 
 
-def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
+def check_kl_in_reward_reaches_advantage(config: Config) -> None:
     """Check that a KL penalty in the reward has an estimator with token rewards: Reinforce++ or PPO's."""
     if not config.loss_fn.use_kl_in_reward:
         return
@@ -152,7 +152,7 @@ def kl_in_the_reward_reaches_the_advantage(config: Config) -> None:
         )
 
 
-def forced_ratios_are_true(config: Config) -> None:
+def check_forced_ratios_are_true(config: Config) -> None:
     """Check that a ratio is forced only with one optimizer step: after it, the policy differs from the one before."""
     batch, samples, passes = config.policy.train_global_batch_size, config.units_per_step, config.num_passes
     if config.loss_fn.force_on_policy_ratio and (batch != samples or passes > 1):
@@ -164,10 +164,10 @@ def forced_ratios_are_true(config: Config) -> None:
         )
 
 
-RULES: tuple[Rule, ...] = (the_loss_is_named, columns_have_a_source)
+RULES: tuple[Rule, ...] = (check_loss_is_named, check_columns_have_source)
 
 
-def the_reference_is_read_or_skipped(config: Config) -> None:
+def check_reference_is_read_or_skipped(config: Config) -> None:
     """Check that the reference's log-probabilities are skipped only if the loss does not read them, as in NeMo-RL."""
     penalty, name = config.loss_fn.reference_policy_kl_penalty, config.algorithm
     if getattr(config, name).skip_reference_policy_logprobs_calculation and penalty > 0:
@@ -178,10 +178,10 @@ def the_reference_is_read_or_skipped(config: Config) -> None:
 
 
 POLICY_GRADIENT_RULES: tuple[Rule, ...] = (
-    the_reference_is_read_or_skipped,
-    options_agree,
-    the_mean_is_one,
-    importance_weights_have_bounds,
-    kl_in_the_reward_reaches_the_advantage,
-    forced_ratios_are_true,
+    check_reference_is_read_or_skipped,
+    check_options_agree,
+    check_mean_is_one,
+    check_importance_weights_have_bounds,
+    check_kl_in_reward_reaches_advantage,
+    check_forced_ratios_are_true,
 )

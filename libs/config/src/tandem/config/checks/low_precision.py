@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tandem.config.checks.rule import Rule
-from tandem.config.low_precision import DELAYED, products_of
-from tandem.config.models.model_sizes import model_sizes
+from tandem.config.low_precision import DELAYED, list_products
+from tandem.config.models.model_sizes import read_model_sizes
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
@@ -20,7 +20,7 @@ _OF_WEIGHTS = (
 _PADDING = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
 
 
-def products_are_requested_once(config: Config) -> None:
+def check_products_are_requested_once(config: Config) -> None:
     """Check that either a section or Megatron-Core's arguments request products, of one kind."""
     megatron = config.policy.megatron_cfg
     for name in ("fp8", "fp4"):
@@ -31,19 +31,19 @@ def products_are_requested_once(config: Config) -> None:
             if megatron.forwarded.get(key) is not None:
                 value = megatron.forwarded[key]
                 raise InvalidValue(f"{KEY}.{key}", f"{value}, but {KEY}.{name}_cfg is enabled: set it there")
-    products = products_of(megatron)
+    products = list_products(megatron)
     if len(products) > 1:
         first, second = products
         raise InvalidValue(f"{KEY}.{second.key}", f"{second.value}, but {KEY}.{first.key} is {first.value}")
 
 
-def scales_are_of_the_pass_itself(config: Config) -> None:
+def check_scales_are_of_pass_itself(config: Config) -> None:
     """Check that scales do not come from earlier passes.
 
     Transformer Engine updates those only where there are gradients. A pass that scores would use what training has
     left, and a reference model would never have any.
     """
-    for products in products_of(config.policy.megatron_cfg):
+    for products in list_products(config.policy.megatron_cfg):
         if products.recipe == DELAYED:
             raise InvalidValue(
                 f"{KEY}.{products.recipe_key}",
@@ -52,17 +52,17 @@ def scales_are_of_the_pass_itself(config: Config) -> None:
             )
 
 
-def recipes_of_users_have_a_factory(config: Config) -> None:
+def check_recipes_of_users_have_factory(config: Config) -> None:
     """Check that a custom recipe names what makes its quantisers."""
-    for products in products_of(config.policy.megatron_cfg):
+    for products in list_products(config.policy.megatron_cfg):
         factory = f"{products.name}_quantizer_factory"
         if products.recipe == "custom" and not config.policy.megatron_cfg.forwarded.get(factory):
             raise InvalidValue(f"{KEY}.{factory}", f"required where {KEY}.{products.recipe_key} is custom")
 
 
-def four_bits_are_made_of_bfloat16(config: Config) -> None:
+def check_four_bits_are_made_of_bfloat16(config: Config) -> None:
     """Check that products in float4 have inputs in bfloat16: their Hadamard transform takes no other type."""
-    for products in products_of(config.policy.megatron_cfg):
+    for products in list_products(config.policy.megatron_cfg):
         if products.recipe == "nvfp4" and config.policy.precision != "bfloat16":
             raise InvalidValue(
                 f"{KEY}.{products.key}",
@@ -70,11 +70,11 @@ def four_bits_are_made_of_bfloat16(config: Config) -> None:
             )
 
 
-def layers_at_the_ends_are_of_one_stage(config: Config) -> None:
+def check_layers_at_ends_are_of_one_stage(config: Config) -> None:
     """Check that no more layers at an end stay in bfloat16 than a stage has: Megatron-Core wants that of float8."""
-    megatron, layers = config.policy.megatron_cfg, model_sizes(config.policy).num_layers
+    megatron, layers = config.policy.megatron_cfg, read_model_sizes(config.policy).num_layers
     arguments = megatron.forwarded
-    in_float8 = any(products.name == "fp8" for products in products_of(megatron))
+    in_float8 = any(products.name == "fp8" for products in list_products(megatron))
     if layers is None or not in_float8 or not arguments.get("first_last_layers_bf16"):
         return
     max_layers = layers // megatron.pipeline_model_parallel_size
@@ -85,7 +85,7 @@ def layers_at_the_ends_are_of_one_stage(config: Config) -> None:
             )
 
 
-def weights_keep_their_precision(config: Config) -> None:
+def check_weights_keep_their_precision(config: Config) -> None:
     """Check that no argument is for weights in float8: refits, checkpoints and optimizers read `policy.precision`."""
     for section, name in _OF_WEIGHTS:
         value = getattr(config.policy.megatron_cfg, section).get(name)
@@ -95,21 +95,21 @@ def weights_keep_their_precision(config: Config) -> None:
             )
 
 
-def routers_pad_for_products(config: Config) -> None:
+def check_routers_pad_for_products(config: Config) -> None:
     """Check that routers pad only where products of fewer bits need it."""
     megatron = config.policy.megatron_cfg
     for name in _PADDING:
-        if megatron.forwarded.get(name) and not products_of(megatron):
+        if megatron.forwarded.get(name) and not list_products(megatron):
             raise InvalidValue(f"{KEY}.{name}", f"true, but neither {KEY}.fp8_cfg nor {KEY}.fp4_cfg is enabled")
 
 
 RULES: tuple[Rule, ...] = (
-    products_are_requested_once,
-    scales_are_of_the_pass_itself,
-    recipes_of_users_have_a_factory,
-    four_bits_are_made_of_bfloat16,
-    layers_at_the_ends_are_of_one_stage,
-    weights_keep_their_precision,
-    routers_pad_for_products,
+    check_products_are_requested_once,
+    check_scales_are_of_pass_itself,
+    check_recipes_of_users_have_factory,
+    check_four_bits_are_made_of_bfloat16,
+    check_layers_at_ends_are_of_one_stage,
+    check_weights_keep_their_precision,
+    check_routers_pad_for_products,
 )
 """Rules for Megatron-Core, where it trains."""

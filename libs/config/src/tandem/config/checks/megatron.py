@@ -7,7 +7,7 @@ import re
 from tandem.config.checks import low_precision
 from tandem.config.checks.rule import Rule
 from tandem.config.models.families import MEGATRON, MEGATRON_VISION
-from tandem.config.models.model_sizes import model_config
+from tandem.config.models.model_sizes import read_model_config
 from tandem.config.models.vision_families import VISION
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config
@@ -17,9 +17,9 @@ KEY = "policy.megatron_cfg"
 OPTIMIZERS = ("adam", "sgd")
 
 
-def the_architecture_is_megatrons(config: Config) -> None:
+def check_architecture_is_megatrons(config: Config) -> None:
     """Check that Megatron-Core has the model's architecture, if a local ``config.json`` names it."""
-    model_type = (model_config(config.policy) or {}).get("model_type")
+    model_type = (read_model_config(config.policy) or {}).get("model_type")
     if model_type not in (None, *MEGATRON, *MEGATRON_VISION):
         sees = model_type in VISION
         supported = ", ".join(MEGATRON_VISION if sees else MEGATRON)
@@ -27,7 +27,7 @@ def the_architecture_is_megatrons(config: Config) -> None:
         raise InvalidValue(f"{KEY}.enabled", text)
 
 
-def rates_are_in_order(config: Config) -> None:
+def check_rates_are_in_order(config: Config) -> None:
     """Check that the learning rate neither starts nor ends above its maximum."""
     megatron = config.policy.megatron_cfg
     highest = megatron.optimizer.get("lr")
@@ -42,7 +42,7 @@ def rates_are_in_order(config: Config) -> None:
             raise InvalidValue(f"{KEY}.{key}", f"{rate:g} is greater than {KEY}.optimizer.lr ({highest:g})")
 
 
-def the_decay_outlasts_the_warmup(config: Config) -> None:
+def check_decay_outlasts_warmup(config: Config) -> None:
     """Check that the decay ends after the warm-up; both are counted from the first step."""
     scheduler = config.policy.megatron_cfg.scheduler
     if scheduler.lr_decay_iters is not None and scheduler.lr_decay_iters <= scheduler.lr_warmup_iters:
@@ -54,7 +54,7 @@ def the_decay_outlasts_the_warmup(config: Config) -> None:
         raise InvalidValue(f"{KEY}.scheduler.lr_wsd_decay_iters", "required where lr_decay_style is WSD")
 
 
-def a_constant_weight_decay_is_constant(config: Config) -> None:
+def check_constant_weight_decay_is_constant(config: Config) -> None:
     """Check that a constant weight decay has equal ends, which Megatron-Core's schedule asserts."""
     scheduler = config.policy.megatron_cfg.scheduler
     decay = config.policy.megatron_cfg.optimizer.get("weight_decay", 0.01)
@@ -67,7 +67,7 @@ def a_constant_weight_decay_is_constant(config: Config) -> None:
         )
 
 
-def stages_are_interleaved_over_several_ranks(config: Config) -> None:
+def check_stages_are_interleaved_over_several_ranks(config: Config) -> None:
     """Check that virtual stages come with several pipeline ranks: they interleave the layers of these."""
     megatron = config.policy.megatron_cfg
     virtual = megatron.virtual_pipeline_model_parallel_size
@@ -78,7 +78,7 @@ def stages_are_interleaved_over_several_ranks(config: Config) -> None:
         )
 
 
-def stages_speak_one_type(config: Config) -> None:
+def check_stages_speak_one_type(config: Config) -> None:
     """Check that `pipeline_dtype` is the policy's precision: a stage reads what it receives as that type."""
     dtype = config.policy.megatron_cfg.pipeline_dtype
     if dtype not in (None, config.policy.precision):
@@ -87,13 +87,13 @@ def stages_speak_one_type(config: Config) -> None:
         )
 
 
-def the_optimizer_keeps_the_precision(config: Config) -> None:
+def check_optimizer_keeps_precision(config: Config) -> None:
     """Check that the optimizer follows the policy's precision: float16 would need a loss scale, which is not built."""
     if config.policy.megatron_cfg.optimizer.get("fp16"):
         raise InvalidValue(f"{KEY}.optimizer.fp16", f"true, but policy.precision is {config.policy.precision}")
 
 
-def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
+def check_optimizer_is_megatrons(config: Config) -> None:
     """Check the optimizer's name, whether its state can be saved, and options that only the precision-aware one has."""
     optimizer, key = config.policy.megatron_cfg.optimizer, f"{KEY}.optimizer"
     name = optimizer.get("optimizer", "adam")
@@ -120,7 +120,7 @@ def the_optimizer_is_one_that_megatron_has(config: Config) -> None:
             raise InvalidValue(f"{key}.{state}", f"{optimizer[state]} needs {key}.{aware}")
 
 
-def the_optimizer_shards(config: Config) -> None:
+def check_optimizer_shards(config: Config) -> None:
     """Check that Megatron's FSDP is off: the weight plane does not know its layout of parameters."""
     ddp_config = config.policy.megatron_cfg.distributed_data_parallel_config
     for name in ("use_custom_fsdp", "use_megatron_fsdp"):
@@ -131,7 +131,7 @@ def the_optimizer_shards(config: Config) -> None:
             )
 
 
-def recomputation_is_whole(config: Config) -> None:
+def check_recomputation_is_whole(config: Config) -> None:
     """Check that `recompute_granularity` has the options that Megatron-Core requires with it."""
     arguments = config.policy.megatron_cfg.forwarded
     granularity, layers = arguments.get("recompute_granularity"), arguments.get("recompute_num_layers")
@@ -149,7 +149,7 @@ def recomputation_is_whole(config: Config) -> None:
         raise InvalidValue(f"{KEY}.recompute_num_layers", f"{layers}, but {KEY}.recompute_granularity is selective")
 
 
-def environment_variables_are_texts(config: Config) -> None:
+def check_environment_variables_are_texts(config: Config) -> None:
     """Check that environment variables have valid names, and text or numbers as values."""
     problems = ProblemCollector()
     for name, value in (config.policy.megatron_cfg.env_vars or {}).items():
@@ -177,17 +177,17 @@ def _enabled(rule: Rule) -> Rule:
 RULES: tuple[Rule, ...] = tuple(
     _enabled(rule)
     for rule in (
-        the_architecture_is_megatrons,
-        rates_are_in_order,
-        the_decay_outlasts_the_warmup,
-        a_constant_weight_decay_is_constant,
-        stages_are_interleaved_over_several_ranks,
-        stages_speak_one_type,
-        the_optimizer_keeps_the_precision,
-        the_optimizer_is_one_that_megatron_has,
-        the_optimizer_shards,
-        recomputation_is_whole,
-        environment_variables_are_texts,
+        check_architecture_is_megatrons,
+        check_rates_are_in_order,
+        check_decay_outlasts_warmup,
+        check_constant_weight_decay_is_constant,
+        check_stages_are_interleaved_over_several_ranks,
+        check_stages_speak_one_type,
+        check_optimizer_keeps_precision,
+        check_optimizer_is_megatrons,
+        check_optimizer_shards,
+        check_recomputation_is_whole,
+        check_environment_variables_are_texts,
         *low_precision.RULES,
     )
 )

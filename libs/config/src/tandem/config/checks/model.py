@@ -6,15 +6,15 @@ import itertools
 
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
-from tandem.config.derive import linear_warmup, warmup_length
-from tandem.config.installed.model_fields import model_fields
-from tandem.config.installed.torch_arguments import torch_problems
-from tandem.config.models.model_sizes import max_positions, model_config
+from tandem.config.derive import compute_warmup_length, make_linear_warmup
+from tandem.config.installed.model_fields import list_model_fields
+from tandem.config.installed.torch_arguments import find_torch_problems
+from tandem.config.models.model_sizes import read_max_positions, read_model_config
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config, SchedulerEntry
 
 
-def a_backend_is_enabled(config: Config) -> None:
+def check_backend_is_enabled(config: Config) -> None:
     """Check that a backend is enabled; if both are, Megatron-Core takes precedence over FSDP2."""
     if not config.policy.dtensor_cfg.enabled and not config.policy.megatron_cfg.enabled:
         raise InvalidValue(
@@ -22,28 +22,28 @@ def a_backend_is_enabled(config: Config) -> None:
         )
 
 
-def an_optimizer_is_named(config: Config) -> None:
+def check_optimizer_is_named(config: Config) -> None:
     """Check that an optimizer is named, unless Megatron-Core brings its own."""
     if config.policy.optimizer is None and not config.policy.megatron_cfg.enabled:
         raise InvalidValue("policy.optimizer", "null, but policy.dtensor_cfg needs an optimizer")
 
 
-def the_optimizer_and_its_schedules_are_torchs(config: Config) -> None:
+def check_optimizer_is_torchs(config: Config) -> None:
     """Check the names and arguments of optimizer and schedules, as far as they are torch classes."""
     policy, problems = config.policy, ProblemCollector()
     if policy.megatron_cfg.enabled:
         return
     if policy.optimizer is not None:
         optimizer = policy.optimizer
-        problems.found += torch_problems("Optimizer", optimizer.name, optimizer.kwargs, "policy.optimizer")
+        problems.found += find_torch_problems("Optimizer", optimizer.name, optimizer.kwargs, "policy.optimizer")
     for index, entry in enumerate(policy.scheduler):
         if entry.name is not None:
             key = f"policy.scheduler[{index}]"
-            problems.found += torch_problems("LRScheduler", entry.name, entry.kwargs, key)
+            problems.found += find_torch_problems("LRScheduler", entry.name, entry.kwargs, key)
     problems.complain()
 
 
-def the_warmup_is_one(config: Config) -> None:
+def check_warmup_is_one(config: Config) -> None:
     """Check that a warm-up by its own key has a length, and that no schedule says something else."""
     policy, key = config.policy, "policy.warmup_steps"
     if not policy.warmup_steps:
@@ -54,12 +54,12 @@ def the_warmup_is_one(config: Config) -> None:
         raise InvalidValue(
             key, f"{policy.warmup_steps:g} is a share of {config.algorithm}.max_num_steps, which is not set"
         )
-    steps = warmup_length(policy.warmup_steps, config.algorithm_section.max_num_steps, config.num_passes)
+    steps = compute_warmup_length(policy.warmup_steps, config.algorithm_section.max_num_steps, config.num_passes)
     schedule = policy.megatron_cfg.scheduler.lr_warmup_iters if policy.megatron_cfg.enabled else policy.scheduler
     if policy.warmup_steps < 1:  # a run that its epochs end is shorter, and has written how long its warm-up is
         lengths = [schedule] if isinstance(schedule, int) else [entry.kwargs.get("total_iters") for entry in schedule]
         steps = next((length for length in lengths if isinstance(length, int) and 0 < length < steps), steps)
-    expected = steps if policy.megatron_cfg.enabled else (SchedulerEntry(**linear_warmup(steps)),)
+    expected = steps if policy.megatron_cfg.enabled else (SchedulerEntry(**make_linear_warmup(steps)),)
     if schedule != expected:
         schedule_key = "megatron_cfg.scheduler.lr_warmup_iters" if policy.megatron_cfg.enabled else "scheduler"
         raise InvalidValue(
@@ -67,7 +67,7 @@ def the_warmup_is_one(config: Config) -> None:
         )
 
 
-def schedules_have_milestones_between(config: Config) -> None:
+def check_schedules_have_milestones_between(config: Config) -> None:
     """Check the milestones between consecutive schedules, as in `torch.optim.lr_scheduler.SequentialLR`."""
     entries = config.policy.scheduler
     for index, entry in enumerate(entries):
@@ -87,7 +87,7 @@ def schedules_have_milestones_between(config: Config) -> None:
         raise InvalidValue("policy.scheduler", f"milestones must rise, got {shown(times)}")
 
 
-def the_new_model_is_described(config: Config) -> None:
+def check_new_model_is_described(config: Config) -> None:
     """Check that a new model has an architecture, and that its characters are distinct."""
     new = config.policy.new_model
     if new is None:
@@ -99,13 +99,13 @@ def the_new_model_is_described(config: Config) -> None:
         raise InvalidValue("policy.new_model.characters", f"{shown(doubled[0])} appears more than once")
 
 
-def the_new_model_has_fields_of_its_type(config: Config) -> None:
+def check_new_model_has_fields_of_its_type(config: Config) -> None:
     """Check the fields of a new model: Transformers accepts any name and ignores a misspelt one."""
     new = config.policy.new_model
     if new is None:
         return
     model_type = new.config["model_type"]
-    fields = model_fields(model_type)  # empty for an unknown type, which is reported when the model is made
+    fields = list_model_fields(model_type)  # empty for an unknown type, which is reported when the model is made
     unknown = next((field for field in new.config if fields and field not in fields), None)
     if unknown is not None:
         raise InvalidValue(
@@ -114,25 +114,25 @@ def the_new_model_has_fields_of_its_type(config: Config) -> None:
         )
 
 
-def overrides_are_fields_of_the_model(config: Config) -> None:
+def check_overrides_are_fields_of_model(config: Config) -> None:
     """Check overridden fields: Transformers accepts any name and ignores a misspelt one; the type cannot change."""
     models = config.holds
     for name in ("policy", "value", "teacher"):
         settings, key = getattr(config, name), f"{name}.hf_config_overrides"
         if settings is None or name not in models:
             continue
-        model_type = (model_config(settings) or {}).get("model_type")
+        model_type = (read_model_config(settings) or {}).get("model_type")
         for field in settings.hf_config_overrides or {}:
             if field == "model_type":
                 raise InvalidValue(f"{key}.{field}", "the model type cannot be overridden: it comes with the weights")
-            fields = model_fields(str(model_type))  # empty where the type is not known here
+            fields = list_model_fields(str(model_type))  # empty where the type is not known here
             if fields and field not in fields:
                 raise InvalidValue(f"{key}.{field}", f"a {model_type} has no such field{nearest(field, fields)}")
 
 
-def sequences_fit_the_model(config: Config) -> None:
+def check_sequences_fit_model(config: Config) -> None:
     """Check that sequences fit into the positions that the model was made for."""
-    longest, positions = config.policy.max_total_sequence_length, max_positions(config.policy)
+    longest, positions = config.policy.max_total_sequence_length, read_max_positions(config.policy)
     if positions is not None and longest > positions:
         raise InvalidValue(
             "policy.max_total_sequence_length", f"{longest} is more than the {positions} positions of the model"
@@ -140,13 +140,13 @@ def sequences_fit_the_model(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    a_backend_is_enabled,
-    an_optimizer_is_named,
-    the_optimizer_and_its_schedules_are_torchs,
-    the_warmup_is_one,
-    schedules_have_milestones_between,
-    the_new_model_is_described,
-    the_new_model_has_fields_of_its_type,
-    overrides_are_fields_of_the_model,
-    sequences_fit_the_model,
+    check_backend_is_enabled,
+    check_optimizer_is_named,
+    check_optimizer_is_torchs,
+    check_warmup_is_one,
+    check_schedules_have_milestones_between,
+    check_new_model_is_described,
+    check_new_model_has_fields_of_its_type,
+    check_overrides_are_fields_of_model,
+    check_sequences_fit_model,
 )

@@ -19,33 +19,33 @@ MAY_VANISH = ("lr_warmup_init", "min_lr", "eta_min")
 """Learning rates that a schedule begins or ends with: a smaller one counts as zero, and nothing is divided by it."""
 
 
-def float32_carries_numbers(config: Config) -> None:
+def check_float32_carries_numbers(config: Config) -> None:
     """Check that no number would overflow: learning rates of 1e300 or temperatures of 1e-300 produce infinities."""
-    for key, number in all_numbers("", config):
+    for key, number in list_numbers("", config):
         if abs(number) > LARGEST:
             raise InvalidValue(key, f"{number:g} must be from {-LARGEST:g} to {LARGEST:g}: the run computes in float32")
         if number and abs(number) < SMALLEST and key.rpartition(".")[2] not in MAY_VANISH:
             raise InvalidValue(key, f"{number:g} must be 0 or at least {SMALLEST:g}: the run computes in float32")
 
 
-def all_numbers(key: str, value: object) -> Iterator[tuple[str, float]]:
+def list_numbers(key: str, value: object) -> Iterator[tuple[str, float]]:
     """Yield all floating-point numbers in a value, with their keys."""
     if isinstance(value, float):
         yield key, value
     elif isinstance(value, msgspec.Struct):
         # Not `msgspec.structs.fields`, which evaluates all annotations again: half of the time of a configuration.
         for name, field in zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True):
-            yield from all_numbers(_below(key, name), getattr(value, field))
+            yield from list_numbers(_join_key(key, name), getattr(value, field))
     elif isinstance(value, Mapping):
         for name, element in value.items():
-            yield from all_numbers(_below(key, str(name)), element)
+            yield from list_numbers(_join_key(key, str(name)), element)
     elif isinstance(value, list | tuple):
         for place, element in enumerate(value):
-            yield from all_numbers(f"{key}[{place}]", element)
+            yield from list_numbers(f"{key}[{place}]", element)
 
 
-def _below(key: str, name: str) -> str:
+def _join_key(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-RULES: tuple[Rule, ...] = (float32_carries_numbers,)
+RULES: tuple[Rule, ...] = (check_float32_carries_numbers,)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import msgspec
 
 from tandem.config.checks.rule import Rule
-from tandem.config.models.model_sizes import model_config, model_sizes
+from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config, ModelConfig
 
 MEGATRON = "policy.megatron_cfg"
 
 
-def trainers_make_whole_replicas(config: Config) -> None:
+def check_trainers_make_whole_replicas(config: Config) -> None:
     """Check that the trainers form a whole number of model replicas."""
     trainers, replica_size = config.cluster.trainers, config.policy.model_parallel_size
     if trainers % replica_size:
         raise InvalidValue(
             "cluster.trainers",
-            f"{trainers} is not a multiple of {replica_size}, the product of {factors(config.policy)}",
+            f"{trainers} is not a multiple of {replica_size}, the product of {describe_factors(config.policy)}",
         )
 
 
-def factors(model: ModelConfig, name: str = "policy") -> str:
+def describe_factors(model: ModelConfig, name: str = "policy") -> str:
     """Return the sizes in a model's section, named `name`, that multiply to the number of trainers per replica."""
     if model.megatron_cfg.enabled:
         section: msgspec.Struct = model.megatron_cfg
@@ -35,9 +35,9 @@ def factors(model: ModelConfig, name: str = "policy") -> str:
     return prefix + ", ".join(f"{key} ({size})" for key, size in sizes.items() if size > 1)
 
 
-def layers_make_even_stages(config: Config) -> None:
+def check_layers_make_even_stages(config: Config) -> None:
     """Check that all pipeline stages and virtual stages have equally many layers, except a given first and last."""
-    megatron, layers = config.policy.megatron_cfg, model_sizes(config.policy).num_layers
+    megatron, layers = config.policy.megatron_cfg, read_model_sizes(config.policy).num_layers
     if not megatron.enabled or layers is None:
         return
     ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
@@ -55,9 +55,9 @@ def layers_make_even_stages(config: Config) -> None:
         )
 
 
-def heads_are_shared_out(config: Config) -> None:
+def check_heads_are_shared_out(config: Config) -> None:
     """Check that a tensor-parallel rank gets whole heads; key and value heads may be replicated."""
-    megatron, sizes = config.policy.megatron_cfg, model_sizes(config.policy)
+    megatron, sizes = config.policy.megatron_cfg, read_model_sizes(config.policy)
     if not megatron.enabled:
         return
     ranks, heads, groups = megatron.tensor_model_parallel_size, sizes.num_heads, sizes.num_key_value_heads
@@ -70,13 +70,13 @@ def heads_are_shared_out(config: Config) -> None:
         )
 
 
-def experts_are_shared_out(config: Config) -> None:
+def check_experts_are_shared_out(config: Config) -> None:
     """Check that experts are spread evenly over the ranks of one pipeline stage."""
-    megatron, experts = config.policy.megatron_cfg, model_sizes(config.policy).num_experts
+    megatron, experts = config.policy.megatron_cfg, read_model_sizes(config.policy).num_experts
     if not megatron.enabled:
         return
     ranks, key = megatron.expert_model_parallel_size, f"{MEGATRON}.expert_model_parallel_size"
-    if experts is None and ranks > 1 and model_config(config.policy) is not None:
+    if experts is None and ranks > 1 and read_model_config(config.policy) is not None:
         raise InvalidValue(key, f"{ranks}, but the model has no experts")
     if experts is not None and experts % ranks:
         raise InvalidValue(key, f"{ranks} does not divide {experts} experts")
@@ -91,8 +91,8 @@ def experts_are_shared_out(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    trainers_make_whole_replicas,
-    layers_make_even_stages,
-    heads_are_shared_out,
-    experts_are_shared_out,
+    check_trainers_make_whole_replicas,
+    check_layers_make_even_stages,
+    check_heads_are_shared_out,
+    check_experts_are_shared_out,
 )

@@ -9,7 +9,7 @@ from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config
 
 
-def why_no_path(path: str | Path) -> str | None:
+def explain_no_path(path: str | Path) -> str | None:
     """Return why no file or folder can have this name; None if one can."""
     try:
         Path(path).stat()
@@ -22,7 +22,7 @@ def why_no_path(path: str | Path) -> str | None:
     return None
 
 
-def paths_are_paths(config: Config) -> None:
+def check_paths_are_valid(config: Config) -> None:
     """Check that paths are valid, and not too long for the file system, for example."""
     data, template, problems = config.data, config.policy.tokenizer.chat_template, ProblemCollector()
     paths = {
@@ -39,9 +39,9 @@ def paths_are_paths(config: Config) -> None:
         **{f"env.{name}.model_name": entry.model_name for name, entry in config.env.items()},
     }
     for key, path in paths.items():
-        if path is not None and (problem := why_no_path(path)) is not None:
+        if path is not None and (problem := explain_no_path(path)) is not None:
             problems.found.append(InvalidValue(key, f"{shown(path)} cannot be a path: {problem}"))
     problems.complain()
 
 
-RULES: tuple[Rule, ...] = (paths_are_paths,)
+RULES: tuple[Rule, ...] = (check_paths_are_valid,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.checks.dtensor import check_groups
-from tandem.config.checks.parallelism import factors
+from tandem.config.checks.parallelism import describe_factors
 from tandem.config.checks.rule import Rule
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config, ProcessesOf
@@ -11,7 +11,7 @@ from tandem.config.schema import Config, ProcessesOf
 KEY = "cluster.processes_of"
 
 
-def the_models_are_held(config: Config) -> None:
+def check_models_are_held(config: Config) -> None:
     """Check that processes are given only to models of the run; a run without steps has the policy alone."""
     models = config.holds
     for model in ProcessesOf.__struct_fields__:
@@ -24,7 +24,7 @@ def the_models_are_held(config: Config) -> None:
             )
 
 
-def the_reference_stands_alone(config: Config) -> None:
+def check_reference_stands_alone(config: Config) -> None:
     """Check that the reference does not depend on the policy's processes."""
     num = config.processes_of.get("reference")
     if num is None:
@@ -39,20 +39,20 @@ def the_reference_stands_alone(config: Config) -> None:
         )
 
 
-def the_processes_make_whole_replicas(config: Config) -> None:
+def check_processes_make_whole_replicas(config: Config) -> None:
     """Check that the processes of each model form a whole number of replicas."""
     for model, num in config.processes_of.items():
         if model == "policy" or (model == "value" and config.value is None):
             continue
         section, settings = "policy" if model == "reference" else model, config.settings_of(model)
         if num % settings.model_parallel_size:
-            replica_size, product = settings.model_parallel_size, factors(settings, section)
+            replica_size, product = settings.model_parallel_size, describe_factors(settings, section)
             raise InvalidValue(f"{KEY}.{model}", f"{num} is not a multiple of {replica_size}, the product of {product}")
         if model == "reference":  # others are checked with their sections
             check_groups(settings, num, f"with {KEY}.{model} ({num}), policy.dtensor_cfg")
 
 
-def teachers_have_stages_on_megatron_core(config: Config) -> None:
+def check_teachers_have_stages_on_megatron_core(config: Config) -> None:
     """Check that teachers with pipeline stages use Megatron-Core, since FSDP2 has no pipeline."""
     routes = config.routes
     if routes is None or not routes.non_colocated_teachers.enabled or config.teacher is not None:
@@ -65,7 +65,7 @@ def teachers_have_stages_on_megatron_core(config: Config) -> None:
         )
 
 
-def there_are_gpus_for_all(config: Config) -> None:
+def check_gpus_suffice(config: Config) -> None:
     """Check that no two trainers share a GPU."""
     cluster = config.cluster
     num_gpus, beside = cluster.num_nodes * cluster.gpus_per_node, config.num_trainers - cluster.trainers
@@ -79,9 +79,9 @@ def there_are_gpus_for_all(config: Config) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    the_models_are_held,
-    the_reference_stands_alone,
-    the_processes_make_whole_replicas,
-    teachers_have_stages_on_megatron_core,
-    there_are_gpus_for_all,
+    check_models_are_held,
+    check_reference_stands_alone,
+    check_processes_make_whole_replicas,
+    check_teachers_have_stages_on_megatron_core,
+    check_gpus_suffice,
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.config.checks.rule import Rule, where_it_rolls_out
-from tandem.config.placement import gpus_of_reward_models
+from tandem.config.checks.rule import Rule, restrict_to_rollouts
+from tandem.config.placement import count_gpus_of_reward_models
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config, EnvironmentConfig
 
@@ -27,16 +27,16 @@ def check_reward_model(name: str, entry: EnvironmentConfig) -> None:
             raise InvalidValue(f"{key}.dtensor_cfg.{switch}", "not supported: a reward model is whole on one device")
 
 
-def the_reward_model_is_enabled(config: Config) -> None:
+def check_reward_model_is_enabled(config: Config) -> None:
     """Check that a reward model that scores samples is enabled."""
     for name, entry in config.reward_models.items():
         if not entry.enabled:
             raise InvalidValue(f"env.{name}.enabled", "false, but the environment scores samples")
 
 
-def reward_models_leave_gpus(config: Config) -> None:
+def check_reward_models_leave_gpus(config: Config) -> None:
     """Check that the GPUs reserved for reward models exist, and that they leave one for training."""
-    aside, num_gpus = gpus_of_reward_models(config), config.cluster.gpus_per_node
+    aside, num_gpus = count_gpus_of_reward_models(config), config.cluster.gpus_per_node
     if aside >= max(1, num_gpus):
         name = next(iter(config.reward_models))
         raise InvalidValue(
@@ -45,4 +45,4 @@ def reward_models_leave_gpus(config: Config) -> None:
         )
 
 
-RULES: tuple[Rule, ...] = where_it_rolls_out(the_reward_model_is_enabled, reward_models_leave_gpus)
+RULES: tuple[Rule, ...] = restrict_to_rollouts(check_reward_model_is_enabled, check_reward_models_leave_gpus)

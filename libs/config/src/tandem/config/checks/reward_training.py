@@ -7,7 +7,7 @@ from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
 
-def it_gives_scores(config: Config) -> None:
+def check_gives_scores(config: Config) -> None:
     """Check that a reward model gives one score per response, by which pairs are compared."""
     kind = config.policy.reward_model_cfg.reward_model_type
     if kind != "bradley_terry":
@@ -17,4 +17,4 @@ def it_gives_scores(config: Config) -> None:
         )
 
 
-RULES: tuple[Rule, ...] = (it_gives_scores,)
+RULES: tuple[Rule, ...] = (check_gives_scores,)

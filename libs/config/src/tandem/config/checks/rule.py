@@ -12,14 +12,14 @@ Rule = Callable[[Config], None]
 """A check that raises `InvalidValue` if the configuration breaks it."""
 
 
-def where_it_rolls_out(*rules: Rule) -> tuple[Rule, ...]:
+def restrict_to_rollouts(*rules: Rule) -> tuple[Rule, ...]:
     """Restrict rules to algorithms that roll out."""
-    return tuple(_of(rule, rolls_out=True) for rule in rules)
+    return tuple(_restrict(rule, rolls_out=True) for rule in rules)
 
 
-def over_a_data_set(*rules: Rule) -> tuple[Rule, ...]:
+def restrict_to_data_sets(*rules: Rule) -> tuple[Rule, ...]:
     """Restrict rules to algorithms over data sets."""
-    return tuple(_of(rule, rolls_out=False) for rule in rules)
+    return tuple(_restrict(rule, rolls_out=False) for rule in rules)
 
 
 def check_dotted_path(key: str, path: str) -> None:
@@ -28,7 +28,7 @@ def check_dotted_path(key: str, path: str) -> None:
         raise InvalidValue(key, f"{shown(path)} is not a dotted path, such as package.Class")
 
 
-def _of(rule: Rule, *, rolls_out: bool) -> Rule:
+def _restrict(rule: Rule, *, rolls_out: bool) -> Rule:
     def checked(config: Config) -> None:
         if config.declaration.rolls_out == rolls_out:
             rule(config)

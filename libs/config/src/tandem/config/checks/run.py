@@ -5,26 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.common.errors import nearest
-from tandem.config.checks.rule import Rule, where_it_rolls_out
+from tandem.config.checks.rule import Rule, restrict_to_rollouts
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config
 
 NOTHING_TO_VALIDATE_ON = "there is nothing to validate on (data.num_validation is 0, or data.validation null)"
 
 
-def checkpoints_can_be_ranked(config: Config) -> None:
+def check_checkpoints_can_be_ranked(config: Config) -> None:
     """Check that the algorithm has the metric that ranks checkpoints."""
     if not config.checkpointing.enabled or config.checkpointing.keep_top_k is None:
         return
     metric = config.checkpointing.metric_name
-    of_sets = _of_one_set(config)
+    of_sets = _list_metrics_of_sets(config)
     metrics = [*config.declaration.metrics, *of_sets]
     if metric not in metrics:
         only = f"{config.algorithm} has no {metric}, only {', '.join(metrics)}{nearest(metric, of_sets)}"
         raise InvalidValue("checkpointing.metric_name", only)
 
 
-def why_never_validated(config: Config) -> str | None:
+def explain_never_validated(config: Config) -> str | None:
     """Return why the run measures no metric of validation; None if it does."""
     section = config.algorithm_section
     if not config.has_validation:
@@ -33,7 +33,7 @@ def why_never_validated(config: Config) -> str | None:
     return None if is_validated else f"{config.algorithm}.val_period is 0"
 
 
-def the_run_can_be_stopped(config: Config) -> None:
+def check_run_can_be_stopped(config: Config) -> None:
     """Check that the metric whose value ends the run is measured, and that the value is given."""
     section, name = config.rollout_section, config.algorithm
     key, metric = f"{name}.stop_at_validation_metric", section.stop_at_validation_metric
@@ -41,7 +41,7 @@ def the_run_can_be_stopped(config: Config) -> None:
         return
     of_several = ["val_pass_k"] if section.num_val_generations_per_prompt > 1 else []
     metrics = [*(each for each in config.declaration.metrics if each.startswith("val_")), *of_several]
-    metrics += _of_one_set(config)
+    metrics += _list_metrics_of_sets(config)
     if metric not in metrics:
         more = f"; {name}.num_val_generations_per_prompt is 1" if metric == "val_pass_k" else nearest(metric, metrics)
         raise InvalidValue(key, f"validation has no {metric}, only {', '.join(metrics)}{more}")
@@ -53,13 +53,13 @@ def the_run_can_be_stopped(config: Config) -> None:
         raise InvalidValue(key, f"{metric} is never measured before the end: {name}.val_period is 0")
 
 
-def _of_one_set(config: Config) -> list[str]:
+def _list_metrics_of_sets(config: Config) -> list[str]:
     """Return the metrics of each single validation set, if there are several."""
     of_validation = [name.removeprefix("val_") for name in config.declaration.metrics if name.startswith("val_")]
     return [f"val_{each}/{name}" for each in config.data.validation_names for name in of_validation]
 
 
-def there_is_something_to_validate_on(config: Config) -> None:
+def check_validation_data(config: Config) -> None:
     """Check that a run that only validates has something to validate on, and that validation data is used."""
     data, key = config.data, "data.num_validation"
     if data.num_validation != 0:
@@ -71,15 +71,15 @@ def there_is_something_to_validate_on(config: Config) -> None:
         raise InvalidValue(key, f"0, but data.{keys[0]} is given")
 
 
-def the_prerequisite_exists(config: Config) -> None:
+def check_prerequisite_exists(config: Config) -> None:
     """Check that the configuration of the earlier run exists."""
     if config.prerequisite is not None and not Path(config.prerequisite).is_file():
         raise InvalidValue("prerequisite", f"there is no file {config.prerequisite}")
 
 
 RULES: tuple[Rule, ...] = (
-    checkpoints_can_be_ranked,
-    *where_it_rolls_out(the_run_can_be_stopped),
-    there_is_something_to_validate_on,
-    the_prerequisite_exists,
+    check_checkpoints_can_be_ranked,
+    *restrict_to_rollouts(check_run_can_be_stopped),
+    check_validation_data,
+    check_prerequisite_exists,
 )

@@ -9,7 +9,7 @@ import msgspec
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
 from tandem.config.checks.value import check_same_tokens, check_section
-from tandem.config.models.model_sizes import model_config, vocabulary_in
+from tandem.config.models.model_sizes import find_vocabulary, read_model_config
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config
 
@@ -24,13 +24,13 @@ _TRAINING = (
 """Training keys, which are not read of a model that is not trained."""
 
 
-def there_is_a_teacher(config: Config) -> None:
+def check_has_teacher(config: Config) -> None:
     """Check that there is a teacher."""
     if config.teacher is None and not config.teachers and config.routes is None:
         raise InvalidValue("teacher", f"null, but {config.declaration.title} needs a model to learn from")
 
 
-def one_backend_holds_both(config: Config) -> None:
+def check_teacher_backend(config: Config) -> None:
     """Check that teacher and policy use the same backend, which arranges their ranks, unless they share none."""
     teacher = None if "teacher" in config.processes_of else config.teacher
     if teacher is not None and teacher.megatron_cfg.enabled != config.policy.megatron_cfg.enabled:
@@ -38,22 +38,24 @@ def one_backend_holds_both(config: Config) -> None:
         raise InvalidValue("teacher.megatron_cfg.enabled", f"{value}, but policy.megatron_cfg.enabled is not")
 
 
-def it_sees_what_the_policy_sees(config: Config) -> None:
+def check_teacher_inputs(config: Config) -> None:
     """Check that sequences have the same limit for both, since each rank has the same sequences."""
     if config.teacher is not None:
         check_same_tokens(config, "teacher", ("max_total_sequence_length",))
 
 
-def its_section_is_whole(config: Config) -> None:
+def check_teacher_section(config: Config) -> None:
     """Check the teacher's section by the rules for the policy's, except the keys of training."""
     if config.teacher is not None:
         check_section(config, "teacher", {name: getattr(config.policy, name) for name in _TRAINING})
 
 
-def it_has_the_tokens_of_the_policy(config: Config) -> None:
+def check_teacher_vocabulary(config: Config) -> None:
     """Check that teacher and policy have the same vocabulary, since token ids are compared."""
     for key, teacher in config.teacher_sections.items():
-        teacher_tokens, policy_tokens = (vocabulary_in(model_config(model) or {}) for model in (teacher, config.policy))
+        teacher_tokens, policy_tokens = (
+            find_vocabulary(read_model_config(model) or {}) for model in (teacher, config.policy)
+        )
         if teacher_tokens is not None and policy_tokens is not None and teacher_tokens != policy_tokens:
             raise InvalidValue(
                 key,
@@ -79,11 +81,11 @@ _ALIKE = (
 """Keys in which joint teachers agree, because the ranks and micro-batches that score are the same for all."""
 
 
-def joint_ones_fit(config: Config) -> None:
+def check_joint_teachers_fit(config: Config) -> None:
     """Check each of several teachers of every sequence as the only one, and that they are divided alike."""
     for index, teacher in enumerate(config.joint_teachers):
         problems, alone = ProblemCollector(), msgspec.structs.replace(config, teacher=teacher, teachers=None)
-        for rule in (one_backend_holds_both, it_sees_what_the_policy_sees, its_section_is_whole):
+        for rule in (check_teacher_backend, check_teacher_inputs, check_teacher_section):
             with problems.collected():
                 rule(alone)
         prefix, first = f"teachers[{index}].", config.joint_teachers[0]
@@ -103,7 +105,7 @@ def joint_ones_fit(config: Config) -> None:
         raise InvalidValue("loss_fn.sum_weights_metric", text)
 
 
-def several_have_names(config: Config) -> None:
+def check_teachers_have_names(config: Config) -> None:
     """Check that each sample finds its teacher by name, or else the default."""
     routes, key = config.routes, "on_policy_distillation"
     if routes is None:
@@ -124,7 +126,7 @@ def several_have_names(config: Config) -> None:
         raise InvalidValue(f"{key}.enabled", f"true, but {config.declaration.title} rolls nothing out")
 
 
-def advantages_have_a_teacher(config: Config) -> None:
+def check_advantages_have_teacher(config: Config) -> None:
     """Check that teachers are given if and only if the advantage estimator is opd, which alone reads them."""
     name, routes = config.rollout_section.group_estimator, config.routes
     if name is not None and (name.name == "opd") != (routes is not None):
@@ -135,7 +137,7 @@ def advantages_have_a_teacher(config: Config) -> None:
         )
 
 
-def the_mixture_is_one(config: Config) -> None:
+def check_mixture_is_one(config: Config) -> None:
     """Check the mixture weight of the Jensen-Shannon divergence, which lies between the two models."""
     loss = config.loss_fn
     if loss.kl_type == "jsd" and not 0 < loss.mixed_kl_weight < 1:
@@ -145,21 +147,21 @@ def the_mixture_is_one(config: Config) -> None:
 
 
 _OF_ALL: tuple[Rule, ...] = (
-    one_backend_holds_both,
-    it_sees_what_the_policy_sees,
-    its_section_is_whole,
-    joint_ones_fit,
-    several_have_names,
-    it_has_the_tokens_of_the_policy,
+    check_teacher_backend,
+    check_teacher_inputs,
+    check_teacher_section,
+    check_joint_teachers_fit,
+    check_teachers_have_names,
+    check_teacher_vocabulary,
 )
 
 
-def teachers_fit(config: Config) -> None:
+def check_teachers_fit(config: Config) -> None:
     """Check the same for teachers that provide advantages by their log-probabilities."""
     if config.learns_from_logprobs:
         for rule in _OF_ALL:
             rule(config)
 
 
-RULES: tuple[Rule, ...] = (there_is_a_teacher, *_OF_ALL, the_mixture_is_one)
-GRPO_RULES: tuple[Rule, ...] = (advantages_have_a_teacher, teachers_fit)
+RULES: tuple[Rule, ...] = (check_has_teacher, *_OF_ALL, check_mixture_is_one)
+GRPO_RULES: tuple[Rule, ...] = (check_advantages_have_teacher, check_teachers_fit)

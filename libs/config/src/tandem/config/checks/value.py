@@ -17,13 +17,13 @@ _SHARED = ("train_global_batch_size", "max_total_sequence_length")
 """Keys that must be equal in ``value`` and ``policy``: both see the same batches."""
 
 
-def there_is_a_value_model(config: Config) -> None:
+def check_has_value_model(config: Config) -> None:
     """Check that there is a value model."""
     if config.value is None:
         raise InvalidValue("value", "null, but PPO needs a value model: leave it out for one like the policy")
 
 
-def it_sees_what_the_policy_sees(config: Config) -> None:
+def check_value_inputs(config: Config) -> None:
     """Check that value model and policy share batches, and a backend unless it has processes of its own."""
     of_ranks = () if "value" in config.processes_of else ("megatron_cfg.enabled",)
     check_same_tokens(config, "value", (*_SHARED, *of_ranks))
@@ -32,14 +32,14 @@ def it_sees_what_the_policy_sees(config: Config) -> None:
 def check_same_tokens(config: Config, section: str, keys: tuple[str, ...]) -> None:
     """Raise `InvalidValue` for the first of these keys with another value than the policy's."""
     for key in keys:
-        value, policy_value = (_at(getattr(config, name), key) for name in (section, "policy"))
+        value, policy_value = (_find_value(getattr(config, name), key) for name in (section, "policy"))
         if value != policy_value:
             raise InvalidValue(
                 f"{section}.{key}", f"{shown(value)}, but policy.{key} is {shown(policy_value)}: they must be equal"
             )
 
 
-def it_knows_which_sequences_are_excluded(config: Config) -> None:
+def check_excluded_sequences(config: Config) -> None:
     """Check that sequences are excluded by their errors only where the policy's processes train both models."""
     if config.largest_logprob_error is not None and (num_processes := config.cluster.processes_of.value):
         raise InvalidValue(
@@ -49,7 +49,7 @@ def it_knows_which_sequences_are_excluded(config: Config) -> None:
         )
 
 
-def its_section_is_whole(config: Config) -> None:
+def check_value_section(config: Config) -> None:
     """Check the value model's section by the rules for the policy's."""
     assert config.value is not None, "checked before"
     if config.value.optimizer is None and not config.value.megatron_cfg.enabled:
@@ -60,7 +60,7 @@ def its_section_is_whole(config: Config) -> None:
 def check_section(config: Config, section: str, replaced: Mapping[str, Any]) -> None:
     """Check a model's section by the rules for the policy's, with `replaced` replacing some keys."""
     as_policy, num_processes = (
-        config.with_policy(getattr(config, section), **replaced),
+        config.replace_policy(getattr(config, section), **replaced),
         getattr(config.cluster.processes_of, section),
     )
     if num_processes:
@@ -80,15 +80,15 @@ def check_section(config: Config, section: str, replaced: Mapping[str, Any]) -> 
     problems.complain()
 
 
-def _at(node: object, key: str) -> object:
+def _find_value(node: object, key: str) -> object:
     for part in key.split("."):
         node = getattr(node, part)
     return node
 
 
 RULES: tuple[Rule, ...] = (
-    there_is_a_value_model,
-    it_sees_what_the_policy_sees,
-    it_knows_which_sequences_are_excluded,
-    its_section_is_whole,
+    check_has_value_model,
+    check_value_inputs,
+    check_excluded_sequences,
+    check_value_section,
 )

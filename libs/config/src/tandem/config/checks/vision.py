@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.common.errors import nearest
 from tandem.config.checks.rule import Rule
-from tandem.config.models.model_sizes import model_config, model_sizes
+from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config, ModelConfig
@@ -22,10 +22,10 @@ _LEVELS = (8, 16, 24)
 """The tower's layers with features for the first layers of Qwen3-VL's language model, unless its files name them."""
 
 
-def no_ranks_share_sequences_with_images(config: Config) -> None:
+def check_no_ranks_share_images(config: Config) -> None:
     """Check that no ranks share the sequences of a model that sees, nor rows by a plan that may not know how."""
     problems, of_images = ProblemCollector(), "which with images is not built"
-    for key, section in _models(config):
+    for key, section in _list_models(config):
         if family_of(section) is None:
             continue
         is_megatron = section.megatron_cfg.enabled
@@ -41,13 +41,15 @@ def no_ranks_share_sequences_with_images(config: Config) -> None:
     problems.complain()
 
 
-def the_first_stage_has_the_layers_that_images_reach(config: Config) -> None:
+def check_first_stage_has_layers_of_images(config: Config) -> None:
     """Check that Megatron-Core's first stage has the layers to whose outputs features of images are added."""
     megatron, family = config.policy.megatron_cfg, family_of(config.policy)
     if family is None or not megatron.enabled or family.model_type != "qwen3_vl":
         return
-    levels = len((model_config(config.policy) or {}).get("vision_config", {}).get("deepstack_visual_indexes", _LEVELS))
-    stage_layers, layers = megatron.num_layers_in_first_pipeline_stage, model_sizes(config.policy).num_layers
+    levels = len(
+        (read_model_config(config.policy) or {}).get("vision_config", {}).get("deepstack_visual_indexes", _LEVELS)
+    )
+    stage_layers, layers = megatron.num_layers_in_first_pipeline_stage, read_model_sizes(config.policy).num_layers
     virtual = megatron.virtual_pipeline_model_parallel_size or 1
     if stage_layers is None and layers is not None:
         stage_layers = layers // megatron.pipeline_model_parallel_size
@@ -59,12 +61,16 @@ def the_first_stage_has_the_layers_that_images_reach(config: Config) -> None:
         raise InvalidValue(key, f"{text}; num_layers_in_first_pipeline_stage may give it more")
 
 
-def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
+def check_images_of_other_models(config: Config) -> None:
     """Check that no model of numbers sees, that a teacher sees what the policy sees, and that all share processes."""
     family = family_of(config.policy)
     for key, teacher in config.teacher_sections.items():
         teacher_family = family_of(teacher)
-        if teacher_family != family and model_config(teacher) is not None and model_config(config.policy) is not None:
+        if (
+            teacher_family != family
+            and read_model_config(teacher) is not None
+            and read_model_config(config.policy) is not None
+        ):
             teacher_type, policy_type = (
                 each.model_type if each else "a model of text" for each in (teacher_family, family)
             )
@@ -86,7 +92,7 @@ def images_are_built_for_the_models_beside_the_policy(config: Config) -> None:
         raise InvalidValue("policy.router_replay.enabled", "true, which with images is not built")
 
 
-def frozen_parts_are_known(config: Config) -> None:
+def check_frozen_parts_are_known(config: Config) -> None:
     """Check which parts of a model that sees are to stay as they are."""
     if family_of(config.policy) is None:
         return
@@ -103,15 +109,15 @@ def frozen_parts_are_known(config: Config) -> None:
         raise InvalidValue(f"{FREEZE}.freeze_language_model", "true, but the tower is frozen too")
 
 
-def _models(config: Config) -> Iterator[tuple[str, ModelConfig]]:
+def _list_models(config: Config) -> Iterator[tuple[str, ModelConfig]]:
     """Yield the models that take the tokens of the run, by the key of each one's name."""
     yield "policy.model_name", config.policy
     yield from config.teacher_sections.items()
 
 
 RULES: tuple[Rule, ...] = (
-    no_ranks_share_sequences_with_images,
-    the_first_stage_has_the_layers_that_images_reach,
-    images_are_built_for_the_models_beside_the_policy,
-    frozen_parts_are_known,
+    check_no_ranks_share_images,
+    check_first_stage_has_layers_of_images,
+    check_images_of_other_models,
+    check_frozen_parts_are_known,
 )

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 from tandem.config.checks.rule import Rule
 from tandem.config.installed import speculation
-from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, complaint
+from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, find_problem
 from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_SEEING
-from tandem.config.models.model_sizes import model_config
+from tandem.config.models.model_sizes import read_model_config
 from tandem.config.models.vision_families import family_of
-from tandem.config.problem import InvalidValue, without_effect
+from tandem.config.problem import InvalidValue, describe_without_effect
 from tandem.config.schema import Config
 
 
-def vllm_takes_its_arguments(config: Config) -> None:
+def check_vllm_takes_its_arguments(config: Config) -> None:
     """Check vLLM's arguments by name if vLLM is installed: its engine would refuse them only after everything has
     started."""
     generation = config.policy.generation
     arguments = dict(generation.vllm_kwargs)
-    if speculation.unbuilt_method(arguments) is not None:  # which is reported elsewhere
+    if speculation.find_unbuilt_method(arguments) is not None:  # which is reported elsewhere
         del arguments[speculation.KEY]
-    problem = complaint(arguments)
+    problem = find_problem(arguments)
     if problem is not None:
         raise InvalidValue(f"policy.generation.vllm_kwargs.{problem[0]}", problem[1])
     longest = config.policy.max_total_sequence_length
@@ -32,10 +32,10 @@ def vllm_takes_its_arguments(config: Config) -> None:
         )
 
 
-def drafts_are_verified_where_that_was_tried(config: Config) -> None:
+def check_drafts_combine(config: Config) -> None:
     """Check that speculative decoding is not combined with what changes vLLM's steps in other ways."""
     generation = config.policy.generation
-    if speculation.method_of(generation.vllm_kwargs) is None:
+    if speculation.find_method(generation.vllm_kwargs) is None:
         return
     vllm = generation.vllm_cfg
     features = {
@@ -59,9 +59,9 @@ def drafts_are_verified_where_that_was_tried(config: Config) -> None:
         )
 
 
-def vllm_can_be_refitted(config: Config) -> None:
+def check_vllm_can_be_refitted(config: Config) -> None:
     """Check that refits can write the model family's parameters in vLLM, if the family is known here."""
-    model_type = (model_config(config.policy) or {}).get("model_type")
+    model_type = (read_model_config(config.policy) or {}).get("model_type")
     if model_type not in (None, *VLLM_PLANNED, *VLLM_SEEING):
         supported = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
         raise InvalidValue(
@@ -70,7 +70,7 @@ def vllm_can_be_refitted(config: Config) -> None:
         )
 
 
-def engines_can_merge_adapters(config: Config) -> None:
+def check_engines_can_merge_adapters(config: Config) -> None:
     """Check the engine's precision: block-scaled float8 weights are quantised on arrival, so adapters cannot be
     added."""
     policy = config.policy
@@ -79,7 +79,7 @@ def engines_can_merge_adapters(config: Config) -> None:
         raise InvalidValue("policy.generation.vllm_cfg.precision", text)
 
 
-def vllm_sees_with_whole_models(config: Config) -> None:
+def check_vllm_sees_with_whole_models(config: Config) -> None:
     """Check that vLLM has a model that sees in one pipeline stage, and in no float8."""
     family, generation = family_of(config.policy), config.policy.generation
     if family is None:
@@ -92,18 +92,18 @@ def vllm_sees_with_whole_models(config: Config) -> None:
         raise InvalidValue(f"{key}.precision", "fp8, which with images is not built")
 
 
-def arguments_without_effect(config: Config) -> Iterator[str]:
+def list_arguments_without_effect(config: Config) -> Iterator[str]:
     """Yield the arguments of vLLM that are accepted but not passed to it."""
     generation = config.policy.generation
     for name, reason in WITHOUT_EFFECT.items():
         if name in generation.vllm_kwargs:
-            yield without_effect(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], reason)
+            yield describe_without_effect(f"policy.generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], reason)
 
 
 RULES: tuple[Rule, ...] = (
-    vllm_takes_its_arguments,
-    drafts_are_verified_where_that_was_tried,
-    vllm_can_be_refitted,
-    engines_can_merge_adapters,
-    vllm_sees_with_whole_models,
+    check_vllm_takes_its_arguments,
+    check_drafts_combine,
+    check_vllm_can_be_refitted,
+    check_engines_can_merge_adapters,
+    check_vllm_sees_with_whole_models,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from tandem.config.installed.sources import annotated_fields, class_and_bases, default_of, package_folder
+from tandem.config.installed.sources import find_annotated_fields, find_class_and_bases, find_default, find_package
 
 _CLASSES = {
     "": ("transformer/transformer_config.py", "MLATransformerConfig"),
@@ -77,63 +77,63 @@ _PLAIN: dict[str, inspect.Type] = {
 
 def is_installed() -> bool:
     """Tell whether Megatron-Core is installed."""
-    return package_folder("megatron.core") is not None
+    return find_package("megatron.core") is not None
 
 
 @functools.cache
-def arguments(section: str) -> dict[str, inspect.Type]:
+def list_arguments(section: str) -> dict[str, inspect.Type]:
     """Return the arguments of a section of ``policy.megatron_cfg``, by name; empty if Megatron-Core is not
     installed.
 
     Types that YAML cannot write plainly, such as enumerations, admit any value. Functions are left out.
     """
-    root = package_folder("megatron.core")
+    root = find_package("megatron.core")
     if root is None:
         return {}
     module, name = _CLASSES[section]
     argument_types: dict[str, inspect.Type] = {}
-    for defined in class_and_bases(root / module, name, root):
-        for field, annotation in annotated_fields(defined).items():
+    for defined in find_class_and_bases(root / module, name, root):
+        for field, annotation in find_annotated_fields(defined).items():
             if "Callable" not in ast.unparse(annotation):
-                argument_types.setdefault(field, _described(annotation))
+                argument_types.setdefault(field, _describe_annotation(annotation))
     return argument_types
 
 
 @functools.cache
-def defaults(section: str) -> dict[str, object]:
+def list_defaults(section: str) -> dict[str, object]:
     """Return the default of each argument of a section, a syntax tree where it is no literal."""
-    root = package_folder("megatron.core")
+    root = find_package("megatron.core")
     if root is None:
         return {}
     module, name = _CLASSES[section]
     by_name: dict[str, object] = {}
-    for defined in class_and_bases(root / module, name, root):
-        for field in annotated_fields(defined):
-            by_name.setdefault(field, default_of(defined, field))
+    for defined in find_class_and_bases(root / module, name, root):
+        for field in find_annotated_fields(defined):
+            by_name.setdefault(field, find_default(defined, field))
     return by_name
 
 
-def _described(annotation: ast.expr) -> inspect.Type:
+def _describe_annotation(annotation: ast.expr) -> inspect.Type:
     """Convert an annotation to msgspec's description of a type."""
     match annotation:
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return _union([inner, ast.Constant(None)])
+            return _describe_union([inner, ast.Constant(None)])
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
-            return _union(members)
+            return _describe_union(members)
         case ast.BinOp(left=first, op=ast.BitOr(), right=second):
-            return _union([first, second])
+            return _describe_union([first, second])
         case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
             nodes = choices.elts if isinstance(choices, ast.Tuple) else [choices]
             values: tuple[Any, ...] = tuple(node.value for node in nodes if isinstance(node, ast.Constant))
             return inspect.LiteralType(values)
         case ast.Subscript(value=ast.Name(id="List" | "list"), slice=inner):
-            return inspect.VarTupleType(_described(inner))
+            return inspect.VarTupleType(_describe_annotation(inner))
         case _:
             return _PLAIN.get(ast.unparse(annotation), inspect.AnyType())
 
 
-def _union(members: list[ast.expr]) -> inspect.Type:
+def _describe_union(members: list[ast.expr]) -> inspect.Type:
     flat: list[inspect.Type] = []
-    for member in map(_described, members):
+    for member in map(_describe_annotation, members):
         flat += member.types if isinstance(member, inspect.UnionType) else [member]
     return inspect.AnyType() if inspect.AnyType() in flat else inspect.UnionType(tuple(flat))

@@ -9,33 +9,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.config.installed.sources import annotated_fields, class_and_bases, package_folder
+from tandem.config.installed.sources import find_annotated_fields, find_class_and_bases, find_package
 
 
 @functools.cache
-def model_fields(model_type: str) -> frozenset[str]:
+def list_model_fields(model_type: str) -> frozenset[str]:
     """Return every field of this type's configuration class, deprecated names included; none for an unknown type.
 
     The result may be too large: it includes each name that a method of the class or its bases sets or looks up.
     """
-    return frozenset(field for defined in _classes(model_type) for field in _own_fields(defined))
+    return frozenset(field for defined in _find_classes(model_type) for field in _list_declared_fields(defined))
 
 
-def _classes(model_type: str) -> Iterator[ast.ClassDef]:
+def _find_classes(model_type: str) -> Iterator[ast.ClassDef]:
     """Yield the class of a model type, then its bases; nothing for an unknown type."""
-    name = model_types().get(model_type)
-    root = package_folder("transformers")
+    name = list_model_types().get(model_type)
+    root = find_package("transformers")
     if name is None or root is None:
         return
-    special: Mapping[str, str] = _mappings(root)["SPECIAL_MODEL_TYPE_TO_MODULE_NAME"]
+    special: Mapping[str, str] = _read_mappings(root)["SPECIAL_MODEL_TYPE_TO_MODULE_NAME"]
     module = special.get(model_type, model_type).replace("-", "_")
     path = root / "models" / module / f"configuration_{module}.py"
-    yield from class_and_bases(path, name, root)
+    yield from find_class_and_bases(path, name, root)
 
 
-def field_default(model_type: str, field: str) -> Any:
+def find_default(model_type: str, field: str) -> Any:
     """Return the default of a field of this type; None if it is not a literal."""
-    for defined in _classes(model_type):
+    for defined in _find_classes(model_type):
         for node in defined.body:
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value)) if name == field:
@@ -43,21 +43,21 @@ def field_default(model_type: str, field: str) -> Any:
     return None
 
 
-def model_types() -> Mapping[str, str]:
+def list_model_types() -> Mapping[str, str]:
     """Return the configuration class of every model type; none if Transformers is not installed."""
-    root = package_folder("transformers")
-    class_names: Mapping[str, str] = {} if root is None else _mappings(root)["CONFIG_MAPPING_NAMES"]
+    root = find_package("transformers")
+    class_names: Mapping[str, str] = {} if root is None else _read_mappings(root)["CONFIG_MAPPING_NAMES"]
     return class_names
 
 
 @functools.cache
-def _mappings(root: Path) -> Mapping[str, Any]:
+def _read_mappings(root: Path) -> Mapping[str, Any]:
     """Run the module of model types alone: its package would search the files of all models."""
     return runpy.run_path(str(root / "models/auto/auto_mappings.py"))
 
 
-def _own_fields(defined: ast.ClassDef) -> Iterator[str]:
-    yield from annotated_fields(defined)
+def _list_declared_fields(defined: ast.ClassDef) -> Iterator[str]:
+    yield from find_annotated_fields(defined)
     for node in defined.body:
         match node:
             case ast.Assign(targets=[ast.Name(id="attribute_map")], value=ast.Dict() as names):
@@ -67,10 +67,10 @@ def _own_fields(defined: ast.ClassDef) -> Iterator[str]:
                     yield name
                 if name in ("__init__", "__post_init__"):
                     yield from (argument.arg for argument in [*node.args.args, *node.args.kwonlyargs])
-                yield from _taken(node)
+                yield from _list_set_fields(node)
 
 
-def _taken(function: ast.FunctionDef) -> Iterator[str]:
+def _list_set_fields(function: ast.FunctionDef) -> Iterator[str]:
     """Yield the names that a method sets, or looks up in a mapping, such as its keyword arguments."""
     for node in ast.walk(function):
         match node:

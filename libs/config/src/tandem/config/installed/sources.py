@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def package_folder(name: str) -> Path | None:
+def find_package(name: str) -> Path | None:
     """Return the folder of an installed package, without importing it; None if it is not installed."""
     try:
         package = importlib.util.find_spec(name)
@@ -19,28 +19,28 @@ def package_folder(name: str) -> Path | None:
     return Path(next(iter(locations))) if locations else None
 
 
-def class_and_bases(path: Path, name: str, root: Path) -> Iterator[ast.ClassDef]:
+def find_class_and_bases(path: Path, name: str, root: Path) -> Iterator[ast.ClassDef]:
     """Yield the class `name`, defined by the module at `path` or imported from within `root`, then its bases.
 
     Nothing is yielded for a class that does not exist.
     """
-    tree = parsed(path)
+    tree = parse(path)
     defined = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if defined is not None:
         yield defined
         for base in defined.bases:
             if isinstance(base, ast.Name):
-                yield from class_and_bases(path, base.id, root)
+                yield from find_class_and_bases(path, base.id, root)
         return
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level and name in (alias.name for alias in node.names):
             folder = path.parents[node.level - 1]
             source = folder.joinpath(*(node.module or "").split(".")).with_suffix(".py")
             if source.is_file() and source.is_relative_to(root):
-                yield from class_and_bases(source, name, root)
+                yield from find_class_and_bases(source, name, root)
 
 
-def annotated_fields(defined: ast.ClassDef) -> dict[str, ast.expr]:
+def find_annotated_fields(defined: ast.ClassDef) -> dict[str, ast.expr]:
     """Return the annotations of a class's own public fields."""
     return {
         node.target.id: node.annotation
@@ -50,7 +50,7 @@ def annotated_fields(defined: ast.ClassDef) -> dict[str, ast.expr]:
     }
 
 
-def default_of(defined: ast.ClassDef, field: str) -> object:
+def find_default(defined: ast.ClassDef, field: str) -> object:
     """Return the default of a class's own field if it is written as a literal, else the expression."""
     for node in defined.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == field:
@@ -62,6 +62,6 @@ def default_of(defined: ast.ClassDef, field: str) -> object:
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
     """Return a module's syntax tree; an empty one if its source is missing."""
     return ast.parse(path.read_bytes() if path.is_file() else b"")

@@ -17,27 +17,27 @@ _POSITIVE = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
 _KNOWN = ("method", "model", *_POSITIVE)
 
 
-def method_of(arguments: Mapping[str, Any]) -> str | None:
+def find_method(arguments: Mapping[str, Any]) -> str | None:
     """Return the method that the arguments of vLLM's engine ask for; None if they ask for none."""
     settings = arguments.get(KEY)
     method = settings.get("method") if isinstance(settings, Mapping) else None
     return method if isinstance(method, str) else None
 
 
-def draft_of(arguments: Mapping[str, Any]) -> str | None:
+def find_draft(arguments: Mapping[str, Any]) -> str | None:
     """Return the name of the draft model; None if there is none."""
     settings = arguments.get(KEY)
     name = settings.get("model") if isinstance(settings, Mapping) else None
-    return name if isinstance(name, str) and method_of(arguments) in BY_MODEL else None
+    return name if isinstance(name, str) and find_method(arguments) in BY_MODEL else None
 
 
-def unbuilt_method(arguments: Mapping[str, Any]) -> str | None:
+def find_unbuilt_method(arguments: Mapping[str, Any]) -> str | None:
     """Return the method if refits do not support it, such as layers of the policy's own checkpoint."""
-    method = method_of(arguments)
+    method = find_method(arguments)
     return None if method in (None, *METHODS) else method
 
 
-def complaint(settings: Any) -> tuple[str, str] | None:
+def find_problem(settings: Any) -> tuple[str, str] | None:
     """Return the first setting that cannot be carried out, with why; an empty name means all of them."""
     if not isinstance(settings, Mapping):
         return "", "must be a mapping"

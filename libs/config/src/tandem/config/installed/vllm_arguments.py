@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.common.errors import ConfigError, nearest
 from tandem.config.installed import speculation
-from tandem.config.installed.sources import annotated_fields, class_and_bases, package_folder
+from tandem.config.installed.sources import find_annotated_fields, find_class_and_bases, find_package
 
 RESERVED = {
     "model": "policy.model_name",
@@ -51,23 +51,23 @@ WITHOUT_EFFECT = {
 
 
 @functools.cache
-def engine_arguments() -> frozenset[str]:
+def list_engine_arguments() -> frozenset[str]:
     """Return the names of all arguments of vLLM's `EngineArgs`; none if vLLM is not installed."""
-    root = package_folder("vllm")
+    root = find_package("vllm")
     if root is None:
         return frozenset()
-    classes = class_and_bases(root / "engine" / "arg_utils.py", "EngineArgs", root)
-    return frozenset(field for defined in classes for field in annotated_fields(defined))
+    classes = find_class_and_bases(root / "engine" / "arg_utils.py", "EngineArgs", root)
+    return frozenset(field for defined in classes for field in find_annotated_fields(defined))
 
 
-def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+def find_problem(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the first argument that vLLM cannot get, and why; names are not checked if vLLM is not installed."""
-    known_names = engine_arguments()
+    known_names = list_engine_arguments()
     for name in arguments:
         if name in WITHOUT_EFFECT:
             continue
         if name == speculation.KEY and arguments[name] is not None:
-            problem = speculation.complaint(arguments[name])
+            problem = speculation.find_problem(arguments[name])
             if problem is not None:
                 return ".".join(filter(None, (name, problem[0]))), problem[1]
         if name in RESERVED:
@@ -79,7 +79,7 @@ def complaint(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def forwarded(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def select_forwarded(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments to pass to vLLM. Raises `ConfigError` for one that cannot be passed."""
     check_arguments(arguments)
     return {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT}
@@ -87,6 +87,6 @@ def forwarded(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for the first argument that cannot be passed to vLLM."""
-    problem = complaint(arguments)
+    problem = find_problem(arguments)
     if problem is not None:
         raise ConfigError(f"policy.generation.vllm_kwargs.{problem[0]}: {problem[1]}")

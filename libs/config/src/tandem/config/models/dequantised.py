@@ -12,7 +12,7 @@ _DEQUANTISED = ("fp8", "mxfp4")
 """Ways of quantising that Transformers undoes while it reads weights."""
 
 
-def described_for_training(source: str, settings: ModelConfig, **fields: Any) -> Any:
+def describe_for_training(source: str, settings: ModelConfig, **fields: Any) -> Any:
     """Return the configuration by which weights are read: of a quantised checkpoint, dequantised if configured.
 
     Raises `ModelError` if they would stay quantised, and so could not be trained.

@@ -28,7 +28,7 @@ def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any)
     return kind.from_dict({**config_dict, **overrides}, **fields)
 
 
-def model_class(config: Any) -> Any:
+def find_model_class(config: Any) -> Any:
     """Return the class of Transformers that loads the language model, one that sees or not, of a configuration."""
     import transformers
 

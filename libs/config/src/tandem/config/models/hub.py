@@ -84,13 +84,13 @@ class RepositorySnapshot(msgspec.Struct, frozen=True):
     """Reason that only the cache was read."""
 
 
-def reference_in(name: str) -> HubReference | None:
+def parse_reference(name: str) -> HubReference | None:
     """Return the name on the Hub that a text can be; None for one that can only be a path."""
     match = _REFERENCE.fullmatch(name)
     return None if match is None else HubReference(match["repo"], match["revision"])
 
 
-def cached_names(kind: Kind = "model") -> list[str]:
+def list_cached_names(kind: Kind = "model") -> list[str]:
     """Return the repositories that this node's cache has anything of."""
     from huggingface_hub import constants
 
@@ -99,7 +99,7 @@ def cached_names(kind: Kind = "model") -> list[str]:
     return sorted(path.name.removeprefix(begin).replace("--", "/") for path in folders)
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
+def call_within(seconds: float, function: Callable[[], T]) -> T:
     """Return what a function does that asks the network. Raise `TimeoutError` if it has not answered by then."""
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -120,7 +120,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     return answers[0]
 
 
-def folder_of(reference: HubReference, kind: Kind = "model") -> Path:
+def find_folder(reference: HubReference, kind: Kind = "model") -> Path:
     """Return the folder of a commit in this node's cache, whether it exists or not."""
     from huggingface_hub import constants
 
@@ -128,7 +128,7 @@ def folder_of(reference: HubReference, kind: Kind = "model") -> Path:
     return Path(constants.HF_HUB_CACHE) / name / "snapshots" / str(reference.revision)
 
 
-def name_in_cache(folder: str) -> HubReference | None:
+def find_cached_name(folder: str) -> HubReference | None:
     """Return the commit of a folder in this node's cache; None for any other folder."""
     if "/snapshots/" not in folder:
         return None
@@ -141,9 +141,9 @@ def name_in_cache(folder: str) -> HubReference | None:
     return None
 
 
-def shown(name: str) -> str:
+def show_reference(name: str) -> str:
     """Return a model's name as people know it: a commit in the cache by its name on the Hub."""
-    reference = name_in_cache(name)
+    reference = find_cached_name(name)
     return name if reference is None else f"{reference.repo}@{str(reference.revision)[:8]}"
 
 
@@ -156,48 +156,48 @@ def resolve(reference: HubReference, kind: Kind = "model") -> RepositorySnapshot
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
-        return _in_cache(reference, kind, "HF_HUB_OFFLINE is set")
-    if reason := why_unreachable():
-        return _in_cache(reference, kind, reason)
+        return _find_in_cache(reference, kind, "HF_HUB_OFFLINE is set")
+    if reason := explain_unreachable():
+        return _find_in_cache(reference, kind, reason)
     from huggingface_hub import HfApi
 
     try:
-        with as_one_line(reference, kind):
+        with convert_errors(reference, kind):
             ask = functools.partial(HfApi().repo_info, reference.repo, repo_type=kind, revision=reference.revision)
-            info: Any = within(_ANSWER_S, lambda: ask(files_metadata=True, timeout=30.0))
+            info: Any = call_within(_ANSWER_S, lambda: ask(files_metadata=True, timeout=30.0))
     except ModelError as error:
         status = getattr(getattr(error.__cause__, "response", None), "status_code", 0)
         if status < _SERVER_ERRORS:
             raise
-        return _in_cache(reference, kind, f"{constants.ENDPOINT} answers with error {status}")
+        return _find_in_cache(reference, kind, f"{constants.ENDPOINT} answers with error {status}")
     sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings or ()}
     _remember(reference, kind, str(info.sha))
     return RepositorySnapshot(reference.repo, str(info.sha), sizes)
 
 
-def fetched(name: str, say: Callable[[str], None]) -> Path:
+def fetch_whole(name: str, say: Callable[[str], None]) -> Path:
     """Return a model's folder: the folder `name`, or else one fetched from the Hub. Raises `ModelError`."""
-    reference = None if Path(name).exists() else name_in_cache(name) or reference_in(name)
+    reference = None if Path(name).exists() else find_cached_name(name) or parse_reference(name)
     if reference is None:
         return Path(name)
-    if not (reference.is_pinned and is_whole(folder_of(reference))):
+    if not (reference.is_pinned and is_whole(find_folder(reference))):
         snapshot = resolve(reference)
         fetch(snapshot, say)
         reference = HubReference(snapshot.repo, snapshot.commit)
-    return folder_of(reference)
+    return find_folder(reference)
 
 
-def described(name: str) -> Path:
+def fetch_described(name: str) -> Path:
     """Return a folder with a model's configuration and tokenizer: the one of that name, or what the Hub has of it.
 
     Raises `ModelError`.
     """
-    reference = None if Path(name).exists() else reference_in(name)
+    reference = None if Path(name).exists() else parse_reference(name)
     if reference is None:
         return Path(name)
     snapshot = resolve(reference)
     fetch_description(snapshot)
-    return folder_of(HubReference(snapshot.repo, snapshot.commit))
+    return find_folder(HubReference(snapshot.repo, snapshot.commit))
 
 
 def fetch_description(snapshot: RepositorySnapshot) -> None:
@@ -213,19 +213,19 @@ def fetch(snapshot: RepositorySnapshot, say: Callable[[str], None]) -> None:
     processes fetch the same file, one does and the others wait. Raises `ModelError`.
     """
     reference = HubReference(snapshot.repo, snapshot.commit)
-    folder = folder_of(reference)
+    folder = find_folder(reference)
     remove_unfinished(reference)
     if is_whole(folder):
         return
     if snapshot.sizes is None:
         snapshot = resolve(reference)
-    missing_files = missing(snapshot)
+    missing_files = find_missing(snapshot)
     num_bytes = sum(missing_files.values())
-    say(f"fetching {snapshot.repo} at {snapshot.commit[:8]}: {shown_size(num_bytes)} in {len(missing_files)} files")
+    say(f"fetching {snapshot.repo} at {snapshot.commit[:8]}: {show_size(num_bytes)} in {len(missing_files)} files")
     fetch_description(snapshot)  # first: its index of the weights tells all of them from some of them
     shows_bar = sys.stderr.isatty()
-    with contextlib.nullcontext() if shows_bar else _telling(snapshot, num_bytes, say):
-        _download(snapshot, needed(snapshot.sizes or {}), shows_bar=shows_bar)
+    with contextlib.nullcontext() if shows_bar else _tell_progress(snapshot, num_bytes, say):
+        _download(snapshot, select_needed(snapshot.sizes or {}), shows_bar=shows_bar)
     remove_unfinished(reference)  # of a process that was killed just before this one began
     if not is_whole(folder):
         raise ModelError(f"{snapshot.repo!r}: what was fetched is not whole: {folder} lacks weights")
@@ -240,7 +240,7 @@ def remove_unfinished(reference: HubReference, kind: Kind = "model") -> None:
     from filelock import FileLock, Timeout
     from huggingface_hub import constants
 
-    repository = folder_of(HubReference(reference.repo, "x"), kind).parent.parent
+    repository = find_folder(HubReference(reference.repo, "x"), kind).parent.parent
     locks = Path(constants.HF_HUB_CACHE) / ".locks" / repository.name
     for path in repository.glob("blobs/*.incomplete"):
         match = _UNFINISHED.fullmatch(path.name)
@@ -250,20 +250,20 @@ def remove_unfinished(reference: HubReference, kind: Kind = "model") -> None:
                     path.unlink(missing_ok=True)
 
 
-def missing(snapshot: RepositorySnapshot) -> dict[str, int]:
+def find_missing(snapshot: RepositorySnapshot) -> dict[str, int]:
     """Return the files that the cache lacks of a model that is not whole, with their bytes.
 
     Raises:
         ModelError: only the cache could be asked, the model has no weights that are read, or the disk no room for them.
 
     """
-    folder = folder_of(HubReference(snapshot.repo, snapshot.commit))
+    folder = find_folder(HubReference(snapshot.repo, snapshot.commit))
     sizes = snapshot.sizes
     if sizes is None:
         raise ModelError(
             f"{snapshot.repo!r}: the cache of the Hub has not all weights ({folder}), and {snapshot.why_cached}"
         )
-    needed_files = needed(sizes)
+    needed_files = select_needed(sizes)
     weights = [name for name in needed_files if fnmatch.fnmatch(name, _WEIGHTS)]
     if not weights:
         other_formats = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf"))))
@@ -278,7 +278,7 @@ def missing(snapshot: RepositorySnapshot) -> dict[str, int]:
     return missing_files
 
 
-def needed(sizes: dict[str, int]) -> list[str]:
+def select_needed(sizes: dict[str, int]) -> list[str]:
     """Return the files of a repository to fetch: no weights in other formats, and no duplicates."""
     weights = [name for name in sizes if "/" not in name and fnmatch.fnmatch(name, _WEIGHTS)]
     if any(not fnmatch.fnmatch(name, _CONSOLIDATED) for name in weights):
@@ -307,22 +307,22 @@ def is_whole(folder: Path) -> bool:
 
 def is_to_come(folder: Path) -> bool:
     """Tell whether a folder is of a commit whose weights are not fetched yet, or not all of them."""
-    return name_in_cache(str(folder)) is not None and not is_whole(folder)
+    return find_cached_name(str(folder)) is not None and not is_whole(folder)
 
 
 def _remember(reference: HubReference, kind: Kind, commit: str) -> None:
     """Record the current commit of a branch or tag in the cache, like the Hub's library, for use without the Hub."""
     if reference.is_pinned:
         return
-    path = folder_of(HubReference(reference.repo, "x"), kind).parent.parent / "refs" / (reference.revision or "main")
+    path = find_folder(HubReference(reference.repo, "x"), kind).parent.parent / "refs" / (reference.revision or "main")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(commit)
 
 
-def _in_cache(reference: HubReference, kind: Kind, reason: str) -> RepositorySnapshot:
+def _find_in_cache(reference: HubReference, kind: Kind, reason: str) -> RepositorySnapshot:
     """Return the commit of a revision in the cache."""
-    folder = folder_of(HubReference(reference.repo, "x"), kind).parent.parent
+    folder = find_folder(HubReference(reference.repo, "x"), kind).parent.parent
     commit = reference.revision or "main"
     if not reference.is_pinned:
         with contextlib.suppress(OSError):
@@ -340,7 +340,7 @@ def _download(snapshot: RepositorySnapshot, files: list[str], *, shows_bar: bool
     if not shows_bar:
         disable_progress_bars()
     try:
-        with as_one_line(HubReference(snapshot.repo, snapshot.commit), "model"):
+        with convert_errors(HubReference(snapshot.repo, snapshot.commit), "model"):
             snapshot_download(
                 snapshot.repo,
                 revision=snapshot.commit,
@@ -353,16 +353,16 @@ def _download(snapshot: RepositorySnapshot, files: list[str], *, shows_bar: bool
 
 
 @contextlib.contextmanager
-def _telling(snapshot: RepositorySnapshot, num_bytes: int, say: Callable[[str], None]) -> Iterator[None]:
+def _tell_progress(snapshot: RepositorySnapshot, num_bytes: int, say: Callable[[str], None]) -> Iterator[None]:
     """Report progress from time to time."""
-    blobs = folder_of(HubReference(snapshot.repo, snapshot.commit)).parent.parent / "blobs"
+    blobs = find_folder(HubReference(snapshot.repo, snapshot.commit)).parent.parent / "blobs"
     is_done = threading.Event()
 
     def tell() -> None:
         while not is_done.wait(_LINE_S):
             with contextlib.suppress(OSError):
                 num_fetched = sum(path.stat().st_size for path in blobs.iterdir())
-                say(f"fetching {snapshot.repo}: {shown_size(min(num_fetched, num_bytes))} of {shown_size(num_bytes)}")
+                say(f"fetching {snapshot.repo}: {show_size(min(num_fetched, num_bytes))} of {show_size(num_bytes)}")
 
     thread = threading.Thread(target=tell, name="fetching", daemon=True)
     thread.start()
@@ -374,7 +374,7 @@ def _telling(snapshot: RepositorySnapshot, num_bytes: int, say: Callable[[str], 
 
 
 @contextlib.contextmanager
-def as_one_line(reference: HubReference, kind: Kind, doing: str = "fetching it from") -> Iterator[None]:
+def convert_errors(reference: HubReference, kind: Kind, doing: str = "fetching it from") -> Iterator[None]:
     """Convert errors of the Hub's libraries to a `ModelError` of one line; `doing` goes before the Hub's address."""
     from huggingface_hub import constants, errors
 
@@ -395,12 +395,12 @@ def as_one_line(reference: HubReference, kind: Kind, doing: str = "fetching it f
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"{reference.repo!r} has no branch, tag or commit {reference.revision!r}") from error
     except OSError as error:  # a full disk, or a refused, lost or slow connection
-        raise ModelError(f"{reference}: {doing} {endpoint} failed: {_said(error)}") from error
+        raise ModelError(f"{reference}: {doing} {endpoint} failed: {_summarize(error)}") from error
     except Exception as error:  # the underlying libraries raise errors of their own
-        raise ModelError(f"{reference}: {endpoint} answered with an error: {_said(error)}") from error
+        raise ModelError(f"{reference}: {endpoint} answered with an error: {_summarize(error)}") from error
 
 
-def _said(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -412,12 +412,12 @@ def _refuse_full_disk(repo: str, folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing_folder).free
     if num_bytes > free:
         raise ModelError(
-            f"{repo!r} needs {shown_size(num_bytes)}, but {existing_folder} has only {shown_size(free)} free "
+            f"{repo!r} needs {show_size(num_bytes)}, but {existing_folder} has only {show_size(free)} free "
             "(set HF_HOME to another folder)"
         )
 
 
-def shown_size(num_bytes: int) -> str:
+def show_size(num_bytes: int) -> str:
     """Return a number of bytes in a readable unit."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
@@ -429,7 +429,7 @@ def is_offline() -> bool:
     return bool(constants.is_offline_mode())
 
 
-def why_unreachable() -> str:
+def explain_unreachable() -> str:
     """Return why the Hub, or the mirror in ``HF_ENDPOINT``, cannot be reached; empty if it answers.
 
     Also empty if the user has forbidden access (``HF_HUB_OFFLINE``), which the library reports itself.
@@ -445,7 +445,7 @@ def why_unreachable() -> str:
         return ""
     try:
         request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
-        within(_NAME_S, lambda: urllib.request.urlopen(request, timeout=_TIMEOUT_S).close())
+        call_within(_NAME_S, lambda: urllib.request.urlopen(request, timeout=_TIMEOUT_S).close())
     except urllib.error.HTTPError as error:
         error.close()  # even an error is an answer
     except urllib.error.URLError as error:
@@ -461,7 +461,7 @@ def why_unreachable() -> str:
 
 
 @contextlib.contextmanager
-def only_the_cache() -> Iterator[None]:
+def use_only_the_cache() -> Iterator[None]:
     """Make the data set libraries use only earlier downloads."""
     import datasets
     from huggingface_hub import constants

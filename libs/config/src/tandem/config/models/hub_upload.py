@@ -34,9 +34,9 @@ class PushedCommit(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-def reference_for_push(name: str) -> hub.HubReference:
+def parse_reference_for_push(name: str) -> hub.HubReference:
     """Return the repository and the branch that a name on the Hub means. Raises `ModelError`."""
-    reference = hub.reference_in(name)
+    reference = hub.parse_reference(name)
     if reference is None or "/" not in reference.repo:
         raise ModelError(f"{name!r} is no name of a repository: expected OWNER/NAME or OWNER/NAME@BRANCH")
     if reference.is_pinned:
@@ -50,7 +50,7 @@ def refuse_offline(name: str) -> None:
 
     if constants.is_offline_mode():
         raise ModelError(f"{name} was not pushed: HF_HUB_OFFLINE is set")
-    if reason := hub.why_unreachable():
+    if reason := hub.explain_unreachable():
         raise ModelError(f"{name} was not pushed: {reason}")
     if get_token() is None:
         raise ModelError(f"{name} was not pushed: there is no token; set HF_TOKEN to one that may write to it")
@@ -66,9 +66,9 @@ def push_model(
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")}
     num_bytes = sum(path.stat().st_size for path in files.values())
     branch = reference.revision or "main"
-    say(f"pushing {len(files)} files, {hub.shown_size(num_bytes)}, to {reference.repo}@{branch}")
+    say(f"pushing {len(files)} files, {hub.show_size(num_bytes)}, to {reference.repo}@{branch}")
     try:
-        with hub.as_one_line(reference, "model", "pushing it to"), _bars_on_terminals():
+        with hub.convert_errors(reference, "model", "pushing it to"), _bars_on_terminals():
             commit = _commit(files, reference, message, is_private)
     except ModelError as error:
         if getattr(getattr(error.__cause__, "response", None), "status_code", 0) in _REFUSED:

@@ -23,7 +23,7 @@ CONFIG = "adapter_config.json"
 """Configuration file in a folder of adapters in PEFT's format."""
 
 
-def why_no_model(folder: Path) -> str | None:
+def explain_no_model(folder: Path) -> str | None:
     """Return why a folder cannot be used as a model: it holds adapters; None if it does not."""
     if not (folder / CONFIG).is_file():
         return None
@@ -35,7 +35,7 @@ def is_adapter(tensor: str) -> bool:
     return tensor.endswith((f".{A}", f".{B}"))
 
 
-def tensor_name(parameter: str) -> str:
+def make_tensor_name(parameter: str) -> str:
     """Return the usual name of a parameter in a model with PEFT's layers; other names are returned unchanged.
 
     PEFT's layer holds the layer it adapts as ``base_layer``, and its two matrices as ``lora_A.default`` and
@@ -44,7 +44,7 @@ def tensor_name(parameter: str) -> str:
     return parameter.replace(".base_layer.", ".").replace(".default.weight", ".weight")
 
 
-def layer_of(tensor: str) -> str:
+def find_layer(tensor: str) -> str:
     """Return the name of the layer that one of an adapter's tensors belongs to."""
     return tensor.removesuffix(f".{A}").removesuffix(f".{B}")
 
@@ -55,7 +55,7 @@ def matches(layer: str, patterns: Iterable[str]) -> bool:
     return any(pattern == last or fnmatchcase(layer, pattern) for pattern in patterns)
 
 
-def chosen(layers: Sequence[str], adapters: LoraCfg | PeftConfig, section: str) -> list[str]:
+def choose_layers(layers: Sequence[str], adapters: LoraCfg | PeftConfig, section: str) -> list[str]:
     """Return the linear layers of a model that have an adapter.
 
     Excluded layers need not exist. Raises `ConfigError` if no layer remains, or if one of `target_modules` matches

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.config.models.model_sizes import model_config
+from tandem.config.models.model_sizes import read_model_config
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.policy import DtensorCfg
 
@@ -56,7 +56,7 @@ class VisionFamily(msgspec.Struct, frozen=True, kw_only=True):
         return self.model_type in ("smolvlm", "idefics3")
 
 
-def _qwen(model_type: str) -> VisionFamily:
+def _make_qwen(model_type: str) -> VisionFamily:
     return VisionFamily(
         model_type=model_type,
         placeholder="<|image_pad|>",
@@ -81,7 +81,7 @@ def _qwen(model_type: str) -> VisionFamily:
     )
 
 
-def _with_crops(model_type: str) -> VisionFamily:
+def _make_with_crops(model_type: str) -> VisionFamily:
     return VisionFamily(
         model_type=model_type,
         placeholder="<image>",
@@ -131,12 +131,18 @@ _GEMMA3 = VisionFamily(
 
 VISION: dict[str, VisionFamily] = {
     family.model_type: family
-    for family in (_qwen("qwen2_5_vl"), _qwen("qwen3_vl"), _GEMMA3, _with_crops("smolvlm"), _with_crops("idefics3"))
+    for family in (
+        _make_qwen("qwen2_5_vl"),
+        _make_qwen("qwen3_vl"),
+        _GEMMA3,
+        _make_with_crops("smolvlm"),
+        _make_with_crops("idefics3"),
+    )
 }
 """Families that can be trained with images, by their ``model_type``."""
 
 
-def vision_family(model_config: Mapping[str, Any] | None) -> VisionFamily | None:
+def find_vision_family(model_config: Mapping[str, Any] | None) -> VisionFamily | None:
     """Return the family of a ``config.json``'s content; None if it takes no images here, or is unknown."""
     model_type = (model_config or {}).get("model_type")
     return VISION.get(model_type) if isinstance(model_type, str) else None
@@ -144,10 +150,10 @@ def vision_family(model_config: Mapping[str, Any] | None) -> VisionFamily | None
 
 def family_of(section: ModelConfig) -> VisionFamily | None:
     """Return the family of a section's model; None if it does not see, or is not on this machine."""
-    return vision_family(model_config(section))
+    return find_vision_family(read_model_config(section))
 
 
-def frozen_prefixes(family: VisionFamily, settings: DtensorCfg) -> tuple[str, ...]:
+def list_frozen_prefixes(family: VisionFamily, settings: DtensorCfg) -> tuple[str, ...]:
     """Return the prefixes of the parts of a model that ``automodel_kwargs.freeze_config`` names."""
     frozen: Mapping[str, Any] = settings.automodel_kwargs.get("freeze_config") or {}
     if not frozen:

@@ -33,7 +33,7 @@ def name_backend_as_here(node: Any) -> Any:
     return node
 
 
-def name_as_here(tree: dict[str, Any]) -> None:
+def rename_newer(tree: dict[str, Any]) -> None:
     """Move settings to the keys that say the same here, in place. Raises `InvalidValue` if the two disagree.
 
     Values of another type are left for `conform` to report.

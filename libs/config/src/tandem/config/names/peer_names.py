@@ -368,16 +368,16 @@ class PeerKey(NamedTuple):
         return f"; did you mean {key!r}{comma}{f' {more}' if more else ''}? {self.peer} calls it so"
 
 
-def peer_keys(path: str, value: Any) -> list[PeerKey]:
+def find_peer_keys(path: str, value: Any) -> list[PeerKey]:
     """Return the settings of a peer at an unknown path, and below it where its value is a section."""
-    section_key = _peer_key(path)
+    section_key = _find_peer_key(path)
     if isinstance(value, dict) and value and (section_key is None or path in VERL or section_key.peer == "verl"):
-        inner_keys = [each for name, inner in value.items() for each in peer_keys(f"{path}.{name}", inner)]
+        inner_keys = [each for name, inner in value.items() for each in find_peer_keys(f"{path}.{name}", inner)]
         return inner_keys or ([section_key] if section_key is not None else [])
     return [section_key] if section_key is not None else []
 
 
-def _peer_key(path: str) -> PeerKey | None:
+def _find_peer_key(path: str) -> PeerKey | None:
     if path in _SHORT:
         return PeerKey("verl", path, _SHORT[path])
     parts = path.split(".")

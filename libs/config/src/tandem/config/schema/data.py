@@ -104,7 +104,7 @@ def set_names(listed: Sequence[DataSet]) -> list[str]:
     return names
 
 
-def name_apart(name: str, held_out: Container[str]) -> str:
+def make_name_apart(name: str, held_out: Container[str]) -> str:
     """Return the name, for metrics, of a validation set beside those held out of training sets."""
     return f"{name}_validation" if name in held_out else name
 
@@ -298,7 +298,7 @@ class DataConfig(ConfigSection, frozen=True, kw_only=True):
             if each.split_validation_size or (first_too and not index)
         ]
         for name in set_names(self.validation):
-            held_out.append(name_apart(name, held_out))
+            held_out.append(make_name_apart(name, held_out))
         return tuple(held_out) if len(held_out) > 1 else ()
 
     @cached_property

@@ -239,7 +239,7 @@ class Config(ConfigSection, frozen=True, kw_only=True):
         several = {f"{columns.TEACHER}_S": "int32"} if self.has_routed_teachers else {}
         return self.loss_fn.environment_columns | several
 
-    def with_policy(self, section: ModelConfig, **updates: Any) -> Config:
+    def replace_policy(self, section: ModelConfig, **updates: Any) -> Config:
         """Return the configuration as if another model's section, updated with `updates`, were the policy's."""
         fields = {name: getattr(section, name) for name in ModelConfig.__struct_fields__} | updates
         return msgspec.structs.replace(self, policy=msgspec.structs.replace(self.policy, **fields))

@@ -15,7 +15,7 @@ from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import VersionMismatch, WireError
 from tandem.common.keys import Key, RunKeys
 from tandem.common.messages import MAX_NAME, MAX_TEXT, Hello, KeyAccepted, Refused, Shutdown, Welcome
-from tandem.common.texts import shortened
+from tandem.common.texts import shorten
 from tandem.launch.admission.known_processes import KnownProcesses
 from tandem.launch.admission.names import ReservedNames
 
@@ -63,7 +63,7 @@ class ListeningSocket:
         self.hub = wire.Hub(address, keys.coordinator, self.admitted)
         self._key_file = key_file
 
-    def how_to_join(self, kind: str) -> str:
+    def describe_joining(self, kind: str) -> str:
         """Return the command that starts a service of this run."""
         return f"{kind} --coordinator {self.hub.address} --key-file {shlex.quote(str(self._key_file))}"
 
@@ -101,7 +101,7 @@ class RunAdmission:
         try:
             wire.check_version(frames[0])
             hello = _hello_codec.decode(frames).message
-            hello = msgspec.structs.replace(hello, host=shortened(hello.host, MAX_NAME))
+            hello = msgspec.structs.replace(hello, host=shorten(hello.host, MAX_NAME))
         except VersionMismatch as mismatch:
             self._hub.send(peer, wire.encode(Refused(reason=str(mismatch)[:MAX_TEXT], is_for_good=True)))
             return None

@@ -37,7 +37,7 @@ class ProcessesSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         """Keys of all of them."""
         return (*self.staying.values(), *self.leaving)
 
-    def without(self, names: Collection[str]) -> ProcessesSnapshot:
+    def release_names(self, names: Collection[str]) -> ProcessesSnapshot:
         """Return the same, with these processes among the leaving, so that others may take their names."""
         staying = {name: key for name, key in self.staying.items() if name not in names}
         gone = (key for name, key in self.staying.items() if name in names)

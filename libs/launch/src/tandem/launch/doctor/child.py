@@ -21,7 +21,7 @@ _GONE_S = 5.0
 _CHUNK = 1 << 16
 
 
-def outcomes(
+def carry_out_apart(
     steps: Mapping[str, DoctorStep], num_threads: int, deadline_s: float, program: Sequence[str]
 ) -> Iterator[StepOutcome]:
     """Yield the outcome of each step as it arrives from a process that runs `program`.
@@ -36,7 +36,7 @@ def outcomes(
             while steps_left:
                 line = child.read(deadline_s)
                 if line is None:
-                    reason = child.why(deadline_s)
+                    reason = child.explain_end(deadline_s)
                     break
                 if line.outcome is not None:
                     yield line.outcome
@@ -88,7 +88,7 @@ class _Child:
         line, _, self._rest = self._rest.partition(b"\n")
         return msgspec.json.decode(line, type=OutputLine)
 
-    def why(self, deadline_s: float) -> str:
+    def explain_end(self, deadline_s: float) -> str:
         """Return the reason for which no further line came."""
         if self._is_late:
             return f"hangs: no answer for {deadline_s:g} s"

@@ -53,18 +53,18 @@ def report_of(host: str, outcomes: Sequence[StepOutcome], needed: Collection[str
     )
 
 
-def line_of(finding: DoctorFinding) -> str:
+def format_line(finding: DoctorFinding) -> str:
     """Return a finding as a line of text."""
     advice = f"; {finding.advice}" if finding.advice else ""
     return f"{finding.status:<8} {finding.name:<15} {finding.says}{advice}"
 
 
-def links_section(rates: Mapping[str, float]) -> str:
+def format_links(rates: Mapping[str, float]) -> str:
     """Return the section ``cluster.links`` of a configuration; rates that were not measured are comments."""
-    return "\n".join(["cluster:", "  links:  # GB/s", *_link_lines(rates)])
+    return "\n".join(["cluster:", "  links:  # GB/s", *_format_link_lines(rates)])
 
 
-def _link_lines(rates: Mapping[str, float]) -> Iterator[str]:
+def _format_link_lines(rates: Mapping[str, float]) -> Iterator[str]:
     for field in msgspec.structs.fields(LinkRates):
         if field.name in rates:
             yield f"    {field.name}: {rates[field.name]:.3g}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tandem.config import Config
-from tandem.launch.doctor.child import outcomes
+from tandem.launch.doctor.child import carry_out_apart
 from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
 from tandem.launch.doctor.machine import look_at_machine
 from tandem.launch.doctor.network import measure_loopback, measure_peer
@@ -25,11 +25,11 @@ def look(
         yield StepOutcome((finding,))
     # Processes of a run share the cores; the default of cluster.links.memory was measured with one thread.
     threads = 1 if config is None else config.cluster.threads_per_process or 1
-    yield from outcomes(steps, threads, deadline_s, program)
-    yield _network(peer)
+    yield from carry_out_apart(steps, threads, deadline_s, program)
+    yield _look_at_network(peer)
 
 
-def needed_by(config: Config | None) -> frozenset[str]:
+def list_needed(config: Config | None) -> frozenset[str]:
     """Return the names of findings that a configuration needs on a node."""
     if config is None:
         return frozenset()
@@ -43,7 +43,7 @@ def needed_by(config: Config | None) -> frozenset[str]:
     return frozenset(needed)
 
 
-def _network(peer: str | None) -> StepOutcome:
+def _look_at_network(peer: str | None) -> StepOutcome:
     rate = measure_loopback() if peer is None else measure_peer(peer)
     route = "within this host" if peer is None else f"to {peer}"
     says = f"{rate.sent:.2f} GB/s sent, {rate.received:.2f} GB/s received {route}, one TCP connection"

@@ -32,27 +32,27 @@ _UNSYNCHRONISED = 0x40
 
 def look_at_machine(folder: Path) -> Iterator[DoctorFinding]:
     """Yield the findings about this machine, and about the disk of a folder, which need not exist yet."""
-    yield _python()
-    yield _memory()
-    yield _shared_memory()
-    yield _huge_pages()
-    yield _files()
-    yield _locked_memory()
-    yield _clocks()
-    yield _synchronised()
-    yield _disk(folder)
+    yield _look_at_python()
+    yield _look_at_memory()
+    yield _look_at_shared_memory()
+    yield _look_at_huge_pages()
+    yield _look_at_files()
+    yield _look_at_locked_memory()
+    yield _look_at_clocks()
+    yield _look_at_clock_sync()
+    yield _look_at_disk(folder)
 
 
-def _python() -> DoctorFinding:
+def _look_at_python() -> DoctorFinding:
     says = f"{platform.python_version()} ({sys.executable}), {os.cpu_count()} cores, {platform.machine()}"
     return DoctorFinding("Python", "ok", says)
 
 
-def _memory() -> DoctorFinding:
+def _look_at_memory() -> DoctorFinding:
     return DoctorFinding("memory", "ok", f"{available_bytes() / _GB:.1f} GB available")
 
 
-def _shared_memory() -> DoctorFinding:
+def _look_at_shared_memory() -> DoctorFinding:
     try:
         disk = shutil.disk_usage(_SHM)
     except OSError as error:
@@ -64,7 +64,7 @@ def _shared_memory() -> DoctorFinding:
     return DoctorFinding("shared memory", "ok", says)
 
 
-def _huge_pages() -> DoctorFinding:
+def _look_at_huge_pages() -> DoctorFinding:
     try:
         text = _HUGE_PAGES.read_text()
     except OSError:
@@ -76,16 +76,16 @@ def _huge_pages() -> DoctorFinding:
     return DoctorFinding("huge pages", "ok", f"transparent: {mode}")
 
 
-def _files() -> DoctorFinding:
+def _look_at_files() -> DoctorFinding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     says = f"{_limit(hard)} files and connections may be open in a process of a run, which raises its limit to that"
-    if descriptors.notice():
+    if descriptors.describe_low_limit():
         advice = f"ulimit -Hn {descriptors.LEAST}, or LimitNOFILE= of the unit"
         return DoctorFinding("open files", "warning", says, advice)
     return DoctorFinding("open files", "ok", says)
 
 
-def _locked_memory() -> DoctorFinding:
+def _look_at_locked_memory() -> DoctorFinding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return DoctorFinding("locked memory", "ok", "no limit")
@@ -95,7 +95,7 @@ def _locked_memory() -> DoctorFinding:
     return DoctorFinding("locked memory", "ok", f"{says}; there is no InfiniBand, which would need more")
 
 
-def _clocks() -> DoctorFinding:
+def _look_at_clocks() -> DoctorFinding:
     wall, steady = time.time(), time.monotonic()
     time.sleep(_CLOCK_S)
     passed = time.monotonic() - steady
@@ -109,7 +109,7 @@ def _clocks() -> DoctorFinding:
     return DoctorFinding("clocks", "ok", says)
 
 
-def _synchronised() -> DoctorFinding:
+def _look_at_clock_sync() -> DoctorFinding:
     """Ask the kernel whether its clock is synchronised; asking takes no privilege."""
     name = "clock sync"
     timex = (ctypes.c_byte * 512)()  # ``struct timex`` with room to spare; its first field, modes, is 0: change nothing
@@ -119,20 +119,20 @@ def _synchronised() -> DoctorFinding:
         state = -1
     if state == -1:
         return DoctorFinding(name, "skipped", "the kernel does not say")
-    status = ctypes.c_int.from_buffer(timex, _status_offset()).value
+    status = ctypes.c_int.from_buffer(timex, _find_status_offset()).value
     if status & _UNSYNCHRONISED:
         advice = "on several nodes, run chrony or systemd-timesyncd on the hosts"
         return DoctorFinding(name, "warning", "nothing keeps the clock right (NTP)", advice)
     return DoctorFinding(name, "ok", "the kernel's clock is synchronised")
 
 
-def _status_offset() -> int:
+def _find_status_offset() -> int:
     """Return the offset of ``status`` in ``struct timex``: after modes, which is padded, and four longs."""
     word = ctypes.sizeof(ctypes.c_long)
     return word + 4 * word
 
 
-def _disk(folder: Path) -> DoctorFinding:
+def _look_at_disk(folder: Path) -> DoctorFinding:
     absolute_folder = folder.absolute()
     existing_folder = next(path for path in (absolute_folder, *absolute_folder.parents) if path.exists())
     try:

@@ -60,7 +60,7 @@ class ProbeServer:
         connection, (address, *_) = self._socket.accept()
         with connection, contextlib.suppress(OSError, EOFError):  # its own loss, if a visitor breaks off
             connection.settimeout(_SILENCE_S)
-            if _exactly(connection, len(_HELLO)) == _HELLO:
+            if _receive_exactly(connection, len(_HELLO)) == _HELLO:
                 connection.sendall(_CLOCK.pack(time.time()))
                 _take(connection)
                 connection.sendall(b"." * len(_HELLO))  # all bytes have arrived
@@ -105,11 +105,11 @@ def parse_address(text: str) -> tuple[str, int]:
 def _measure(connection: socket.socket) -> NetworkRate:
     before = time.time()
     connection.sendall(_HELLO)
-    (clock,) = _CLOCK.unpack(_exactly(connection, _CLOCK.size))
+    (clock,) = _CLOCK.unpack(_receive_exactly(connection, _CLOCK.size))
     ahead_s = clock - (before + time.time()) / 2
     began = time.perf_counter()
     sent = _send(connection)
-    _exactly(connection, len(_HELLO))
+    _receive_exactly(connection, len(_HELLO))
     sent_rate = sent / (time.perf_counter() - began) / _GB
     began = time.perf_counter()
     received = _take(connection)
@@ -129,15 +129,15 @@ def _send(connection: socket.socket) -> int:
 def _take(connection: socket.socket) -> int:
     """Take bytes until the other side ends, for `_LONGEST_S` at most; return their number."""
     into, until = bytearray(_CHUNK), time.monotonic() + _LONGEST_S
-    return sum(_received(connection, into, until))
+    return sum(_receive(connection, into, until))
 
 
-def _received(connection: socket.socket, into: bytearray, until: float) -> Iterator[int]:
+def _receive(connection: socket.socket, into: bytearray, until: float) -> Iterator[int]:
     while time.monotonic() < until and (count := connection.recv_into(into)):
         yield count
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))

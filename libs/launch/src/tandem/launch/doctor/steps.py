@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.common.distribution import install_command, requirements
+from tandem.common.distribution import install_command, list_requirements
 from tandem.config.engine_kinds import ENGINE_KINDS, EngineKind
 from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
 from tandem.observe.exporters.nvml import GpuLinks, opened_nvml
@@ -40,22 +40,22 @@ class OutputLine(msgspec.Struct, frozen=True):
     outcome: StepOutcome | None = None
 
 
-def _gpus() -> StepOutcome:
+def _look_at_gpus() -> StepOutcome:
     with opened_nvml() as nvml:
         if nvml is None or not nvml.num_gpus():
             return skipped("GPUs")
         driver, gpus = nvml.driver(), nvml.links()
     return StepOutcome(
-        (DoctorFinding("GPUs", "ok", f"{', '.join(map(_described, gpus))}; driver {driver}"), _topology(gpus))
+        (DoctorFinding("GPUs", "ok", f"{', '.join(map(_describe, gpus))}; driver {driver}"), _look_at_topology(gpus))
     )
 
 
-def _described(gpu: GpuLinks) -> str:
+def _describe(gpu: GpuLinks) -> str:
     memory = "" if gpu.memory_gb is None else f", {gpu.memory_gb:.0f} GB"
     return f"{gpu.index}: {gpu.name} ({gpu.pcie or 'unknown bus'}, {gpu.num_nvlinks} NVLinks{memory})"
 
 
-def _topology(gpus: list[GpuLinks]) -> DoctorFinding:
+def _look_at_topology(gpus: list[GpuLinks]) -> DoctorFinding:
     ways = {(gpu.index, peer): way for gpu in gpus for peer, way in gpu.peers.items() if gpu.index < peer}
     if not ways:
         return DoctorFinding("GPU links", "ok", "there is one GPU")
@@ -66,14 +66,14 @@ def _topology(gpus: list[GpuLinks]) -> DoctorFinding:
     )
 
 
-def _torch() -> StepOutcome:
+def _look_at_torch() -> StepOutcome:
     import torch
 
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
     return StepOutcome((DoctorFinding("torch", "ok", f"{torch.__version__}, built for {built_for}"),))
 
 
-def _cuda() -> StepOutcome:
+def _look_at_cuda() -> StepOutcome:
     import torch
 
     with opened_nvml() as nvml:
@@ -91,11 +91,11 @@ def _cuda() -> StepOutcome:
     return StepOutcome((DoctorFinding("CUDA", "ok" if worked == 8 else "missing", says),))
 
 
-def _megatron() -> StepOutcome:
-    return _package("Megatron-Core", "megatron.core", ("megatron-core",), "megatron")
+def _look_at_megatron() -> StepOutcome:
+    return _look_at_package("Megatron-Core", "megatron.core", ("megatron-core",), "megatron")
 
 
-def _package(name: str, module: str, distributions: tuple[str, ...], extra: str) -> StepOutcome:
+def _look_at_package(name: str, module: str, distributions: tuple[str, ...], extra: str) -> StepOutcome:
     """Import a package, and compare its version with the one that Tandem is tested with."""
     versions = {each: importlib.metadata.version(each) for each in distributions if _is_installed(each)}
     if not versions:
@@ -104,21 +104,21 @@ def _package(name: str, module: str, distributions: tuple[str, ...], extra: str)
         importlib.import_module(module)
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        says = f"{_joined(versions)}, which cannot be imported: {reason[:300]}"
+        says = f"{_join(versions)}, which cannot be imported: {reason[:300]}"
         return StepOutcome(
             (DoctorFinding(name, "missing", says, "install it again, with the torch version it was built for"),)
         )
-    tested = {each: _tested_version(each) for each in versions}
+    tested = {each: _find_tested_version(each) for each in versions}
     differing = {
         each: version for each, version in tested.items() if version and version != versions[each].split("+")[0]
     }
     if differing:
-        says = f"{_joined(versions)}; tested with {_joined(differing)}"
+        says = f"{_join(versions)}; tested with {_join(differing)}"
         return StepOutcome((DoctorFinding(name, "warning", says, install_command(extra)),))
-    return StepOutcome((DoctorFinding(name, "ok", _joined(versions)),))
+    return StepOutcome((DoctorFinding(name, "ok", _join(versions)),))
 
 
-def _joined(versions: dict[str, str]) -> str:
+def _join(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
@@ -130,9 +130,9 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _tested_version(distribution: str) -> str:
+def _find_tested_version(distribution: str) -> str:
     """Return the version that Tandem's own extra requires; empty if it sets none."""
-    for requirement in requirements():
+    for requirement in list_requirements():
         named, equals, version = requirement.partition(";")[0].partition("==")
         if equals and named.strip() == distribution:
             return version.strip()
@@ -144,17 +144,17 @@ def skipped(name: str) -> StepOutcome:
     return StepOutcome((DoctorFinding(name, "skipped", NO_GPU),))
 
 
-def _engine_step(kind: EngineKind) -> DoctorStep:
-    import_it = partial(_package, kind.title, kind.module, kind.distributions, kind.extra)
+def _make_engine_step(kind: EngineKind) -> DoctorStep:
+    import_it = partial(_look_at_package, kind.title, kind.module, kind.distributions, kind.extra)
     return DoctorStep(kind.title, import_it, {"torch"})
 
 
 STEPS: dict[str, DoctorStep] = {
-    "gpus": DoctorStep("GPUs", _gpus),
-    "torch": DoctorStep("torch", _torch),
-    "cuda": DoctorStep("CUDA", _cuda, {"torch"}),
-    **{kind.name: _engine_step(kind) for kind in ENGINE_KINDS.values() if kind.module},
-    "megatron": DoctorStep("Megatron-Core", _megatron, {"torch"}),
+    "gpus": DoctorStep("GPUs", _look_at_gpus),
+    "torch": DoctorStep("torch", _look_at_torch),
+    "cuda": DoctorStep("CUDA", _look_at_cuda, {"torch"}),
+    **{kind.name: _make_engine_step(kind) for kind in ENGINE_KINDS.values() if kind.module},
+    "megatron": DoctorStep("Megatron-Core", _look_at_megatron, {"torch"}),
 }
 
 

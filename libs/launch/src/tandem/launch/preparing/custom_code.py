@@ -30,15 +30,15 @@ _LOSS = "loss_fn.class"
 
 def has_own_code(config: Config, kind: str) -> bool:
     """Return whether a service of this kind imports custom code, apart from torch."""
-    return next(_named(config, kind), None) is not None
+    return next(_list_named(config, kind), None) is not None
 
 
-def _named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+def _list_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the keys and dotted paths of a service's imports; torch's own were read from its source."""
-    return ((key, path) for key, path in _all_named(config, kind) if not path.startswith("torch."))
+    return ((key, path) for key, path in _list_all_named(config, kind) if not path.startswith("torch."))
 
 
-def _all_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+def _list_all_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     policy = config.policy
     match kind:
         case "rollout":
@@ -59,11 +59,11 @@ def _all_named(config: Config, kind: str) -> Iterator[tuple[str, str]]:
                 yield "policy.dtensor_cfg.custom_parallel_plan", policy.dtensor_cfg.custom_parallel_plan
 
 
-def problems(config: Config, kind: str) -> Iterator[str]:
+def find_problems(config: Config, kind: str) -> Iterator[str]:
     """Yield a line for each path that cannot be imported, or has the wrong kind of object."""
-    for key, path in _named(config, kind):
+    for key, path in _list_named(config, kind):
         if key == _LOSS:
-            yield from _loss_problems(config)
+            yield from _find_loss_problems(config)
             continue
         module_name, _, name = path.rpartition(".")
         try:
@@ -75,10 +75,10 @@ def problems(config: Config, kind: str) -> Iterator[str]:
         if not hasattr(module, name):
             yield f"{key}: cannot import {path!r}: {module_name} has no {name!r}{nearest(name, vars(module))}"
         elif key.startswith("env."):
-            yield from _environment_problems(config, key, path, getattr(module, name))
+            yield from _find_environment_problems(config, key, path, getattr(module, name))
 
 
-def _loss_problems(config: Config) -> Iterator[str]:
+def _find_loss_problems(config: Config) -> Iterator[str]:
     """Try out a loss with the trainer's code."""
     try:
         importlib.import_module("tandem.trainer.losses.custom").try_out(config)
@@ -86,7 +86,7 @@ def _loss_problems(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _environment_problems(config: Config, key: str, path: str, factory: Any) -> Iterator[str]:
+def _find_environment_problems(config: Config, key: str, path: str, factory: Any) -> Iterator[str]:
     entry = key.removesuffix(".class")
     settings = config.env[entry.removeprefix("env.")]
     arguments = dict(settings.kwargs) | ({"cfg": settings.cfg} if settings.cfg else {})
@@ -111,9 +111,9 @@ class ImportOutcome(msgspec.Struct, frozen=True):
     """Absolute paths of the user's own modules that were imported, by name."""
 
 
-def own_modules(config: Config, kinds: Iterable[str]) -> dict[str, str]:
+def find_custom_modules(config: Config, kinds: Iterable[str]) -> dict[str, str]:
     """Return the imported modules that lie beside those that the configuration names, as none of a package does."""
-    named = [path.rpartition(".")[0] for kind in kinds for _, path in _named(config, kind)]
+    named = [path.rpartition(".")[0] for kind in kinds for _, path in _list_named(config, kind)]
     files = {
         name: os.path.abspath(file)
         for name, module in [*sys.modules.items()]
@@ -134,7 +134,7 @@ def own_modules(config: Config, kinds: Iterable[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator[Callable[[], dict[str, str]]]:
+def import_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator[Callable[[], dict[str, str]]]:
     """Import custom code in another process.
 
     Yield a function that waits for its end, and returns the user's own modules, or raises the problems.
@@ -166,5 +166,5 @@ def imported_apart(config: Config, scratch: Path, deadline_s: float) -> Iterator
 if __name__ == "__main__":
     kept_inputs.install()
     config, kinds = config_from_json(Path(sys.argv[1]).read_bytes()), sys.argv[3:]
-    lines = [line for kind in kinds for line in problems(config, kind)]
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(ImportOutcome(lines, own_modules(config, kinds))))
+    lines = [line for kind in kinds for line in find_problems(config, kind)]
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(ImportOutcome(lines, find_custom_modules(config, kinds))))

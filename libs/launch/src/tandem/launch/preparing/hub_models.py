@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, ModelError, nearest
 from tandem.config import Config, config_from_json
-from tandem.config.checks import broken_rules
+from tandem.config.checks import find_broken_rules
 from tandem.config.model_names import change_model_names, is_used
 from tandem.config.models import hub
 from tandem.config.schema.policy import ModelConfig, TokenizerConfig
@@ -35,20 +35,20 @@ def find_on_hub(
         ModelError: a model is neither a folder nor on the Hub.
         ConfigError: several are neither.
     """
-    finding = _Finding(config, _recorded(config, mode), earlier, fetches_weights)
+    finding = _Finding(config, _read_recorded(config, mode), earlier, fetches_weights)
     resolved = change_model_names(config, finding.find)
     if len(finding.problems) == 1:
         raise ModelError(finding.problems[0])
     if finding.problems:
         raise ConfigError(*finding.problems)
-    if resolved is not config and (broken := broken_rules(resolved).found):  # by sizes that were not known before
+    if resolved is not config and (broken := find_broken_rules(resolved).found):  # by sizes that were not known before
         raise ConfigError(*map(str, broken))
     return resolved, finding.notices
 
 
-def missing_models(config: Config, mode: Mode, earlier: Config | None, say: Callable[[str], None]) -> None:
+def find_missing_models(config: Config, mode: Mode, earlier: Config | None, say: Callable[[str], None]) -> None:
     """Say which models are neither folders nor on the Hub, one line each, as soon as that is known; fetch nothing."""
-    finding = _Finding(config, _recorded(config, mode), earlier, fetches_weights=False, only_looks=True)
+    finding = _Finding(config, _read_recorded(config, mode), earlier, fetches_weights=False, only_looks=True)
     finding.say = say
     change_model_names(config, finding.find)
 
@@ -91,10 +91,10 @@ class _Finding:
         return self._known[name, revision]
 
     def _find(self, key: str, name: str, section: msgspec.Struct) -> str:
-        cached = hub.name_in_cache(name)
+        cached = hub.find_cached_name(name)
         if cached is None and (Path(name).exists() or self._is_made(name, section)):
             return name
-        reference = cached or hub.reference_in(name)
+        reference = cached or hub.parse_reference(name)
         if reference is None:
             return name
         if isinstance(section, ModelConfig) and section.revision is not None and cached is None:
@@ -104,7 +104,7 @@ class _Finding:
         before = self._recorded.get(key)
         if before is not None and before.repo == reference.repo and not reference.is_pinned:
             reference = before
-        folder = hub.folder_of(reference)
+        folder = hub.find_folder(reference)
         if reference.is_pinned and hub.is_whole(folder):
             return str(folder)
         snapshot = hub.resolve(reference)
@@ -115,21 +115,21 @@ class _Finding:
             self.notices.append(f"{key}: {snapshot.note}")
         if self._fetches_weights and not isinstance(section, TokenizerConfig):
             self._tell_size(key, snapshot)
-        return str(hub.folder_of(hub.HubReference(snapshot.repo, snapshot.commit)))
+        return str(hub.find_folder(hub.HubReference(snapshot.repo, snapshot.commit)))
 
     def _tell_size(self, key: str, snapshot: hub.RepositorySnapshot) -> None:
         """Add a notice of the bytes to fetch, or the problem with them."""
-        folder = hub.folder_of(hub.HubReference(snapshot.repo, snapshot.commit))
+        folder = hub.find_folder(hub.HubReference(snapshot.repo, snapshot.commit))
         if hub.is_whole(folder):
             return
         try:
-            missing = hub.missing(snapshot)
+            missing = hub.find_missing(snapshot)
         except ModelError as error:
             self.problems.append(f"{key}: {error}")
             return
         self.notices.append(
             f"{key}: {snapshot.repo} is at {snapshot.commit[:8]} on the Hub; "
-            f"{hub.shown_size(sum(missing.values()))} are fetched before the run begins"
+            f"{hub.show_size(sum(missing.values()))} are fetched before the run begins"
         )
 
     def _is_made(self, name: str, section: msgspec.Struct) -> bool:
@@ -144,22 +144,22 @@ class _Finding:
 
     def _missing(self, key: str, name: str, error: ModelError) -> str:
         """Describe a model that is neither a folder nor on the Hub; if a folder is meant, the Hub is not."""
-        if hub.name_in_cache(name) is not None:
+        if hub.find_cached_name(name) is not None:
             return str(error)
         nothing_makes_it = ", and neither policy.new_model nor prerequisite makes it"
         missing = f"{name!r} does not exist{nothing_makes_it * key.startswith('policy.model_name')}"
-        if near := nearest(name, _beside(Path(name))):
+        if near := nearest(name, _list_beside(Path(name))):
             return f"{missing}{near}"
-        return f"{missing}; {error}{nearest(name, hub.cached_names())}"
+        return f"{missing}; {error}{nearest(name, hub.list_cached_names())}"
 
 
-def _beside(path: Path) -> Iterator[str]:
+def _list_beside(path: Path) -> Iterator[str]:
     """Yield the folders beside a missing one."""
     with contextlib.suppress(OSError):
         yield from (str(path.with_name(each.name)) for each in path.parent.iterdir() if each.is_dir())
 
 
-def _recorded(config: Config, mode: Mode) -> dict[str, hub.HubReference]:
+def _read_recorded(config: Config, mode: Mode) -> dict[str, hub.HubReference]:
     """Return the commits that a resumed run began with, by key."""
     references: dict[str, hub.HubReference] = {}
     if mode != "resume" or not has_begun(config):
@@ -168,7 +168,7 @@ def _recorded(config: Config, mode: Mode) -> dict[str, hub.HubReference]:
         recorded = config_from_json(journal.config_json)
 
     def note(key: str, name: str, _: msgspec.Struct) -> str:
-        if (reference := hub.name_in_cache(name)) is not None:
+        if (reference := hub.find_cached_name(name)) is not None:
             references[key] = reference
         return name
 

@@ -17,9 +17,9 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.config import ValidPart, load_config, valid_part
 from tandem.launch.launch import make_importable
 from tandem.launch.preparing.beginning import Mode
-from tandem.launch.preparing.custom_code import imported_apart
-from tandem.launch.preparing.hub_data import missing_data
-from tandem.launch.preparing.hub_models import missing_models
+from tandem.launch.preparing.custom_code import import_apart
+from tandem.launch.preparing.hub_data import find_missing_data
+from tandem.launch.preparing.hub_models import find_missing_models
 
 LOOK_S = 15.0
 """Deadline for all that is looked for. What has not answered by then is said once the keys are right."""
@@ -28,25 +28,25 @@ _CANNOT_LOOK = (ArithmeticError, LookupError, OSError, TypeError, ValueError)
 _NO_IMPORT = ": cannot import "
 
 
-def with_missing(error: ConfigError, path: str, overrides: list[str], mode: Mode) -> ConfigError:
+def add_missing(error: ConfigError, path: str, overrides: list[str], mode: Mode) -> ConfigError:
     """Return the error of a refused configuration, with a line for each thing that it names and does not exist."""
     part = valid_part(path, overrides)
-    lines = [] if part is None else _missing(path, part, mode)
-    return type(error)(*error.problems, *(line for line in lines if not _repeats(line, error.problems)))
+    lines = [] if part is None else _find_missing(path, part, mode)
+    return type(error)(*error.problems, *(line for line in lines if not _is_repeated(line, error.problems)))
 
 
-def _missing(path: str, part: ValidPart, mode: Mode) -> list[str]:
+def _find_missing(path: str, part: ValidPart, mode: Mode) -> list[str]:
     """Return a line, which begins with file and key, for each thing that does not exist."""
     problems: list[str] = []
     ends_at = time.monotonic() + LOOK_S
     make_importable(path)
     try:
         earlier = None if part.config.prerequisite is None else load_config(part.config.prerequisite)
-        with tempfile.TemporaryDirectory() as scratch, imported_apart(part.config, Path(scratch), LOOK_S) as imported:
-            _together(
+        with tempfile.TemporaryDirectory() as scratch, import_apart(part.config, Path(scratch), LOOK_S) as imported:
+            _run_together(
                 ends_at,
-                lambda: missing_data(part.config, mode, problems.append),
-                lambda: missing_models(part.config, mode, earlier, problems.append),
+                lambda: find_missing_data(part.config, mode, problems.append),
+                lambda: find_missing_models(part.config, mode, earlier, problems.append),
             )
             try:
                 imported()
@@ -59,7 +59,7 @@ def _missing(path: str, part: ValidPart, mode: Mode) -> list[str]:
     return [f"{part.source_of(line.partition(': ')[0])}: {line}" for line in [*problems]]
 
 
-def _together(ends_at: float, *looks: Callable[[], None]) -> None:
+def _run_together(ends_at: float, *looks: Callable[[], None]) -> None:
     """Look in several places at once, until a time; what the Hub has not answered by then is left out."""
 
     def guarded(look: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ def _together(ends_at: float, *looks: Callable[[], None]) -> None:
         thread.join(max(0.0, ends_at - time.monotonic()))
 
 
-def _repeats(line: str, problems: tuple[str, ...]) -> bool:
+def _is_repeated(line: str, problems: tuple[str, ...]) -> bool:
     """Return whether a problem of the same key was found."""
     _, key, _ = line.split(": ", 2)
     return any(f"{key}: " in problem for problem in problems)

@@ -8,7 +8,7 @@ from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
 
 
-def missing_models(config: Config) -> dict[str, str]:
+def list_missing_models(config: Config) -> dict[str, str]:
     """Return the missing models, by the keys that name them."""
     folders = {"policy.model_name": config.policy.model_name}
     folders |= {key: teacher.model_name for key, teacher in config.teacher_sections.items()}

@@ -8,16 +8,16 @@ from typing import Any
 
 from tandem.common.errors import ModelError
 from tandem.config import Config
-from tandem.config.models.lora import why_no_model
+from tandem.config.models.lora import explain_no_model
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
 from tandem.samples.model_files import write_new_model
 
 
-def model_problem(config: Config) -> str | None:
+def find_model_problem(config: Config) -> str | None:
     """Describe the problem with the model's folder; None if it exists or is to be made from scratch."""
     folder = Path(config.policy.model_name)
     if folder.exists():
-        if (reason := why_no_model(folder)) is not None:
+        if (reason := explain_no_model(folder)) is not None:
             return f"policy.model_name: {reason}"
         if not (folder / "config.json").exists():
             return f"policy.model_name: {str(folder)!r} holds no config.json, so it is not a model"
@@ -33,13 +33,13 @@ def make_model(config: Config, mode: Mode, say: Say) -> None:
 
     A folder that differs from ``policy.new_model`` is kept, or set aside if the run begins anew.
     """
-    if (problem := model_problem(config)) is not None:
+    if (problem := find_model_problem(config)) is not None:
         raise ModelError(problem)
     new, folder = config.policy.new_model, Path(config.policy.model_name)
     if new is None:
         return
     if folder.exists():
-        differences = model_differences(config)
+        differences = find_model_differences(config)
         if not differences:
             return
         if mode != "restart":
@@ -51,7 +51,7 @@ def make_model(config: Config, mode: Mode, say: Say) -> None:
     say(f"new {new.config['model_type']} model in {folder}")
 
 
-def model_differences(config: Config) -> str:
+def find_model_differences(config: Config) -> str:
     """Return the keys of ``policy.new_model`` that differ from the existing folder; empty if none."""
     new, folder = config.policy.new_model, Path(config.policy.model_name)
     if new is None or not folder.exists():

@@ -15,7 +15,7 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.values.texts import text_of
 from tandem.config import build_config
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.config.installed.sources import package_folder
+from tandem.config.installed.sources import find_package
 from tandem.config.models import hub
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.split import share_held_out
@@ -123,7 +123,7 @@ def _check_teacher(choices: UserChoices) -> None:
         raise ConfigError(f"--teacher {teacher}: a new model has a tokenizer of its own: give --model FOLDER as well")
     if choices.model != NEW and teacher is None:
         raise ConfigError("--teacher: distillation needs one: the folder of a model with the same tokenizer")
-    if teacher is not None and (problem := _why_no_model(teacher)) is not None:
+    if teacher is not None and (problem := _explain_no_model(teacher)) is not None:
         raise ConfigError(f"--teacher {teacher}: {problem}")
 
 
@@ -137,7 +137,7 @@ def check_model(model: str) -> None:
     """Raise `ConfigError` for a model that is neither a folder nor a name on the Hub."""
     if model == NEW:
         return
-    problem = _why_no_model(model)
+    problem = _explain_no_model(model)
     if problem is not None:
         folder = Path(model)
         beside = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -147,18 +147,18 @@ def check_model(model: str) -> None:
         )
 
 
-def _why_no_model(model: str) -> str | None:
+def _explain_no_model(model: str) -> str | None:
     """Return why a model's configuration cannot be read; None if it can."""
     try:
-        folder = _described(model)
+        folder = _fetch_description(model)
     except ModelError as error:
         return f"there is no such folder, and {error}"
     return None if (folder / "config.json").is_file() else "there is no config.json in it"
 
 
-def _described(model: str) -> Path:
+def _fetch_description(model: str) -> Path:
     """Return the folder with a model's configuration; here, a name on the Hub has a slash."""
-    return hub.described(model) if "/" in model else Path(model)
+    return hub.fetch_described(model) if "/" in model else Path(model)
 
 
 def check_source(algorithm: str, source: str) -> None:
@@ -178,33 +178,33 @@ def is_file(source: str) -> bool:
 
 def is_installed(engine: str) -> bool:
     """Return whether an engine's package is installed."""
-    return package_folder(engine) is not None
+    return find_package(engine) is not None
 
 
 def look_at(choices: UserChoices) -> DataProperties:
     """Read the data. Raise `ConfigError` or `DataError` if they cannot be used."""
     if choices.task is not None:
-        return _of_task(choices.task)
+        return _describe_task(choices.task)
     rows = sources.file_rows(str(choices.file))
-    fields = _fields(choices, rows)
+    fields = _find_fields(choices, rows)
     num_held_out = share_held_out(len(rows))
     if len(rows) < 2:
         raise DataError(f"--from {choices.file}: one problem is too few: some are to be held out")
     texts = [[text_of(row[key]) for key in fields.values()] for _, row in rows]
-    return _found(fields, num_held_out, texts)
+    return _measure_texts(fields, num_held_out, texts)
 
 
-def _of_task(task: str) -> DataProperties:
+def _describe_task(task: str) -> DataProperties:
     settings = {
         "algorithm": "grpo",
         "policy": {"model_name": "any"},
         "data": {"dataset_name": "reasoning_gym", "task": task},
     }
     problems = itertools.islice(sources.reasoning_gym(build_config(settings, "--task").data, 42), _NUM_LOOKED_AT)
-    return _found({}, 64, [[text_of(problem.question), text_of(problem.answer)] for problem in problems])
+    return _measure_texts({}, 64, [[text_of(problem.question), text_of(problem.answer)] for problem in problems])
 
 
-def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequence[str]]) -> DataProperties:
+def _measure_texts(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequence[str]]) -> DataProperties:
     longest, characters = 0, set(string.ascii_letters + string.digits + string.punctuation + " \n")
     for parts in texts:
         longest = max(longest, sum(map(len, parts)))
@@ -214,7 +214,7 @@ def _found(fields: Mapping[str, str], num_held_out: int, texts: Iterable[Sequenc
     )
 
 
-def _fields(choices: UserChoices, rows: sources.Rows) -> dict[str, str]:
+def _find_fields(choices: UserChoices, rows: sources.Rows) -> dict[str, str]:
     """Find the fields of a file by their usual names. Raise `DataError` if one is missing."""
     keys = (
         ("prompt_key", "chosen_key", "rejected_key") if choices.algorithm in OF_PAIRS else ("input_key", "output_key")
@@ -234,11 +234,11 @@ def _fields(choices: UserChoices, rows: sources.Rows) -> dict[str, str]:
     return fields
 
 
-def max_length(properties: DataProperties, choices: UserChoices) -> int:
+def compute_max_length(properties: DataProperties, choices: UserChoices) -> int:
     """Return tokens enough for the longest prompt and its answer; a new tokenizer has a token a character."""
     if choices.model == NEW:
         return -(-(properties.longest + _ROOM) // 64) * 64
-    model: Any = msgspec.json.decode((_described(choices.model) / "config.json").read_bytes())
+    model: Any = msgspec.json.decode((_fetch_description(choices.model) / "config.json").read_bytes())
     max_positions = model.get("max_position_embeddings")
     length = max(1024, -(-(properties.longest + _ROOM) // 64) * 64)
     return min(length, max_positions) if isinstance(max_positions, int) else length

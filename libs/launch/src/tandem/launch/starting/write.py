@@ -12,7 +12,15 @@ import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.launch.starting.choices import ALGORITHMS, NEW, OF_PAIRS, ROLLS_OUT, DataProperties, UserChoices, max_length
+from tandem.launch.starting.choices import (
+    ALGORITHMS,
+    NEW,
+    OF_PAIRS,
+    ROLLS_OUT,
+    DataProperties,
+    UserChoices,
+    compute_max_length,
+)
 
 Entry: TypeAlias = "tuple[Any, str] | dict[str, Entry]"
 """A value with its comment, or a section."""
@@ -42,23 +50,23 @@ def _is_there(path: Path) -> ConfigError:
     return ConfigError(f"{path} already exists, and is not overwritten: name another file")
 
 
-def starting_configurations(choices: UserChoices, properties: DataProperties, path: Path) -> dict[Path, str]:
+def write_configurations(choices: UserChoices, properties: DataProperties, path: Path) -> dict[Path, str]:
     """Return the texts of configuration files, of which `path` is the last.
 
     A model from scratch gives no useful response to reinforce. SFT therefore comes first, with a file of its own.
     """
     if choices.algorithm not in ROLLS_OUT or choices.model != NEW:
-        return {path: _configuration(choices, properties, path, None)}
+        return {path: _write_configuration(choices, properties, path, None)}
     first = path.with_name(f"{path.stem}_sft.yaml")
     of_first = msgspec.structs.replace(choices, algorithm="sft", lora=False)
     keeps_all = choices.algorithm == "distillation"
     return {
-        first: _configuration(of_first, properties, first, None, keeps_all=keeps_all),
-        path: _configuration(choices, properties, path, first),
+        first: _write_configuration(of_first, properties, first, None, keeps_all=keeps_all),
+        path: _write_configuration(choices, properties, path, first),
     }
 
 
-def _configuration(
+def _write_configuration(
     choices: UserChoices, properties: DataProperties, path: Path, prerequisite: Path | None, *, keeps_all: bool = False
 ) -> str:
     """Return the text of a configuration file; a prerequisite, if given, makes its model."""
@@ -80,23 +88,23 @@ def _configuration(
     tree: dict[str, Entry] = {
         **first,
         "algorithm": (choices.algorithm, f"what the run does: {ALGORITHMS[choices.algorithm]}"),
-        choices.algorithm: _algorithm(choices),
+        choices.algorithm: _write_algorithm(choices),
         **({"loss_fn": _LOSS} if choices.algorithm in ("grpo", "ppo") else {}),
-        "policy": _policy(choices, properties, model, is_made_here=choices.model == NEW and prerequisite is None),
+        "policy": _write_policy(choices, properties, model, is_made_here=choices.model == NEW and prerequisite is None),
         **({"value": _VALUE} if choices.algorithm == "ppo" else {}),
-        **({"teacher": _teacher(str(teacher))} if choices.algorithm == "distillation" else {}),
-        "data": _data(choices, properties),
-        **({"env": _env(choices)} if choices.algorithm in ROLLS_OUT else {}),
+        **({"teacher": _write_teacher(str(teacher))} if choices.algorithm == "distillation" else {}),
+        "data": _write_data(choices, properties),
+        **({"env": _write_env(choices)} if choices.algorithm in ROLLS_OUT else {}),
         "checkpointing": {
             "save_period": (_SAVE_PERIOD, "steps between checkpoints; the last step is always saved"),
             "keep_top_k": (None if keeps_all else 2, "checkpoints kept beside the newest: the best ones; null: all"),
         },
         "logger": {"log_dir": (_run_folder(path), "the run folder: journal, checkpoints, logs, report")},
         "cluster": {
-            "gpus_per_node": (_num_gpus(choices), "GPUs to use; 0: everything runs on the CPU"),
+            "gpus_per_node": (_count_gpus(choices), "GPUs to use; 0: everything runs on the CPU"),
         },
     }
-    return "\n".join([*head, *_lines(tree, "")]) + "\n"
+    return "\n".join([*head, *_write_lines(tree, "")]) + "\n"
 
 
 def _run_folder(path: Path) -> str:
@@ -126,11 +134,11 @@ _LOSS: dict[str, Entry] = {
 }
 
 
-def _teacher(model: str) -> dict[str, Entry]:
+def _write_teacher(model: str) -> dict[str, Entry]:
     return {"model_name": (model, "the model to learn from; its tokenizer must be the policy's")}
 
 
-def _algorithm(choices: UserChoices) -> dict[str, Entry]:
+def _write_algorithm(choices: UserChoices) -> dict[str, Entry]:
     if choices.algorithm in ROLLS_OUT:
         sizes: dict[str, Entry] = {
             "num_prompts_per_step": (16, "problems of a step"),
@@ -166,8 +174,10 @@ def _algorithm(choices: UserChoices) -> dict[str, Entry]:
     return entries
 
 
-def _policy(choices: UserChoices, properties: DataProperties, model: str, *, is_made_here: bool) -> dict[str, Entry]:
-    length = max_length(properties, choices)
+def _write_policy(
+    choices: UserChoices, properties: DataProperties, model: str, *, is_made_here: bool
+) -> dict[str, Entry]:
+    length = compute_max_length(properties, choices)
     is_new = choices.model == NEW
     batch = 128 if choices.algorithm in ROLLS_OUT else 32
     rate = _LEARNING_RATES[choices.algorithm][0 if is_new else 1] * (_OF_ADAPTERS if choices.lora and not is_new else 1)
@@ -175,7 +185,7 @@ def _policy(choices: UserChoices, properties: DataProperties, model: str, *, is_
         "model_name": (model, "folder of the model, in Hugging Face's format, or its name on the Hub"),
     }
     if is_made_here:
-        policy["new_model"] = _new_model(properties, length)
+        policy["new_model"] = _write_new_model(properties, length)
     policy |= {
         "precision": (
             "bfloat16" if ENGINE_KINDS[choices.engine].is_on_gpus else "float32",
@@ -206,11 +216,11 @@ def _policy(choices: UserChoices, properties: DataProperties, model: str, *, is_
         kind = {"enabled": True, "reward_model_type": "bradley_terry"}
         policy["reward_model_cfg"] = (kind, "its output is one score, higher for the better response")
     if choices.algorithm in ROLLS_OUT:
-        policy["generation"] = _generation(choices, length)
+        policy["generation"] = _write_generation(choices, length)
     return policy
 
 
-def _generation(choices: UserChoices, length: int) -> dict[str, Entry]:
+def _write_generation(choices: UserChoices, length: int) -> dict[str, Entry]:
     its_own: dict[str, Entry] = {
         "transformers_cfg": {"num_slots": (64, "sequences that it decodes at once")},
     }
@@ -224,7 +234,7 @@ def _generation(choices: UserChoices, length: int) -> dict[str, Entry]:
     }
 
 
-def _new_model(properties: DataProperties, length: int) -> dict[str, Entry]:
+def _write_new_model(properties: DataProperties, length: int) -> dict[str, Entry]:
     return {
         "characters": (properties.characters, "characters of its tokenizer: each is a token"),
         "config": (
@@ -244,7 +254,7 @@ def _new_model(properties: DataProperties, length: int) -> dict[str, Entry]:
     }
 
 
-def _data(choices: UserChoices, properties: DataProperties) -> dict[str, Entry]:
+def _write_data(choices: UserChoices, properties: DataProperties) -> dict[str, Entry]:
     data: dict[str, Entry]
     if choices.task is not None:
         data = {
@@ -280,7 +290,7 @@ _FIELDS = {
 }
 
 
-def _env(choices: UserChoices) -> dict[str, Entry]:
+def _write_env(choices: UserChoices) -> dict[str, Entry]:
     if choices.task is not None:
         return {
             "reasoning_gym": {
@@ -293,38 +303,38 @@ def _env(choices: UserChoices) -> dict[str, Entry]:
     return {choices.environment: {"num_workers": (1, "processes that score; a class of your own may take its place")}}
 
 
-def _num_gpus(choices: UserChoices) -> int:
+def _count_gpus(choices: UserChoices) -> int:
     return int(ENGINE_KINDS[choices.engine].is_on_gpus)
 
 
-def _lines(tree: Mapping[str, Entry], indent: str) -> Iterator[str]:
+def _write_lines(tree: Mapping[str, Entry], indent: str) -> Iterator[str]:
     for key, entry in tree.items():
         if isinstance(entry, dict):
             if not indent:
                 yield ""
             yield f"{indent}{key}:"
-            yield from _lines(entry, f"{indent}  ")
+            yield from _write_lines(entry, f"{indent}  ")
             continue
         value, comment = entry
         if isinstance(value, dict) and len(value) > 2:
             yield f"{indent}{key}: # {comment}"
-            yield from (f"{indent}  {name}: {_scalar(inner)}" for name, inner in value.items())
+            yield from (f"{indent}  {name}: {_write_scalar(inner)}" for name, inner in value.items())
             continue
-        text = f"{indent}{key}: {_scalar(value)}"
+        text = f"{indent}{key}: {_write_scalar(value)}"
         if len(text) + len(comment) < _WIDTH:
             yield f"{text:<{_COMMENTS_AT}} # {comment}"
         else:
             yield from (f"{indent}# {comment}", text)
 
 
-def _scalar(value: Any) -> str:
+def _write_scalar(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, float) and 0 < value < 1e-2:
         mantissa, _, exponent = f"{value:e}".partition("e")
         return f"{float(mantissa):.1f}e{int(exponent)}"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_scalar(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_write_scalar(inner)}" for key, inner in value.items()) + "}"
     is_plain = not isinstance(value, str) or re.fullmatch(r"[A-Za-z][\w./-]*", value)
     style = None if is_plain else '"'
     text: str = yaml.safe_dump(value, default_style=style, width=10**9, allow_unicode=True)

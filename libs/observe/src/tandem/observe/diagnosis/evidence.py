@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.config import Config, config_from_json
-from tandem.config.notice_rules import most_learning_rate
+from tandem.config.notice_rules import find_max_learning_rate
 from tandem.observe.health import NUM_STEPS, HealthCondition
 from tandem.observe.health_conditions import conditions
 from tandem.observe.held_out_accuracy import SOLVED
@@ -189,7 +189,7 @@ def gather(folder: Path) -> RunEvidence:
         unread=unread,
         logs=_logs(folder),
         num_begun=num_begun,
-        most_learning_rate=most_learning_rate(config),
+        most_learning_rate=find_max_learning_rate(config),
     )
 
 

@@ -28,7 +28,7 @@ _FEW = 40
 """Number of points below which each is marked; a curve of one point would be invisible otherwise."""
 
 
-@gc_tuning.paused()  # the import
+@gc_tuning.pause_collection()  # the import
 def draw_panels(runs: Sequence[ReportRun], path: Path) -> None:
     """Draw the eight panels of one or more runs."""
     pyplot = _pyplot()
@@ -125,7 +125,7 @@ def stacked_seconds(summary: RunSummary) -> dict[str, list[float]]:
     return layers
 
 
-@gc_tuning.paused()  # the import
+@gc_tuning.pause_collection()  # the import
 def draw_curves(runs: Mapping[str, RunSummary], path: Path) -> None:
     """Draw the training and held-out curves of runs by step: two panels, declared by their algorithms."""
     pyplot = _pyplot()

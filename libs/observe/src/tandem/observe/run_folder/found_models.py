@@ -40,10 +40,10 @@ def models_in(folder: Path, which: Which = "newest") -> list[FoundModel]:
 
     A name that is not a folder is one on the Hub; its model is fetched. Raise `TandemError` if there is none.
     """
-    if folder.exists() or hub.reference_in(str(folder)) is None:
+    if folder.exists() or hub.parse_reference(str(folder)) is None:
         return _recognise_models(folder, which, _CONFIG)
     try:
-        fetched = hub.fetched(str(folder), partial(print, flush=True))
+        fetched = hub.fetch_whole(str(folder), partial(print, flush=True))
     except ModelError as error:
         hint = _hint(folder)  # a mistyped folder gets a hint instead
         raise ModelError(f"{folder}: there is no such folder{hint or f'; {error}'}") from error
@@ -109,7 +109,7 @@ def _of_checkpoints(
 
 def _refuse_other(folder: Path, mark: str) -> None:
     """Raise `ModelError` if a folder has adapters instead of a model, or the other way round."""
-    if mark == _CONFIG and (reason := lora.why_no_model(folder)) is not None:
+    if mark == _CONFIG and (reason := lora.explain_no_model(folder)) is not None:
         raise ModelError(reason)
     if mark == lora.CONFIG and (folder / _CONFIG).is_file():
         raise ModelError(f"{folder} holds a model and no adapters")

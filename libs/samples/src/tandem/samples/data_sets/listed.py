@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.schema import DataConfig
-from tandem.config.schema.data import DataSet, name_apart, set_names
+from tandem.config.schema.data import DataSet, make_name_apart, set_names
 
 Item = TypeVar("Item")
 
@@ -84,5 +84,5 @@ def collect_held_out(
             if items:
                 held_sets[part.name] = HeldOut(list(items), part.data)
     for part in validation:
-        held_sets[name_apart(part.name, held_sets)] = HeldOut(take_items(part), part.data)
+        held_sets[make_name_apart(part.name, held_sets)] = HeldOut(take_items(part), part.data)
     return {"": next(iter(held_sets.values()))} if len(held_sets) == 1 else held_sets

@@ -20,9 +20,15 @@ from tandem.common.errors import ConfigError, DataError, ModelError, nearest
 from tandem.common.kept_inputs import path_of
 from tandem.common.messages import Problem
 from tandem.common.regular_files import first_irregular, irregular
-from tandem.common.values.json_values import decode_object, encode_json, plain_object
-from tandem.config.models.hub import HubReference, as_one_line, only_the_cache, remove_unfinished, why_unreachable
-from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, is_local, place_of
+from tandem.common.values.json_values import decode_object, encode_json, make_plain_object
+from tandem.config.models.hub import (
+    HubReference,
+    convert_errors,
+    explain_unreachable,
+    remove_unfinished,
+    use_only_the_cache,
+)
+from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, find_place, is_local
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets.pictured import converter
@@ -69,8 +75,8 @@ def reasoning_gym(data: DataConfig, seed: int) -> Iterator[Problem]:
                 problem_id=f"{task}-{first + index}",
                 question=str(entry["question"]),
                 # A problem with many right answers may show none; the scorer reads the metadata.
-                answer=plain_object({"answer": entry["answer"]})["answer"],
-                metadata=plain_object(entry["metadata"]),
+                answer=make_plain_object({"answer": entry["answer"]})["answer"],
+                metadata=make_plain_object(entry["metadata"]),
             )
 
 
@@ -161,7 +167,7 @@ def _read_rows(data: DataConfig, *, only_held_out: bool, keeps_digits: bool) -> 
         if only_held_out and apart:
             return [], apart
         return file_rows(str(data.train_data_path), keeps_digits=keeps_digits), apart
-    path, split = place_of(name, data.split, data.train_data_path)
+    path, split = find_place(name, data.split, data.train_data_path)
     if path.endswith(FILES):
         return file_rows(path, keeps_digits=keeps_digits), {}
     held_out = {} if data.val_split is None else {"": hub(path, data.val_split, data.subset, data.commit)}
@@ -253,10 +259,10 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
         raise DataError(f"data.dataset_name: cannot load {name!r}: {strange}, not a data file")
     if not is_here:
         remove_unfinished(HubReference(name), "dataset")
-    unreachable = "" if is_here else why_unreachable()
+    unreachable = "" if is_here else explain_unreachable()
     is_offline = bool(unreachable or datasets.config.HF_HUB_OFFLINE) and not is_here
     try:
-        with only_the_cache() if unreachable else contextlib.nullcontext():
+        with use_only_the_cache() if unreachable else contextlib.nullcontext():
             if commit is not None and is_offline:
                 loaded = prepared(name, split, subset, commit)
             else:
@@ -310,7 +316,7 @@ def _describe_load_error(error: BaseException, name: str, commit: str | None) ->
             return f"{cause.strerror}: HF_HOME names another place for what is fetched"
         if isinstance(cause, HfHubHTTPError):
             try:
-                with as_one_line(HubReference(name, commit), "dataset"):
+                with convert_errors(HubReference(name, commit), "dataset"):
                     raise cause
             except ModelError as plain:
                 return str(plain)
@@ -337,7 +343,9 @@ def problem(row_name: str, row: Row, data: DataConfig) -> Problem:
     metadata = {name: value for name, value in row.items() if name not in (data.input_key, data.output_key)}
     if not isinstance(question, str):  # templates write numbers as Transformers' do
         question = msgspec.json.decode(encode_json(question, str))
-    return Problem(problem_id=row_name, question=question, **plain_object({"answer": answer, "metadata": metadata}))
+    return Problem(
+        problem_id=row_name, question=question, **make_plain_object({"answer": answer, "metadata": metadata})
+    )
 
 
 def _of_conversation(row: Row, data: DataConfig) -> Row:

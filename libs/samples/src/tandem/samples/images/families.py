@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tandem.common.errors import DataError, ModelError
 from tandem.common.regular_files import irregular
-from tandem.config.models.vision_families import VisionFamily, vision_family
+from tandem.config.models.vision_families import VisionFamily, find_vision_family
 from tandem.samples.tokenizer import Tokenizer
 
 Grid = tuple[int, ...]
@@ -65,7 +65,7 @@ def read_settings(folder: Path, name: str = "") -> ImageSettings:
     """
     name = name or str(folder)
     config = _object(folder / "config.json", name)
-    family = vision_family(config)
+    family = find_vision_family(config)
     if family is None:
         raise ModelError(f"{name}: {config.get('model_type', 'a model without model_type')} takes no images here")
     objects = [_object(folder / file, name) for file in PROCESSOR_FILES if (folder / file).exists()]

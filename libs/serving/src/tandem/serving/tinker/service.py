@@ -630,7 +630,7 @@ class TinkerService:
 
 def _names(model: str) -> tuple[str, str]:
     """Return what clients call a model, and where they find its tokenizer: by its name, if it is of the Hub."""
-    of_hub = hub.name_in_cache(model)
+    of_hub = hub.find_cached_name(model)
     if of_hub is not None:
         return of_hub.repo, of_hub.repo
     return Path(model).name, str(Path(model).absolute())

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
-from tandem.common.numeric.bounds import bounded
+from tandem.common.numeric.bounds import bound
 from tandem.config import Config
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import WithoutGeneration
@@ -107,7 +107,7 @@ class RecordedAlgorithm(WithoutGeneration):
         _refuse_too_few(self._config, step, samples)
         self._records, self._prompts = [], {}
         for sample in samples:
-            scored = bounded(sample.scored)
+            scored = bound(sample.scored)
             arrays = as_trained_on(
                 sample.arrays, replayed_experts(self._config), keeps_masks=self._config.replays_sampling_masks
             )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
-from tandem.common.numeric.outliers import PHRASE, usual_size
+from tandem.common.numeric.outliers import PHRASE, find_usual_size
 from tandem.common.returned import beyond, line
 from tandem.config import Config
 from tandem.config.schema import RolloutsConfig
@@ -79,7 +79,7 @@ def outlier_note(
 ) -> str:
     """Name the sample with the largest advantage that is out of all proportion to the others of its step."""
     place = int((np.abs(advantages_S) * outlying_S).argmax())
-    sample, value, usual = samples[place], abs(float(advantages_S[place])), usual_size(advantages_S)
+    sample, value, usual = samples[place], abs(float(advantages_S[place])), find_usual_size(advantages_S)
     aside = "groups with such a sample are set aside"
     if not config.rollout_section.set_aside_outliers:
         aside = f"{config.algorithm}.set_aside_outliers sets such groups aside"

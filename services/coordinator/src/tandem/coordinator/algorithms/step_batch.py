@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
-from tandem.common.numeric.outliers import outliers
+from tandem.common.numeric.outliers import find_outliers
 from tandem.common.numeric.spread import ROUNDING
 from tandem.config import Config
 from tandem.coordinator.algorithms.advantages import advantages, within
@@ -142,7 +142,7 @@ def training_batch(
         metrics["groups_set_aside/rewards"] = float((~kept_S).sum() / num_samples)
         notes = (set_aside_note(samples, rewards_S, advantages_GN.reshape(-1)),)
     advantages_S = np.where(kept_S, advantages_GN.reshape(-1), 0).astype(np.float32)
-    if estimator is not None and (outlying_S := outliers(advantages_S)).any():
+    if estimator is not None and (outlying_S := find_outliers(advantages_S)).any():
         notes += (outlier_note(config, samples, advantages_S, outlying_S, problem_of),)
         kept_S, counts = drop_outliers(grpo, kept_S, outlying_S)
         metrics |= counts

@@ -15,7 +15,7 @@ from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.config.derive import GENERATED
 from tandem.config.layers import ConfigLayers
-from tandem.config.load import build, laid_over, layers_of
+from tandem.config.load import build, lay_over, make_layers
 from tandem.coordinator.api.rewards import RewardFunction
 from tandem.coordinator.api.rows import ANSWER, QUESTION
 
@@ -33,7 +33,7 @@ class ConfigurationBuilder(msgspec.Struct, frozen=True, kw_only=True):
 
     def apply_argument(self, argument: Mapping[str, Any]) -> ConfigurationBuilder:
         """Return the settings with an argument of `tandem.train` laid over the configuration."""
-        layers = laid_over(self.layers, dict(argument), _SOURCE)
+        layers = lay_over(self.layers, dict(argument), _SOURCE)
         return ConfigurationBuilder(layers=layers, overrides=self.overrides)
 
     def built(self, *arguments: Mapping[str, Any]) -> Config:
@@ -50,12 +50,12 @@ class ConfigurationBuilder(msgspec.Struct, frozen=True, kw_only=True):
     def _layers(self, *arguments: Mapping[str, Any]) -> ConfigLayers:
         layers = self.layers
         for argument in arguments:
-            layers = laid_over(layers, dict(argument), _SOURCE)
+            layers = lay_over(layers, dict(argument), _SOURCE)
         for key, value in self.overrides.items():
             nested: Any = value
             for part in reversed(key.split(".")):
                 nested = {part: nested}
-            layers = laid_over(layers, nested, "overrides")
+            layers = lay_over(layers, nested, "overrides")
         return layers
 
 
@@ -68,7 +68,7 @@ def settings_of(config: object, overrides: object) -> ConfigurationBuilder:
         raise ConfigError(
             f"overrides: expected a dict such as {{'grpo.max_num_steps': 10}}, got {shown(overrides)[:200]}"
         )
-    return ConfigurationBuilder(layers=layers_of(config), overrides=settings)
+    return ConfigurationBuilder(layers=make_layers(config), overrides=settings)
 
 
 def of_rewards(functions: Sequence[RewardFunction], solved_at: object) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import msgspec
 
 from tandem.common.errors import ServiceLost, TandemError
 from tandem.common.messages import MAX_TEXT
-from tandem.common.texts import last_of
+from tandem.common.texts import read_last
 from tandem.coordinator.api.reports import Report, RunChecked, RunEnded, RunOrder, error_of
 
 LOG = "logs/console.log"
@@ -194,7 +194,7 @@ class RunProcess:
         return (
             "the run's coordinator",
             "running",
-            f"{ending}; it said last: {' | '.join(last_of(output, _TAIL_LINES)) or 'nothing'}",
+            f"{ending}; it said last: {' | '.join(read_last(output, _TAIL_LINES)) or 'nothing'}",
         )
 
     def _ends_with_the_program(self) -> None:

@@ -30,7 +30,7 @@ from tandem.common import messages
 from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import ResponsesScored, ResponseToScore, ScoredResponse, ScoreResponses, StillScoring
-from tandem.common.returned import line, raised_at, sayable
+from tandem.common.returned import line, locate_raise, sayable
 from tandem.common.wire import Hub, HubPeer, MessageCodec, encode
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
@@ -218,7 +218,7 @@ class ProgramRewardServer:
         if isinstance(error, RewardError):
             return ScoredResponse(number=0, failure=line(f"{function.name}: {error}"))
         reason = line(
-            f"{function.name}: {_describe_error(error)}{raised_at(error.__traceback__, _folder_of(function.call))}"
+            f"{function.name}: {_describe_error(error)}{locate_raise(error.__traceback__, _folder_of(function.call))}"
         )
         trace = sayable("".join(traceback.format_exception(error))[-_LONGEST_TRACE:])
         if function.name not in self._shown:

@@ -17,7 +17,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, RewardError, nearest
 from tandem.common.messages import MAX_NAME, ResponseToScore
-from tandem.common.returned import beyond, finite_number, shown
+from tandem.common.returned import beyond, check_finite_number, shown
 
 _OF_A_BATCH = ("prompts", "completions")
 _OF_ONE = ("prompt", "response")
@@ -115,7 +115,7 @@ def total(functions: Sequence[RewardFunction], values: Sequence[float | None]) -
     ]
     if not weighted_values:
         raise RewardError("every reward function returned None")
-    return finite_number(math.fsum(weighted_values), "the sum of the rewards")
+    return check_finite_number(math.fsum(weighted_values), "the sum of the rewards")
 
 
 def _looked_through(label: str, function: Callable[..., Any], name: str, weight: float) -> RewardFunction:
@@ -187,4 +187,4 @@ def _value(value: Any) -> float | None:
         return None
     if callable(getattr(value, "item", None)):
         value = value.item()
-    return finite_number(float(value) if isinstance(value, bool) else value, "what it returned")
+    return check_finite_number(float(value) if isinstance(value, bool) else value, "what it returned")

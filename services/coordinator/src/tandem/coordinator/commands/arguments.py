@@ -44,9 +44,9 @@ def loaded(load: Callable[[str, list[str]], Config], arguments: argparse.Namespa
     try:
         return load(arguments.config, arguments.overrides)
     except ConfigError as error:
-        from tandem.launch.preparing.missing import with_missing  # takes a while to import
+        from tandem.launch.preparing.missing import add_missing  # takes a while to import
 
-        raise with_missing(error, arguments.config, arguments.overrides, mode) from None
+        raise add_missing(error, arguments.config, arguments.overrides, mode) from None
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

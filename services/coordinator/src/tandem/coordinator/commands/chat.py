@@ -66,7 +66,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     token = secrets.token_hex()
     serving = settings_of(arguments, token)
     with open_port("127.0.0.1", 0, token) as listening:
-        print(f"loading {hub.shown(serving.model_folder)}", flush=True)
+        print(f"loading {hub.show_reference(serving.model_folder)}", flush=True)
         with launched(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
             return _talk_to(arguments, url_of(listening), token, images)
 

@@ -119,10 +119,10 @@ def _earlier(ready: CheckedConfig) -> Iterator[str]:
     """Yield notes about what exists of a run, and about the one before it until that is done."""
     from tandem.coordinator.preparing.prerequisite import differences, is_done
     from tandem.launch.preparing.beginning import has_begun
-    from tandem.launch.preparing.new_model import model_differences
+    from tandem.launch.preparing.new_model import find_model_differences
 
     config = ready.config
-    if changed := model_differences(config):
+    if changed := find_model_differences(config):
         yield f"policy.new_model differs from {config.policy.model_name} in {changed}; --restart makes it again"
     if has_begun(config):
         yield f"{config.logger.log_dir} already holds a run: go on with it by --resume, or begin anew by --restart"
@@ -145,4 +145,4 @@ def _summary(ready: CheckedConfig) -> str:
     if config.evaluates:
         num_samples = config.rollout_section.num_val_generations_per_prompt
         does = f"no step, but a validation on {ready.algorithm.num_validation} problems x {num_samples}"
-    return f"OK: {config.algorithm} on {hub.shown(config.policy.model_name)}, {does}, {processes}{first}"
+    return f"OK: {config.algorithm} on {hub.show_reference(config.policy.model_name)}, {does}, {processes}{first}"

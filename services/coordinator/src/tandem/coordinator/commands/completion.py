@@ -53,12 +53,12 @@ def add(commands: Commands) -> None:
 def _completion(arguments: argparse.Namespace) -> int:
     import shtab
 
-    from tandem.config.completed_settings import completing_settings
+    from tandem.config.completed_settings import complete_word
 
     shell: str = arguments.shell
     for action in _actions(arguments.root):
         _prepare(action)
-    script = shtab.complete(arguments.root, shell, preamble=completing_settings(shell))
+    script = shtab.complete(arguments.root, shell, preamble=complete_word(shell))
     if shell == "zsh":
         for written, mended in _MENDED.items():
             script = script.replace(written, mended)

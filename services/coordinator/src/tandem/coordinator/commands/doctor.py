@@ -45,8 +45,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from tandem.config import load_config
-    from tandem.launch.doctor.findings import line_of, links_section, report_of
-    from tandem.launch.doctor.look import look, needed_by
+    from tandem.launch.doctor.findings import format_line, format_links, report_of
+    from tandem.launch.doctor.look import list_needed, look
     from tandem.launch.doctor.network import parse_address
     from tandem.refit import doctor_steps
 
@@ -59,12 +59,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
         outcomes.append(outcome)
         if not arguments.json:
             for finding in outcome.findings:
-                print(line_of(finding), flush=True)
-    report = report_of(socket.gethostname(), outcomes, needed_by(config))
+                print(format_line(finding), flush=True)
+    report = report_of(socket.gethostname(), outcomes, list_needed(config))
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        print(f"\n{links_section(report.links)}")
+        print(f"\n{format_links(report.links)}")
     if report.needed_but_missing:
         print(f"error: {arguments.config} cannot run here: {', '.join(report.needed_but_missing)}", file=sys.stderr)
         return FAILED

@@ -46,13 +46,13 @@ def add(commands: Commands) -> None:
 
 def _init(arguments: argparse.Namespace) -> int:
     from tandem.launch.starting import choices as options
-    from tandem.launch.starting.write import refuse_if_there, starting_configurations, write_new_file
+    from tandem.launch.starting.write import refuse_if_there, write_configurations, write_new_file
 
     path = Path(arguments.file)
     refuse_if_there(path)  # before any question
     choices = _choices(arguments)
     options.check_choices(choices)
-    files = starting_configurations(choices, options.look_at(choices), path)
+    files = write_configurations(choices, options.look_at(choices), path)
     for written in files:
         refuse_if_there(written)
     for written, text in files.items():

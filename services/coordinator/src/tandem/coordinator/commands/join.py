@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common import signals
-from tandem.common.keys import key_file, read_key_file
+from tandem.common.keys import find_key_file, read_key_file
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, number
 from tandem.launch.exit_codes import FAILED, OK
@@ -59,7 +59,7 @@ def _join(arguments: argparse.Namespace) -> int:
     node = node_of(config, arguments.node)
     kinds = {kind for kind, _ in node.processes}
     say = partial(print, flush=True)
-    keys = arguments.key_file or key_file(Path(config.logger.log_dir))
+    keys = arguments.key_file or find_key_file(Path(config.logger.log_dir))
     signals.interrupt_when_asked()
     wait_for_key_file(keys, arguments.join_timeout, say)
     read_key_file(keys)  # report a damaged key file here, once

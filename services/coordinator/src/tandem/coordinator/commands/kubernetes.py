@@ -43,7 +43,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--name: {name!r} is not 1 to 40 of a-z, 0-9 and -, a letter first")
     config = load_config(arguments.config, arguments.overrides)
     from tandem.launch.admission.admission import new_run_keys
-    from tandem.launch.kubernetes import PodNeeds, manifests, to_yaml
+    from tandem.launch.kubernetes import PodNeeds, make_manifests, write_yaml
 
     needs = PodNeeds(
         name=name,
@@ -54,7 +54,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         memory=arguments.memory,
         shared_memory=arguments.shared_memory,
     )
-    text = to_yaml(manifests(config, needs, new_run_keys()))
+    text = write_yaml(make_manifests(config, needs, new_run_keys()))
     if arguments.output is None:
         print(text, end="")
         return OK

@@ -36,9 +36,9 @@ def add(commands: Commands) -> None:
 def _push(arguments: argparse.Namespace) -> int:
     from functools import partial
 
-    from tandem.config.models.hub_upload import push_model, reference_for_push, refuse_offline
+    from tandem.config.models.hub_upload import parse_reference_for_push, push_model, refuse_offline
 
-    reference = reference_for_push(arguments.repo)
+    reference = parse_reference_for_push(arguments.repo)
     model = _model(arguments.model, arguments.checkpoint)
     _check_whole(model.folder)
     refuse_offline(str(model.label))

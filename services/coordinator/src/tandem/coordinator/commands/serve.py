@@ -117,7 +117,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     serving = settings_of(arguments, token)
     serving = msgspec.structs.replace(serving, tool_call_parser=arguments.tool_call_parser)
     with open_port(arguments.host, arguments.port, token) as listening:
-        print(f"loading {hub.shown(serving.model_folder)}", flush=True)
+        print(f"loading {hub.show_reference(serving.model_folder)}", flush=True)
         greeting = _greeting(serving, url_of(listening))
         become(msgspec.structs.replace(serving, greeting=greeting, listening=listening.fileno()))
 

@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
 
 def _slurm(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.launch.slurm import SlurmJob, batch_script
+    from tandem.launch.slurm import SlurmJob, write_batch_script
 
     source = Path(arguments.config)
     job = SlurmJob(
@@ -64,7 +64,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
         setup=tuple(arguments.setup),
         save_before_s=arguments.save_before,
     )
-    script = batch_script(config, source, arguments.overrides, job)
+    script = write_batch_script(config, source, arguments.overrides, job)
     if arguments.submit:
         return _submit(script, Path(config.logger.log_dir) / "slurm.sh")
     if arguments.output is None:

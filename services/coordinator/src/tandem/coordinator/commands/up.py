@@ -120,7 +120,7 @@ def _began_with(run: Path) -> Config | None:
         return None
     inputs = run.absolute() / kept_inputs.FOLDER
     if inputs.is_dir():
-        if path := kept_inputs.changed_data(inputs):
+        if path := kept_inputs.find_changed_data(inputs):
             raise ConfigError(
                 f"{path} has changed since the run began, and is too large to be kept with it (beyond "
                 f"{kept_inputs.MOST_BYTES >> 30} GiB in all): put it back, or continue with what it is by --resume"

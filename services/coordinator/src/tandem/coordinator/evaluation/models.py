@@ -46,7 +46,7 @@ def _expanded(word: str) -> list[Path]:
         return [path]
     if glob.has_magic(word) and (paths := sorted(glob.glob(word), key=_split_numbers)):
         return [Path(each) for each in paths]
-    if hub.reference_in(word) is not None:
+    if hub.parse_reference(word) is not None:
         return [path]  # a name on the Hub
     beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     raise ModelError(f"--model {word}: there is no such folder{nearest(path.name, beside)}")

@@ -239,8 +239,8 @@ def who_runs_where(config: Config, listening: ListeningSocket) -> str:
         if num_launched:
             lines.append(f"  {num_launched} {kind} process{'es' if num_launched > 1 else ''} launched here")
         if total > num_launched:
-            lines.append(f"  {total - num_launched} to be started by hand: {listening.how_to_join(kind)}")
+            lines.append(f"  {total - num_launched} to be started by hand: {listening.describe_joining(kind)}")
     max_rollouts = config.cluster.max_rollouts
     if config.generates and (max_rollouts is None or max_rollouts > config.cluster.rollouts):
-        lines.append(f"  more rollouts may join at any time: {listening.how_to_join('rollout')}")
+        lines.append(f"  more rollouts may join at any time: {listening.describe_joining('rollout')}")
     return "\n".join(lines)

@@ -62,7 +62,7 @@ class ProcessLosses:
         self._recorder.observers.replaced(1)
         launched = self._processes.restart([process])
         if not launched:
-            remedy = f"start another: {self._registry.how_to_join(process.rpartition('-')[0])}"
+            remedy = f"start another: {self._registry.describe_joining(process.rpartition('-')[0])}"
             self._handle(AwaitedByHand(now=time.monotonic(), process=process))
         else:
             self._registry.names.reserve(*launched)
@@ -76,5 +76,7 @@ class ProcessLosses:
         self._registry.dismiss(process, action.reason, is_over=True, is_awaited=action.is_awaited)
         self._processes.let_go(process, _LEAVES_S)
         self._recorder.observers.lost(process)
-        remedy = f"; the run waits for another: {self._registry.how_to_join('rollout')}" if action.is_awaited else ""
+        remedy = (
+            f"; the run waits for another: {self._registry.describe_joining('rollout')}" if action.is_awaited else ""
+        )
         self._recorder.note(f"{process} leaves the run: {action.reason}{remedy}")

@@ -16,9 +16,9 @@ import msgspec
 
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, RunFolderError
-from tandem.common.keys import RunKeys, key_file, read_run_keys, write_run_keys
+from tandem.common.keys import RunKeys, find_key_file, read_run_keys, write_run_keys
 from tandem.common.messages import Listener, RewardServer
-from tandem.config import Config, config_to_json, dump_yaml, to_plain
+from tandem.config import Config, config_to_json, dump_yaml, make_plain
 from tandem.config.models.vision_families import family_of
 from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import PageObserver, TraceObserver, serve_prometheus
@@ -27,9 +27,9 @@ from tandem.coordinator.preparing.resuming import refuse_changes
 from tandem.launch.admission.admission import ListeningSocket, new_run_keys
 from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
 from tandem.launch.fork_server import ServiceForkServer
-from tandem.launch.page_process import PageProcess, page_socket
+from tandem.launch.page_process import PageProcess, open_page_socket
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
-from tandem.launch.preparing.hub_data import data_files, prompt_files
+from tandem.launch.preparing.hub_data import list_data_files, list_prompt_files
 from tandem.launch.preparing.new_model import make_model
 from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
@@ -117,12 +117,12 @@ def open_run(invocation: CommandInvocation, stack: contextlib.ExitStack) -> Open
         earlier = find_earlier(config, has_rewards=invocation.reward_server is not None)
     listening = _listen(config.cluster.address, keys, folder, earlier)
     if earlier is not None and listening.hub.address != earlier.address:
-        earlier = earlier.without(earlier.staying)  # they look at another address
+        earlier = earlier.release_names(earlier.staying)  # they look at another address
     stack.callback(listening.hub.close)
     exporter = serve_prometheus(config.logger, stack)
     if exporter is not None:
         say(f"metrics: {exporter.url}")
-    listener = page_socket(config.logger.page)
+    listener = open_page_socket(config.logger.page)
     if listener is not None:
         stack.callback(listener.close)
     run_id = _name_run(config, mode, say)
@@ -175,9 +175,13 @@ def _keep_inputs(invocation: CommandInvocation) -> None:
         return
     run = Path(ready.config.logger.log_dir)
     before = run.absolute() / kept_inputs.FOLDER
-    if invocation.mode == "resume" and (line := kept_inputs.changed_line(before)):
+    if invocation.mode == "resume" and (line := kept_inputs.describe_change(before)):
         invocation.say(f"note: custom code has changed since the run was last started: {line}")
-    data = [] if supervision is None else [*prompt_files(ready.config), *(path for _, path in data_files(ready.config))]
+    data = (
+        []
+        if supervision is None
+        else [*list_prompt_files(ready.config), *(path for _, path in list_data_files(ready.config))]
+    )
     os.environ.pop(kept_inputs.VARIABLE, None)
     try:
         folder = kept_inputs.keep(run, ready.modules, data, _agent_programs(ready.config))
@@ -199,8 +203,8 @@ def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapsho
     earlier_keys = () if earlier is None else earlier.keys
     if earlier is not None and address.endswith(_ANY_PORT):
         with contextlib.suppress(ConfigError):  # another program has it now
-            return ListeningSocket(earlier.address, keys, key_file(folder), earlier_keys)
-    return ListeningSocket(address, keys, key_file(folder), earlier_keys)
+            return ListeningSocket(earlier.address, keys, find_key_file(folder), earlier_keys)
+    return ListeningSocket(address, keys, find_key_file(folder), earlier_keys)
 
 
 def _serve_images(config: Config, run_id: str, listening: ListeningSocket, stack: contextlib.ExitStack) -> Listener:
@@ -231,7 +235,7 @@ def _name_run(config: Config, mode: Mode, say: Say) -> str:
 
 def _wandb(config: Config, run_id: str) -> WandbWriter:
     settings = config.logger.wandb
-    run = WandbRun(project=settings.project, name=settings.name, run_id=run_id, config=to_plain(config))
+    run = WandbRun(project=settings.project, name=settings.name, run_id=run_id, config=make_plain(config))
     return WandbWriter(Path(config.logger.log_dir), run)
 
 
@@ -242,7 +246,7 @@ def _mlflow(config: Config, run_id: str) -> MlflowWriter:
         experiment=settings.experiment_name,
         name=settings.run_name,
         run_id=run_id,
-        config=to_plain(config),
+        config=make_plain(config),
     )
     return MlflowWriter(Path(config.logger.log_dir), run)
 

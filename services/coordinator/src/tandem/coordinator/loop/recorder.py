@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tandem.common.messages import Purpose, RecordedGroup, RecordSamples, SampleScored
-from tandem.common.texts import shortened
+from tandem.common.texts import shorten
 from tandem.config import Config, config_to_json, fingerprint
 from tandem.coordinator.loop.metrics import RefitMetrics, StepMetrics
 from tandem.coordinator.observers.observer import ObserverGroup
@@ -78,7 +78,7 @@ class ResultRecorder:
 
     def note(self, text: str) -> None:
         """Show a line, and keep it in the journal; a process's own text may be anything."""
-        text = shortened(text)
+        text = shorten(text)
         self.journal.record_event("coordinator", text)
         self.observers.noted(text)
 

@@ -48,9 +48,9 @@ from tandem.coordinator.scheduler.events import FinishRun, ProcessLost
 from tandem.launch.admission.known_processes import ProcessesSnapshot
 from tandem.launch.expected import launched_processes
 from tandem.launch.preparing.beginning import has_begun
-from tandem.launch.preparing.needed_models import missing_models
+from tandem.launch.preparing.needed_models import list_missing_models
 from tandem.launch.preparing.new_model import make_model
-from tandem.launch.restarts import within
+from tandem.launch.restarts import select_within
 from tandem.observe.exporters.telemetry import TensorBoardWriter
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.observe.run_folder.ending import SAID, Outcome
@@ -114,7 +114,7 @@ def _run_prerequisite(invocation: CommandInvocation, prerequisite: CheckedConfig
     if mode is None:
         return None
     config = invocation.ready.config
-    models = " and ".join(missing_models(config).values()) or config.policy.model_name
+    models = " and ".join(list_missing_models(config).values()) or config.policy.model_name
     invocation.say(f"prerequisite {prerequisite.source}: making {models}")
     try:
         return run(invocation.of_prerequisite(prerequisite, mode))
@@ -126,7 +126,7 @@ def _run_prerequisite(invocation: CommandInvocation, prerequisite: CheckedConfig
 def _adopt_model(invocation: CommandInvocation, prerequisite: CheckedConfig) -> CommandInvocation:
     """Check the model that the prerequisite has made; return the invocation for the run itself."""
     config = invocation.ready.config
-    for key, name in missing_models(config).items():
+    for key, name in list_missing_models(config).items():
         checkpoints = checkpoints_of(Path(prerequisite.config.logger.log_dir), prerequisite.config)
         last = "".join(f"; its last checkpoint is {checkpoints.folder_of(step)}" for step in checkpoints.steps()[-1:])
         raise ModelError(f"{key}: the prerequisite {prerequisite.source} has ended, but {name!r} does not exist{last}")
@@ -202,7 +202,7 @@ class RunAttempts:
         outcome: Outcome = "failed"
         # While a new process starts, the others must still get their heartbeats.
         fork_server = self._invocation.fork_server
-        with signals.heard(self._lasting.interrupts.hear), fork_server.meanwhile(self._registry.beat):
+        with signals.hear_signals(self._lasting.interrupts.hear), fork_server.call_meanwhile(self._registry.beat):
             try:
                 finish = self._carry_out_all(start)
                 outcome = finish.outcome
@@ -221,7 +221,7 @@ class RunAttempts:
         supervision, launched = self._invocation.supervision, _launched_here(self._config)
         kept_pids = {} if supervision is None else supervision.begun.kept
         earlier = self._opened.earlier or ProcessesSnapshot(address="")
-        earlier = earlier.without([name for name in launched if name not in kept_pids])
+        earlier = earlier.release_names([name for name in launched if name not in kept_pids])
         present = [name for name in launched if name in earlier.staying]
         if supervision is not None:
             for name, pid in kept_pids.items():
@@ -307,7 +307,7 @@ class RunAttempts:
             return loop.run()
         finally:
             if supervision is not None:
-                supervision.rest()
+                supervision.leave_loop()
 
     def _find_replaceable(self, finish: FinishRun, loop: CoordinatorLoop) -> dict[str, str]:
         """Return the lost processes, with the reasons, if the run can go on without them; empty if not."""
@@ -328,7 +328,7 @@ class RunAttempts:
         lost |= loop.losses.lost
         num_lost = len({"trainers" if _is_trainer(name) else name for name in lost})
         cluster, now = self._config.cluster, time.monotonic()
-        recent = within(cluster.replacement_window_s, now, self._snapshot.replaced_at)
+        recent = select_within(cluster.replacement_window_s, now, self._snapshot.replaced_at)
         if len(recent) + num_lost > cluster.max_replacements:
             return {}
         loop.recorder.observers.replaced(num_lost)
@@ -379,7 +379,7 @@ class RunAttempts:
             raise
         kinds = [name.rpartition("-")[0] for name in {*names} - {each.name for each in launched}]
         by_hand = "".join(
-            f"; {kinds.count(kind)} to be started by hand: {self._registry.how_to_join(kind)}"
+            f"; {kinds.count(kind)} to be started by hand: {self._registry.describe_joining(kind)}"
             for kind in dict.fromkeys(kinds)
         )
         origin = f"the checkpoint {start.resume_from}" if start.resume_from else "the model that the run began with"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config import Config
-from tandem.config.placement import first_gpu_of_engines, gpus_per_engine
+from tandem.config.placement import count_gpus_per_engine, find_first_gpu_of_engines
 from tandem.coordinator.scheduler.engines.joining import JoiningStage
 from tandem.observe.run_folder.live import LiveEngine
 
@@ -12,8 +12,8 @@ def device_of(config: Config, has_gpus: bool, name: str) -> str:
     """Return the GPUs of a trainer or an engine, if there are any."""
     first, count = int(name.rpartition("-")[2]), 1
     if not name.startswith("trainer-"):
-        count = gpus_per_engine(config)
-        first = first_gpu_of_engines(config) + first * count
+        count = count_gpus_per_engine(config)
+        first = find_first_gpu_of_engines(config) + first * count
     first %= max(1, config.cluster.gpus_per_node)
     gpus = range(first, first + count)
     if not (has_gpus and config.cluster.gpus_per_node and gpus):

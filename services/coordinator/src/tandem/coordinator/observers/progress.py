@@ -52,7 +52,7 @@ class ProgressDisplay(Observer):
         """
         self._is_due = is_due
         self._again = again
-        self._title = f"{config.algorithm} · {hub.shown(config.policy.model_name)} · {config.logger.log_dir}"
+        self._title = f"{config.algorithm} · {hub.show_reference(config.policy.model_name)} · {config.logger.log_dir}"
         self._spec = spec
         self._recent = deque(history, NUM_RECENT)
         self._curves: dict[str, array[float]] = {}

@@ -23,8 +23,8 @@ from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
 from tandem.config import Config, about_learning_rate, load_config, notices
 from tandem.config.checks.data import PYTHON_REWARDS
-from tandem.config.installed.sources import package_folder
-from tandem.config.models.model_sizes import model_config
+from tandem.config.installed.sources import find_package
+from tandem.config.models.model_sizes import read_model_config
 from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
@@ -33,13 +33,13 @@ from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
 from tandem.coordinator.preparing.run_length import set_run_length
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
-from tandem.launch.page_process import page_socket
+from tandem.launch.page_process import open_page_socket
 from tandem.launch.preparing.beginning import Mode, has_begun
-from tandem.launch.preparing.custom_code import imported_apart
+from tandem.launch.preparing.custom_code import import_apart
 from tandem.launch.preparing.hub_data import find_data
 from tandem.launch.preparing.hub_models import find_on_hub
-from tandem.launch.preparing.needed_models import missing_models
-from tandem.launch.preparing.new_model import model_differences, model_problem
+from tandem.launch.preparing.needed_models import list_missing_models
+from tandem.launch.preparing.new_model import find_model_differences, find_model_problem
 from tandem.refit.model_folders.checking import check_model
 from tandem.refit.model_folders.reward_models import check_reward_models
 from tandem.refit.model_folders.teachers import check_teachers
@@ -63,7 +63,7 @@ def preflight(
     Raises:
         TandemError: the problem; if there are several, a `ConfigError` that has them all.
     """
-    with tempfile.TemporaryDirectory() as folder, gc_tuning.paused():  # tokenizers and datasets import much
+    with tempfile.TemporaryDirectory() as folder, gc_tuning.pause_collection():  # tokenizers and datasets import much
         ready, _ = _look_through(source, config, mode, Path(folder), (), make)
     if not has_rewards:
         _refuse_rewards_of_a_program(ready)
@@ -97,12 +97,12 @@ def _look_through(
         if path in wanted_by:
             raise ConfigError(f"prerequisite: {' needs '.join([*wanted_by, path])}: a cycle")
         its_config = load_config(path)
-        if has_begun(its_config) or missing_models(config):
+        if has_begun(its_config) or list_missing_models(config):
             (scratch / "earlier").mkdir()
             earlier = _look_through(path, its_config, mode, scratch / "earlier", (*wanted_by, path))
     problems: list[TandemError] = []
     announced = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
-    with imported_apart(config, scratch, config.cluster.deadlines.join_s) as own_code:
+    with import_apart(config, scratch, config.cluster.deadlines.join_s) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
             with _noted(problems):
                 look(config)
@@ -143,7 +143,7 @@ def _look_through(
         source=source,
         algorithm=algorithm,
         notices=(
-            *(f"note: {notice}" for notice in (*late, *about_model, descriptors.notice()) if notice),
+            *(f"note: {notice}" for notice in (*late, *about_model, descriptors.describe_low_limit()) if notice),
             *algorithm.notices,
         ),
         prerequisite=earlier[0] if earlier else None,
@@ -155,7 +155,7 @@ def _look_through(
 def _fill_sizes(config: Config, earlier: tuple[CheckedConfig, Tokenizer] | None) -> Config:
     """Return a configuration with the sizes of its model, even if a run before it makes the model."""
     before = earlier[0] if earlier else None
-    while before is not None and model_config(config.policy) is None:
+    while before is not None and read_model_config(config.policy) is None:
         source_policy = before.config.policy
         policy = msgspec.structs.replace(
             config.policy, model_name=source_policy.model_name, new_model=source_policy.new_model
@@ -191,7 +191,7 @@ def _find_extras(config: Config) -> None:
     missing = [
         f"logger.{package}_enabled: the package {package} is not installed; {install_command(package)}"
         for package in ("wandb", "mlflow")
-        if getattr(config.logger, f"{package}_enabled") and package_folder(package) is None
+        if getattr(config.logger, f"{package}_enabled") and find_package(package) is None
     ]
     watching = {
         "prometheus.port": (config.logger.prometheus.port, "prometheus_client", "prometheus-client", "prometheus"),
@@ -203,14 +203,14 @@ def _find_extras(config: Config) -> None:
     missing += [
         f"logger.{key}: the package {distribution} is not installed; {install_command(extra)}"
         for key, (setting, module, distribution, extra) in watching.items()
-        if setting is not None and package_folder(module) is None
+        if setting is not None and find_package(module) is None
     ]
     launched = launched_processes(config)
     judges = [name for name in config.environments if config.env[name].judge is not None]
-    if launched.get("rollout") and judges and package_folder("openai") is None:
+    if launched.get("rollout") and judges and find_package("openai") is None:
         missing.append(f"env.{judges[0]}.judge: the package openai is not installed; {install_command('judge')}")
     kind = config.policy.generation.kind
-    if launched.get("rollout") and kind.module and package_folder(kind.module) is None:
+    if launched.get("rollout") and kind.module and find_package(kind.module) is None:
         missing.append(
             f"policy.generation.backend: {kind.name}, but {kind.title} is not installed; {install_command(kind.extra)}"
         )
@@ -258,9 +258,9 @@ def _listen(config: Config, mode: Mode) -> None:
             stack.callback(wire.Hub(config.cluster.address, new_key_pair(), AdmittedKeys()).close)
         if mode != "resume" and logger.page != "auto":
             with _noted(problems):
-                page = page_socket(logger.page)
+                page = open_page_socket(logger.page)
                 stack.callback(lambda: None if page is None else page.close())
-        if mode != "resume" and package_folder("prometheus_client") is not None:
+        if mode != "resume" and find_package("prometheus_client") is not None:
             with _noted(problems):
                 serve_prometheus(logger, stack)
     _complain(problems)
@@ -270,13 +270,13 @@ def _is_made_later(config: Config, mode: Mode, earlier: tuple[CheckedConfig, Tok
     """Return whether this run, or the one before it, makes its model's folder, perhaps in place of an existing one."""
     if not Path(config.policy.model_name).exists():
         return True
-    is_changed = (earlier is not None and differences(earlier[0])) or model_differences(config)
+    is_changed = (earlier is not None and differences(earlier[0])) or find_model_differences(config)
     return mode == "restart" and bool(is_changed)
 
 
 def _check_model(config: Config, mode: Mode, earlier: tuple[CheckedConfig, Tokenizer] | None) -> list[str]:
     """Check the folder of a model that exists and stays; other checks report what is missing."""
-    if _is_made_later(config, mode, earlier) or model_problem(config) is not None:
+    if _is_made_later(config, mode, earlier) or find_model_problem(config) is not None:
         return []
     return check_model(config)
 
@@ -289,9 +289,11 @@ def _tokenizer(config: Config, mode: Mode, scratch: Path, earlier: tuple[Checked
         check_new_model_type(policy.new_model.config)
     if earlier is not None and (not folder.exists() or (mode == "restart" and differences(earlier[0]))):
         earlier[1].save(model_folder := scratch / "model")
-    elif (problem := model_problem(config)) is not None:
+    elif (problem := find_model_problem(config)) is not None:
         raise ModelError(problem)
-    elif policy.new_model is not None and (not folder.exists() or (mode == "restart" and model_differences(config))):
+    elif policy.new_model is not None and (
+        not folder.exists() or (mode == "restart" and find_model_differences(config))
+    ):
         write_new_model(model_folder := scratch / "model", policy.new_model)
     else:
         model_folder, is_models_own = folder, False

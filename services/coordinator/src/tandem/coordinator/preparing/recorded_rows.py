@@ -14,7 +14,7 @@ from tandem.common.errors import RunFolderError, TandemError
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.preparing.shown_rows import shown_sequences
-from tandem.launch.preparing.hub_data import data_files
+from tandem.launch.preparing.hub_data import list_data_files
 from tandem.observe.page.worker import answer_requests
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.recorded import config_of, tokenizer_of
@@ -49,7 +49,7 @@ class RecordedRows:
             ) from error
         assert isinstance(algorithm, DataSetAlgorithm), "nothing is generated, and it is no replay"
         self.algorithm = algorithm
-        paths = [Path(path) for key, path in data_files(config) if key.startswith("data.train")]
+        paths = [Path(path) for key, path in list_data_files(config) if key.startswith("data.train")]
         changed = [path for path in dict.fromkeys(paths) if path.is_file() and path.stat().st_mtime > began]
         self.notes = (
             *(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common.messages import PromptGroup
-from tandem.common.texts import shortened
+from tandem.common.texts import shorten
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.launch.module_process import ModuleProcess
@@ -47,7 +47,7 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Referenc
             lines.append(f"{row}: no reward in {key}: {score.failure}")
             continue
         verdict = "correct" if score.correct else "not correct"
-        text = repr(shortened(score.response))
+        text = repr(shorten(score.response))
         written = f"written as {text}" if score.correct else f"written as {text}, in a box and after 'Answer:'"
         written += f" ({score.part})" if score.part else ""
         lines.append(f"{row}: {score.reward:g} ({verdict}) in {key}, {written}")

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from tandem.config import Config, config_from_json
-from tandem.config.derive import linear_warmup, warmup_length
+from tandem.config.derive import compute_warmup_length, make_linear_warmup
 from tandem.config.schema import ModelConfig, SchedulerEntry
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
@@ -45,11 +45,11 @@ def _spans_run(section: ModelConfig) -> bool:
 
 def _set_steps(section: Section, num_steps: int, num_passes: int, recorded: ModelConfig | None) -> Section:
     megatron = section.megatron_cfg
-    warmup = warmup_length(section.warmup_steps, num_steps, num_passes) if 0 < section.warmup_steps < 1 else 0
+    warmup = compute_warmup_length(section.warmup_steps, num_steps, num_passes) if 0 < section.warmup_steps < 1 else 0
     if not megatron.enabled:
         if not warmup:
             return section
-        scheduler = (SchedulerEntry(**linear_warmup(warmup)),) if recorded is None else recorded.scheduler
+        scheduler = (SchedulerEntry(**make_linear_warmup(warmup)),) if recorded is None else recorded.scheduler
         return msgspec.structs.replace(section, scheduler=scheduler)
     schedule = megatron.scheduler
     if recorded is not None and not schedule.override_opt_param_scheduler:

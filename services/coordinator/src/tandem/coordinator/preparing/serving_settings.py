@@ -16,10 +16,10 @@ from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError
 from tandem.common.network import is_loopback
 from tandem.config.conform import conform
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.config.installed.sources import package_folder
+from tandem.config.installed.sources import find_package
 from tandem.config.installed.vllm_arguments import check_arguments
 from tandem.config.layers import COMMAND_LINE, ConfigLayers, overridden
-from tandem.config.models.model_sizes import max_positions_in, vocabulary_in
+from tandem.config.models.model_sizes import find_max_positions, find_vocabulary
 from tandem.config.problem import InvalidValue
 from tandem.config.schema.base import ConfigSection
 from tandem.config.schema.generation import VllmCfg
@@ -53,18 +53,18 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> ServingHand
     except DamagedCheckpoint as error:
         raise ModelError(str(error)) from error
     config = read_json(model.folder / "config.json")
-    vocabulary = vocabulary_in(config)
+    vocabulary = find_vocabulary(config)
     if vocabulary is None:
         raise ModelError(f"{model.folder / 'config.json'}: it has no vocab_size")
     tokenizer = load_model_tokenizer(model.folder)
     _ = tokenizer.eos_id  # a response must end somewhere
-    length = _length(arguments.max_length, max_positions_in(config))
+    length = _length(arguments.max_length, find_max_positions(config))
     precision = arguments.precision or _precision(config)
     engine_settings = _read_engine_settings(arguments.overrides, length, precision)
     kind = ENGINE_KINDS[arguments.engine]
     if arguments.overrides and not kind.module:
         raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: a setting of vLLM: give --engine vllm as well")
-    if kind.module and package_folder(kind.module) is None:
+    if kind.module and find_package(kind.module) is None:
         raise ConfigError(
             f"--engine {kind.name}: {kind.title} is not installed; the embedded engine is --engine transformers"
         )

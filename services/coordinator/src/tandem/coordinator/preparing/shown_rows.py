@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.common.texts import visible
-from tandem.common.values.answer_texts import shown_answer
+from tandem.common.values.answer_texts import show_answer
 from tandem.config import Config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence, RewardModelAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
@@ -131,7 +131,7 @@ def _prompts_in_text(config: Config, algorithm: GrpoAlgorithm, tokenizer: Tokeni
         problem, token_ids = group.problem, group.prompt_ids
         facts = [_beginning(token_ids, tokenizer)]
         if problem.answer is not None:
-            facts.append(("reference", shown_answer(problem.answer)))
+            facts.append(("reference", show_answer(problem.answer)))
         tokens = shown_tokens(token_ids, [False] * len(token_ids), tokenizer)
         row = _row(problem.problem_id, "", f"{len(token_ids)} tokens of prompt", tokens, facts)
         yield from lines_of(row, is_coloured=True)

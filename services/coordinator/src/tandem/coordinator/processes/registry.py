@@ -29,7 +29,7 @@ from tandem.common.messages import (
     ServiceKind,
     Shutdown,
 )
-from tandem.common.texts import shortened
+from tandem.common.texts import shorten
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.scheduler.events import (
     CommandErred,
@@ -77,7 +77,7 @@ class ProcessRegistry:
         """
         self._known = known_processes
         self._hub = listening.hub
-        self.how_to_join = listening.how_to_join
+        self.describe_joining = listening.describe_joining
         self._admitted = listening.admitted
         self.names = ReservedNames(expected, max_rollouts, listening.admitted)
         """Names of all processes that the run has or expects."""
@@ -201,7 +201,7 @@ class ProcessRegistry:
         """Return the event of a message. Raise `WireError` for an invalid reply."""
         match received.message:
             case Heartbeat(phase=phase, trainer_keys=number):
-                process.phase = shortened(phase)
+                process.phase = shorten(phase)
                 if number < process.trainer_keys:  # they may have been lost with a connection
                     process.trainer_keys, self._keys.are_told = number, False
                 return None
@@ -210,7 +210,7 @@ class ProcessRegistry:
             case Leaving():
                 return EngineDraining(now=now, process=process.name)
             case Goodbye(reason=reason):
-                return ProcessLost(now=now, process=process.name, reason=f"it left: {shortened(reason)}")
+                return ProcessLost(now=now, process=process.name, reason=f"it left: {shorten(reason)}")
             case reply:
                 if not self._replies.take(process.name, reply, received.arrays):
                     return None  # a repeat, or the answer to an abandoned request
@@ -235,7 +235,7 @@ def _readable(failed: Failed) -> Failed:
     """Return a process's error in printable form: its text may be anything."""
     return msgspec.structs.replace(
         failed,
-        phase=shortened(failed.phase),
-        error=shortened(failed.error),
-        traceback=shortened(failed.traceback, MAX_TRACEBACK),
+        phase=shorten(failed.phase),
+        error=shorten(failed.error),
+        traceback=shorten(failed.traceback, MAX_TRACEBACK),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.config import Config
-from tandem.config.model_groups import model_groups_of
+from tandem.config.model_groups import list_model_groups
 from tandem.config.models.model_sizes import vocabulary_size
 
 
@@ -35,5 +35,5 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
             max_tokens=policy.generation.kind.longest_sequence(config),
             max_turns=turns,
             plays=agent is not None,
-            speakers=frozenset(f"trainer-{model_group.first}" for model_group in model_groups_of(config)),
+            speakers=frozenset(f"trainer-{model_group.first}" for model_group in list_model_groups(config)),
         )

@@ -150,10 +150,10 @@ class _Problems:
         """Note what the first refused configuration names and does not exist, too."""
         if self._first is None:
             return
-        from tandem.launch.preparing.missing import with_missing  # takes a while to import
+        from tandem.launch.preparing.missing import add_missing  # takes a while to import
 
         run, error = self._first
-        for line in with_missing(error, path, [*run.settings], "new").problems:
+        for line in add_missing(error, path, [*run.settings], "new").problems:
             self._runs_of.setdefault(line, [run] * self._num_runs)
 
     def complain(self, more: Sequence[str]) -> None:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from tandem.common import signals
 from tandem.common.memory import available_bytes
-from tandem.common.process_lifetime import descendants
+from tandem.common.process_lifetime import list_descendants
 from tandem.config import Config
-from tandem.config.threads import num_threads
+from tandem.config.threads import count_threads
 from tandem.coordinator.sweeping.checking import PlannedRun
 from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 from tandem.launch.expected import launched_processes
@@ -42,8 +42,8 @@ def room_by_cores(config: Config) -> int:
         return 1
     cores = len(os.sched_getaffinity(0))
     counts = launched_processes(config)
-    trainers = counts["trainer"] * num_threads(config, "trainers", cores)
-    rollouts = counts.get("rollout", 0) * num_threads(config, "rollouts", cores) if config.generates else 0
+    trainers = counts["trainer"] * count_threads(config, "trainers", cores)
+    rollouts = counts.get("rollout", 0) * count_threads(config, "rollouts", cores) if config.generates else 0
     return max(1, cores // max(trainers, rollouts, 1))
 
 
@@ -81,7 +81,7 @@ class SideBySide:
     def run(self, options: Sequence[str] = ()) -> int:
         """Bring all runs to their ends; `options` are those with which new ones begin. Return the exit code."""
         tell_at = time.monotonic() + _TELL_S
-        with signals.heard(self._pass_on):
+        with signals.hear_signals(self._pass_on):
             while self._running or (self._waiting and not self._is_ending):
                 while self._waiting and not self._is_ending and self._has_room():
                     self._start(self._waiting.popleft(), options)
@@ -149,7 +149,7 @@ class SideBySide:
 def measure_memory(pid: int) -> int:
     """Return the memory of a process and its descendants; what several of them share counts once."""
     total = 0
-    for process in (pid, *descendants(pid)):
+    for process in (pid, *list_descendants(pid)):
         try:
             lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
         except OSError:  # it has ended

@@ -13,7 +13,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.messages import Purpose, SampleScored, SamplingParameters
 from tandem.config import Config
 from tandem.config.layers import read_layers
-from tandem.config.load import build, laid_over
+from tandem.config.load import build, lay_over
 from tandem.config.models.vision_families import family_of
 from tandem.config.schema.policy import PolicyConfig
 from tandem.coordinator.algorithms.running import WithoutGeneration
@@ -72,24 +72,24 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
 
     Where the engine can, it is to hold the adapters of `most_models` models, unless the configuration says otherwise.
     """
-    layers = laid_over(read_layers(Path(path), overrides), _SETTINGS, _SOURCE)
+    layers = lay_over(read_layers(Path(path), overrides), _SETTINGS, _SOURCE)
     # Clients send batches of any size, so that the configured one only has to be possible.
     defaults = {field.name: field.default for field in msgspec.structs.fields(PolicyConfig)}
     keys = ("policy", "train_micro_batch_size"), ("cluster", "trainers")
     numbers = [(layers.merged.get(section) or {}).get(key, defaults.get(key)) for section, key in keys]
     size = math.prod(number for number in numbers if isinstance(number, int))
     sized = {"policy": {"train_global_batch_size": size}, "grpo": {"num_prompts_per_step": size}}
-    layers = laid_over(layers, sized, _SOURCE)
+    layers = lay_over(layers, sized, _SOURCE)
     megatron = (layers.merged.get("policy") or {}).get("megatron_cfg")
     if not (isinstance(megatron, dict) and megatron.get("enabled")):
-        layers = laid_over(layers, _ADAMW, _SOURCE)
+        layers = lay_over(layers, _ADAMW, _SOURCE)
     config = build(layers)
     can_hold = family_of(config.policy) is None
     if most_models > 1 and config.policy.adapters is not None and can_hold and not any(map(layers.is_set, _SETS)):
         override: Any = most_models + _SPARE_SETS
         for part in reversed(_SETS[0].split(".")):
             override = {part: override}
-        config = build(laid_over(layers, override, _SOURCE))
+        config = build(lay_over(layers, override, _SOURCE))
     problems = []
     if config.policy.megatron_cfg.enabled:
         problems += _of_optimizer(config.policy.megatron_cfg.optimizer)

@@ -138,7 +138,7 @@ class DTensor(ParallelDeployment, frozen=True):
         if self.expert > 1 and _EXPERTS in name:
             return (4, 0), (3, 0)
         is_adapter = lora.is_adapter(name)
-        of = f"{lora.layer_of(name)}.weight" if is_adapter else name
+        of = f"{lora.find_layer(name)}.weight" if is_adapter else name
         dim = None if huggingface.is_of_tower(name) else self.plan.get(".".join(of.rsplit(".", 2)[-2:]))
         if is_adapter and dim != (0 if name.endswith(lora.B) else 1):
             dim = None

@@ -45,7 +45,7 @@ def models_beside(config: Config) -> list[tuple[Model, int]]:
 
 def as_policy(config: Config, model: Model, number: int) -> Config:
     """Return the configuration as if a model were the policy, and the ranks that hold it all trainers."""
-    model_config = config.with_policy(config.settings_of(model, number))
+    model_config = config.replace_policy(config.settings_of(model, number))
     if model not in config.processes_of:
         return model_config
     return msgspec.structs.replace(

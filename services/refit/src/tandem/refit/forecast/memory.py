@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
+from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
 from tandem.observe.exporters.nvml import opened_nvml
 from tandem.refit.forecast.activations import PassMemory, passes
 from tandem.refit.forecast.beside import BesideModel
@@ -228,7 +228,7 @@ def _weights(config: Config, side: ForecastSide, rank: int) -> tuple[int, int, i
     """Return the bytes of a rank's weights: those of the rest, of experts, of adapters, and frozen ones."""
     sizes = [0, 0, 0, 0]
     family = VISION.get(side.model.family)
-    frozen = () if family is None else frozen_prefixes(family, config.policy.dtensor_cfg)
+    frozen = () if family is None else list_frozen_prefixes(family, config.policy.dtensor_cfg)
     is_megatron = config.policy.megatron_cfg.enabled
     for storage in side.deployment.look_up_parameters(side.model, rank).storages:
         kind = 2 if lora.is_adapter(storage.name) else int(".experts." in storage.name)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tandem.common.errors import ConfigError, listed
 from tandem.config import Config, config_from_json, differences
-from tandem.config.dump import length_and_validation
+from tandem.config.dump import list_length_and_validation
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 from tandem.refit.forecast.ages import AgePrediction, StepRates, bound_speedup, predict
@@ -29,8 +29,8 @@ BYTES_A_TOKEN = 13
 _FREE = (
     "prerequisite",
     *(f"{name}.{key}" for name in ("grpo", "ppo") for key in (f"async_{name}", "seed")),
-    *length_and_validation("grpo"),
-    *length_and_validation("ppo"),
+    *list_length_and_validation("grpo"),
+    *list_length_and_validation("ppo"),
     "data.num_train",
     "data.num_validation",
     "checkpointing",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tandem.config import Config, notices
-from tandem.config.unsupported import refusal
+from tandem.config.unsupported import describe_refusal
 from tandem.refit.forecast.beside import BesideModel, as_policy, models_beside, name_of
 from tandem.refit.forecast.memory import part_of
 from tandem.refit.forecast.sides import training, words
@@ -92,7 +92,7 @@ def _micro_batches(config: Config, num: int, size: int, *, scoring: bool = False
 
 def list_notes(config: Config) -> Iterator[str]:
     """Yield what is unsupported, and which keys have no effect."""
-    unsupported = refusal(config)
+    unsupported = describe_refusal(config)
     if unsupported:
         yield unsupported
     yield from notices(config)

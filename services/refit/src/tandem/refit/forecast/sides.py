@@ -11,7 +11,7 @@ import msgspec
 from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models import lora
-from tandem.config.models.model_sizes import config_file
+from tandem.config.models.model_sizes import find_config_file
 from tandem.config.models.vision_families import VISION, family_of
 from tandem.refit.adapters.catalogue import ModelShape, make_shape, read_shape
 from tandem.refit.adapters.deployment import ParallelDeployment
@@ -58,12 +58,12 @@ def _add_adapters(config: Config, model: ModelShape) -> ModelShape:
         return model
     if policy.megatron_cfg.enabled:
         parts = linear_layers(model)
-        names = lora.chosen(list(parts), policy.adapters, "policy.megatron_cfg.peft")
+        names = lora.choose_layers(list(parts), policy.adapters, "policy.megatron_cfg.peft")
         layers, dtype = [layer for name in names for layer in parts[name]], policy.precision
     else:
         names = [tensor.name for tensor in model.tensors if not is_of_tower(tensor.name)]
         linear = [name.removesuffix(".weight") for name in names if _LINEAR.search(name)]
-        layers, dtype = lora.chosen(linear, policy.adapters, "policy.dtensor_cfg.lora_cfg"), "float32"
+        layers, dtype = lora.choose_layers(linear, policy.adapters, "policy.dtensor_cfg.lora_cfg"), "float32"
     tensors = (
         msgspec.structs.replace(tensor, product_scale=policy.adapters.scale if tensor.name.endswith(lora.B) else 0.0)
         if lora.is_adapter(tensor.name)
@@ -128,7 +128,7 @@ def model_shape(config: Config) -> ModelShape | str:
 
     Raise `ModelError` if the model's files are unusable.
     """
-    folder, new, path = Path(config.policy.model_name), config.policy.new_model, config_file(config.policy)
+    folder, new, path = Path(config.policy.model_name), config.policy.new_model, find_config_file(config.policy)
     has_weights = any(folder.glob("*.safetensors"))
     if has_weights and family_of(config.policy) is None:
         return read_shape(folder)

@@ -12,8 +12,8 @@ import math
 import msgspec
 
 from tandem.config import Config
-from tandem.config.models.model_sizes import model_config
-from tandem.config.models.vision_families import VISION, frozen_prefixes
+from tandem.config.models.model_sizes import read_model_config
+from tandem.config.models.vision_families import VISION, list_frozen_prefixes
 from tandem.refit.adapters.catalogue import ModelShape
 
 _LAYER = {"qwen2_5_vl": (11, 8, 4), "qwen3_vl": (11, 0, 2)}
@@ -57,7 +57,7 @@ def tower_of(config: Config, model: ModelShape) -> TowerSizes | None:
     if not model.family or config.policy.adapters is not None:
         return None
     family = VISION[model.family]
-    if family.tower_prefix in frozen_prefixes(family, config.policy.dtensor_cfg):
+    if family.tower_prefix in list_frozen_prefixes(family, config.policy.dtensor_cfg):
         return None
     shapes = {
         tensor.name.removeprefix(family.tower_prefix): tensor.shape
@@ -84,7 +84,7 @@ def _patches_per_token(config: Config, model: ModelShape, hidden: int) -> float:
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
     if model.family == "gemma3":
         num_patches = shapes[f"{family.tower_prefix}embeddings.position_embedding.weight"][0]
-        config_json = model_config(config.policy) or {}
+        config_json = read_model_config(config.policy) or {}
         return num_patches / int(config_json.get("mm_tokens_per_image", _TOKENS_OF_GEMMA))
     merger = {"qwen2_5_vl": "mlp.0.weight", "qwen3_vl": "linear_fc1.weight"}
     merged = shapes[family.projector_prefix + merger.get(model.family, "modality_projection.proj.weight")]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tandem.config import Config
-from tandem.config.placement import first_gpu_of_engines
+from tandem.config.placement import find_first_gpu_of_engines
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.cost import RefitCost, bucket_memory, cost
 from tandem.refit.forecast.differences import DifferenceForecast, differences
@@ -72,7 +72,7 @@ def _hosts(config: Config, trainers: ForecastSide, engines: ForecastSide) -> tup
             HostNames("node", -(-num_engines // num_nodes), has_gpus=False),
         )
     hosts = HostNames("node", config.cluster.gpus_per_node)
-    return hosts, msgspec.structs.replace(hosts, first=first_gpu_of_engines(config))
+    return hosts, msgspec.structs.replace(hosts, first=find_first_gpu_of_engines(config))
 
 
 def is_on_gpus(config: Config) -> bool:

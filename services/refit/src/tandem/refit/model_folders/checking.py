@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError, nearest
 from tandem.config import Config
-from tandem.config.installed.model_fields import model_types
+from tandem.config.installed.model_fields import list_model_types
 from tandem.config.models import hub
 from tandem.refit.adapters import headers
 from tandem.refit.adapters.catalogue import make_shape
@@ -76,7 +76,7 @@ def check_weights(folder: Path) -> list[str]:
 
 def refuse_unknown_type(folder: Path, model: Mapping[str, Any]) -> None:
     """Raise `ModelError` for a model of a type that Transformers does not know."""
-    kind, types = model.get("model_type"), model_types()
+    kind, types = model.get("model_type"), list_model_types()
     if types and kind not in types:
         raise ModelError(
             f"{folder}: transformers has no model type {kind!r} (config.json: model_type){nearest(str(kind), types)}"

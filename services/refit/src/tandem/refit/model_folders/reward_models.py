@@ -13,7 +13,7 @@ from typing import Any
 from tandem.common.errors import ConfigError, DamagedCheckpoint, DataError, ModelError
 from tandem.config import Config
 from tandem.config.models import hub
-from tandem.config.models.model_sizes import local_folder, max_positions_in
+from tandem.config.models.model_sizes import find_max_positions, local_folder
 from tandem.config.schema import EnvironmentConfig
 from tandem.refit.adapters import headers
 from tandem.refit.model_folders.checking import read_json, refuse_unknown_type
@@ -57,7 +57,7 @@ def _check(key: str, entry: EnvironmentConfig, folder: Path) -> None:
         _check_head(prefix, folder)
     except (ModelError, DamagedCheckpoint) as error:
         raise ModelError(str(error) if str(error).startswith(key) else f"{key}.model_name: {error}") from error
-    positions = max_positions_in(model)
+    positions = find_max_positions(model)
     if entry.max_model_len is not None and positions is not None and entry.max_model_len > positions:
         raise ConfigError(
             f"{key}.max_model_len: {entry.max_model_len} is more than the {positions} positions of the model"

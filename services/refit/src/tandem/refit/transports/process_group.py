@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 
 from tandem.common.errors import RefitError
 from tandem.common.keys import KeyPair
-from tandem.common.network import defer_silent, keep_to_interface, listening
+from tandem.common.network import defer_silent, keep_to_interface, list_listening
 from tandem.refit.transfer import TransferGroup
 
 _POLL_S = 0.0002
@@ -252,9 +252,9 @@ def _gloo(store: Store, rank: int, transfer_group: TransferGroup, timeout: timed
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Connect pairs at once. A group that connects them at their first message waits, when it is closed, for its sockets
     # to fall silent; after a peer died in the middle of a message they never do.
-    known_addresses = {each.getsockname() for each in listening()}
+    known_addresses = {each.getsockname() for each in list_listening()}
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store), lazy_init=False)]
-    defer_silent(each for each in listening() if each.getsockname() not in known_addresses)
+    defer_silent(each for each in list_listening() if each.getsockname() not in known_addresses)
     options._timeout = min(timeout, _PAIR_TIMEOUT)
     return ProcessGroupGloo(store, rank, len(transfer_group.members), options)
 

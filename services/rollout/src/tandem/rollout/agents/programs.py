@@ -44,7 +44,7 @@ class ProgramLauncher:
         A launcher that has died is replaced first. Raises `HelperLost` if each replacement dies, `ProgramChanged` if
         the program has changed since the run began.
         """
-        if line := kept_inputs.changed_program(command):
+        if line := kept_inputs.find_changed_program(command):
             raise ProgramChanged(
                 f"the agent's program has changed since the run began: {line}: put it back, or continue with what it "
                 "is now by --resume"

@@ -11,9 +11,9 @@ import transformers
 from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
-from tandem.common.attention.settings import sliding_windows, unstable_rotation
+from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
 from tandem.common.errors import ModelError
-from tandem.config.models.hf_config import load_config, model_class
+from tandem.config.models.hf_config import find_model_class, load_config
 from tandem.config.models.vision_families import VISION
 from tandem.rollout.engines.attention import (
     ATTENTION_NAME,
@@ -47,7 +47,7 @@ def load_skeleton(
             model = _load_with_weights(model_folder, config, dtype)
         else:
             with no_init_weights():
-                model = model_class(config).from_config(
+                model = find_model_class(config).from_config(
                     config, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
                 )
     except (ValueError, KeyError, OSError) as error:
@@ -58,7 +58,7 @@ def load_skeleton(
 
 def try_out(model: Any, model_folder: Path, max_length: int) -> None:
     """Run two tokens through a skeleton. Raise `ModelError` if slots cannot run the architecture."""
-    windows = sliding_windows(model.config.get_text_config())
+    windows = find_sliding_windows(model.config.get_text_config())
     cache = KeyValueCache(1, 2)
     no_rows = torch.zeros(0, dtype=torch.int64)
     step = AttentionStep(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (SlotPrompt(0, 2, 0, 1),))
@@ -83,7 +83,7 @@ def _load_with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> A
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # its warnings are checked for below
     try:
-        model, loading_info = model_class(config).from_pretrained(
+        model, loading_info = find_model_class(config).from_pretrained(
             model_folder,
             config=config,
             dtype=dtype,
@@ -120,7 +120,7 @@ def _refuse_unsupported(config: Any, max_length: int) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ModelError(f"the embedded engine cannot run {name}: it has layers of type {unknown[0]}")
-    unstable = unstable_rotation(config, max_length)
+    unstable = find_unstable_rotation(config, max_length)
     if unstable is not None:
         raise ModelError(f"the embedded engine cannot run {name}: rotary embeddings of type {unstable}")
     if getattr(config, "attn_logit_softcapping", None) is not None:

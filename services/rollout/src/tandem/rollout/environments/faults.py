@@ -18,7 +18,7 @@ from tandem.common.messages import Problem
 from tandem.common.returned import sayable
 from tandem.common.texts import visible
 from tandem.config import Config
-from tandem.config.checks.data import on_error
+from tandem.config.checks.data import decide_on_error
 from tandem.rollout.environments.environment import read_whole_text
 from tandem.rollout.environments.outcomes import Failure
 from tandem.samples.chat_templates import Messages
@@ -43,7 +43,7 @@ class FaultPolicy:
     def __init__(self, config: Config) -> None:
         self._name = str(config.data.environment)
         self._settings = config.env[self._name]
-        self._on_error = on_error(self._name, self._settings)
+        self._on_error = decide_on_error(self._name, self._settings)
         self._num_failures = 0
         self._has_succeeded = False
         """Whether any sample has a score."""

@@ -14,11 +14,11 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.common.messages import EngineServer
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes
-from tandem.config.checks.image_rewards import reward_functions
+from tandem.config.checks.image_rewards import read_reward_functions
 from tandem.config.models.vision_families import family_of
 from tandem.config.schema import EnvironmentConfig as Settings
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
-from tandem.config.threads import num_threads
+from tandem.config.threads import count_threads
 from tandem.rollout.environments.any_answer import AnyAnswer, AnyAnswerInTurns
 from tandem.rollout.environments.environment import (
     BatchEnvironment,
@@ -90,7 +90,7 @@ def make_reward_model(config: Config) -> BatchEnvironment:
 
     name = str(config.data.environment)
     try:
-        return RewardModel(name, config.env[name], num_threads(config, "rollouts", len(os.sched_getaffinity(0))))
+        return RewardModel(name, config.env[name], count_threads(config, "rollouts", len(os.sched_getaffinity(0))))
     except TandemError:
         raise
     except Exception as error:  # for example out of memory
@@ -151,7 +151,7 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
         case _ if name in IMAGE_ENVIRONMENTS:
             from tandem.rollout.environments.vision.environment import ImageRewards
 
-            return partial(ImageRewards, reward_functions(name, settings.reward_functions))
+            return partial(ImageRewards, read_reward_functions(name, settings.reward_functions))
         case _:
             built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
             raise ConfigError(f"env.{name}: no such environment; built in are {built_in}, others need a class")

@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.common.errors import RewardError, TandemError
 from tandem.common.messages import MAX_COMPONENTS, MAX_NAME, Problem
-from tandem.common.returned import beyond, finite_number, line, raised_at, sayable, shown
+from tandem.common.returned import beyond, check_finite_number, line, locate_raise, sayable, shown
 from tandem.common.texts import visible
 from tandem.rollout.environments.environment import (
     ConversingEnvironment,
@@ -110,10 +110,10 @@ def checked(result: object, *, is_multi_turn: bool) -> Score | Turn:
     Raises `RewardError`.
     """
     if is_multi_turn and isinstance(result, Turn):
-        return Turn(_messages(result.messages), finite_number(result.reward, "the reward"))
+        return Turn(_messages(result.messages), check_finite_number(result.reward, "the reward"))
     if isinstance(result, Score):
         return Score(
-            finite_number(result.reward, "the reward"),
+            check_finite_number(result.reward, "the reward"),
             result.correct if isinstance(result.correct, bool) else _truth(result.correct),
             _check_numbers(result.components, "component"),
             None if result.answer is None else _answer(result.answer),
@@ -140,7 +140,7 @@ def failure_of(error: BaseException, module: str) -> Failure:
     if isinstance(error, TandemError):
         return Failure(line(str(error)), on_purpose=True)
     folder = os.path.dirname(getattr(sys.modules.get(module), "__file__", None) or "")
-    location = raised_at(error.__traceback__, folder)
+    location = locate_raise(error.__traceback__, folder)
     try:
         description = f"{type(error).__name__}: {error}"
     except Exception:  # the exception's class may be anyone's, too
@@ -165,7 +165,7 @@ def _check_numbers(numbers: object, kind: Literal["component", "cost"]) -> dict[
         if not isinstance(name, str):
             raise RewardError(f"the {kind}s are {shown(numbers)}, not numbers by name")
         sent = line(name)
-        named[sent] = finite_number(value, f"the {kind} {sent!r}")
+        named[sent] = check_finite_number(value, f"the {kind} {sent!r}")
         for spelling in (name, sent):
             if not 1 <= len(spelling) <= MAX_NAME:
                 raise RewardError(f"the name of a {kind} has {len(spelling)} characters, not 1 to {MAX_NAME}")

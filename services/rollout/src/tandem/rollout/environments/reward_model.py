@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
 from tandem.common.returned import line
-from tandem.config.models.model_sizes import local_folder, max_positions_in
+from tandem.config.models.model_sizes import find_max_positions, local_folder
 from tandem.config.placement import VISIBLE, VISIBLE_TO_REWARD_MODELS
 from tandem.config.schema import EnvironmentConfig as Settings
 from tandem.rollout.environments.environment import Score
@@ -47,7 +47,7 @@ class RewardModel:
         self._model: Any = _load(self._key, settings).to(self._device).eval()
         config = self._model.config
         self._pad_id: int | None = config.get_text_config().pad_token_id
-        positions = max_positions_in(config.to_dict())
+        positions = find_max_positions(config.to_dict())
         # A position beyond every conversation is padding, see `shape_of`.
         limits = (settings.max_model_len, None if positions is None else positions - 1)
         self._longest = min((limit for limit in limits if limit is not None), default=None)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.common.attention.settings import sliding_windows, unstable_rotation
+from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.attention.rows import ATTENTION_NAME
 from tandem.trainer.batching.packing import pack_row
@@ -33,7 +33,7 @@ def prepare_to_pack(model: Any, max_length: int) -> str | None:
 
 def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     config = model.config.get_text_config()
-    unstable = unstable_rotation(config, max_length)
+    unstable = find_unstable_rotation(config, max_length)
     if unstable is not None:
         return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
     other_types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
@@ -50,7 +50,7 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     else:
         untold = [
             (layer, window)
-            for layer, window in enumerate(sliding_windows(config))
+            for layer, window in enumerate(find_sliding_windows(config))
             if window is not None and window < max_length and told_windows.get(layer) != window
         ]
         if untold:

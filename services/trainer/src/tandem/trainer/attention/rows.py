@@ -36,7 +36,7 @@ def attend(
     Keys and values of a shared prompt are copied to all of its samples, so that the fast kernels for plain causal
     attention apply. Gradients of all samples add up in the prompt. `told_windows` collects the window that each layer
     gives for its sliding attention. `ends_2S` stands for a packed row on a GPU
-    (`tandem.common.attention.on_gpu.boundaries`): unlike its lengths it is an input of a compiled graph.
+    (`tandem.common.attention.on_gpu.find_boundaries`): unlike its lengths it is an input of a compiled graph.
     """
     window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
     if ends_2S is not None:

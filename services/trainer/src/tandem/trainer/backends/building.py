@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tandem.common.attention.settings import sliding_windows
+from tandem.common.attention.settings import find_sliding_windows
 from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.config.models.lora import is_adapter
@@ -225,7 +225,7 @@ class ModelBuilder:
 
         Under sequence parallelism it must, since it would make a mask for its share of the row. Raises `ConfigError`.
         """
-        if not any(sliding_windows(model.config.get_text_config())):
+        if not any(find_sliding_windows(model.config.get_text_config())):
             return
         reason = prepare_to_pack(model, self._settings.max_total_sequence_length)
         if reason is not None and self._settings.dtensor_cfg.sequence_parallel:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.common.numeric.outliers import RecentSteps
 from tandem.config import Config
-from tandem.config.models.lora import tensor_name
+from tandem.config.models.lora import make_tensor_name
 from tandem.config.schema import columns
 from tandem.trainer import exposed_weights
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep
@@ -63,7 +63,7 @@ class DTensorHeldModel(CheckpointedModel):
         built = self._builder.build(checkpoint)
         self.model, self._scorer, self.shares_prompts, self._adapters, self._place, start = built
         self.parameters: dict[str, torch.nn.Parameter] = {
-            tensor_name(name): parameter for name, parameter in self.model.named_parameters()
+            make_tensor_name(name): parameter for name, parameter in self.model.named_parameters()
         }
         self._start = None if start is None else shards_of(self.parameters, start)
         """This rank's part of the adapters that training starts from; None if the reference has none."""

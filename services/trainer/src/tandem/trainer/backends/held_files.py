@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tandem.common.errors import CheckpointError, ModelError
 from tandem.common.numeric.outliers import RecentSteps
-from tandem.config.models.lora import tensor_name
+from tandem.config.models.lora import make_tensor_name
 from tandem.config.schema import columns
 from tandem.trainer import exposed_weights
 from tandem.trainer.backends import optimizer_state
@@ -83,7 +83,7 @@ class CheckpointedModel(ABC):
         if not self.num_steps:  # no step, no state
             return {}
         state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
-        return {"state": {tensor_name(name): each for name, each in state.items()}}
+        return {"state": {make_tensor_name(name): each for name, each in state.items()}}
 
     def _load_optimizer(self, folder: Path) -> None:
         self._start_optimizer(checkpoints.agree(lambda: checkpoints.read_counts(folder, self.name)))

@@ -16,7 +16,7 @@ import torch
 from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.model_sizes import local_folder
-from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
+from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.policy import DtensorCfg
 from tandem.samples.images import towers
@@ -157,7 +157,7 @@ class ModelImageInputs:
 
 def freeze(model: Any, family: VisionFamily, settings: DtensorCfg) -> None:
     """Freeze the parts of a model that ``automodel_kwargs.freeze_config`` names."""
-    prefixes = frozen_prefixes(family, settings)
+    prefixes = list_frozen_prefixes(family, settings)
     for name, parameter in model.named_parameters():
         if name.startswith(prefixes):
             parameter.requires_grad_(False)

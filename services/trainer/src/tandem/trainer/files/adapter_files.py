@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from tandem.common.errors import CheckpointError
 from tandem.config.models import hub
-from tandem.config.models.lora import CONFIG, A, layer_of
+from tandem.config.models.lora import CONFIG, A, find_layer
 from tandem.config.schema.adapters import AdaptersConfig, LoraCfg, PeftConfig
 from tandem.trainer.exposed_weights import gather_whole
 from tandem.trainer.files.box_files import digests_of
@@ -123,7 +123,7 @@ class AdapterWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file(self._tensors, self._folder / TENSORS, metadata={"format": "pt"})
         described = self._described
-        on_hub = hub.name_in_cache(described.base)
+        on_hub = hub.find_cached_name(described.base)
         parameters = described.target_parameters
         settings_of(
             described.adapters,
@@ -171,7 +171,7 @@ def read(folder: Path, adapters: AdaptersConfig, shapes: Mapping[str, Iterable[i
     different = sorted(tensors.keys() ^ shapes.keys())
     if different:
         mismatch = "the adapters here have none" if different[0] in tensors else "the folder has none"
-        raise CheckpointError(f"{folder}: adapters of other layers: of {layer_of(different[0])} {mismatch}")
+        raise CheckpointError(f"{folder}: adapters of other layers: of {find_layer(different[0])} {mismatch}")
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise CheckpointError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem.common.errors import CheckpointError, ModelError, TandemError
 from tandem.config.models import hub
-from tandem.config.models.hf_config import load_config, model_class
+from tandem.config.models.hf_config import find_model_class, load_config
 from tandem.config.models.lora import CONFIG
 from tandem.samples import manifest
 from tandem.samples.unchanged_files import copy_generation_config
@@ -47,13 +47,13 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     import peft
     import transformers
 
-    source = hub.fetched(base, partial(print, flush=True))
+    source = hub.fetch_whole(base, partial(print, flush=True))
     transformers.utils.logging.disable_progress_bar()
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT imports names that transformers will drop
-            kind = model_class(load_config(str(source), None))
+            kind = find_model_class(load_config(str(source), None))
             model = kind.from_pretrained(source, dtype="auto", trust_remote_code=False, use_safetensors=True)
             merged = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
             merged.save_pretrained(temporary)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tandem.common.attention.on_gpu import boundaries
+from tandem.common.attention.on_gpu import find_boundaries
 from tandem.common.errors import ModelError
 from tandem.trainer.batching.masks import TokenMasks, masked_scores
 from tandem.trainer.context import inputs_of_share, sum_shares
@@ -124,7 +124,7 @@ class ModelScorer:
 
 def _ends_of(row: TokenRow) -> torch.Tensor:
     """Return the ends of a packed row's segments, as compiled attention takes them."""
-    return boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)
+    return find_boundaries(tuple((length, length) for length in row.lengths), row.token_ids_1N.device)
 
 
 class TokenScorer(ModelScorer):

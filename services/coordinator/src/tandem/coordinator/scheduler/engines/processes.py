@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from tandem.common.errors import ServiceLost
 from tandem.common.messages import ServiceKind
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.launch.restarts import within
+from tandem.launch.restarts import select_within
 
 
 class JoinedProcesses:
@@ -92,7 +92,7 @@ class CountedReplacements:
 
     def are_left(self, now: float) -> bool:
         """Tell whether one more process may be replaced."""
-        self._at = within(self._window_s, now, self._at)
+        self._at = select_within(self._window_s, now, self._at)
         return len(self._at) < self._most
 
     def count(self, now: float, name: str, doing: str, reason: str) -> None:

@@ -24,7 +24,7 @@ from tandem.common.messages import (
     TrainerBuilt,
     TransfersPlanned,
 )
-from tandem.common.worker_shards import by_shard, process_of
+from tandem.common.worker_shards import map_by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed
 from tandem.coordinator.scheduler.engines.table import EngineState, EngineStatus, EngineTable
 from tandem.coordinator.scheduler.events import Action, DispatchCommand
@@ -72,7 +72,7 @@ class TransferPlanner:
             case TrainerBuilt(layout=layout):
                 self._layouts[process] = {process: layout}
             case EngineBuilt(layouts=layouts):
-                self._take_layouts(process, by_shard(process, layouts))
+                self._take_layouts(process, map_by_shard(process, layouts))
             case TransfersPlanned() if self.plan is _NO_PLAN:
                 self.plan, self._programmed = reply, dict(self._layouts)
             case TransfersPlanned():
@@ -103,7 +103,7 @@ class TransferPlanner:
 
     def enter(self, engine: str, layouts: tuple[bytes, ...]) -> None:
         """Take the layouts of a joining engine, for which nothing is planned yet."""
-        self._layouts[engine] = by_shard(engine, layouts)
+        self._layouts[engine] = map_by_shard(engine, layouts)
 
     def extend(self, engine: str, plan: TransfersPlanned) -> bool:
         """Take a joining engine's programs from a plan for all. Return False if others would have to take part.

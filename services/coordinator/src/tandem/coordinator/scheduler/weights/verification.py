@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tandem.common.errors import CommandFailed
 from tandem.common.messages import CommitVersion, Refitted, ReportDigests, TransfersPlanned
-from tandem.common.worker_shards import by_shard, process_of
+from tandem.common.worker_shards import map_by_shard, process_of
 from tandem.coordinator.scheduler.agenda import Changed, Tracked
 from tandem.coordinator.scheduler.engines.table import EngineStatus, EngineTable
 from tandem.coordinator.scheduler.engines.transfers import SERVICE, TransferPlanner
@@ -94,7 +94,7 @@ class VersionVerification:
 
     def take_digests(self, process: str, digests: tuple[bytes, ...]) -> None:
         """Note the digests of the weights that a process holds, or that a trainer has copied."""
-        self._digests[process] = by_shard(process, digests)
+        self._digests[process] = map_by_shard(process, digests)
         self.awaited.discard(process)
         self._changed()
 

@@ -17,9 +17,9 @@ from tandem.common.process_lifetime import (
     WATCH,
     be_named_by_descendants,
     continue_stopped,
-    descendants,
     is_stopped,
-    naming_this_process,
+    list_descendants,
+    name_this_process,
 )
 from tandem.config import Config, config_to_json
 from tandem.rollout.environments.outcomes import KILLED_FROM_OUTSIDE
@@ -51,16 +51,16 @@ class GuardedProcess:
             words = [sys.executable, "-c", _MAIN.format(module=module), *map(str, descriptors), str(os.getpid())]
             # What it starts names this process; what else this process starts, such as vLLM's, does not.
             self._process = subprocess.Popen(
-                [*words, *sys.path], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=naming_this_process()
+                [*words, *sys.path], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=name_this_process()
             )
 
     def is_stopped(self) -> bool:
         """Tell whether the guardian, or anything below it, is stopped by a signal."""
-        return any(map(is_stopped, (self._process.pid, *descendants(self._process.pid))))
+        return any(map(is_stopped, (self._process.pid, *list_descendants(self._process.pid))))
 
     def child_is_stopped(self) -> bool:
         """Tell whether the guardian, or the process that it guards, is stopped by a signal."""
-        return any(map(is_stopped, (self._process.pid, *descendants(self._process.pid)[:1])))
+        return any(map(is_stopped, (self._process.pid, *list_descendants(self._process.pid)[:1])))
 
     def ask_for_ending(self) -> str:
         """Ask the guardian how the process behind it has ended."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
 
 from tandem.common.errors import CheckpointError, ModelError
-from tandem.config.models.lora import A, B, chosen
+from tandem.config.models.lora import A, B, choose_layers
 from tandem.config.schema.adapters import PeftConfig
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.geometry import LatentAttention
@@ -39,7 +39,7 @@ def layers_with_adapters(
     """
     if isinstance(model.as_text.required_geometry.attention, LatentAttention):
         raise ModelError(f"{SECTION}: adapters of latent attention are not built")
-    layers = {layer: linear[layer] for layer in chosen(list(linear), adapters, SECTION)}
+    layers = {layer: linear[layer] for layer in choose_layers(list(linear), adapters, SECTION)}
     for layer, parts in layers.items():
         if not parts:
             raise ModelError(

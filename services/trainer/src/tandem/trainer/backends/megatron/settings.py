@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from tandem.common.errors import ModelError
 from tandem.config import Config, schema
-from tandem.config.low_precision import LowPrecisionProducts, products_of
+from tandem.config.low_precision import LowPrecisionProducts, list_products
 from tandem.config.schema.columns import Model
 from tandem.refit.adapters.megatron import Megatron
 from tandem.trainer.backends.megatron.architecture import transformer_arguments
@@ -73,7 +73,7 @@ def settings_of(config: Config, model: Mapping[str, Any], num_ranks: int, name: 
     notices: list[str] = []
     section = config.settings_of(name)
     place = f"{'policy' if name == 'reference' else name}.megatron_cfg."
-    products = products_of(section.megatron_cfg)
+    products = list_products(section.megatron_cfg)
     for low_precision in products:
         has_gpu = torch.cuda.is_available()
         require_kernels(
@@ -168,7 +168,7 @@ def transformer_of(section: schema.ModelConfig, model: Mapping[str, Any], notice
     arguments |= {"bias_activation_fusion": HAS_TRANSFORMER_ENGINE, "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE}
     arguments |= {"gradient_accumulation_fusion": adds_weight_gradients()}
     arguments |= _convert_types(megatron.forwarded)
-    for products in products_of(megatron):
+    for products in list_products(megatron):
         arguments |= products.arguments
     if has_kernels():  # feed-forward layers then look at what `_layers_of` names, unless they are to fuse by themselves
         arguments["use_te_activation_func"] = not arguments["bias_activation_fusion"]

@@ -26,8 +26,8 @@ from megatron.core.utils import unwrap_model
 from tandem.common.errors import ModelError
 from tandem.config import Config
 from tandem.config.models.families import MEGATRON_VISION
-from tandem.config.models.hf_config import model_class
-from tandem.config.models.vision_families import VISION, VisionFamily, frozen_prefixes
+from tandem.config.models.hf_config import find_model_class
+from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
 from tandem.config.schema import ModelConfig
 from tandem.refit.adapters.megatron import TOWER
 from tandem.refit.adapters.vision import is_of_tower, language_config, names_in_checkpoint
@@ -204,7 +204,7 @@ def make_tower(hugging_face: Any, dtype: torch.dtype) -> torch.nn.Module:
     """
     family = VISION[hugging_face.model_type]
     with torch.device("meta"):
-        model: Any = model_class(hugging_face).from_config(hugging_face, dtype=dtype, trust_remote_code=False)
+        model: Any = find_model_class(hugging_face).from_config(hugging_face, dtype=dtype, trust_remote_code=False)
     inner = model.model
     for name, child in list(inner.named_children()):
         if f"model.{name}." == family.language_prefix:
@@ -234,7 +234,7 @@ class MegatronImageInputs:
 
     def freeze(self, chunk: Any) -> None:
         """Freeze the parts of a chunk that ``freeze_config`` names. An output layer of its own is in neither."""
-        prefixes = frozen_prefixes(self._family, self._section.dtensor_cfg)
+        prefixes = list_frozen_prefixes(self._family, self._section.dtensor_cfg)
         for name, parameter in chunk.named_parameters():
             part_name = name.removeprefix(f"{TOWER}.")
             if part_name == name and not (
