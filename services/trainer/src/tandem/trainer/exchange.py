@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,13 +33,10 @@ from tandem.config.schema.columns import SCORING_SECONDS, ColumnDeclaration, Mod
 from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding, data_parallel_ranks, scoring_trainers
 from tandem.trainer.backend import ModelReplicas, TrainerBackend
-from tandem.trainer.batching.shard import BatchShard
+from tandem.trainer.batching.shard import BatchShard, RankBatch
 from tandem.trainer.micro_batches import Columns
 from tandem.trainer.rank_time import timed
 from tandem.trainer.scorers.columns import Filled
-
-if TYPE_CHECKING:
-    from tandem.trainer.step import TrainingStep
 
 
 def meet(config: Config, index: int, store: Store, address: str, timeout_s: float) -> RankExchange | None:
@@ -138,7 +135,7 @@ class BatchExchange:
         return {model: by_sizes[replicas(model).sizes] for model in (first, *other_models)}
 
     def gathered(
-        self, step: TrainingStep, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
+        self, batch: RankBatch, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
     ) -> Filled:
         """Return the columns with models' scores, all for the tokens of this process's first model. Collective.
 
@@ -148,15 +145,15 @@ class BatchExchange:
         for column, values_T in columns.items():
             assert column.model is not None, "nothing else is filled yet"
             with timed(seconds, SCORING_SECONDS[column.model]):
-                gathered_columns[column] = moved(values_T, step.shards[column.model], step.shard)
+                gathered_columns[column] = moved(values_T, batch.shards[column.model], batch.shard)
         for model in self._elsewhere:
-            model_columns = [column for column in step.read if column.model == model]
+            model_columns = [column for column in batch.read if column.model == model]
             with timed(seconds, SCORING_SECONDS[model]):
-                gathered_columns |= self._columns(model, "policy", model_columns, gathered_columns, step.shard)
+                gathered_columns |= self._columns(model, "policy", model_columns, gathered_columns, batch.shard)
         return gathered_columns
 
     def handed_out(
-        self, step: TrainingStep, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
+        self, batch: RankBatch, columns: Mapping[ColumnDeclaration, NDArray[Any]], seconds: dict[str, float]
     ) -> dict[Model, Columns]:
         """Return the loss inputs of each trained model held here, for the tokens of its shard. Collective."""
         config, all_columns = self._config, {**columns}
@@ -166,13 +163,15 @@ class BatchExchange:
             if model in trains:
                 assert config.largest_logprob_error is None, "a run that leaves sequences out trains the policy alone"
                 all_columns |= self._columns(
-                    "policy", model, config.columns_of(step.num_steps, model), all_columns, step.shard
+                    "policy", model, config.columns_of(batch.num_steps, model), all_columns, batch.shard
                 )
         for model in trains:
-            if model in step.shards:
-                read = config.columns_of(step.num_steps, model)
+            if model in batch.shards:
+                read = config.columns_of(batch.num_steps, model)
                 with timed(seconds, f"{model}_training"):
-                    by_model[model] = {each: moved(all_columns[each], step.shard, step.shards[model]) for each in read}
+                    by_model[model] = {
+                        each: moved(all_columns[each], batch.shard, batch.shards[model]) for each in read
+                    }
         return by_model
 
     def _divided_again(

@@ -5,33 +5,29 @@ Shapes: ``S`` sequences of a batch, ``T`` tokens of a rank's shard of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tandem.samples.batch import Float32s, SampleBatch
-
-if TYPE_CHECKING:
-    from tandem.trainer.step import TrainingStep
+from tandem.trainer.batching.shard import RankBatch
 
 _LARGEST = 600.0
 """The largest difference of log-probabilities. Beyond it the error would not be finite, and exceeds any threshold."""
 
 
-def leave_out(step: TrainingStep, threshold: float, policy_T: Float32s) -> None:
+def leave_out(batch: RankBatch, threshold: float, policy_T: Float32s) -> None:
     """Mask the sequences on which training and generation differ by more than the threshold. Collective.
 
     `policy_T` are the log-probabilities of the shard's tokens under the policy.
     """
-    shard, table = step.shards["policy"], step.table
+    shard, table = batch.shards["policy"], batch.table
     errors_S = torch.zeros(len(table), dtype=torch.float64)
     errors_S[torch.from_numpy(shard.rows)] = torch.from_numpy(mult_prob_errors(shard.samples, policy_T))
-    errors = step.backend.sum_over_ranks(errors_S).cpu().numpy()
+    errors = batch.backend.sum_over_ranks(errors_S).cpu().numpy()
     kept_S, metrics = select_sequences(errors, table.num_valid_S, table.rewards_S, threshold)
-    step.metrics |= metrics
-    step.keep(kept_S)
+    batch.metrics |= metrics
+    batch.keep(kept_S)
 
 
 def mult_prob_errors(batch: SampleBatch, policy_T: Float32s) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +22,11 @@ from tandem.common.returned import line
 from tandem.config.schema.columns import Model
 from tandem.samples.batch import Float32s, SampleBatch
 from tandem.samples.batch_sharding import EMPTY_ROW
+from tandem.trainer.batching.shard import RankBatch
 from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.scorers.columns import scored_by
 from tandem.trainer.scores import Scores
-
-if TYPE_CHECKING:
-    from tandem.trainer.step import TrainingStep
 
 BY_LOGPROBS, BY_LOSS = "groups_set_aside/logprobs", "groups_set_aside/loss"
 OUTLIERS = "groups_set_aside/outliers"
@@ -160,7 +158,7 @@ def finite_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], tupl
     )
 
 
-def set_aside_by_loss(step: TrainingStep, rows: Sequence[int], columns: Columns, model: Model) -> bool:
+def set_aside_by_loss(batch: RankBatch, rows: Sequence[int], columns: Columns, model: Model) -> bool:
     """Set aside the groups of these sequences that make a model's loss not finite; tell whether others remain.
 
     `columns` are the loss inputs of that model.
@@ -168,65 +166,65 @@ def set_aside_by_loss(step: TrainingStep, rows: Sequence[int], columns: Columns,
     Nothing changes without groups, if none is found, or if no other is left, since the cause is not a sample then.
     Collective.
     """
-    if not step.config.declaration.rolls_out:
+    if not batch.config.declaration.rolls_out:
         return False
-    loss = make_loss(step.config, step.counts(rows), step.backend.device, model)
-    found_S = torch.zeros(len(step.table), dtype=torch.float64)
-    shard = step.shards[model]
-    for micro_batch, scores in scored_by(step, model, columns=columns):
+    loss = make_loss(batch.config, batch.counts(rows), batch.backend.device, model)
+    found_S = torch.zeros(len(batch.table), dtype=torch.float64)
+    shard = batch.shards[model]
+    for micro_batch, scores in scored_by(batch, model, columns=columns):
         for place in not_finite(loss, micro_batch, scores):
             found_S[shard.rows[place]] = 1
     wild_S = shard.replicas.sum(found_S).cpu().numpy() > 0
-    in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (step.table.num_valid_S > 0)
-    kept_S = ~of_groups(wild_S & in_step_S, step.table)
+    in_step_S = np.isin(np.arange(len(wild_S)), list(rows)) & (batch.table.num_valid_S > 0)
+    kept_S = ~of_groups(wild_S & in_step_S, batch.table)
     if kept_S.all() or not (kept_S & in_step_S).any():
         return False
-    first = sample_named(step.table, int((wild_S & in_step_S).argmax()))
-    aside = set_aside_note(kept_S, step.table)
+    first = sample_named(batch.table, int((wild_S & in_step_S).argmax()))
+    aside = set_aside_note(kept_S, batch.table)
     of_model = "" if model == "policy" else f" of the {model} model"
-    step.notes.append(f"{first} has a loss or gradient{of_model} that is no finite number: {aside}")
-    step.metrics[BY_LOSS] = step.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, step.table)
-    step.keep(kept_S)
+    batch.notes.append(f"{first} has a loss or gradient{of_model} that is no finite number: {aside}")
+    batch.metrics[BY_LOSS] = batch.metrics.get(BY_LOSS, 0.0) + num_groups(kept_S, batch.table)
+    batch.keep(kept_S)
     return True
 
 
-def name_outlier(step: TrainingStep, rows: Sequence[int], columns: Columns, model: Model, excess: str) -> None:
+def name_outlier(batch: RankBatch, rows: Sequence[int], columns: Columns, model: Model, excess: str) -> None:
     """Note the sample that makes a model's loss or gradient out of all proportion, as `excess` says.
 
     With ``set_aside_outliers``, set aside the groups of samples that do so, if others remain. The sizes are those of
     the loss's gradient by the scores of each sequence's tokens: by parameters, each would take a pass of its own.
     Collective.
     """
-    squares_S = _gradient_squares(step, columns, model)
+    squares_S = _gradient_squares(batch, columns, model)
     squares_S[~np.isin(np.arange(len(squares_S)), list(rows))] = 0.0
     first, total = int(squares_S.argmax()), squares_S.sum()
     of_model = "" if model == "policy" else f" of the {model} model"
     share = f"has {squares_S[first] / (total or 1.0):.0%} of it, by the loss's gradient in tokens"
-    if not step.config.declaration.rolls_out:
-        step.notes.append(f"{excess}{of_model}; sequence {first + 1} of the step's {len(squares_S)} {share}")
+    if not batch.config.declaration.rolls_out:
+        batch.notes.append(f"{excess}{of_model}; sequence {first + 1} of the step's {len(squares_S)} {share}")
         return
-    note = f"{excess}{of_model}; {sample_named(step.table, first)} {share}"
-    if not step.config.rollout_section.set_aside_outliers:
-        step.notes.append(f"{note} ({step.config.algorithm}.set_aside_outliers sets such groups aside)")
+    note = f"{excess}{of_model}; {sample_named(batch.table, first)} {share}"
+    if not batch.config.rollout_section.set_aside_outliers:
+        batch.notes.append(f"{note} ({batch.config.algorithm}.set_aside_outliers sets such groups aside)")
         return
     wild_S = find_outliers(np.sqrt(squares_S))
     wild_S[first] |= bool(squares_S[first] > total / 2)
-    kept_S = ~of_groups(wild_S, step.table) if wild_S.any() else np.ones_like(wild_S)
+    kept_S = ~of_groups(wild_S, batch.table) if wild_S.any() else np.ones_like(wild_S)
     if kept_S.all() or not (kept_S & (squares_S > 0)).any():
-        step.notes.append(f"{note}: no group stands out, so that none is set aside")
+        batch.notes.append(f"{note}: no group stands out, so that none is set aside")
         return
-    step.notes.append(f"{note}: {set_aside_note(kept_S, step.table)}")
-    step.metrics[OUTLIERS] = step.metrics.get(OUTLIERS, 0.0) + num_groups(kept_S, step.table)
-    step.keep(kept_S)
+    batch.notes.append(f"{note}: {set_aside_note(kept_S, batch.table)}")
+    batch.metrics[OUTLIERS] = batch.metrics.get(OUTLIERS, 0.0) + num_groups(kept_S, batch.table)
+    batch.keep(kept_S)
 
 
-def _gradient_squares(step: TrainingStep, columns: Columns, model: Model) -> NDArray[np.float64]:
+def _gradient_squares(batch: RankBatch, columns: Columns, model: Model) -> NDArray[np.float64]:
     """Return the squared norm of the loss's gradient in each sequence of the whole batch. Collective."""
-    squares_S = torch.zeros(len(step.table), dtype=torch.float64)
-    shard = step.shards[model]
-    every = [row for rows in step.global_batches for row in rows]
-    loss = make_loss(step.config, step.counts(every), step.backend.device, model)
-    for micro_batch, scores in scored_by(step, model, columns=columns):
+    squares_S = torch.zeros(len(batch.table), dtype=torch.float64)
+    shard = batch.shards[model]
+    every = [row for rows in batch.global_batches for row in rows]
+    loss = make_loss(batch.config, batch.counts(every), batch.backend.device, model)
+    for micro_batch, scores in scored_by(batch, model, columns=columns):
         _, squares_B = gradient_squares(loss, micro_batch, scores)
         for place, square in zip(micro_batch.rows, squares_B.tolist(), strict=True):
             if place != EMPTY_ROW:

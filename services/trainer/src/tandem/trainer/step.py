@@ -19,23 +19,18 @@ from operator import itemgetter
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tandem.common.dotted import named
 from tandem.common.errors import NotFiniteError, OutlierError
 from tandem.config import Config
 from tandem.config.schema.columns import ALWAYS_TIMED, SCORING_SECONDS, Model, Source
-from tandem.samples.batch import MASKS, Float32s, SampleBatch
-from tandem.samples.batch_sharding import batches_of_samples
-from tandem.samples.routed_experts import replayed_experts
-from tandem.samples.sampling_masks import masks_of_run
+from tandem.samples.batch import Float32s, SampleBatch
 from tandem.trainer.advantages import AdvantageEstimator, ScoredShard
 from tandem.trainer.backend import LossOfMicroBatch, OptimizerStep, TrainerBackend
-from tandem.trainer.batching.images import image_settings
-from tandem.trainer.batching.shard import BatchShard, unpad_into
+from tandem.trainer.batching.shard import RankBatch, unpad_into
 from tandem.trainer.exchange import BatchExchange, RankExchange
 from tandem.trainer.logprob_errors import leave_out
-from tandem.trainer.losses import Counts, Loss, make_loss
+from tandem.trainer.losses import Loss, make_loss
 from tandem.trainer.losses.custom import blamed
 from tandem.trainer.micro_batches import Columns, MicroBatch
 from tandem.trainer.rank_time import timed
@@ -129,11 +124,8 @@ def train(
     )
 
 
-class TrainingStep:
-    """One batch on this rank: the shard of each model, the loss inputs, and the optimizer steps.
-
-    Rows refer to the whole batch's table.
-    """
+class TrainingStep(RankBatch):
+    """The training on a batch of this rank: the filling of the loss inputs, and the optimizer steps."""
 
     def __init__(
         self,
@@ -144,60 +136,16 @@ class TrainingStep:
         exchange: RankExchange | None = None,
     ) -> None:
         """Take the table of a batch, and the sequences that it assigns to this rank. Collective."""
-        self.backend = backend
-        self.config = config
-        self.table = table
         self._exchange: BatchExchange | None = None
         samples_of_models = dict.fromkeys(config.holds, (table, samples))
         if exchange is not None or not backend.divides_alike:
             self._exchange = BatchExchange(exchange, backend, table, config)
             samples_of_models = self._exchange.divided(samples)
-        self.shards: dict[Model, BatchShard] = {}
-        """The shard of each model that this rank holds, the policy's first."""
-        for model, (model_table, model_samples) in samples_of_models.items():
-            settings = config.settings_of(model)
-            self.shards[model] = BatchShard(
-                settings,
-                model_table,
-                model_samples,
-                backend.replicas(model),
-                shares_prompts=settings.share_prompts and backend.shares_prompts,
-                unit=config.sequences_per_sample,
-                experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
-                image_settings=image_settings(config) if "num_images_S" in samples.columns else None,
-                mask_format=masks_of_run(config, model) if MASKS[0] in model_samples.columns else None,
-            )
-        self.shard = next(iter(self.shards.values()))
-        """The policy's shard on this rank, or without the policy, that of its only model."""
+        super().__init__(backend, config, table, samples_of_models, has_images="num_images_S" in samples.columns)
         self.policy_logprobs_T: Float32s | None = None
         """Log-probabilities of the shard's tokens under the policy; None unless a separate pass has computed them."""
         self._whole_logprobs_T: Float32s | None = None
         """The same without sampling masks, where advantages compare them with another model's."""
-        self.metrics: dict[str, float] = {}
-        """Metrics from the filling of columns."""
-        self.notes: list[str] = []
-        """The groups that were set aside, with the reason."""
-        size = config.policy.train_global_batch_size * config.sequences_per_sample
-        self.global_batches = batches_of_samples(table.branch_S, size)
-        self.num_steps = config.num_passes * len(self.global_batches)
-        """Optimizer steps of each model in this step."""
-        self.read = config.all_columns(self.num_steps)
-        """The columns that the losses of all models read in this step."""
-
-    def counts(self, rows: Sequence[int]) -> Counts:
-        """Return the divisors of means over these sequences on all ranks."""
-        counted = self.table.num_valid_S[list(rows)]
-        positive = int(counted[self.table.rewards_S[list(rows)] > 0].sum())
-        return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
-
-    def numbers(self, batches: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Return the metrics that count these global batches."""
-        num_tokens = num_samples = 0
-        for rows in batches:
-            counts = self.counts(rows)
-            num_tokens += counts.tokens
-            num_samples += counts.sequences // self.config.sequences_per_sample
-        return {"num_valid_tokens": float(num_tokens), "num_valid_samples": float(num_samples)}
 
     def filled(self, seconds: dict[str, float], size: int | None = None) -> dict[Model, Columns]:
         """Return the loss inputs of each trained model, for the tokens of its shard. Collective.
@@ -243,13 +191,6 @@ class TrainingStep:
             if column not in columns and column not in new_columns:
                 new_columns[column] = batch.of_tokens(column.name)
         return new_columns
-
-    def keep(self, kept_S: NDArray[np.bool_]) -> None:
-        """Mask the sequences of the batch that are not kept."""
-        num_valid_S = self.table.num_valid_S
-        self.table = self.table.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
-        for shard in self.shards.values():
-            shard.samples = shard.samples.keeping(kept_S[shard.rows])
 
     def optimized(
         self, rows: Sequence[int], columns: Columns, model: Model, scored: list[LogprobsOfRows] | None = None

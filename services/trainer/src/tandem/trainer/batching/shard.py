@@ -1,4 +1,4 @@
-"""The shard of a batch: a replica's sequences, divided into micro-batches and padded to one width.
+"""The shards of a batch on a rank: sequences divided into micro-batches and padded to one width.
 
 The division is a pure function of the batch's table and the configuration, so that every rank knows the number of
 micro-batches of the others.
@@ -10,7 +10,7 @@ micro-batch ``B`` rows and ``T`` padded positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,17 +18,20 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from tandem.config import Config
 from tandem.config.schema import DynamicBatching, ModelConfig, SequencePacking
-from tandem.samples.batch import SampleBatch
-from tandem.samples.batch_sharding import EMPTY_ROW, Ints, group_by_prompt
+from tandem.config.schema.columns import Model
+from tandem.samples.batch import MASKS, SampleBatch
+from tandem.samples.batch_sharding import EMPTY_ROW, Ints, batches_of_samples, group_by_prompt
 from tandem.samples.images.families import ImageSettings
-from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts
-from tandem.samples.sampling_masks import MaskFormat
-from tandem.trainer.backend import ModelReplicas
-from tandem.trainer.batching.images import row_images
+from tandem.samples.routed_experts import COLUMN, FILL, RoutedExperts, replayed_experts
+from tandem.samples.sampling_masks import MaskFormat, masks_of_run
+from tandem.trainer.backend import ModelReplicas, TrainerBackend
+from tandem.trainer.batching.images import image_settings, row_images
 from tandem.trainer.batching.masks import masks_on
 from tandem.trainer.batching.packing import pack_row, packed_groups, padded_groups
 from tandem.trainer.batching.shared_prompts import shared_row
+from tandem.trainer.losses import Counts
 from tandem.trainer.micro_batches import Columns, Groups, MicroBatch, move_to_device
 
 
@@ -163,6 +166,76 @@ class BatchShard:
         if unit == EMPTY_ROW:
             return [EMPTY_ROW] * self._unit
         return range(unit * self._unit, (unit + 1) * self._unit)
+
+
+class RankBatch:
+    """A batch on this rank: its table, the shard of each model, and what a step notes of it.
+
+    Rows refer to the whole batch's table.
+    """
+
+    def __init__(
+        self,
+        backend: TrainerBackend,
+        config: Config,
+        table: SampleBatch,
+        samples_of_models: Mapping[Model, tuple[SampleBatch, SampleBatch]],
+        *,
+        has_images: bool,
+    ) -> None:
+        """Take the table of a batch, and for each model held here a table and its sequences, the policy's first."""
+        self.backend = backend
+        self.config = config
+        self.table = table
+        self.shards: dict[Model, BatchShard] = {}
+        """The shard of each model that this rank holds, the policy's first."""
+        for model, (model_table, model_samples) in samples_of_models.items():
+            settings = config.settings_of(model)
+            self.shards[model] = BatchShard(
+                settings,
+                model_table,
+                model_samples,
+                backend.replicas(model),
+                shares_prompts=settings.share_prompts and backend.shares_prompts,
+                unit=config.sequences_per_sample,
+                experts=replayed_experts(config, model) if config.policy.router_replay.enabled else None,
+                image_settings=image_settings(config) if has_images else None,
+                mask_format=masks_of_run(config, model) if MASKS[0] in model_samples.columns else None,
+            )
+        self.shard = next(iter(self.shards.values()))
+        """The policy's shard on this rank, or without the policy, that of its only model."""
+        self.metrics: dict[str, float] = {}
+        """Metrics from the filling of columns."""
+        self.notes: list[str] = []
+        """The groups that were set aside, with the reason."""
+        size = config.policy.train_global_batch_size * config.sequences_per_sample
+        self.global_batches = batches_of_samples(table.branch_S, size)
+        self.num_steps = config.num_passes * len(self.global_batches)
+        """Optimizer steps of each model in this step."""
+        self.read = config.all_columns(self.num_steps)
+        """The columns that the losses of all models read in this step."""
+
+    def counts(self, rows: Sequence[int]) -> Counts:
+        """Return the divisors of means over these sequences on all ranks."""
+        counted = self.table.num_valid_S[list(rows)]
+        positive = int(counted[self.table.rewards_S[list(rows)] > 0].sum())
+        return Counts(tokens=int(counted.sum()), sequences=int((counted > 0).sum()), positive_tokens=positive)
+
+    def numbers(self, batches: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Return the metrics that count these global batches."""
+        num_tokens = num_samples = 0
+        for rows in batches:
+            counts = self.counts(rows)
+            num_tokens += counts.tokens
+            num_samples += counts.sequences // self.config.sequences_per_sample
+        return {"num_valid_tokens": float(num_tokens), "num_valid_samples": float(num_samples)}
+
+    def keep(self, kept_S: NDArray[np.bool_]) -> None:
+        """Mask the sequences of the batch that are not kept."""
+        num_valid_S = self.table.num_valid_S
+        self.table = self.table.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
+        for shard in self.shards.values():
+            shard.samples = shard.samples.keeping(kept_S[shard.rows])
 
 
 def micro_batches_of(
