@@ -346,8 +346,6 @@ def _wrong_images(group: PromptGroup, image_token_id: int | None) -> str | None:
         return "the model does not see" if group.images else None
     num_present = group.prompt_ids.count(image_token_id)
     num_needed = sum(image.num_tokens for image in group.images or ())
-    return (
-        f"the prompt has {num_present} image tokens, its images need {num_needed}"
-        if num_present != num_needed
-        else None
-    )
+    if num_present == num_needed:
+        return None
+    return f"the prompt has {num_present} image tokens, its images need {num_needed}"

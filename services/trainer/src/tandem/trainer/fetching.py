@@ -322,9 +322,8 @@ def _differing_prompts(samples: SampleBatch) -> dict[int, str]:
     starts = samples.offsets()
     prompts: dict[int, bytes] = {}
     differing = {}
-    for place, (prompt, length) in enumerate(
-        zip(samples.prompt_S.tolist(), samples.prompt_lengths_S.tolist(), strict=True)
-    ):
+    numbers_lengths = zip(samples.prompt_S.tolist(), samples.prompt_lengths_S.tolist(), strict=True)
+    for place, (prompt, length) in enumerate(numbers_lengths):
         token_ids = samples.token_ids_T[starts[place] : starts[place] + length].tobytes()
         if prompt != NO_PROMPT and prompts.setdefault(prompt, token_ids) != token_ids:
             differing[place] = "the prompt of a sample is not that of its group"

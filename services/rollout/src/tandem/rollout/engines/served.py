@@ -149,7 +149,7 @@ class ServedForward:
     ) -> torch.Tensor:
         num_prompt = len(request.prompt_ids) - request.num_made
         prompt_ids = [*request.prompt_ids[:num_prompt]]
-        made_ids = [*request.prompt_ids[num_prompt:], *self._slots.read_new_tokens(row, 0).token_ids_T.tolist()]
+        made_ids = [*request.prompt_ids[num_prompt:], *self._slots.read_tokens(row, 0).token_ids_T.tolist()]
         if sampling.has_penalties:
             logits_V = penalised(logits_V, sampling, prompt_ids, made_ids)
         if sampling.grammar is not None:

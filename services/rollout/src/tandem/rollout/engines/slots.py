@@ -121,7 +121,7 @@ class EngineSlots:
         assert len(tokens_T) == self.length_S[slot]
         return tokens_T
 
-    def read_new_tokens(self, slot: int, start: int) -> NewTokens:
+    def read_tokens(self, slot: int, start: int) -> NewTokens:
         """Copy out what the slot's sequence has made from token `start` on."""
         num_new, masks = int(self.num_new_S[slot]), self.sequences[slot].masks
         return NewTokens(
@@ -140,7 +140,7 @@ class EngineSlots:
 
     def completion(self, slot: int, finish_reason: Literal["stop", "length", "abort"]) -> EngineCompletion:
         """Copy out what the slot's sequence has made."""
-        tokens, request = self.read_new_tokens(slot, 0), self.sequences[slot].request
+        tokens, request = self.read_tokens(slot, 0), self.sequences[slot].request
         routed_SLX = self.routed_experts_SLX if self._notes_experts and not request.is_external else None
         return EngineCompletion(
             request_id=request.request_id,

@@ -153,7 +153,7 @@ class TransformersEngine(RefittedEngine):
         """Return what running requests have made from these tokens on, by id."""
         numbers = [(slot, sequence.request.request_id) for slot, sequence in enumerate(self._slots.sequences)]
         new_tokens = {
-            number: self._slots.read_new_tokens(slot, starts[number]) for slot, number in numbers if number in starts
+            number: self._slots.read_tokens(slot, starts[number]) for slot, number in numbers if number in starts
         }
         return new_tokens if self._served is None else self._served.add_alternatives(new_tokens, starts)
 

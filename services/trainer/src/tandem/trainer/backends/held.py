@@ -185,10 +185,8 @@ class DTensorHeldModel(CheckpointedModel):
     def movable(self) -> list[torch.Tensor]:
         """Return this rank's tensors on its device that are only needed to train, or score with, the model."""
         parameters = () if self.name == "policy" else self.parameters.values()
-        local_parameters = [
-            exposed_weights.local_of(each) for each in parameters if each.device.type == self.device.type
-        ]
-        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *local_parameters]
+        parts = [exposed_weights.local_of(each) for each in parameters if each.device.type == self.device.type]
+        return [*(state_of(self.optimizer, self.device) if self.is_trained else ()), *parts]
 
     def reload(self) -> None:
         """Move back the offloaded tensors, which are the same as before."""

@@ -53,7 +53,7 @@ class RunningSequence(msgspec.Struct):
         """Tokens that the engine has computed: all but the newest; none before the first is made."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
-    def read_new_tokens(self, start: int) -> NewTokens:
+    def read_tokens(self, start: int) -> NewTokens:
         """Return what it has made from a token on."""
         return NewTokens(
             token_ids_T=np.array(self.token_ids[start:], np.int32),
@@ -66,7 +66,7 @@ class RunningSequence(msgspec.Struct):
         self, finish_reason: FinishReason, routed_TX: Bytes | None = None, masks: SamplingMasks | None = None
     ) -> EngineCompletion:
         """Return it as finished."""
-        tokens = self.read_new_tokens(0)
+        tokens = self.read_tokens(0)
         return EngineCompletion(
             request_id=self.request.request_id,
             token_ids_T=tokens.token_ids_T,
@@ -204,7 +204,7 @@ class VllmEngine(RefittedEngine):
     def made(self, starts: Mapping[int, int]) -> dict[int, NewTokens]:
         """Return what running requests have made from these tokens on, by id."""
         sequences = {number: sequence for number, sequence in self._sequences.items() if number in starts}
-        new_tokens = {number: sequence.read_new_tokens(starts[number]) for number, sequence in sequences.items()}
+        new_tokens = {number: sequence.read_tokens(starts[number]) for number, sequence in sequences.items()}
         masks = {
             number: sampling_masks.slice_from(starts[number])
             for number, sampling_masks in self._masks_of(sequences.values()).items()
