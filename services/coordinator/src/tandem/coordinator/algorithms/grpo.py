@@ -6,17 +6,19 @@ A step's samples become its batch in `step_batch`. The formulas are in `rewards`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
 from tandem.config import Config
-from tandem.coordinator.algorithms import teachers
+from tandem.config.schema.columns import TEACHER
 from tandem.coordinator.algorithms.extra_metrics import metrics_by_origin
 from tandem.coordinator.algorithms.places import StreamPlaces
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.algorithms.validation import described, validation_metrics
-from tandem.coordinator.algorithms.words import bad_token_ids
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import (
@@ -66,7 +68,7 @@ class GrpoAlgorithm:
         held_out = [problem for part in parts.values() for problem in part]
         check_step_size(config, len(train))
         for problem in {(problem.data.environment or "", problem.set_name): problem for problem in train}.values():
-            teachers.teacher_of(config, problem.data.environment or "", problem.set_name)
+            _find_teacher(config, problem.data.environment or "", problem.set_name)
         encoder.check_characters([*train, *held_out])
         check_answers(config, [*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
@@ -91,7 +93,7 @@ class GrpoAlgorithm:
         self.notices = tuple(filter(None, (too_long, describe_set_aside(num_aside, num_rows), repeated, capped)))
         self.validated: Sequence[SampleScored] = ()
         """The samples of the validation, in a run that only validates."""
-        self._bad_token_ids = bad_token_ids(config, tokenizer)
+        self._bad_token_ids = _find_bad_token_ids(config, tokenizer)
         generation = config.policy.generation
         self._stop_token_ids, self._stop_strings = tokenizer.stop_conditions(
             generation.stop_token_ids or (), generation.stop_strings or ()
@@ -184,7 +186,7 @@ class GrpoAlgorithm:
             self._config, step, records, prompts, lambda group: drawn[group].problem.problem_id
         )
         if self._config.has_routed_teachers:
-            batch = teachers.add_teachers(self._config, batch, drawn)
+            batch = _add_teachers(self._config, batch, drawn)
         if self._has_origins:
             samples = [record.scored for record in records]
             metrics |= metrics_by_origin("train", samples, drawn, by_environment=self._has_several)
@@ -199,3 +201,31 @@ class GrpoAlgorithm:
         if self._config.evaluates and samples:
             self.validated = samples
         return validation_metrics(self._config, self._validation, samples)
+
+
+def _find_bad_token_ids(config: Config, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the sequences of tokens that no response may contain."""
+    try:
+        words = [tokenizer.spellings(word) for word in config.policy.generation.bad_words or ()]
+    except DataError as error:
+        raise ConfigError(f"policy.generation.bad_words: {error}") from None
+    return tuple(dict.fromkeys(sequence for sequences in words for sequence in sequences))
+
+
+def _add_teachers(config: Config, batch: SampleBatch, drawn: Mapping[int, EncodedProblem]) -> SampleBatch:
+    """Return the batch with the teacher of each sequence; `drawn` are the problems by rollout group."""
+    numbers = {group: _find_teacher(config, each.environment, each.set_name) for group, each in drawn.items()}
+    teacher_S = np.array([numbers[group] for group in batch.group_S.tolist()], dtype=np.int32)
+    return batch.replace(**{f"{TEACHER}_S": teacher_S})
+
+
+def _find_teacher(config: Config, environment: str, set_name: str) -> int:
+    """Return the index of the teacher for an environment and a data set. Raises `ConfigError` if there is none."""
+    names = list(filter(None, (environment, set_name or config.data.dataset_name)))
+    number = config.teacher_of(*names)
+    if number is None:
+        raise ConfigError(
+            f"on_policy_distillation.teacher_model_by_agent_name: no teacher for {' or '.join(map(repr, names))}, "
+            "and no default"
+        )
+    return number

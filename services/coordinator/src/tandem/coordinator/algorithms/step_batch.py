@@ -12,15 +12,15 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.errors import RewardError, nearest
 from tandem.common.messages import SampleScored
 from tandem.common.numeric.outliers import find_outliers
 from tandem.common.numeric.spread import ROUNDING
 from tandem.config import Config
 from tandem.coordinator.algorithms.advantages import advantages, within
-from tandem.coordinator.algorithms.components import environment_columns, gdpo_components
 from tandem.coordinator.algorithms.decoupled_advantages import clipped, decoupled_advantages
 from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, named_metrics, turn_metrics
-from tandem.coordinator.algorithms.rewards import scaled, shaped
+from tandem.coordinator.algorithms.rewards import component_names, component_rewards, scaled, shaped
 from tandem.coordinator.algorithms.selection import (
     drop_outliers,
     dynamic_sampling,
@@ -263,3 +263,35 @@ def _split_branches(samples: _Sequences, records: Sequence[SampleRecord]) -> _Se
             for number, branch in enumerate(branches)
         ] or [(place, *sequence)]
     return _Sequences(*map(np.array, zip(*sequences, strict=True)))
+
+
+def environment_columns(config: Config, samples: Sequence[SampleScored]) -> dict[str, NDArray[np.float32]]:
+    """Return the columns of a custom loss that come from environments."""
+    columns = {}
+    for name in config.loss_fn.environment_columns:
+        column = config.loss_fn.custom_columns[name.removesuffix("_S")]
+        if not any(column.name in sample.components for sample in samples):
+            names = component_names(samples)
+            raise RewardError(
+                f"loss_fn.columns.{column.name}: environment {_environments(config)} gave no such component, but "
+                f"{', '.join(names) or 'none'}{nearest(column.name, names)}"
+            )
+        values = [sample.components.get(column.name, column.fill) for sample in samples]
+        columns[name] = np.array(values, dtype=column.dtype)
+    return columns
+
+
+def gdpo_components(config: Config, samples: Sequence[SampleScored]) -> NDArray[np.float64]:
+    """Return the components of the rewards, as many as GDPO and its weights need."""
+    names, estimator = component_names(samples), config.rollout_section.group_estimator
+    weights = None if estimator is None else estimator.reward_weights
+    provided = f"environment {_environments(config)} gave {', '.join(names) or 'none'}"
+    if len(names) < 2:
+        raise RewardError(f"grpo.adv_estimator.name: gdpo needs rewards of at least two components, {provided}")
+    if weights is not None and len(weights) != len(names):
+        raise RewardError(f"grpo.adv_estimator.reward_weights: {len(weights)} weights, but {provided}")
+    return component_rewards(samples, config.rollout_section, names)
+
+
+def _environments(config: Config) -> str:
+    return ", ".join(map(repr, config.environments))

@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from tandem.config import Config
+from tandem.config.placement import count_gpus_per_engine, find_first_gpu_of_engines
 from tandem.coordinator.observers.observer import Observer
-from tandem.coordinator.observers.places import device_of, joining_engine
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
+from tandem.coordinator.scheduler.engines.joining import JoiningStage
 from tandem.coordinator.scheduler.groups.table import GroupState
 from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.observe.lines import NUM_RECENT, seconds_left
@@ -210,3 +211,23 @@ class LiveFile(Observer):
 def _host(registry: ProcessRegistry, name: str) -> str:
     process = registry.processes.get(name)
     return "" if process is None else process.hello.host
+
+
+def device_of(config: Config, has_gpus: bool, name: str) -> str:
+    """Return the GPUs of a trainer or an engine, if there are any."""
+    first, count = int(name.rpartition("-")[2]), 1
+    if not name.startswith("trainer-"):
+        count = count_gpus_per_engine(config)
+        first = find_first_gpu_of_engines(config) + first * count
+    first %= max(1, config.cluster.gpus_per_node)
+    gpus = range(first, first + count)
+    if not (has_gpus and config.cluster.gpus_per_node and gpus):
+        return "CPU"
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
+
+
+def joining_engine(name: str, stage: JoiningStage, host: str, device: str) -> LiveEngine:
+    """Return an engine that is joining the run."""
+    return LiveEngine(
+        name=name, status=stage.value, version=-1, outstanding_tokens=0, in_flight=0, host=host, device=device
+    )

@@ -8,17 +8,44 @@ up and says so in a line of news. Nor does a mistake in an observer: `ObserverGr
 from __future__ import annotations
 
 import contextlib
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.common.messages import AnyCommand, Failed, Reply
-from tandem.coordinator.observers.failures import ObserverFailures
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import Event
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 
 if TYPE_CHECKING:  # commands that start nothing read of a run whether it has ended
     from tandem.coordinator.processes.registry import ProcessRegistry
+
+
+class ObserverFailures:
+    """The exceptions of a run's observers."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """Exceptions, by observer and method."""
+        self.lines: list[str] = []
+        """Lines about exceptions that were not taken yet."""
+
+    def note(self, method: Callable[..., Any], error: Exception) -> None:
+        """Count an exception, and keep a line about it: of the first, the tenth, the hundredth, ... of a method."""
+        name = method.__qualname__
+        self.counts[name] += 1
+        count = self.counts[name]
+        if str(count).strip("0") == "1":
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            times = "" if count == 1 else f", {count} times so far"
+            self.lines.append(
+                f"warning: the observer {name} has failed ({text}, at {place}){times}: the run goes on without what it "
+                "would have shown; please report this"
+            )
 
 
 class Observer:

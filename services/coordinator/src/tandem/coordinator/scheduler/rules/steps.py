@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch
+from tandem.coordinator.scheduler.events import Action, CommitStep, DispatchBatch, StepValidated
 from tandem.coordinator.scheduler.phases import RunPhase
-from tandem.coordinator.scheduler.rules import dynamic_sampling, generation, idleness, missing_samples, validation
+from tandem.coordinator.scheduler.rules import dynamic_sampling, generation, idleness, missing_samples
 from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
 
@@ -68,7 +68,7 @@ def validate(tables: SchedulerTables) -> list[Action] | None:
             commands = {rank: tables.open(rank, RunPhase.VALIDATING) for rank in tables.processes.of_kind["trainer"]}
             return [DispatchBatch(step=tables.step, purpose="validate", commands=commands)]
         return generation.draw_groups(tables, "validate", progress.number, tables.spec.num_validation_groups)
-    return validation.end(tables)
+    return _end_validation(tables)
 
 
 def _is_validation_due(tables: SchedulerTables) -> bool:
@@ -107,3 +107,32 @@ def advance(tables: SchedulerTables) -> list[Action] | None:
     tables.steps.begin(tables.step + 1)
     tables.watch.begin_step(tables.requests.now)
     return []
+
+
+def _end_validation(tables: SchedulerTables) -> list[Action] | None:
+    """Note that the step is validated, once its groups, or its batch, are evaluated."""
+    if not _is_evaluated(tables):
+        return None
+    actions: list[Action] = []
+    if tables.spec.has_engines:
+        tables.groups.take(tables.step, "validate")
+        actions = _record_validation(tables)
+    tables.progress.state = StepState.VALIDATED
+    return actions
+
+
+def _is_evaluated(tables: SchedulerTables) -> bool:
+    if not tables.spec.has_engines:
+        return not tables.requests.num_for(RunPhase.VALIDATING)
+    of_step = tables.groups.of_step(tables.step, "validate")
+    assert of_step is not None, "drawn when validation began"
+    return generation.is_complete(tables, of_step)
+
+
+def _record_validation(tables: SchedulerTables) -> list[Action]:
+    """Log the samples that the step was validated by."""
+    of_step = tables.groups.of_step(tables.step, "validate")
+    records = () if of_step is None else tuple(of_step.records())
+    if not tables.recording.begin(tables.step, "validate", {record.rollout for record in records}):
+        return []
+    return [StepValidated(step=tables.step, records=records)]
