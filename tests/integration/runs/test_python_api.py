@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -286,3 +290,48 @@ tandem.train(config(), rewards=waits, dataset=ROWS, overrides={"env.python_rewar
     assert len(below) >= 5, names
     assert all_gone(below, 20.0) == []
     assert os.path.exists("run/journal.sqlite")
+
+
+def test_a_program_that_is_stopped_for_longer_than_heartbeats_may_be_ends_its_run_which_says_so(
+    trained: tuple[Run, list[tandem.StepRecord]],
+) -> None:
+    """It was stopped for a moment before, and the run that is resumed ends with the weights of one without stops."""
+    body = """
+import time
+from pathlib import Path
+from tests.harness.runs.python_api_harness import digits, right
+def held(prompt, response):
+    print("held", flush=True)
+    while Path("hold").exists():
+        time.sleep(0.02)
+    return digits(prompt, response)
+settings = {"resume": Path("run").exists(), "overrides": {"env.python_rewards.timeout_s": 1000}}
+settings["overrides"]["cluster.deadlines.generate_s"] = 1000
+try:
+    tandem.train(config(), rewards=[held, right], reward_weights=[1, 2], dataset=ROWS, **settings).wait()
+except tandem.TandemError as error:
+    print(f"raised {error}", flush=True)
+"""
+    Path("hold").touch()
+    with subprocess.Popen(program(body), stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        services = [each for each in below if each.ppid() != process.pid]  # without the child that it has to reap
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        process.send_signal(signal.SIGCONT)
+        assert {*all_gone(services, 12.0)} == {*services}, "the run waits for the function: there are signs of life"
+        process.send_signal(signal.SIGSTOP)
+        assert all_gone(services, 60.0) == [], "nothing waits for it"
+        process.send_signal(signal.SIGCONT)
+        *_, raised = process.stdout.read().splitlines()
+    silent = r"the program that called tandem\.train\(\), .* has been silent for \d\d s: it is stopped"
+    assert re.search(silent, raised), raised
+    assert re.search(silent, Path("run/logs/console.log").read_text())
+    Path("hold").unlink()
+    ended = subprocess.run(program(body), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "run: finished"
+    assert weights_of(Path("run/checkpoints/step_3")) == weights_of(trained[0].folder / "checkpoints" / "step_3")
