@@ -18,7 +18,7 @@ from tandem.coordinator.data import worked
 from tandem.rollout.environments import Score, Turn, make_environment
 from tandem.rollout.environments.calculator import calculate
 from tandem.samples.data_sets import load_problems
-from tandem.samples.data_sets.sliding_puzzle import MOVES, render, shuffled, slide, solved
+from tandem.samples.data_sets.sliding_puzzle import MOVES, make_shuffled, make_solved, render, slide
 
 RIGHT, WRONG = Score(1.0, True), Score(0.0, False)
 
@@ -122,15 +122,15 @@ def test_tiles_slide_into_the_gap() -> None:
         "left": "123\n45_\n786",
         "right": "123\n_45\n786",
     }
-    assert slide(solved(3), 3, "up") is None
-    assert slide(solved(3), 3, "left") is None
-    assert render(solved(4), 4).splitlines()[-1] == "13 14 15  _"
+    assert slide(make_solved(3), 3, "up") is None
+    assert slide(make_solved(3), 3, "left") is None
+    assert render(make_solved(4), 4).splitlines()[-1] == "13 14 15  _"
 
 
 @pytest.mark.parametrize(("size", "num_moves"), [(2, 3), (3, 9), (5, 30)])
 def test_a_shuffle_comes_with_the_way_back(size: int, num_moves: int) -> None:
     for seed in range(20):
-        board, moves = shuffled(random.Random(seed), size, num_moves)
+        board, moves = make_shuffled(random.Random(seed), size, num_moves)
         assert len(moves) == num_moves
         assert sorted(board) == list(range(size * size))
         boards = [board]
@@ -138,7 +138,7 @@ def test_a_shuffle_comes_with_the_way_back(size: int, num_moves: int) -> None:
             after = slide(boards[-1], size, move)
             assert after is not None
             boards.append(after)
-        assert boards[-1] == solved(size)
+        assert boards[-1] == make_solved(size)
         assert all(a != c for a, c in zip(boards, boards[2:], strict=False)), "no move undoes the one before"
 
 
@@ -148,7 +148,7 @@ def test_puzzles_are_seeded_distinct_and_held_out() -> None:
     assert (len(problems.train), len(problems.validation)) == (40, 10)
     questions = [problem.question for problem in (*problems.train, *problems.validation)]
     assert len(set(questions)) == 50
-    assert render(solved(3), 3) not in questions
+    assert render(make_solved(3), 3) not in questions
     others = load_problems(puzzle_config(seed=2))
     assert [p.question for p in others.train] != [p.question for p in problems.train]
     # A board that one run is validated on is trained on by no other, whatever its seed.

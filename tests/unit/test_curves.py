@@ -13,7 +13,7 @@ from page_harness import commit, make_run
 
 from tandem.observe.page import series, steps
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.series import RunCurves, bucketed
+from tandem.observe.page.series import RunCurves, make_buckets
 from tandem.observe.page.steps import PageSteps
 from tandem.observe.run_folder.curves_file import CurvesFile
 from tandem.observe.run_folder.curves_table import CURVES_NAME, read_curves
@@ -164,7 +164,7 @@ def test_buckets_are_what_numpy_says(points: int, every: int) -> None:
     values = random.normal(size=1000)
     values[random.choice(1000, 300, replace=False)] = math.nan
     values[200:260] = math.nan
-    found = bucketed(steps, values, points)
+    found = make_buckets(steps, values, points)
     assert len(found.step) <= points
     widths = [2**power for power in range(20) if len({*(steps // 2**power).tolist()}) == len(found.step)]
     width = next(w for w in widths if int(steps[-1]) // w - int(steps[0]) // w + 1 <= points)
@@ -184,11 +184,11 @@ def test_buckets_are_what_numpy_says(points: int, every: int) -> None:
 
 def test_as_many_points_as_asked_for_are_left_as_they_are() -> None:
     steps, values = np.arange(1, 101), np.linspace(0, 1, 100)
-    assert bucketed(steps, values, 100).step == steps.tolist()
-    assert bucketed(steps, values, 100).mean == values.tolist()
+    assert make_buckets(steps, values, 100).step == steps.tolist()
+    assert make_buckets(steps, values, 100).mean == values.tolist()
 
 
 def test_what_comes_later_changes_the_last_bucket_only() -> None:
     steps, values = np.arange(1, 1001), np.sin(np.arange(1000))
-    before, after = bucketed(steps[:990], values[:990], 200), bucketed(steps, values, 200)
+    before, after = make_buckets(steps[:990], values[:990], 200), make_buckets(steps, values, 200)
     assert before.mean[:-1] == after.mean[: len(before.mean) - 1]

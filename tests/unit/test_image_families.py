@@ -17,8 +17,8 @@ from tandem.config.models.vision_families import VISION, find_vision_family
 from tandem.samples.images.families import (
     ImageSettings,
     check_tokenizer,
-    collapsed,
-    expanded,
+    collapse,
+    expand,
     expansion,
     grid_of,
     num_tokens,
@@ -129,7 +129,7 @@ def test_positions_are_those_of_the_model(settings: ImageSettings, tokenizer: To
             except DataError:
                 continue
         text = conversation(settings, grids, rng) + "a"
-        ids = tokenizer.encode(expanded(settings, text, grids))
+        ids = tokenizer.encode(expand(settings, text, grids))
         ours, delta = positions(settings, ids, grids)
         if model is None:
             assert (ours.tolist(), delta) == ([list(range(len(ids)))], 0)
@@ -148,26 +148,26 @@ def test_collapsed_undoes_expanded(settings: ImageSettings, tokenizer: Tokenizer
     for width, height in sizes(100, 120, 5):
         grids = [grid_of(settings, max(1, width), height + 3 * k) for k in range(rng.randrange(5))]
         text = conversation(settings, grids, rng)
-        ids = tokenizer.encode(expanded(settings, text, grids))
-        assert collapsed(ids, tokenizer, settings) == tokenizer.encode(text)
+        ids = tokenizer.encode(expand(settings, text, grids))
+        assert collapse(ids, tokenizer, settings) == tokenizer.encode(text)
 
 
 def test_what_is_no_whole_image_is_refused(settings: ImageSettings, tokenizer: Tokenizer) -> None:
     grid = grid_of(settings, 48, 40)
-    ids = tokenizer.encode(expanded(settings, settings.family.part, [grid]))
+    ids = tokenizer.encode(expand(settings, settings.family.part, [grid]))
     last = max(index for index, token in enumerate(ids) if token == settings.image_token_id)
     cut = ids[:last] + ids[last + 1 :]
     with pytest.raises(DataError, match=r"image tokens, its 1 images need"):
         positions(settings, cut, [grid])
     with pytest.raises(DataError, match=r"2 × .* for 1 images"):
-        expanded(settings, settings.family.part * 2, [grid])
+        expand(settings, settings.family.part * 2, [grid])
     if settings.family.has_mrope:
         at = ids.index(settings.image_token_id) + 2
         with pytest.raises(DataError, match="not side by side"):
             positions(settings, [*ids[:at], tokenizer.encode("a")[0], *ids[at:]], [grid])
     else:
         with pytest.raises(DataError, match="is not followed by"):
-            collapsed(cut, tokenizer, settings)
+            collapse(cut, tokenizer, settings)
 
 
 def test_tokens_of_pictures_cannot_be_drawn(settings: ImageSettings, tokenizer: Tokenizer) -> None:

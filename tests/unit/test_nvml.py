@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nvml_library import Library
 
-from tandem.observe.exporters.nvml import Nvml, list_visible_gpus, opened_nvml
+from tandem.observe.exporters.nvml import Nvml, list_visible_gpus, use_nvml
 
 
 def test_how_gpus_are_used() -> None:
@@ -28,7 +28,7 @@ def test_how_gpus_are_linked() -> None:
 
 
 def test_there_may_be_no_driver() -> None:
-    with opened_nvml() as nvml:
+    with use_nvml() as nvml:
         assert nvml is None or nvml.num_gpus() >= 0
 
 

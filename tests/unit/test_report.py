@@ -174,7 +174,7 @@ def test_eight_panels_are_drawn() -> None:
 def test_axes_show_no_rounding_and_no_divergence_from_a_reference_that_is_not_held() -> None:
     (run,) = load_runs([write_run("run", {"kl": 0.0, "approx_kl": 0.1, "token_mult_prob_error": 1 + 5e-8})])
     divergence = next(panel for panel in panels_of(["grpo"]) if panel.title == "KL and entropy")
-    assert [curve.name for curve in divergence.drawn([run.curves])[1]] == ["approx_kl"]
+    assert [curve.name for curve in divergence.select_drawn([run.curves])[1]] == ["approx_kl"]
     pyplot = _pyplot()
     axes = pyplot.figure().subplots()
     axes.plot([1, 2], [1 + 5e-8, 1 - 5e-8])
@@ -201,7 +201,7 @@ def test_every_algorithm_has_eight_panels_and_those_without_metrics_say_so(
     assert len(titles) == 8
     assert instead in titles
     assert titles[-2:] == ["seconds by phase", "memory"]
-    drawn = [panel.drawn([run.curves for run in runs]) for panel in panels_of([algorithm])]
+    drawn = [panel.select_drawn([run.curves for run in runs]) for panel in panels_of([algorithm])]
     assert drawn.count(([], [])) == lacks
     if lacks == 6:
         draw_panels(runs, Path("eight.png"))

@@ -38,7 +38,7 @@ RECORDING = textwrap.dedent(
             journal.commit_step(StepRecord(step=step, version=step, metrics={"a": 1.0}, seconds={"total": 1.0}))
             journal.record_event("trainer-0", f"step {step}")
             assert journal.reserve.num_held == full, "they are taken back, though no other is free"
-        with journal.reserve.lent():
+        with journal.reserve.lend_descriptors():
             take_all()  # as another thread might
         assert journal.reserve.num_held == 0
         for descriptor in taken:
@@ -80,12 +80,12 @@ PUBLISHING = textwrap.dedent(
     with contextlib.suppress(OSError):
         while True:
             os.dup(0)
-    with reserve.lent():
+    with reserve.lend_descriptors():
         publish(2)
     try:
         publish(3)
     except CheckpointError:
-        with reserve.lent():
+        with reserve.lend_descriptors():
             print(*folder.steps())
     """
 )
@@ -102,7 +102,7 @@ def test_what_is_lent_can_be_opened_and_comes_back(tmp_path: Path) -> None:
         with descriptors_left(0):
             with pytest.raises(OSError, match="Too many open files"):
                 os.dup(0)
-            with reserve.lent():
+            with reserve.lend_descriptors():
                 os.close(os.open(tmp_path, os.O_RDONLY))
             assert reserve.num_held == 2
             with pytest.raises(OSError, match="Too many open files"):

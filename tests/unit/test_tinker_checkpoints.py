@@ -113,24 +113,24 @@ def test_a_link_is_for_one_file_of_one_state_of_one_server(saved: SavedStates) -
     found = saved.links("me", MODEL, "external_weights/whole", "http://host/")
     assert [*found["urls"]] == ["a b.safetensors"]
     parts = parts_of(found["urls"]["a b.safetensors"])
-    assert saved.linked(**parts).read_bytes() == b"weights"
+    assert saved.find_linked(**parts).read_bytes() == b"weights"
     save(saved.external, "other")
     for name, value in (("name", "other"), ("file", "b"), ("model_id", "session-2"), ("expires", "9999999999")):
         with refusal(403):
-            saved.linked(**{**parts, name: value})
+            saved.find_linked(**{**parts, name: value})
     with refusal(403):
-        SavedStates(StateFolder(Path("states").absolute())).linked(**parts)
+        SavedStates(StateFolder(Path("states").absolute())).find_linked(**parts)
     with refusal(404):
         saved.links("another", MODEL, "external_weights/whole", "http://host/")
     with refusal(400):
         saved.links("me", MODEL, "weights/kept", "http://host/")
     saved.delete("me", MODEL, "external_weights/whole")
     with refusal(404):
-        saved.linked(**parts)
+        saved.find_linked(**parts)
 
 
 def test_a_link_expires(saved: SavedStates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "_LINK_S", -1.0)
     (link,) = saved.links("me", MODEL, "external_weights/whole", "http://host/")["urls"].values()
     with pytest.raises(TinkerRefused, match="has expired"):
-        saved.linked(**parts_of(link))
+        saved.find_linked(**parts_of(link))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tandem.common.messages import ImageRef
 from tandem.rollout.engine import SequenceRequest
 from tandem.rollout.engines.vision import VisionEngine
-from tandem.samples.images.families import expanded, grid_of, num_tokens, read_settings, undrawable_ids
+from tandem.samples.images.families import expand, grid_of, num_tokens, read_settings, undrawable_ids
 from tandem.samples.images.reading import decode, described
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
@@ -63,7 +63,7 @@ class Seeing:
     def tokens(self, text: str, images: Sequence[ImageRef] = ()) -> tuple[int, ...]:
         """Return the tokens of a text after those of images."""
         shown = self.settings.family.part * len(images) + text
-        return tuple(self.tokenizer.encode(expanded(self.settings, shown, [image.grid for image in images])))
+        return tuple(self.tokenizer.encode(expand(self.settings, shown, [image.grid for image in images])))
 
     def request(
         self, number: int, text: str, images: Sequence[ImageRef] = (), *, seed: int | None = None, **changes: Any

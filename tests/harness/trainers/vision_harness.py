@@ -19,7 +19,7 @@ from tandem.config import Config
 from tandem.config.models.vision_families import VISION
 from tandem.samples.batch import SampleBatch
 from tandem.samples.images.columns import image_columns
-from tandem.samples.images.families import expanded, grid_of, num_tokens, read_settings, undrawable_ids
+from tandem.samples.images.families import expand, grid_of, num_tokens, read_settings, undrawable_ids
 from tandem.samples.images.rows import image_folder
 from tandem.samples.images.towers import load_processor, pixels, tower_inputs
 from tandem.samples.model_files import load_tokenizer
@@ -88,7 +88,7 @@ def seeing_batch(config: Config, sequences: Sequence[Sequence_] = SEQUENCES, *, 
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        prompt = tokenizer(expanded(settings, text, [each.grid for each in own]), add_special_tokens=False)
+        prompt = tokenizer(expand(settings, text, [each.grid for each in own]), add_special_tokens=False)
         answer = tokenizer(sequence.answer, add_special_tokens=False)
         token_ids.append([*prompt["input_ids"], *answer["input_ids"]])
         masks.append(np.arange(len(token_ids[-1])) >= len(prompt["input_ids"]))

@@ -50,7 +50,7 @@ def train_groups(
     rows, kept_S = table.rows_of(backend.data_parallel_rank), groups != without
     num_valid_S = np.where(kept_S, table.num_valid_S, 0).astype(np.int32)
     table = table.replace(group_S=groups, sample_S=samples, num_valid_S=num_valid_S)
-    return train(backend, table, own.keeping(kept_S[rows]), config)
+    return train(backend, table, own.keep_sequences(kept_S[rows]), config)
 
 
 def rank(rank: int, config: Config, last: SampleBatch, folder: Path, without: int | None = None) -> Any:

@@ -41,14 +41,14 @@ class TerminalDisplay(RenderHook):
         """Erase what is shown, and give the terminal back."""
         self._console.pop_render_hook()
         sys.stdout, sys.stderr = self._out, self._errors
-        self._console.control(self._erasing())
+        self._console.control(self._make_erasure())
         self._console.show_cursor(True)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Put printed text above the display; rich calls this."""
-        return [self._erasing(), *renderables, _Frame(self)]
+        return [self._make_erasure(), *renderables, _Frame(self)]
 
-    def _erasing(self) -> Control:
+    def _make_erasure(self) -> Control:
         """Return the control codes that erase the shown lines, from the end of the last one."""
         width = max(1, self._console.width)
         num_rows = sum(max(1, -(-cells // width)) for cells in self._widths)

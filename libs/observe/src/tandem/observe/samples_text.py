@@ -62,14 +62,14 @@ def parts_of(
     ids_T = sample.arrays.token_ids_T[sample.scored.prompt_length :]
     edges = [0, *(np.flatnonzero(np.diff(mask_T)) + 1).tolist(), len(mask_T)]
     if pictures is not None:
-        return _seen(sample, pictures, edges)
+        return _split_with_images(sample, pictures, edges)
     return [
         SampleTextPart(bool(mask_T[first]), tokenizer.decode(ids_T[first:end].tolist(), skip_special_tokens=False))
         for first, end in itertools.pairwise(edges)
     ]
 
 
-def _seen(sample: RecordedSample, pictures: MarkedTexts, edges: list[int]) -> list[SampleTextPart]:
+def _split_with_images(sample: RecordedSample, pictures: MarkedTexts, edges: list[int]) -> list[SampleTextPart]:
     """Return the parts between these places after the prompt, with markers for images."""
     first_T = sample.scored.prompt_length
     ids_T, mask_T = sample.arrays.token_ids_T[first_T:], sample.arrays.loss_mask_T[first_T:]
@@ -144,13 +144,13 @@ def _format_conversation(
 ) -> Iterator[Text]:
     """Yield the parts of the conversation, each with its role."""
     yield Text("prompt", _HEADING_STYLE)
-    yield _indented(chat_text(sample.prompt))
+    yield _indent(chat_text(sample.prompt))
     num_turns = sample.scored.num_turns
     turn = itertools.count(1)
     for part in parts_of(sample, tokenizer, pictures):
         which = f" {next(turn)} of {num_turns}" if part.is_policy and num_turns > 1 and tokenizer is not None else ""
         yield Text(f"response{which}" if part.is_policy else "environment", _HEADING_STYLE)
-        yield _indented(chat_text(part.text))
+        yield _indent(chat_text(part.text))
 
 
 def _format_properties(sample: RecordedSample, purpose: Purpose) -> Iterator[Text]:
@@ -210,7 +210,7 @@ def _tokens(
         shown = Text()
         for text, gap in zip(texts, gap_K.tolist(), strict=True):
             shown.append(visible(text), next((style for largest_gap, style in _GAPS if abs(gap) <= largest_gap), ""))
-        yield _indented(shown)
+        yield _indent(shown)
     else:
         yield Text(f"  {'position':>8} {'token':>8} {'version':>8} {'engine':>9} {'trainer':>9} {'gap':>9}  text")
         rows = zip(policy_tokens.tolist(), engine_K.tolist(), trainer_K.tolist(), gap_K.tolist(), texts, strict=True)
@@ -236,6 +236,6 @@ def _field(name: str, text: str, style: str = "") -> Text:
     return Text.assemble((f"{name:<10} ", _HEADING_STYLE), (visible(text), style))
 
 
-def _indented(text: Text) -> Text:
+def _indent(text: Text) -> Text:
     """Return a text with indented lines."""
     return Text("\n").join(Text("  ").append_text(line) for line in text.split("\n", allow_blank=True))

@@ -80,7 +80,7 @@ def timeline(folder: Path, num_steps: int, to: int | None) -> TimelineView:
         return TimelineView(steps=[], lanes=[])
     first, last = rows[0].start, rows[-1].end
     of_process: dict[str, list[TimelineSpan]] = {}
-    for span in _clipped(_spans(rows), first, last):
+    for span in _clip(_spans(rows), first, last):
         of_process.setdefault(span.process, []).append(span)
     return TimelineView(
         steps=[StepTimes(step=row.step, start=row.start, end=row.end) for row in rows],
@@ -104,11 +104,11 @@ def flame(
         return _flame_of_seconds(step, seconds_of(step))
     (row,) = rows
     frames = [FlameBar(name=f"step {step}", start=row.start, end=row.end, process=COORDINATOR, depth=0)]
-    spans = list(_clipped(row.spans, row.start, row.end))
+    spans = list(_clip(row.spans, row.start, row.end))
     for phase in sorted((span for span in spans if span.process == COORDINATOR), key=_start):
         frames.append(_frame(phase, 1))
         within = [span for span in spans if span.process != COORDINATOR]
-        within = sorted(_clipped(within, phase.start, phase.end), key=lambda span: (_place(span.process), span.start))
+        within = sorted(_clip(within, phase.start, phase.end), key=lambda span: (_place(span.process), span.start))
         frames += [_frame(span, 2) for span in within]
     return frames
 
@@ -153,7 +153,7 @@ def _spans(rows: Iterable[StepSpans]) -> Iterator[TimelineSpan]:
         yield from row.spans
 
 
-def _clipped(spans: Iterable[TimelineSpan], first: float, last: float) -> Iterator[TimelineSpan]:
+def _clip(spans: Iterable[TimelineSpan], first: float, last: float) -> Iterator[TimelineSpan]:
     """Yield the parts of spans between two moments."""
     for span in spans:
         start, end = max(first, span.start), min(last, span.end)

@@ -212,7 +212,7 @@ class SampleBatch:
         ends = np.cumsum(self.lengths_S, dtype=np.int64)
         return np.asarray(cumulative[ends] - cumulative[ends - self.lengths_S], dtype=np.int64)
 
-    def keeping(self, kept_S: Bools) -> SampleBatch:
+    def keep_sequences(self, kept_S: Bools) -> SampleBatch:
         """Return the batch without valid tokens in the sequences that are not kept."""
         return self.replace(loss_mask_T=self.loss_mask_T & np.repeat(kept_S, self.lengths_S))
 

@@ -83,7 +83,7 @@ class ChatTemplate:
                 )
             )
 
-        rendered = self._limited(apply, messages)
+        rendered = self._call_limited(apply, messages)
         if len(rendered) > _MAX_TEXT:
             raise ConfigError(f"{self._name} makes {len(rendered):,} characters of one conversation")
         return rendered
@@ -94,7 +94,7 @@ class ChatTemplate:
         template = self._hugging_face.chat_template
         return isinstance(template, str) and _GENERATION.search(template) is not None
 
-    def generated(
+    def find_generated(
         self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None
     ) -> list[tuple[int, int]]:
         """Return the parts of a rendered conversation that the template marks as generated, in characters.
@@ -113,9 +113,9 @@ class ChatTemplate:
             )
             return [(int(begin), int(end)) for begin, end in parts]
 
-        return self._limited(apply, messages)
+        return self._call_limited(apply, messages)
 
-    def _limited(
+    def _call_limited(
         self, apply: Callable[[list[dict[str, Any]]], Result], messages: Sequence[Mapping[str, Any]]
     ) -> Result:
         """Return what a template makes of messages, within limits of time and memory."""

@@ -179,15 +179,15 @@ def inline_templates(config: Config) -> Config:
     `ConfigError` for a file that cannot be read.
     """
 
-    def filled(key: str, tokenizer: Settings) -> Settings:
+    def fill(key: str, tokenizer: Settings) -> Settings:
         template = _configured_template(f"{key}.chat_template", tokenizer.chat_template)
         return tokenizer if template is None else msgspec.structs.replace(tokenizer, chat_template=template)
 
-    policy = msgspec.structs.replace(config.policy, tokenizer=filled(KEY, config.policy.tokenizer))
+    policy = msgspec.structs.replace(config.policy, tokenizer=fill(KEY, config.policy.tokenizer))
     env = {
         name: entry
         if entry.tokenizer is None
-        else msgspec.structs.replace(entry, tokenizer=filled(f"env.{name}.tokenizer", entry.tokenizer))
+        else msgspec.structs.replace(entry, tokenizer=fill(f"env.{name}.tokenizer", entry.tokenizer))
         for name, entry in config.env.items()
     }
     return msgspec.structs.replace(config, policy=policy, env=env)

@@ -205,7 +205,7 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
         """Return the marker that ends the reasoning which a prompt opens; nothing if it opens none."""
         return next((end for begin, end in self.reasoning if prompt.rstrip().endswith(begin)), "")
 
-    def opened_reasoning(self, prompt: str) -> str:
+    def find_opened_reasoning(self, prompt: str) -> str:
         """Return the end of a prompt from the marker on that opens reasoning; nothing if it opens none."""
         begins = (begin for begin, _ in self.reasoning if prompt.rstrip().endswith(begin))
         return next((prompt[prompt.rindex(begin) :] for begin in begins), "")
@@ -606,10 +606,10 @@ class ResponseStream:
                 calls.append(part.call)
                 continue
             kind: Kind = "reasoning" if part.kind == "reasoning" else "content"
-            texts[kind] += self._shown(kind, part)
+            texts[kind] += self._select_shown(kind, part)
         return ResponseDelta(content=texts["content"], reasoning=texts["reasoning"], tool_calls=tuple(calls))
 
-    def _shown(self, kind: Kind, part: ResponsePart) -> str:
+    def _select_shown(self, kind: Kind, part: ResponsePart) -> str:
         """Return the text to show of a part; white space at its end waits for more."""
         if kind == "reasoning":
             self._blanks["content"], self._begins["content"] = "", True

@@ -61,15 +61,15 @@ class RecordFile(NamedTuple):
 
 def files(folder: Path, suffix: str = "", purpose: Purpose = "train") -> list[RecordFile]:
     """Return the files of the rollout log in a folder, by name: all for a purpose, or those with a suffix."""
-    return _named(sorted(folder.glob(f"{_KINDS[purpose]}-*{suffix}")))
+    return _parse_names(sorted(folder.glob(f"{_KINDS[purpose]}-*{suffix}")))
 
 
 def half_written(folder: Path) -> list[RecordFile]:
     """Return shards, for any purpose, that are being written, or were when their writer was killed."""
-    return _named(sorted((folder / UNFINISHED).glob(".*-*")))
+    return _parse_names(sorted((folder / UNFINISHED).glob(".*-*")))
 
 
-def _named(paths: Iterable[Path]) -> list[RecordFile]:
+def _parse_names(paths: Iterable[Path]) -> list[RecordFile]:
     record_files = []
     for path in paths:
         named = _NAME.fullmatch(path.name)

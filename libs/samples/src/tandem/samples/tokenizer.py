@@ -213,7 +213,7 @@ class Tokenizer(TokenDecoder):
             return join_texts(messages)
         all_variables = self._variables | dict(variables or {})
         generated = (
-            self._template.generated(messages, variables=all_variables) if self._template.marks_generated else ()
+            self._template.find_generated(messages, variables=all_variables) if self._template.marks_generated else ()
         )
         return locate_turns(self._plain_render(dict(variables or {})), messages, self._end_texts, generated)
 

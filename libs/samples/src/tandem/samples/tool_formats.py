@@ -88,7 +88,7 @@ def _end_outside_strings(text: str, start: int, close: str, strings: str) -> int
     return next((match.start("close") for match in pattern.finditer(text, start) if match["close"]), -1)
 
 
-def _delimited(
+def _read_delimited(
     text: str,
     start: int,
     close: str,
@@ -121,7 +121,7 @@ def _call_of(fields: Mapping[str, Any], *names: str) -> FunctionCall:
     return FunctionCall(name=name, arguments=arguments, id=call_id if isinstance(call_id, str) else "")
 
 
-def _named(name: str, arguments: str, call_id: str = "") -> tuple[FunctionCall, ...]:
+def _make_call(name: str, arguments: str, call_id: str = "") -> tuple[FunctionCall, ...]:
     if _NAME.fullmatch(name) is None:
         return ()
     try:
@@ -138,7 +138,7 @@ def _json_call(body: str) -> tuple[FunctionCall, ...]:
 
 
 def _read_hermes(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
-    return _delimited(text, len("<tool_call>"), "</tool_call>", is_last, _json_call)
+    return _read_delimited(text, len("<tool_call>"), "</tool_call>", is_last, _json_call)
 
 
 def _read_llama3(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
@@ -172,7 +172,7 @@ def _read_mistral(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     source = body.lstrip()[:size]
     end = body_start + len(body) - len(body.lstrip()) + size
     if named is not None:
-        return CallSpan(end, _named(named["name"], source, named["id"] or ""))
+        return CallSpan(end, _make_call(named["name"], source, named["id"] or ""))
     try:
         value = msgspec.json.decode(source)
         calls = value if isinstance(value, list) else [value]
@@ -187,21 +187,21 @@ _DEEPSEEK_V31 = re.compile(r"(?P<name>[^\n<]+)<｜tool▁sep｜>(?P<arguments>.*
 
 def _deepseek_call(body: str) -> tuple[FunctionCall, ...]:
     match = _DEEPSEEK_V3.fullmatch(body) or _DEEPSEEK_V31.fullmatch(body)
-    return () if match is None else _named(match["name"].strip(), match["arguments"])
+    return () if match is None else _make_call(match["name"].strip(), match["arguments"])
 
 
 def _read_deepseek(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
-    return _delimited(text, len("<｜tool▁call▁begin｜>"), "<｜tool▁call▁end｜>", is_last, _deepseek_call)
+    return _read_delimited(text, len("<｜tool▁call▁begin｜>"), "<｜tool▁call▁end｜>", is_last, _deepseek_call)
 
 
 def _kimi_call(body: str) -> tuple[FunctionCall, ...]:
     call_id, marker, arguments = body.partition("<|tool_call_argument_begin|>")
     name = call_id.strip().rpartition(":")[0].rpartition(".")[2]
-    return _named(name, arguments, call_id.strip()) if marker else ()
+    return _make_call(name, arguments, call_id.strip()) if marker else ()
 
 
 def _read_kimi(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
-    return _delimited(text, len("<|tool_call_begin|>"), "<|tool_call_end|>", is_last, _kimi_call)
+    return _read_delimited(text, len("<|tool_call_begin|>"), "<|tool_call_end|>", is_last, _kimi_call)
 
 
 def _cohere_calls(body: str) -> tuple[FunctionCall, ...]:
@@ -218,7 +218,7 @@ def _action_call(action: Mapping[str, Any]) -> FunctionCall:
 
 
 def _read_cohere(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
-    return _delimited(text, len("<|START_ACTION|>"), "<|END_ACTION|>", is_last, _cohere_calls)
+    return _read_delimited(text, len("<|START_ACTION|>"), "<|END_ACTION|>", is_last, _cohere_calls)
 
 
 # --- arguments as tags -----------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _convert_argument(text: str, schema: Any) -> Any:
     """Return the value of an argument that is written without quotes, as its schema has it; a text if it fits none."""
     types = _types(schema)
     value = _json_value({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
@@ -279,7 +279,7 @@ def _arguments(pairs: Sequence[tuple[str, str]], name: str, tools: Tools) -> dic
     properties = _properties(tools, name)
     if properties is None:
         return {key: _json_value(value) for key, value in pairs}
-    return {key: _typed(value, properties.get(key)) for key, value in pairs}
+    return {key: _convert_argument(value, properties.get(key)) for key, value in pairs}
 
 
 _XML_CALL = re.compile(
@@ -383,7 +383,7 @@ def _tagged_call(text: str, start: int, tags: _Tags, tools: Tools) -> tuple[int,
         if parameter["text"] == "true":
             arguments[key] = value
         else:
-            arguments[key] = _typed(value, schema) if _types(schema) else _json_value(value)
+            arguments[key] = _convert_argument(value, schema) if _types(schema) else _json_value(value)
     end = tags.end.match(text, place)
     return None if end is None else (end.end(), FunctionCall(name=name, arguments=arguments))
 
@@ -430,11 +430,11 @@ def _gemma_json(match: re.Match[str]) -> str:
 
 def _gemma_call(body: str) -> tuple[FunctionCall, ...]:
     name, brace, arguments = body.partition("{")
-    return _named(name.strip(), _GEMMA_TOKEN.sub(_gemma_json, brace + arguments))
+    return _make_call(name.strip(), _GEMMA_TOKEN.sub(_gemma_json, brace + arguments))
 
 
 def _read_gemma4(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
-    return _delimited(text, len("<|tool_call>call:"), "<tool_call|>", is_last, _gemma_call, _GEMMA_STRING)
+    return _read_delimited(text, len("<|tool_call>call:"), "<tool_call|>", is_last, _gemma_call, _GEMMA_STRING)
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -468,7 +468,7 @@ _PYTHON_STRING = rf"'[^'\\]*(?:\\.[^'\\]*)*(?:'|\\?\Z)|{_JSON_STRING}"
 
 def _read_lfm2(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     start, close = len("<|tool_call_start|>"), "<|tool_call_end|>"
-    return _delimited(text, start, close, is_last, _python_calls, _PYTHON_STRING)
+    return _read_delimited(text, start, close, is_last, _python_calls, _PYTHON_STRING)
 
 
 _DEEPSEEK_V3_FORMAT = ToolFormat(

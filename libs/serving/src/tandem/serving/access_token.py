@@ -24,11 +24,11 @@ def add_token(parser: argparse.ArgumentParser, purpose: str) -> None:
 def token_of(arguments: argparse.Namespace) -> str | None:
     """Return the token by flag, file or environment, in this order; None without one. Raise `ConfigError`."""
     if arguments.token is not None:
-        return _checked(arguments.token, "--token")
+        return _check(arguments.token, "--token")
     if arguments.token_file is not None:
-        return _checked(_read(arguments.token_file), f"--token-file {arguments.token_file}")
+        return _check(_read(arguments.token_file), f"--token-file {arguments.token_file}")
     if VARIABLE in os.environ:
-        return _checked(os.environ[VARIABLE], VARIABLE)
+        return _check(os.environ[VARIABLE], VARIABLE)
     return None
 
 
@@ -48,7 +48,7 @@ def _read(path: Path) -> str:
         raise ConfigError(f"--token-file {path}: it is not text") from None
 
 
-def _checked(text: str, source: str) -> str:
+def _check(text: str, source: str) -> str:
     """Return a token that fits a header; whitespace around it, such as the end of a file's line, is removed."""
     token = text.strip()
     if not token:

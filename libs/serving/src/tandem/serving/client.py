@@ -52,7 +52,7 @@ class ChatServer:
     def choose_model(self, name: str | None) -> str:
         """Return the model of this name, or the first one served. Raises `ServiceError` and `ConfigError`."""
         with self._request("GET", "/v1/models") as response:
-            listed = _decoded(response.read())
+            listed = _decode(response.read())
         names = [str(card.get("id")) for card in listed.get("data", []) if isinstance(card, dict)]
         if not names:
             raise ServiceError(self.url, "listing its models", "there are none")
@@ -71,7 +71,7 @@ class ChatServer:
                 data = line.removeprefix(_EVENT).strip()
                 if data == _END:
                     return
-                event = _decoded(data)
+                event = _decode(data)
                 if "error" in event:
                     raise ServiceError(self.url, "answering", _message(event))
                 versions.update(event.get("weight_versions", ()))
@@ -97,7 +97,7 @@ class ChatServer:
             connection.request(method, self._path + path, body, self._headers)
             response = connection.getresponse()
             if response.status != http.client.OK:
-                raise ServiceError(self.url, doing, _message(_decoded(response.read())) or f"status {response.status}")
+                raise ServiceError(self.url, doing, _message(_decode(response.read())) or f"status {response.status}")
             yield response
         except (OSError, http.client.HTTPException) as error:
             raise ServiceError(self.url, doing, str(error) or type(error).__name__) from error
@@ -105,7 +105,7 @@ class ChatServer:
             connection.close()
 
 
-def _decoded(data: bytes) -> dict[str, Any]:
+def _decode(data: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.MsgspecError:

@@ -113,7 +113,7 @@ class RolloutProxy:
                         await _pass_on(answer, name, send)
                         return
                     parts = [part async for part in answer.body()]
-                    refused = Response(b"".join(parts), answer.status, _forwarded(answer, name))
+                    refused = Response(b"".join(parts), answer.status, _select_headers(answer, name))
             except BROKEN:  # the rollout is gone; another may answer
                 continue
             finally:
@@ -169,7 +169,7 @@ async def _pass_on(answer: UpstreamResponse, name: str, send: Send) -> None:
 
 
 async def _begin(answer: UpstreamResponse, name: str, send: Send) -> None:
-    headers = [(key.encode(), value.encode("latin-1")) for key, value in _forwarded(answer, name).items()]
+    headers = [(key.encode(), value.encode("latin-1")) for key, value in _select_headers(answer, name).items()]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
 
@@ -209,7 +209,7 @@ def _headers(request: Request) -> dict[str, str]:
     return {"content-type": request.headers.get("content-type", "application/json"), "accept": "*/*"}
 
 
-def _forwarded(answer: UpstreamResponse, name: str) -> dict[str, str]:
+def _select_headers(answer: UpstreamResponse, name: str) -> dict[str, str]:
     headers = {key: value for key, value in answer.headers.items() if key in _FORWARDED}
     return {**headers, ROLLOUT_HEADER: name}
 

@@ -29,7 +29,7 @@ def become(serving: ServingHandover) -> NoReturn:
 
 
 @contextlib.contextmanager
-def launched(serving: ServingHandover) -> Iterator[None]:
+def launch_server(serving: ServingHandover) -> Iterator[None]:
     """Serve in another process during the block, which begins once the server answers.
 
     The server has its own session, so that input at this process's terminal does not reach it. Raises `ServiceError` if

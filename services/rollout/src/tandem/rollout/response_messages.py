@@ -45,7 +45,7 @@ class ResponseMessages:
             message["reasoning_content"] = parsed.reasoning
         if parsed.tool_calls:
             message["tool_calls"] = [*map(_tool_call, parsed.tool_calls)]
-        text = self._parser.markers.opened_reasoning(prompt) + self._parser.visible(generated)
+        text = self._parser.markers.find_opened_reasoning(prompt) + self._parser.visible(generated)
         if text != message["content"]:
             message["text"] = text
         return message

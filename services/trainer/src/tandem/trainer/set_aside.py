@@ -88,7 +88,7 @@ def set_aside(
     )
     return TrainingShard(
         table=table.replace(num_valid_S=np.where(kept_S, table.num_valid_S, 0).astype(np.int32)),
-        samples=samples.keeping(kept_S[rows]),
+        samples=samples.keep_sequences(kept_S[rows]),
         num_aside=num_groups(kept_S, table),
         notes=(note,),
     )

@@ -18,7 +18,7 @@ import msgspec
 from tandem.common.distribution import install_command, list_requirements
 from tandem.config.engine_kinds import ENGINE_KINDS, EngineKind
 from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
-from tandem.observe.exporters.nvml import GpuLinks, opened_nvml
+from tandem.observe.exporters.nvml import GpuLinks, use_nvml
 
 NO_GPU = "no GPU"
 
@@ -41,7 +41,7 @@ class OutputLine(msgspec.Struct, frozen=True):
 
 
 def _look_at_gpus() -> StepOutcome:
-    with opened_nvml() as nvml:
+    with use_nvml() as nvml:
         if nvml is None or not nvml.num_gpus():
             return skipped("GPUs")
         driver, gpus = nvml.driver(), nvml.links()
@@ -76,7 +76,7 @@ def _look_at_torch() -> StepOutcome:
 def _look_at_cuda() -> StepOutcome:
     import torch
 
-    with opened_nvml() as nvml:
+    with use_nvml() as nvml:
         num_gpus = 0 if nvml is None else nvml.num_gpus()
     if not torch.cuda.is_available():
         if not num_gpus:

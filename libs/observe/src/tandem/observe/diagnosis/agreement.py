@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import RunEvidence, change, shortened
+from tandem.observe.diagnosis.evidence import RunEvidence, change, shorten
 from tandem.observe.diagnosis.finding import Certainty, DiagnosisFinding
 from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, learning_rate_keys
 from tandem.observe.run_folder.journal import StepRecord
@@ -104,7 +104,7 @@ def find_wrong_reference(evidence: RunEvidence) -> DiagnosisFinding | None:
             f"kl is {first.metrics['kl']:.4g} nats a token in step 1 ({FAR_AT_ONCE:g} is the threshold), where the "
             f"policy has hardly moved (approx_kl is {moved:.4g}, clip_fraction {clipped:.4g})",
         ]
-    elif reloads and (record_pair := _far_at_once(steps)) is not None:
+    elif reloads and (record_pair := _find_departure(steps)) is not None:
         (before, at), certainty = record_pair, "likely"
         lines = [
             f"kl went from {before.metrics['kl']:.4g} nats a token in step {before.step} to {at.metrics['kl']:.4g} in "
@@ -120,7 +120,7 @@ def find_wrong_reference(evidence: RunEvidence) -> DiagnosisFinding | None:
         what="The reference of the KL penalty is not the model that the run began with, so that the penalty pulls the "
         "policy towards another one.",
         evidence=tuple(lines),
-        look_at=f"policy.model_name, {shortened(evidence.config.policy.model_name)}: what was written there since the "
+        look_at=f"policy.model_name, {shorten(evidence.config.policy.model_name)}: what was written there since the "
         "run began",
         certainty=certainty,
         since=at.step,
@@ -128,7 +128,7 @@ def find_wrong_reference(evidence: RunEvidence) -> DiagnosisFinding | None:
     )
 
 
-def _far_at_once(steps: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] | None:
+def _find_departure(steps: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] | None:
     """Return the steps between which the reference went away for good from a policy that stayed; None if none did."""
     for number, (before, at) in enumerate(itertools.pairwise(steps), 1):
         near, far = before.metrics["kl"], at.metrics["kl"]

@@ -8,7 +8,7 @@ import string
 from collections import Counter
 
 from tandem.observe import held_out_accuracy
-from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, select_held_out, shortened
+from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, select_held_out, shorten
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import learning_rate_keys
 
@@ -42,7 +42,7 @@ def find_another_tokenizer(evidence: RunEvidence) -> DiagnosisFinding | None:
         name="another tokenizer",
         what="The tokenizer is not the model's own, and the model hardly answers with it: it confuses the tokens.",
         evidence=(
-            f"policy.tokenizer.name is {shortened(name)}, policy.model_name {shortened(policy.model_name)}",
+            f"policy.tokenizer.name is {shorten(name)}, policy.model_name {shorten(policy.model_name)}",
             f"accuracy was {best:.4g} at best in the first {SHORT_RUN} steps "
             f"({held_out_accuracy.STILL_LOW:g} is the threshold)",
         ),
@@ -58,7 +58,7 @@ def find_leaked_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
     template = evidence.config.data.prompt_template
     in_template = _fills_answer(template)
     if in_template:
-        lines, look_at = [f"data.prompt_template is {shortened(template)!r}"], "data.prompt_template"
+        lines, look_at = [f"data.prompt_template is {shorten(template)!r}"], "data.prompt_template"
     else:
         leak_lines = _describe_leak(evidence)
         if leak_lines is None:
@@ -113,9 +113,9 @@ def _describe_leak(evidence: RunEvidence) -> list[str] | None:
     row = next(iter(row_of_problem.values()))
     return [
         f"step {row.step}: {count} of {len(row_of_problem)} prompts have their problem's reference answer at one "
-        f"place, {shortened(place, 80)} ({TOLD_SHARE:.0%} is the threshold)",
-        f"for example {shortened(row.prompt[-_SHOWN:], _SHOWN)!r}, where the answer is "
-        f"{shortened(row.reference_answer, 40)!r}",
+        f"place, {shorten(place, 80)} ({TOLD_SHARE:.0%} is the threshold)",
+        f"for example {shorten(row.prompt[-_SHOWN:], _SHOWN)!r}, where the answer is "
+        f"{shorten(row.reference_answer, 40)!r}",
     ]
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import RunEvidence, name_steps, shortened
+from tandem.observe.diagnosis.evidence import RunEvidence, name_steps, shorten
 from tandem.observe.diagnosis.finding import Certainty, DiagnosisFinding
 
 FAILURE_SHARES: tuple[tuple[float, Certainty], ...] = ((0.5, "certain"), (0.1, "likely"), (0.02, "possible"))
@@ -34,7 +34,7 @@ def find_failing_environment(evidence: RunEvidence) -> DiagnosisFinding | None:
         return DiagnosisFinding(
             name=f"failing {who}",
             what=f"The {who} failed on {'an episode' if is_agent else 'a response'}, which ended the run.",
-            evidence=(shortened(ending.reason, 600), *lines),
+            evidence=(shorten(ending.reason, 600), *lines),
             look_at=f"{keys} (zero and drop let the run go on)",
             certainty="certain",
             explains=("run failed",),
@@ -115,4 +115,4 @@ def drop_restated(evidence: RunEvidence, findings: Sequence[DiagnosisFinding]) -
 
 def _cause(failure: str) -> str:
     """Return a failure without the parts that differ between samples."""
-    return shortened(_QUOTED.sub(lambda match: match[1] or "…", failure), 300)
+    return shorten(_QUOTED.sub(lambda match: match[1] or "…", failure), 300)

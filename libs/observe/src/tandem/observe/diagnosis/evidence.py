@@ -308,11 +308,11 @@ def change_point(name: str, points: Sequence[tuple[int, float]], fewest: int = 1
     sums = [0.0, *itertools.accumulate(values)]
     places = range(fewest, len(values) - fewest + 1)
 
-    def explained(place: int) -> float:
+    def measure_gain(place: int) -> float:
         """Return the squared error that splitting here saves, up to a constant."""
         return sums[place] ** 2 / place + (sums[-1] - sums[place]) ** 2 / (len(values) - place)
 
-    place = max(places, key=explained)
+    place = max(places, key=measure_gain)
     after = (sums[-1] - sums[place]) / (len(values) - place)
     return MetricJump(name=name, step=points[place][0], before=sums[place] / place, after=after)
 
@@ -331,7 +331,7 @@ def name_steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def shortened(text: str, longest: int = 200) -> str:
+def shorten(text: str, longest: int = 200) -> str:
     """Return the beginning of foreign text, on one line."""
     line = re.sub(r"\s+", " ", text).strip()
     return line if len(line) <= longest else f"{line[:longest]} …"

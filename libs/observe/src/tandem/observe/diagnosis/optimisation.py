@@ -16,7 +16,7 @@ from tandem.observe.diagnosis.evidence import (
     RunEvidence,
     change,
     jump,
-    shortened,
+    shorten,
 )
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys
@@ -107,7 +107,7 @@ def find_outlying_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     """Find advantages, losses and gradients out of all proportion to their neighbours, which one bad sample makes."""
     named = [line for line in evidence.events if PHRASE in line]
     steps = [step for line in named if (step := _STEP.search(line))]
-    lines = [shortened(line, 300) for line in named[:_MOST_NAMED]]
+    lines = [shorten(line, 300) for line in named[:_MOST_NAMED]]
     since = min((int(step[1]) for step in steps), default=0)
     if not named:  # an earlier release named none
         excesses = dict(_excesses(evidence))
@@ -261,7 +261,7 @@ def find_large_steps(evidence: RunEvidence) -> DiagnosisFinding | None:
     if is_high:
         lines[0] += f"; with Adam, {high:.2g} makes another model of it within a few steps"
     if broke and ending is not None:
-        lines.append(shortened(ending.reason))
+        lines.append(shorten(ending.reason))
     return DiagnosisFinding(
         name="learning rate too large",
         what="Optimizer steps are too large: they destroy what the model knew.",

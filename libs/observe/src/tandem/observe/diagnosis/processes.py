@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from tandem.observe.diagnosis.evidence import MetricJump, RunEvidence, SampleRow, change_point, shortened
+from tandem.observe.diagnosis.evidence import MetricJump, RunEvidence, SampleRow, change_point, shorten
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 
 MANY_LOSSES = 3
@@ -44,9 +44,9 @@ def find_lost_processes(evidence: RunEvidence) -> DiagnosisFinding | None:
         return None
     counts = Counter(match["name"] for match in lost)
     names = ", ".join(f"{name} {count} times" if count > 1 else name for name, count in counts.most_common())
-    lines = [f"{match['name']}: {shortened(match['why'], 400)}" for match in lost[-_SHOWN:]]
+    lines = [f"{match['name']}: {shorten(match['why'], 400)}" for match in lost[-_SHOWN:]]
     if ended and ending is not None:
-        lines.append(shortened(ending.reason, 600))
+        lines.append(shorten(ending.reason, 600))
     return DiagnosisFinding(
         name="lost processes",
         what=f"Processes were lost{f' and replaced: {names}' if names else ''}."
@@ -152,7 +152,7 @@ def find_became_slow(evidence: RunEvidence) -> DiagnosisFinding | None:
     slowed, beside = {}, {}
     for name, points in courses.items():
         of_trainer = name.startswith("trainer-")
-        slowing = _slowed(name, _subtract_queue(evidence, points) if of_trainer else points)
+        slowing = _find_slowdown(name, _subtract_queue(evidence, points) if of_trainer else points)
         if slowing is None:
             continue
         others_ratio = _slowing_of_others(evidence, courses, name, slowing.step)
@@ -236,7 +236,7 @@ def _courses(evidence: RunEvidence) -> dict[str, Points]:
     return courses
 
 
-def _slowed(name: str, points: Points) -> MetricJump | None:
+def _find_slowdown(name: str, points: Points) -> MetricJump | None:
     """Return the step from which nearly every step takes `SLOW` times as long; None if there is none."""
     level_shift = change_point(name, points, _LEAST_OF_A_SIDE)
     if level_shift is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, jump, shortened
+from tandem.observe.diagnosis.evidence import SHORT_RUN, RunEvidence, change, jump, shorten
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 
 MOST_TRUNCATED = 0.5
@@ -146,7 +146,7 @@ def find_early_stop(evidence: RunEvidence) -> DiagnosisFinding | None:
         what="A stop string ends nearly every response, and none was ever right: it comes before the answer.",
         evidence=(
             f"step {first[0].step}: {len(stopped)} of {len(first)} samples end with one of {[*strings]!r}, such as "
-            f"{shortened(stopped[0].response, 80)!r} ({MOST_STOPPED:.0%} is the threshold)",
+            f"{shorten(stopped[0].response, 80)!r} ({MOST_STOPPED:.0%} is the threshold)",
         ),
         look_at="policy.generation.stop_strings",
         certainty="likely",

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow, change, name_steps, select_held_out, shortened
+from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow, change, name_steps, select_held_out, shorten
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 
 MOST_GROUPS = 0.9
@@ -68,7 +68,7 @@ def find_equal_rewards(evidence: RunEvidence) -> DiagnosisFinding | None:
 def _examples(evidence: RunEvidence) -> list[str]:
     """Return an example of an answer from the last recorded step."""
     last = [row for row in evidence.samples if row.response][-1:]
-    return [f"for example, in step {row.step}: {shortened(row.response, 80)!r} (reward {row.reward:g})" for row in last]
+    return [f"for example, in step {row.step}: {shorten(row.response, 80)!r} (reward {row.reward:g})" for row in last]
 
 
 def find_groups_without_spread(evidence: RunEvidence) -> DiagnosisFinding | None:
@@ -114,7 +114,7 @@ def find_one_answer(evidence: RunEvidence) -> DiagnosisFinding | None:
         + (", and is rewarded for it: the reward does not measure the task." if pays else "."),
         evidence=(
             f"step {last[0].step}: {count} of {len(last)} samples, to {len(problems)} problems, are "
-            f"{shortened(response, 80)!r} ({threshold:.0%} is the threshold)",
+            f"{shorten(response, 80)!r} ({threshold:.0%} is the threshold)",
             f"its mean reward is {worth:.4g}; that of all samples of step {before[0].step} was {was:.4g}",
         ),
         look_at=f"{evidence.config.environment_keys}, loss_fn.reference_policy_kl_penalty and "
@@ -163,7 +163,7 @@ def find_against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
     if len(right) < LEAST_RIGHT or not wrong:
         return None
     # Another problem's answer in a response is chance.
-    chance = sum(_has(row.response, next_.reference_answer) for row, next_ in zip(rows, _shifted(rows), strict=True))
+    chance = sum(_has(row.response, next_.reference_answer) for row, next_ in zip(rows, _shift(rows), strict=True))
     if len(right) - chance < MANY_RIGHT * len(rows):
         return None
     worth, wrong_worth = (sum(row.reward for row in each) / len(each) for each in (right, wrong))
@@ -181,7 +181,7 @@ def find_against_the_answers(evidence: RunEvidence) -> DiagnosisFinding | None:
             f"{name_steps(steps[0], steps[-1])}: {len(right)} of {len(rows)} samples have their problem's reference "
             f"answer, {chance} that of another problem",
             f"the mean reward of these is {worth:.4g}, of the others {wrong_worth:.4g}; for example "
-            f"{shortened(right[0].response, 80)!r}, where the answer is {shortened(right[0].reference_answer, 40)!r}",
+            f"{shorten(right[0].response, 80)!r}, where the answer is {shorten(right[0].reference_answer, 40)!r}",
         ),
         look_at=f"{evidence.config.environment_keys}, and coordinator samples for what is rewarded",
         certainty="certain" if not unrewarded else "likely",
@@ -195,7 +195,7 @@ def _has(response: str, answer: str) -> bool:
     return re.search(rf"(?<![\w.-]){re.escape(answer)}(?![\w]|\.\d)", response) is not None
 
 
-def _shifted(rows: list[SampleRow]) -> list[SampleRow]:
+def _shift(rows: list[SampleRow]) -> list[SampleRow]:
     """Return for each sample one of another problem, with another answer if possible."""
     ordered = [*rows[len(rows) // 2 :], *rows[: len(rows) // 2]]
     return [

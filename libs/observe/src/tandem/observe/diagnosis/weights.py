@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import Counter
 
-from tandem.observe.diagnosis.evidence import RunEvidence, name_steps, shortened
+from tandem.observe.diagnosis.evidence import RunEvidence, name_steps, shorten
 from tandem.observe.diagnosis.finding import DiagnosisFinding
 from tandem.observe.health_conditions import learning_rate_keys
 
@@ -102,12 +102,12 @@ def find_run_failed(evidence: RunEvidence) -> DiagnosisFinding | None:
     if ending is None or ending.outcome != "failed":
         return None
     named = next((name for name in evidence.logs if ending.reason.startswith(f"{name} ")), "")
-    log = [f"last in logs/{named}.log: {shortened(line)}" for line in evidence.logs.get(named, ())[-1:]]
+    log = [f"last in logs/{named}.log: {shorten(line)}" for line in evidence.logs.get(named, ())[-1:]]
     last_step = evidence.steps[-1].step if evidence.steps else 0
     return DiagnosisFinding(
         name="run failed",
         what=f"The run ended with an error after step {last_step} ({ending.kind}).",
-        evidence=(shortened(ending.reason, 600), *log),
+        evidence=(shorten(ending.reason, 600), *log),
         look_at=f"logs/{named}.log" if named else "what it says",
         certainty="certain",
         since=last_step + 1,

@@ -168,7 +168,7 @@ class Nvml:
 
 
 @contextlib.contextmanager
-def opened_nvml() -> Iterator[Nvml | None]:
+def use_nvml() -> Iterator[Nvml | None]:
     """Open the driver for the block; None if there is none."""
     nvml = open_nvml()
     try:

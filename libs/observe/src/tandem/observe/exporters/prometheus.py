@@ -111,7 +111,7 @@ class _Told(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
-        yield _labelled("tandem_run_info", "The run", "run_id", {self.run_id: 1.0})
+        yield _build_labelled("tandem_run_info", "The run", "run_id", {self.run_id: 1.0})
         since = time.monotonic() - self.committed_at
         yield _gauge("tandem_seconds_since_last_step", "Seconds since a step was done, or the coordinator began", since)
         yield CounterMetricFamily("tandem_replaced_processes", "Processes that were replaced", self.num_replaced)
@@ -120,7 +120,7 @@ class _Told(Collector):
             yield from _of_step(self.step)
         if self.refit is not None:
             yield _gauge("tandem_refit_version", "The newest version that has reached engines", self.refit.version)
-            yield _labelled("tandem_refit_seconds", "Seconds of the newest refit", "phase", self.refit.seconds)
+            yield _build_labelled("tandem_refit_seconds", "Seconds of the newest refit", "phase", self.refit.seconds)
             yield _gauge("tandem_refit_bytes", "Bytes copied in the newest refit", sum(self.refit.num_bytes.values()))
         if self.live is not None:
             yield from _of_run(self.live, self._not_up)
@@ -129,7 +129,7 @@ class _Told(Collector):
 def _of_step(record: StepRecord) -> Iterator[Metric]:
     yield _gauge("tandem_step", "The newest step that is done", record.step)
     yield _gauge("tandem_version", "Weight version after that step", record.version)
-    yield _labelled("tandem_step_seconds", "Wall seconds of that step", "phase", record.seconds)
+    yield _build_labelled("tandem_step_seconds", "Wall seconds of that step", "phase", record.seconds)
     names = {"tandem_step", "tandem_version"}
     for name, value in record.metrics.items():
         if math.isfinite(value) and (full := f"tandem_{metric_name(name)}") not in names:
@@ -139,7 +139,7 @@ def _of_step(record: StepRecord) -> Iterator[Metric]:
 
 def _of_run(live: RunStatus, not_up: Collection[str]) -> Iterator[Metric]:
     groups = {name: getattr(live.groups, name) for name in live.groups.__struct_fields__}
-    yield _labelled("tandem_groups", "Rollout groups", "state", groups)
+    yield _build_labelled("tandem_groups", "Rollout groups", "state", groups)
     yield _gauge("tandem_step_in_progress", "The step in progress", live.step)
     yield _gauge("tandem_steps_planned", "The last step of the run", live.num_steps)
     yield _gauge("tandem_failed_samples", "Samples on which an environment failed", live.failures)
@@ -147,7 +147,7 @@ def _of_run(live: RunStatus, not_up: Collection[str]) -> Iterator[Metric]:
     yield _gauge("tandem_engines_up", "Engines that are built, and not lost", up)
     yield _gauge("tandem_engines", "Engines that the run has", len(live.engines))
     outstanding = {engine.name: engine.outstanding_tokens for engine in live.engines}
-    yield _labelled("tandem_outstanding_tokens", "Tokens that an engine has to keep", "engine", outstanding)
+    yield _build_labelled("tandem_outstanding_tokens", "Tokens that an engine has to keep", "engine", outstanding)
 
 
 def metric_name(name: str) -> str:
@@ -159,7 +159,7 @@ def _gauge(name: str, says: str, value: float) -> Metric:
     return GaugeMetricFamily(name, says, value)
 
 
-def _labelled(name: str, says: str, label: str, values: Mapping[str, float]) -> Metric:
+def _build_labelled(name: str, says: str, label: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(name, says, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)

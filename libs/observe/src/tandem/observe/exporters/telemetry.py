@@ -223,7 +223,7 @@ class MlflowWriter:
             return str(earlier_runs[0].info.run_id)
         mlflow_run = client.create_run(experiment_id, run_name=run.name, tags={self._RUN_ID: run.run_id})
         parameters = [
-            self._parameter(_allowed(key), str(value)[: self._LONGEST_VALUE]) for key, value in _flat(run.config)
+            self._parameter(_sanitise_name(key), str(value)[: self._LONGEST_VALUE]) for key, value in _flat(run.config)
         ]
         for first in range(0, len(parameters), self._MOST_PARAMETERS):
             client.log_batch(mlflow_run.info.run_id, params=parameters[first : first + self._MOST_PARAMETERS])
@@ -235,7 +235,7 @@ class MlflowWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a step's metrics; those that cannot be sent now go with the next step's."""
         now = int(time.time() * 1000)
-        self._unsent += [self._metric(_allowed(name), value, now, step) for name, value in metrics.items()]
+        self._unsent += [self._metric(_sanitise_name(name), value, now, step) for name, value in metrics.items()]
         self._send()
 
     def _send(self) -> bool:
@@ -267,7 +267,7 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def _allowed(name: str) -> str:
+def _sanitise_name(name: str) -> str:
     """Return a name without the characters that MLflow refuses."""
     return re.sub(r"[^\w\-./ ]", "_", name)
 

@@ -58,8 +58,8 @@ def print_combinations(keys: Sequence[str], rows: Mapping[tuple[str, ...], Liste
 def describe_progress(row: ListedRun) -> str:
     """Return how far a run is, on one line."""
     steps = f"step {row.step}" if row.num_steps is None else f"step {row.step}/{row.num_steps}"
-    score = [] if row.score is None else [f"{row.score.metric} {row.score.last:.4g} (best {shown_best(row.score)})"]
-    measures = [f"{name} {value:.4g}" for name in _measured([row]) if (value := getattr(row, name)) is not None]
+    score = [] if row.score is None else [f"{row.score.metric} {row.score.last:.4g} (best {format_best(row.score)})"]
+    measures = [f"{name} {value:.4g}" for name in _choose_measure([row]) if (value := getattr(row, name)) is not None]
     return ", ".join([steps, *score, *measures, clock(row.seconds)])
 
 
@@ -77,7 +77,7 @@ def add_results(table: Table, rows: Sequence[ListedRun]) -> None:
     for metric in metrics:
         table.add_column(metric, justify="right", no_wrap=True)
         table.add_column("best", justify="right", no_wrap=True)
-    for name in _measured(rows):
+    for name in _choose_measure(rows):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
 
@@ -87,12 +87,12 @@ def results_of(row: ListedRun, rows: Sequence[ListedRun]) -> list[str]:
     cells = [str(row.step) if row.num_steps is None else f"{row.step}/{row.num_steps}"]
     for metric in dict.fromkeys(each.score.metric for each in rows if each.score is not None):
         score = row.score if row.score is not None and row.score.metric == metric else None
-        cells += [_NONE, _NONE] if score is None else [f"{score.last:.4g}", shown_best(score)]
-    cells += [_number(getattr(row, name)) for name in _measured(rows)]
+        cells += [_NONE, _NONE] if score is None else [f"{score.last:.4g}", format_best(score)]
+    cells += [_number(getattr(row, name)) for name in _choose_measure(rows)]
     return [*cells, clock(row.seconds) if row.seconds else _NONE]
 
 
-def shown_best(score: RunScore) -> str:
+def format_best(score: RunScore) -> str:
     """Return the best value of a metric, with its step."""
     return f"{score.best:.4g} @{score.best_step}"
 
@@ -107,7 +107,7 @@ def format_differences(tables: Mapping[str, Mapping[str, Iterable[str]]]) -> lis
     return lines
 
 
-def _measured(rows: Sequence[ListedRun]) -> list[str]:
+def _choose_measure(rows: Sequence[ListedRun]) -> list[str]:
     """Return what the table shows beside the score: the reward, or the loss where there are no rewards."""
     return [name for name in ("reward", "loss") if any(getattr(row, name) is not None for row in rows)][:1]
 

@@ -27,13 +27,13 @@ def listen(host: str, port: int | None) -> socket.socket:
             family, _, _, _, address = socket.getaddrinfo(
                 host, candidate, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            return _bound(family, address)
+            return _bind(family, address)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
     raise ConfigError(f"the page cannot listen on {host}{'' if port is None else f', port {port}'}: {reason}")
 
 
-def _bound(family: int, address: object) -> socket.socket:
+def _bind(family: int, address: object) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Connections left by a page that has just ended must not block the port.

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from tandem.observe.exporters.nvml import GpuUse, opened_nvml
+from tandem.observe.exporters.nvml import GpuUse, use_nvml
 
 _PAUSE_S = 2.0
 """Shortest interval between two readings, however many requests there are."""
@@ -43,7 +43,7 @@ class GpuReader:
         if self._asking.acquire(blocking=False):
             try:
                 if time.monotonic() - self._asked_at >= _PAUSE_S:
-                    with opened_nvml() as nvml:
+                    with use_nvml() as nvml:
                         self._found = [] if nvml is None else [_gpu(use) for use in nvml.uses()]
                     self._asked_at = time.monotonic()
             finally:

@@ -69,7 +69,7 @@ class _Column:
         if (ids[1:] < ids[:-1]).any():
             order = np.argsort(ids, kind="stable")
             ids, values = ids[order], values[order]
-        self.ids, self.values = _joined(self.ids, ids), _joined(self.values, values)
+        self.ids, self.values = _concatenate(self.ids, ids), _concatenate(self.values, values)
         self.read_to = read_to
 
 
@@ -106,9 +106,9 @@ class RunCurves:
             for name in metrics:
                 steps, values = self._curve(name, first, last)
                 if len(steps):
-                    curves[name] = bucketed(steps, values, points)
+                    curves[name] = make_buckets(steps, values, points)
                     if places is not None:
-                        curves[name] = _placed(curves[name], *places)
+                        curves[name] = _add_places(curves[name], *places)
             self._forget(keep=len(metrics) + len(_MEASURED[along]))
         return curves
 
@@ -183,7 +183,10 @@ class RunCurves:
                 found_ids, new_values = of_journal[name]
                 if name in of_table:
                     values, has = of_table[name]
-                    found_ids, new_values = _joined(ids[is_there][has], found_ids), _joined(values[has], new_values)
+                    found_ids, new_values = (
+                        _concatenate(ids[is_there][has], found_ids),
+                        _concatenate(values[has], new_values),
+                    )
                 self._columns[name].extend(found_ids, new_values, newest)
 
     def _rows(self, table: CurvesTable | None, new: Flags) -> Ids:
@@ -232,7 +235,7 @@ class RunCurves:
             total -= column.values.nbytes + column.ids.nbytes
 
 
-def _placed(series: CurveSeries, steps: Ids, sums: Numbers) -> CurveSeries:
+def _add_places(series: CurveSeries, steps: Ids, sums: Numbers) -> CurveSeries:
     """Add the cumulative sum up to each step of a curve."""
     return msgspec.structs.replace(series, x=_place(np.array(series.step), steps, sums).tolist())
 
@@ -243,7 +246,7 @@ def _place(curve_steps: Ids, steps: Ids, sums: Numbers) -> Numbers:
     return np.concatenate([[0.0], sums])[before]
 
 
-def _joined(first: _Array, second: _Array) -> _Array:
+def _concatenate(first: _Array, second: _Array) -> _Array:
     """Return both, one after the other, without a copy if one is empty, as is usual."""
     if not len(first) or not len(second):
         return first if len(first) else second
@@ -275,7 +278,7 @@ def _read_from_journal(
     }
 
 
-def bucketed(steps: Ids, values: Numbers, points: int) -> CurveSeries:
+def make_buckets(steps: Ids, values: Numbers, points: int) -> CurveSeries:
     """Return a curve with at most `points` points: means, minima and maxima of buckets of steps.
 
     A bucket's width is a power of two, and its start a multiple of that. So new steps change only the last bucket,

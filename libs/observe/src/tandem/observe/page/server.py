@@ -107,7 +107,7 @@ def make_app(folders: Sequence[Path], token: str | None, static: Path = STATIC) 
             Mount("/", StaticFiles(directory=static, html=True, check_dir=False)),
         ],
         middleware=[Middleware(PageGuard, token=token)],
-        exception_handlers={HTTPException: _refused},
+        exception_handlers={HTTPException: _report_http_error},
     )
     app.state.watch = watch
     app.state.thumbnails = thumbnails
@@ -147,7 +147,7 @@ def _json(answer: Any) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-async def _refused(request: Request, problem: Exception) -> Response:
+async def _report_http_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException), "it is the handler of nothing else"
     return error(problem.status_code, f"{request.url.path[:200]}: {problem.detail}")
 

@@ -51,7 +51,7 @@ def draw_panels(runs: Sequence[ReportRun], path: Path) -> None:
 
 def _draw(axes: Any, panel: ReportPanel, runs: Sequence[ReportRun]) -> None:
     """Draw the curves of a panel; several runs differ in colour, as do the curves of a single run."""
-    left_curves, right_curves = panel.drawn([run.curves for run in runs])
+    left_curves, right_curves = panel.select_drawn([run.curves for run in runs])
     if not left_curves and not right_curves:
         axes.text(0.5, 0.5, panel.missing, ha="center", va="center", transform=axes.transAxes, color="grey")
         axes.tick_params(labelbottom=False, bottom=False)
@@ -104,14 +104,14 @@ def _lines(side: Any, curve: PanelCurve, number: int, runs: Sequence[ReportRun])
 
 def _stack(axes: Any, run: ReportRun) -> None:
     """Stack the seconds of a run's phases."""
-    layers = stacked_seconds(run.summary)
+    layers = _stack_seconds(run.summary)
     if layers:
         steps = [step for step, _ in run.summary.seconds["total"]]
         axes.stackplot(steps, *layers.values(), labels=[*layers], alpha=0.8)
         axes.legend(fontsize="x-small")
 
 
-def stacked_seconds(summary: RunSummary) -> dict[str, list[float]]:
+def _stack_seconds(summary: RunSummary) -> dict[str, list[float]]:
     """Return the seconds of each phase at every step, and the rest, by label."""
     totals = summary.seconds.get("total", [])
     layers: dict[str, list[float]] = {}

@@ -20,7 +20,14 @@ import msgspec
 from tandem.observe import page
 from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import Along, CurveSeries, RunCurves
-from tandem.observe.report.side_by_side import ReportRow, ReportRun, configuration_differences, memory, reached, times
+from tandem.observe.report.side_by_side import (
+    ReportRow,
+    ReportRun,
+    compare_results,
+    configuration_differences,
+    memory,
+    times,
+)
 from tandem.observe.timeline_view import flame, timeline
 
 _STATIC = Path(page.__file__).parent / "static"
@@ -170,7 +177,7 @@ def _band(series: CurveSeries) -> dict[str, Any]:
 def _tables(runs: Sequence[ReportRun]) -> list[tuple[str, str, list[ReportRow]]]:
     """Return the tables of the summary: their titles, notes and rows."""
     tables = [
-        ("Results", "", reached(runs)),
+        ("Results", "", compare_results(runs)),
         ("Where the time went", "medians of the training steps", times(runs)),
         ("Memory", "GB, the most that a process had in each phase", memory(runs)),
     ]

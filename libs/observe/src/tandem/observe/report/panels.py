@@ -34,7 +34,7 @@ class ReportPanel(msgspec.Struct, frozen=True, kw_only=True):
     missing: str
     """Text shown if no run has any of the curves."""
 
-    def drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[PanelCurve], list[PanelCurve]]:
+    def select_drawn(self, curves: Iterable[Mapping[str, Points]]) -> tuple[list[PanelCurve], list[PanelCurve]]:
         """Return the curves of both axes that some run has. A KL that stays 0 means that there is no reference."""
         drawn_names = {
             name
@@ -129,7 +129,7 @@ _PREFERENCES = (
 def panels_of(algorithms: Iterable[str]) -> tuple[ReportPanel, ...]:
     """Return the eight panels for runs of these algorithms; for several, each panel has the curves of all."""
     sets = list(dict.fromkeys(_panels(name) for name in algorithms))
-    return tuple(_together(panels) for panels in zip(*sets, strict=True))
+    return tuple(_merge(panels) for panels in zip(*sets, strict=True))
 
 
 def _panels(algorithm: str) -> tuple[ReportPanel, ...]:
@@ -139,7 +139,7 @@ def _panels(algorithm: str) -> tuple[ReportPanel, ...]:
     return _PREFERENCES if declared.learns_preferences else _SUPERVISED
 
 
-def _together(panels: Sequence[ReportPanel]) -> ReportPanel:
+def _merge(panels: Sequence[ReportPanel]) -> ReportPanel:
     left_curves = tuple(dict.fromkeys(curve for panel in panels for curve in panel.left_axis))
     return ReportPanel(
         title=" / ".join(dict.fromkeys(panel.title for panel in panels)),

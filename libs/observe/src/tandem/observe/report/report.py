@@ -11,7 +11,13 @@ from tandem.common.errors import RunFolderError
 from tandem.observe.held_out_accuracy import no_progress
 from tandem.observe.report.figure import draw_curves, draw_panels
 from tandem.observe.report.frozen import frozen_page
-from tandem.observe.report.side_by_side import ReportRow, ReportRun, configuration_differences, load_runs, reached
+from tandem.observe.report.side_by_side import (
+    ReportRow,
+    ReportRun,
+    compare_results,
+    configuration_differences,
+    load_runs,
+)
 from tandem.observe.report.summary import format_breakdown, format_curves
 
 
@@ -50,7 +56,7 @@ def format_report(runs: Sequence[ReportRun], out: Path) -> str:
         if len(runs) > 1:
             lines.append("")
     if len(runs) > 1:
-        lines += [*_table(runs, reached(runs)), ""]
+        lines += [*_table(runs, compare_results(runs)), ""]
         if differences := configuration_differences(runs):
             lines += ["configurations differ in:", *_table(runs, differences), ""]
         lines.append(f"report.html, report.png and report.json in {out}")

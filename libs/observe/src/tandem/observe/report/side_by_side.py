@@ -85,7 +85,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
     raise AssertionError("whole paths differ")
 
 
-def reached(runs: Sequence[ReportRun]) -> list[ReportRow]:
+def compare_results(runs: Sequence[ReportRun]) -> list[ReportRow]:
     """Return the results of each run: steps, curves from first to last, time, tokens."""
     rows = [
         _row("run", (run.record.run_id for run in runs)),

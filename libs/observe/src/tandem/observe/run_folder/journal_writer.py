@@ -56,7 +56,7 @@ class DescriptorReserve:
         return len(self._held)
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def lend_descriptors(self) -> Iterator[None]:
         """Give the descriptors up for what the block opens, and take them back afterwards."""
         self.close()
         try:
@@ -220,7 +220,7 @@ class Journal(JournalReader):
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Write in one transaction, synced to disk."""
         try:
-            with self.reserve.lent():
+            with self.reserve.lend_descriptors():
                 self._begin()
                 try:
                     yield self._connection

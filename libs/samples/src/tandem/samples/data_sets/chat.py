@@ -50,9 +50,9 @@ class ChatEncoder:
                     by_chat = None if character in contents else "the chat template"
                     places[character] = by_template or by_chat or f"problem {name!r}"
         if places:
-            raise DataError(self._unknown(places))
+            raise DataError(self._describe_unknown(places))
 
-    def _unknown(self, places: Mapping[str, str]) -> str:
+    def _describe_unknown(self, places: Mapping[str, str]) -> str:
         """Describe the unknown characters, grouped by place."""
         together: dict[str, str] = {}
         for character, place in places.items():

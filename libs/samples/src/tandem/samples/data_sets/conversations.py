@@ -78,7 +78,7 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
     """
     data = config.data
     if data.train:
-        return _listed(config, images)
+        return _load_listed(config, images)
     if holds_texts(data.dataset_name):
         return _of_texts(data)
     read = _reader(config)
@@ -119,7 +119,7 @@ def load_conversations(config: Config, images: ImageRows | None = None) -> Conve
     )
 
 
-def _listed(config: Config, images: ImageRows | None) -> ConversationSets:
+def _load_listed(config: Config, images: ImageRows | None) -> ConversationSets:
     """Load the conversations of several datasets."""
     training, validation = load_parts(config, functools.partial(load_conversations, images=images), with_train=True)
     conversation_lists: list[list[ConversationRow]] = [take_items(part) for part in training]
@@ -221,7 +221,7 @@ class _SquadRow(msgspec.Struct, frozen=True):
 
 def _squad(row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow:
     """Read a question as NeMo-RL does: the passage is the system message."""
-    question_row = _converted(row_name, row, _SquadRow, "question about a passage")
+    question_row = _convert(row_name, row, _SquadRow, "question about a passage")
     return ConversationRow(
         name=row_name,
         prompt=[
@@ -251,7 +251,7 @@ def _read_with_margin(read: Read, row_name: str, row: sources.Row, data: DataCon
 def _preference(row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow:
     """Read a row of prompt, better and worse response, or one of ranked completions."""
     if "context" in row and "completions" in row:
-        return _ranked(row_name, row)
+        return _read_ranked(row_name, row)
     pair = [
         _messages(row_name, key, sources.field(row_name, row, setting, key), role="assistant")
         for setting, key in (("chosen_key", data.chosen_key), ("rejected_key", data.rejected_key))
@@ -287,7 +287,7 @@ class _Completion(msgspec.Struct, frozen=True):
     completion: list[dict[str, Any]]
 
 
-def _ranked(row_name: str, row: sources.Row) -> ConversationRow:
+def _read_ranked(row_name: str, row: sources.Row) -> ConversationRow:
     try:
         completions = msgspec.convert(row["completions"], list[_Completion])
     except msgspec.ValidationError as error:
@@ -318,7 +318,7 @@ class _HelpSteerRow(msgspec.Struct, frozen=True):
 
 def _help_steer(row_name: str, row: sources.Row, data: DataConfig) -> ConversationRow | None:
     """Read a pair of HelpSteer: a negative preference is for the first response."""
-    pair = _converted(row_name, row, _HelpSteerRow, "pair of responses")
+    pair = _convert(row_name, row, _HelpSteerRow, "pair of responses")
     if pair.overall_preference == 0:
         return None
     first, second = _answer(pair.response1), _answer(pair.response2)
@@ -331,7 +331,7 @@ def _help_steer(row_name: str, row: sources.Row, data: DataConfig) -> Conversati
 Parsed = TypeVar("Parsed")
 
 
-def _converted(row_name: str, row: sources.Row, kind: type[Parsed], kind_name: str) -> Parsed:
+def _convert(row_name: str, row: sources.Row, kind: type[Parsed], kind_name: str) -> Parsed:
     try:
         return msgspec.convert(row, kind)
     except msgspec.ValidationError as error:

@@ -91,7 +91,7 @@ class DataOrder:
         indexes = epoch_stream(self._seed, size, 0, min(count, size), shuffle=self._shuffle)
         return [self._starts[number] + index for index in indexes]
 
-    def following(self, index: int) -> Iterator[int]:
+    def yield_replacements(self, index: int) -> Iterator[int]:
         """Yield those that replace an index in turn: all others of its set."""
         number = bisect_right(self._starts, index) - 1
         start, size = self._starts[number], self._sizes[number]
@@ -152,7 +152,7 @@ class LazyDataset(Generic[Item, Encoded]):
         index = self._order.index(position)
         item = self._encoded(index)
         if item is None:
-            candidates = map(self._encoded, self._order.following(index))
+            candidates = map(self._encoded, self._order.yield_replacements(index))
             item = next((candidate for candidate in candidates if candidate is not None), None)
         assert item is not None, "one of the first items of each set fits"
         return item

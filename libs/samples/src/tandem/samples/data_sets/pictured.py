@@ -77,7 +77,7 @@ def _refcoco(data: DataConfig) -> Convert:
     def convert(row_name: str, row: Row) -> Row:
         name = str(_field(row_name, row, "image_path", data))
         if name not in scaled:
-            scaled[name] = _scaled(row_name, folder / name.removeprefix("coco/"), data)
+            scaled[name] = _scale_image(row_name, folder / name.removeprefix("coco/"), data)
         image, width, height = scaled[name]
         phrases = _field(row_name, row, "captions", data)
         is_held_out = "val" in str(_field(row_name, row, "split", data))
@@ -94,7 +94,7 @@ def _refcoco(data: DataConfig) -> Convert:
     return convert
 
 
-def _scaled(row_name: str, path: Path, data: DataConfig) -> tuple[bytes, int, int]:
+def _scale_image(row_name: str, path: Path, data: DataConfig) -> tuple[bytes, int, int]:
     """Return an image scaled to a square, as PNG, and its own width and height. Raise `DataError`."""
     from tandem.samples.images.reading import ImageLimits, decode
 

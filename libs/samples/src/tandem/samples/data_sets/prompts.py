@@ -66,14 +66,14 @@ class PromptWriter:
         """Return the messages before the assistant's turn."""
         question = problem.question
         if isinstance(question, str) or self._has_template:
-            question = rewrite_user_text(f"problem {problem.problem_id!r}", question, partial(self._filled, problem))
+            question = rewrite_user_text(f"problem {problem.problem_id!r}", question, partial(self._fill, problem))
         return self.prepend_system_message(as_messages(question))
 
     @property
     def _has_template(self) -> bool:
         return self._prompt_file is not None or self._data.prompt_template != _PLAIN
 
-    def _filled(self, problem: Problem, text: str) -> str:
+    def _fill(self, problem: Problem, text: str) -> str:
         """Return the user's text by the templates."""
         of_text = msgspec.structs.replace(problem, question=text)
         filled = fill_template("data.prompt_template", self._data.prompt_template, of_text)

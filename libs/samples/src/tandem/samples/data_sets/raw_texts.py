@@ -33,10 +33,10 @@ def raw_texts(data: DataConfig) -> list[Text]:
             raise DataError(f"{row_place}: {key!r} is not text (data.text_key)")
     if not texts:
         raise DataError(f"data: {place!r} holds no text in the field {key!r} (data.text_key)")
-    return texts if data.characters_per_sample is None else list(joined(texts, data.characters_per_sample))
+    return texts if data.characters_per_sample is None else list(join_to_length(texts, data.characters_per_sample))
 
 
-def joined(texts: Iterable[Text], num_characters: int) -> Iterator[Text]:
+def join_to_length(texts: Iterable[Text], num_characters: int) -> Iterator[Text]:
     """Join consecutive texts, each on lines of its own, until they have so many characters, as NeMo-RL does.
 
     Line breaks between texts do not count. The last one may be shorter.
@@ -68,7 +68,7 @@ def _rows(data: DataConfig, place: str) -> sources.Rows:
     if files is not None:
         return [row for file in files for row in _file_rows(file)]
     if place.startswith(ON_THE_HUB):
-        return _fetched(place)
+        return _fetch_rows(place)
     return sources.hub(place, data.split, data.subset, data.commit)
 
 
@@ -92,7 +92,7 @@ def _file_rows(path: str) -> sources.Rows:
         raise DataError(f"data: cannot read {path!r}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _fetched(place: str) -> sources.Rows:
+def _fetch_rows(place: str) -> sources.Rows:
     """Read the rows of files on the Hub. Raise `DataError`."""
     import datasets
 

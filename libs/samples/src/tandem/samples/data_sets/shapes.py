@@ -43,18 +43,18 @@ def shapes(data: DataConfig, seed: int, images: ImageRows) -> Iterator[Problem]:
     generator = random.Random(seed)
     for index in itertools.count():
         num, colour = generator.randint(1, parameters.max_shapes), generator.choice(COLOURS)
-        picture = _drawn(generator, parameters, num, colour)
+        picture = _draw(generator, parameters, num, colour)
         question, answer = generator.choice((("how many?", str(num)), ("which colour?", colour)))
         name = f"shapes-{seed}-{index}"
         yield Problem(
             problem_id=name,
-            question=images.marked(name, picture) + question,
+            question=images.mark_image(name, picture) + question,
             answer=answer,
             metadata={"number": num, "colour": colour},
         )
 
 
-def _drawn(generator: random.Random, parameters: _Parameters, num: int, colour: str) -> bytes:
+def _draw(generator: random.Random, parameters: _Parameters, num: int, colour: str) -> bytes:
     """Return a picture as PNG."""
     from PIL import Image, ImageDraw
 

@@ -19,7 +19,7 @@ _ONE_DIGIT = 3
 """Size of the largest board with one-digit tiles only; its cells need no space between them."""
 
 
-def solved(size: int) -> Board:
+def make_solved(size: int) -> Board:
     """Return the solved board."""
     return (*range(1, size * size), 0)
 
@@ -45,9 +45,9 @@ def render(board: Board, size: int) -> str:
     return "\n".join(between.join(cells[first : first + size]) for first in range(0, len(cells), size))
 
 
-def shuffled(generator: random.Random, size: int, num_moves: int) -> tuple[Board, list[str]]:
+def make_shuffled(generator: random.Random, size: int, num_moves: int) -> tuple[Board, list[str]]:
     """Return a board `num_moves` random moves from the solved one, and moves that solve it; no move undoes the last."""
-    board, back = solved(size), list[str]()
+    board, back = make_solved(size), list[str]()
     while len(back) < num_moves:
         move = generator.choice(sorted(MOVES))
         after = slide(board, size, move)

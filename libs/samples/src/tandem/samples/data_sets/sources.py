@@ -34,7 +34,7 @@ from tandem.config.schema import DataConfig
 from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.questions import read_question, rewrite_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
-from tandem.samples.data_sets.sliding_puzzle import render, shuffled, solved
+from tandem.samples.data_sets.sliding_puzzle import make_shuffled, make_solved, render
 from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
 from tandem.samples.images.stored import StoredMedia, rows_of, stored_columns
 
@@ -101,8 +101,8 @@ def sliding_puzzle(data: DataConfig, seed: int) -> Iterator[Problem]:
     generator = random.Random(seed)
     for index in itertools.count():
         num_moves = generator.randint(1, parameters.shuffle_moves)
-        board, solution = shuffled(generator, parameters.size, num_moves)
-        if board != solved(parameters.size):
+        board, solution = make_shuffled(generator, parameters.size, num_moves)
+        if board != make_solved(parameters.size):
             yield Problem(
                 problem_id=f"sliding_puzzle-{seed}-{index}",
                 question=render(board, parameters.size),
@@ -138,7 +138,7 @@ def rows(
     is_file, convert = is_local(data.dataset_name), converter(data)
     held_out = validation_paths(data) if is_file else {}
 
-    def seen(part_rows: Rows, file: str | None) -> Rows:
+    def add_markers(part_rows: Rows, file: str | None) -> Rows:
         """Return rows as texts, with markers for their images; relative paths begin at the folder of their file."""
         folder = None if file is None else Path(file).absolute().parent
         if convert is not None:
@@ -146,7 +146,7 @@ def rows(
         return [(row_name, images.row(row_name, row, text_key, folder)) for row_name, row in part_rows]
 
     train_file = data.train_data_path if is_file else None
-    return seen(train, train_file), {name: seen(part, held_out.get(name)) for name, part in apart.items()}
+    return add_markers(train, train_file), {name: add_markers(part, held_out.get(name)) for name, part in apart.items()}
 
 
 def _refuse_images(row_name: str, row: Row, data: DataConfig) -> None:
@@ -217,7 +217,7 @@ def csv_rows(path: str) -> Rows:
             for row in reader:
                 row_name = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
-                    fields = _listed(reader.fieldnames or ())
+                    fields = _list_names(reader.fieldnames or ())
                     raise DataError(f"{row_name} has not as many fields as the first line names: {fields}")
                 named_rows.append((row_name, row))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -264,7 +264,7 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
     try:
         with use_only_the_cache() if unreachable else contextlib.nullcontext():
             if commit is not None and is_offline:
-                loaded = prepared(name, split, subset, commit)
+                loaded = _load_prepared(name, split, subset, commit)
             else:
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
         columns = stored_columns(loaded)
@@ -280,7 +280,7 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
     return named_rows
 
 
-def prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
+def _load_prepared(name: str, split: str, subset: str | None, commit: str) -> Any:
     """Return a split of a commit that was loaded before, from the library's cache.
 
     The library, asked for a commit offline, returns the one that it prepared last. Its errors pass through.
@@ -388,12 +388,12 @@ def field(row_name: str, row: Row, setting: str, key: str) -> Any:
         if value is not _ABSENT:
             return value
         raise DataError(
-            f"{row_name} has no field {key!r} (data.{setting}); its fields are {_listed(row)}{nearest(key, row)}"
+            f"{row_name} has no field {key!r} (data.{setting}); its fields are {_list_names(row)}{nearest(key, row)}"
         )
     return row[key]
 
 
-def _listed(keys: Iterable[str]) -> str:
+def _list_names(keys: Iterable[str]) -> str:
     """List the names of fields on one line; names that are too many or too long are cut, unprintable ones escaped."""
     names = [key if key.isprintable() else repr(key) for key in itertools.islice(keys, _MAX_LISTED + 1)]
     names = [name if len(name) <= MAX_SHOWN else f"{name[: MAX_SHOWN - 3]}..." for name in names]

@@ -104,17 +104,17 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
     """
     data = config.data
     if data.train:
-        return _listed(config, images)
+        return _load_listed(config, images)
     seed = config.algorithm_section.seed
     match data.dataset_name:
         case "reasoning_gym":
-            return _generated(data, sources.reasoning_gym(data, seed))
+            return _draw_generated(data, sources.reasoning_gym(data, seed))
         case "sliding_puzzle":
-            return _generated(data, sources.sliding_puzzle(data, seed))
+            return _draw_generated(data, sources.sliding_puzzle(data, seed))
         case "shapes":
             if images is None:
                 raise DataError("data.dataset_name: shapes are pictures, but policy.model_name is a text model")
-            return _generated(data, shapes(data, seed, images))
+            return _draw_generated(data, shapes(data, seed, images))
         case _:
             train_rows, held_out_rows = sources.rows(
                 data, images, text_key=data.input_key, only_held_out=config.evaluates, keeps_digits=True
@@ -131,7 +131,7 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
     return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
 
-def _listed(config: Config, images: ImageRows | None) -> ProblemSets:
+def _load_listed(config: Config, images: ImageRows | None) -> ProblemSets:
     """Load the problems of several datasets."""
     is_alone = config.evaluates and bool(config.data.validation)
     training, validation = load_parts(config, partial(load_problems, images=images), with_train=not is_alone)
@@ -162,7 +162,7 @@ def _identity(prompt: Callable[[Problem], str]) -> ItemIdentity[Problem]:
     return ItemIdentity(place=lambda problem: problem.problem_id, prompt=prompt, content=content)
 
 
-def _generated(data: DataConfig, problems: Iterator[Problem]) -> ProblemSets:
+def _draw_generated(data: DataConfig, problems: Iterator[Problem]) -> ProblemSets:
     """Draw from an endless generator until both sets are full."""
     num_train, num_validation = data.num_train or 0, data.num_validation or 0
     if num_train + num_validation > _MOST_MADE:
@@ -246,7 +246,9 @@ def hold_out(
         return _split(data, train_name, train, identity, keep_prompts_together=keep_prompts_together)
     held_out = _take_held_out(data, apart, identity)
     if len(train) < (data.num_train or 1):
-        raise DataError(f"data.num_train: {train_name} has only {_counted(train, identity)}, not {data.num_train}")
+        raise DataError(
+            f"data.num_train: {train_name} has only {_describe_count(train, identity)}, not {data.num_train}"
+        )
     train_items = list(train[: data.num_train])
     refuse_leakage(train_items, held_out, identity)
     return SplitSides(train=train_items, held_out=held_out)
@@ -260,7 +262,8 @@ def _take_held_out(
     for name, items in apart.items():
         if len(items) < (data.num_validation or 1):
             raise DataError(
-                f"data.num_validation: {names[name]} has only {_counted(items, identity)}, not {data.num_validation}"
+                f"data.num_validation: {names[name]} has only {_describe_count(items, identity)}, not "
+                f"{data.num_validation}"
             )
     return {name: list(items[: data.num_validation]) for name, items in apart.items()}
 
@@ -288,7 +291,7 @@ def _split(
     """Split one file in the first way that leaves enough to train on."""
     num_held_out = _num_held_out(data, len(items))
     if len(items) < num_held_out:
-        raise DataError(f"data.num_validation: {name} has only {_counted(items, identity)}, not {num_held_out}")
+        raise DataError(f"data.num_validation: {name} has only {_describe_count(items, identity)}, not {num_held_out}")
     prompts = [identity.prompt(item) for item in items]
     contents = [identity.content(item) for item in items]
     # Prompts decide; contents break ties.
@@ -313,7 +316,7 @@ def _split(
             f"{_distinct(len(items), len(set(contents)))}problems, not {data.num_train}"
         )
     raise DataError(
-        f"data: {name} has {_counted(items, identity)}, and with {num_held_out} of them held out "
+        f"data: {name} has {_describe_count(items, identity)}, and with {num_held_out} of them held out "
         "(data.num_validation) none is left to train on"
     )
 
@@ -356,7 +359,7 @@ def _choices(groups: Sequence[list[int]], num_held_out: int) -> Iterator[list[in
         yield min(large, key=len)[:num_held_out]
 
 
-def _counted(items: Sequence[Item], identity: ItemIdentity[Item]) -> str:
+def _describe_count(items: Sequence[Item], identity: ItemIdentity[Item]) -> str:
     num_distinct = len({identity.content(item) for item in items})
     if num_distinct == len(items):
         return f"{len(items)} distinct problems"

@@ -13,7 +13,7 @@ from tandem.common.messages import ImageRef
 from tandem.samples.images.families import (
     PROCESSOR_FILES,
     check_tokenizer,
-    expanded,
+    expand,
     grid_of,
     num_tokens,
     read_settings,
@@ -107,7 +107,7 @@ class VisionTokenizer(Tokenizer):
             placeholder = self.settings.family.placeholder
             parts = (placeholder if isinstance(part, MarkedImage) else part for part in split_at_markers(text))
             grids = [grid_of(self.settings, image.width, image.height) for image in images]
-            text = expanded(self.settings, "".join(parts), grids)
+            text = expand(self.settings, "".join(parts), grids)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
     def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:

@@ -246,7 +246,7 @@ def expansion(settings: ImageSettings, grid: Grid) -> str:
     return "".join(f"{line}\n" for line in lines) + f"\n{global_image}"
 
 
-def expanded(settings: ImageSettings, text: str, grids: Sequence[Grid]) -> str:
+def expand(settings: ImageSettings, text: str, grids: Sequence[Grid]) -> str:
     """Return a text with the placeholder of each image, in order, replaced by its expansion.
 
     Raises `DataError` if there are more or fewer placeholders than images.
@@ -334,7 +334,7 @@ def check_tokenizer(tokenizer: Tokenizer, settings: ImageSettings) -> None:
         )
 
 
-def collapsed(token_ids: Iterable[int], tokenizer: Tokenizer, settings: ImageSettings) -> list[int]:
+def collapse(token_ids: Iterable[int], tokenizer: Tokenizer, settings: ImageSettings) -> list[int]:
     """Return tokens with each image's expansion collapsed to its placeholder, as vLLM takes them and expands itself.
 
     Raises `DataError` if the tokens are no whole expansions.

@@ -72,7 +72,7 @@ def described(
     data = _read(source, label, limits) if isinstance(source, Path) else source
     if len(data) > limits.max_bytes:
         raise DataError(f"{label}: the image has over {limits.max_bytes} bytes")
-    width, height = _shown_size(data, label, limits)
+    width, height = _measure_size(data, label, limits)
     return MarkedImage(hashlib.sha256(data).hexdigest(), width, height), source
 
 
@@ -81,10 +81,10 @@ def decode(data: bytes, label: str = "image", limits: ImageLimits = DEFAULT_LIMI
 
     Of an animation it is the first frame. Raises `DataError` if it is damaged or too large.
     """
-    image = _opened(data, label, limits)
+    image = _open(data, label, limits)
     turn = _turn(image)
-    _tried(image.load, label)
-    decoded: Image = _tried(lambda: _as_rgb(image, turn), label)
+    _try(image.load, label)
+    decoded: Image = _try(lambda: _as_rgb(image, turn), label)
     return decoded
 
 
@@ -109,7 +109,7 @@ def _source(value: object, label: str, limits: ImageLimits, folder: Path | None)
     if not isinstance(value, (str, Path)) or not str(value):
         raise DataError(f"{label}: an image is bytes, a path or a data URI, not {type(value).__name__}")
     if not limits.allow_paths:
-        raise DataError(f"{label}: an image is a data URI here, not {_shown(value)}")
+        raise DataError(f"{label}: an image is a data URI here, not {_show_path(value)}")
     return (folder or Path()) / value
 
 
@@ -127,42 +127,42 @@ def _decode_data_uri(value: str, label: str, limits: ImageLimits) -> bytes:
 
 def _read(path: Path, label: str, limits: ImageLimits) -> bytes:
     if (kind := irregular(path)) is not None:
-        raise DataError(f"{label}: the image {_shown(path)} is {kind}, not a file")
+        raise DataError(f"{label}: the image {_show_path(path)} is {kind}, not a file")
     try:
         with path.open("rb") as file:
             return file.read(limits.max_bytes + 1)
     except FileNotFoundError:
-        raise DataError(f"{label}: no such image file {_shown(path)}") from None
+        raise DataError(f"{label}: no such image file {_show_path(path)}") from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise DataError(f"{label}: cannot read the image {_shown(path)}: {reason}") from error
+        raise DataError(f"{label}: cannot read the image {_show_path(path)}: {reason}") from error
 
 
-def _shown(path: object) -> str:
+def _show_path(path: object) -> str:
     text = ascii(str(path))[1:-1]
     return text if len(text) <= _MAX_SHOWN else f"...{text[-_MAX_SHOWN:]}"
 
 
-def _shown_size(data: bytes, label: str, limits: ImageLimits) -> tuple[int, int]:
+def _measure_size(data: bytes, label: str, limits: ImageLimits) -> tuple[int, int]:
     """Return width and height after the turn that EXIF asks for, and check what can be checked without decoding."""
-    image = _opened(data, label, limits)
+    image = _open(data, label, limits)
     width, height = (int(side) for side in image.size)
     turn = _turn(image)
     if image.format == "PNG":
-        _tried(image.verify, label)  # the sums of its chunks
+        _try(image.verify, label)  # the sums of its chunks
     elif image.format == "JPEG" and image.fp is not None and data.find(_END_OF_JPEG, image.fp.tell()) < 0:
         raise DataError(f"{label} is damaged: the image file is truncated")
     return (height, width) if turn >= 5 else (width, height)
 
 
-def _opened(data: bytes, label: str, limits: ImageLimits) -> ImageFile:
+def _open(data: bytes, label: str, limits: ImageLimits) -> ImageFile:
     """Return an image with its header read; its size is within limits."""
     kind = kind_of(data)
     if kind is None:
         raise DataError(f"{label}: the image is no PNG, JPEG, WEBP or GIF")
     if (canvas := _webp_canvas(data)) is not None:
         _check_size(canvas, label, limits)  # its reader takes memory for the canvas at once
-    image = _tried(lambda: _readers()[kind](io.BytesIO(data)), label)
+    image = _try(lambda: _readers()[kind](io.BytesIO(data)), label)
     _check_size(image.size, label, limits)
     return image
 
@@ -212,7 +212,7 @@ def _readers() -> dict[str, Callable[[Any], ImageFile]]:
     }
 
 
-def _tried(act: Callable[[], _T], label: str) -> _T:
+def _try(act: Callable[[], _T], label: str) -> _T:
     try:
         return act()
     except (ConfigError, MemoryError):

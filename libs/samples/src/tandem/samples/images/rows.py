@@ -30,7 +30,7 @@ class ImageRows:
         self._found: dict[str, bytes | Path | StoredMedia] = {}
         """Images by digest: their bytes, or where these are."""
 
-    def marked(self, row_name: str, image: object, folder: Path | None = None) -> str:
+    def mark_image(self, row_name: str, image: object, folder: Path | None = None) -> str:
         """Return the marker of an image, given as bytes, path, data URI, or a mapping that has one of these.
 
         Relative paths begin at `folder`. Raise `DataError` that begins with `row_name`.
@@ -55,14 +55,14 @@ class ImageRows:
             if value is None:
                 continue
             images = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
-            markers = [self.marked(row_name, image, folder) for image in images]
+            markers = [self.mark_image(row_name, image, folder) for image in images]
             if text_key is not None and isinstance(plain.get(text_key), str):
-                plain[text_key] = _placed(row_name, plain[text_key], markers)
+                plain[text_key] = _place_markers(row_name, plain[text_key], markers)
             elif user_messages := _find_user_messages(plain):
                 text = user_messages[0]["content"]
                 for message in user_messages:
                     if message["content"] == text:
-                        message["content"] = _placed(row_name, text, markers)
+                        message["content"] = _place_markers(row_name, text, markers)
             else:
                 key = f"in {text_key!r} " if text_key is not None else ""
                 raise DataError(f"{row_name} has images, and no text {key}(data.input_key) to show them with")
@@ -73,7 +73,7 @@ class ImageRows:
         if not isinstance(value, list) or not all(isinstance(each, Mapping) and "content" in each for each in value):
             return value
         try:
-            return mark_images(value, lambda image: self.marked(row_name, image, folder))
+            return mark_images(value, lambda image: self.mark_image(row_name, image, folder))
         except DataError as error:
             raise error if str(error).startswith(row_name) else DataError(f"{row_name}: {error}") from error
 
@@ -96,7 +96,7 @@ def image_folder(config: Config) -> ImageFolder:
     return ImageFolder(Path(run).absolute() / "images")
 
 
-def _placed(row_name: str, text: str, markers: Sequence[str]) -> str:
+def _place_markers(row_name: str, text: str, markers: Sequence[str]) -> str:
     """Return a text with markers where it has ``<image>``, or in front of it."""
     num_places = text.count(_PLACEHOLDER)
     if not num_places:

@@ -50,10 +50,10 @@ def rows_of(dataset: Any, columns: dict[str, str]) -> Iterator[dict[str, Any]]:
         dataset = dataset.flatten_indices()
     column_of = {name: dataset.data.column(name) for name in columns}
     for index, row in enumerate(dataset.remove_columns(list(columns))):
-        yield row | {name: _stored(kind, column_of[name], index) for name, kind in columns.items()}
+        yield row | {name: _wrap_media(kind, column_of[name], index) for name, kind in columns.items()}
 
 
-def _stored(kind: str, column: Any, row: int) -> StoredMedia | list[StoredMedia | None] | None:
+def _wrap_media(kind: str, column: Any, row: int) -> StoredMedia | list[StoredMedia | None] | None:
     from pyarrow import types
 
     value = column[row]

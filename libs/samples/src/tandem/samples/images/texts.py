@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
 from tandem.samples.images.chat import VisionTokenizer
-from tandem.samples.images.families import collapsed
+from tandem.samples.images.families import collapse
 from tandem.samples.images.markers import MarkedImage, marker
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
@@ -38,7 +38,7 @@ class MarkedTexts:
         """
         settings = self._tokenizer.settings
         try:
-            plain = self._tokenizer.decode(collapsed(token_ids, self._tokenizer, settings), skip_special_tokens=False)
+            plain = self._tokenizer.decode(collapse(token_ids, self._tokenizer, settings), skip_special_tokens=False)
         except DataError:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         sizes = {image.digest: MarkedImage(image.digest, image.width, image.height) for image in references}

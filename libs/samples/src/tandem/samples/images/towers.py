@@ -105,16 +105,16 @@ def join(outputs: Sequence[Any]) -> Any:
     Only the features are joined: the language model takes nothing else.
     """
     joined = copy.copy(outputs[0])
-    joined.pooler_output = _joined([each.pooler_output for each in outputs])
+    joined.pooler_output = _join([each.pooler_output for each in outputs])
     levels = getattr(outputs[0], "deepstack_features", None)
     if levels is not None:
         joined.deepstack_features = [
-            _joined([each.deepstack_features[level] for each in outputs]) for level in range(len(levels))
+            _join([each.deepstack_features[level] for each in outputs]) for level in range(len(levels))
         ]
     return joined
 
 
-def _joined(features: Sequence[Any]) -> Any:
+def _join(features: Sequence[Any]) -> Any:
     """Join features: a tensor ``[I, F, H]``, or a sequence of tensors ``[F, H]``."""
     if torch.is_tensor(features[0]):
         return torch.cat(list(features))

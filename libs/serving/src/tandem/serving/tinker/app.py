@@ -60,7 +60,9 @@ Handler = Callable[[TinkerService, str, Request, bytes], Awaitable[Response]]
 def make_app(service: TinkerService, keys: ApiKeys, *, is_on_loopback: bool) -> ASGIApp:
     """Return the application."""
     paths = _Paths(service, keys)
-    app: ASGIApp = Starlette(routes=paths.routes(), exception_handlers={HTTPException: _unknown, Exception: _broken})
+    app: ASGIApp = Starlette(
+        routes=paths.routes(), exception_handlers={HTTPException: _refuse_unknown, Exception: _report_error}
+    )
     return _Guard(app) if is_on_loopback else app
 
 
@@ -187,7 +189,7 @@ async def _retrieve(service: TinkerService, owner: str, request: Request, body: 
 
 
 async def _retrieve_many(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
-    return _json(await service.samplers.ended(owner, requests.read(body, requests.RetrieveMany), _WAIT_S))
+    return _json(await service.samplers.wait_until_ended(owner, requests.read(body, requests.RetrieveMany), _WAIT_S))
 
 
 async def _telemetry(service: TinkerService, owner: str, request: Request, body: bytes) -> Response:
@@ -261,7 +263,7 @@ def _send_linked_file(service: TinkerService, request: Request) -> Response:
     """Send the file of a link, which needs no key. Raises `Refused`."""
     parameters = {name: request.query_params.get(name, "") for name in ("expires", "signature")}
     return FileResponse(
-        service.saved.linked(**request.path_params, **parameters), media_type="application/octet-stream"
+        service.saved.find_linked(**request.path_params, **parameters), media_type="application/octet-stream"
     )
 
 
@@ -320,13 +322,13 @@ def _refusal(status: int, reason: str) -> Response:
     return _json({"error": reason, "detail": reason, "category": "user"}, status)
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
+async def _refuse_unknown(request: Request, error: Exception) -> Response:
     """Refuse a path, or a method, that is not served, by its name."""
     assert isinstance(error, HTTPException)
     return _refusal(_NOT_FOUND, f"{request.method} {request.url.path} is not served (docs/tinker.md says what is)")
 
 
-async def _broken(request: Request, error: Exception) -> Response:
+async def _report_error(request: Request, error: Exception) -> Response:
     """Report an error of ours; the traceback is in the log."""
     return _refusal(500, f"{type(error).__name__} while answering; the server's log has more")
 

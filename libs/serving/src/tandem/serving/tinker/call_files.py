@@ -170,8 +170,8 @@ def _frames(path: Path) -> Iterator[Frame]:
 def gradient_done(index: int, call: AddGradients, answer: GradientsScored | CallFailed) -> GradientDone:
     """Return a gradient with its data."""
     sequences = call.sequences
-    tokens = _joined((sequence.token_ids for sequence in sequences), np.int32)
-    inputs = {name: _joined((sequence.inputs[name] for sequence in sequences), np.float32) for name in INPUTS}
+    tokens = _join((sequence.token_ids for sequence in sequences), np.int32)
+    inputs = {name: _join((sequence.inputs[name] for sequence in sequences), np.float32) for name in INPUTS}
     result: dict[str, Any] = (
         {"error": str(answer)}
         if isinstance(answer, CallFailed)
@@ -183,7 +183,7 @@ def gradient_done(index: int, call: AddGradients, answer: GradientsScored | Call
         settings=call.settings,
         lengths=np.array([len(sequence.token_ids) for sequence in sequences], dtype="<i4").tobytes(),
         token_ids=tokens.tobytes(),
-        targets=_joined((sequence.targets for sequence in sequences), np.int32).tobytes()
+        targets=_join((sequence.targets for sequence in sequences), np.int32).tobytes()
         if call.has_other_targets
         else None,
         inputs={name: values.tobytes() for name, values in inputs.items() if values.view(np.int32).any()},
@@ -216,7 +216,7 @@ def call_of(gradient: GradientDone) -> AddGradients:
 
 def digest_of(scored: GradientsScored) -> str:
     """Return the digest of log-probabilities."""
-    return xxhash.xxh3_64_hexdigest(_joined(scored.logprobs, np.float32).tobytes())
+    return xxhash.xxh3_64_hexdigest(_join(scored.logprobs, np.float32).tobytes())
 
 
 def digest_of_state(call: SaveState | RestoreState) -> str:
@@ -236,5 +236,5 @@ def digest_of_state(call: SaveState | RestoreState) -> str:
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(tensors, order="deterministic")) if tensors else ""
 
 
-def _joined(arrays: Iterable[NDArray[Any]], dtype: type) -> NDArray[Any]:
+def _join(arrays: Iterable[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(np.dtype(dtype).newbyteorder("<"), copy=False)

@@ -36,7 +36,7 @@ class SavedStates:
 
     def of(self, owner: str, model_id: str | None) -> list[dict[str, Any]]:
         """List the states of an owner, of one model or of all, each kind the newest first."""
-        return [_listed(record) for states in self._kinds.values() for record in states.of(owner, model_id)]
+        return [_describe_state(record) for states in self._kinds.values() for record in states.of(owner, model_id)]
 
     def find(self, path: str, owner: str) -> StateRecord:
         """Return what is known of a state of any kind."""
@@ -68,7 +68,7 @@ class SavedStates:
             urls[file] = f"{base_url}{LINKS}/{quote(path)}?{signed}"
         return {"urls": urls, "expires": now(expires - time.time())}
 
-    def linked(self, model_id: str, name: str, file: str, expires: str, signature: str) -> Path:
+    def find_linked(self, model_id: str, name: str, file: str, expires: str, signature: str) -> Path:
         """Return the file of a link."""
         expected = self._signature(f"{model_id}/{name}/{file}", expires)
         if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "replace")):
@@ -96,7 +96,7 @@ class SavedStates:
             raise TinkerRefused(f"cannot write the state's record: {error.strerror}", 500) from error
 
 
-def _listed(record: StateRecord) -> dict[str, Any]:
+def _describe_state(record: StateRecord) -> dict[str, Any]:
     return {
         "checkpoint_id": record.checkpoint_id,
         "checkpoint_type": _TYPES[record.kind],

@@ -163,14 +163,14 @@ class WeightPlaces:
         desk.num_samples -= 1
         if number not in self._recalls:
             self._recalls[number] = []
-            self._put(RecallWeights(), partial(self._recalled, number), number, RECALLS)
+            self._put(RecallWeights(), partial(self._finish_recall, number), number, RECALLS)
         waiting: asyncio.Future[Answer | CallFailed] = asyncio.get_running_loop().create_future()
         self._recalls[number].append(waiting)
         answer = await waiting
         if isinstance(answer, CallFailed):
             raise answer
 
-    def _recalled(self, number: int, answer: Answer | CallFailed) -> None:
+    def _finish_recall(self, number: int, answer: Answer | CallFailed) -> None:
         """Let samples begin that have waited for their weights."""
         waiting = [future for future in self._recalls.pop(number) if not future.done()]  # others were given up
         if not isinstance(answer, CallFailed):
@@ -235,12 +235,12 @@ class PlacesApart:
         recall = self._recalls.get(number)
         if recall is None:
             self._recalls[number] = recall = asyncio.get_running_loop().create_future()
-            self._put(RecallWeights(), partial(self._recalled, number), number, RECALLS)
+            self._put(RecallWeights(), partial(self._finish_recall, number), number, RECALLS)
         answer = await asyncio.shield(recall)
         if isinstance(answer, CallFailed):
             raise answer
 
-    def _recalled(self, number: int, answer: Answer | CallFailed) -> None:
+    def _finish_recall(self, number: int, answer: Answer | CallFailed) -> None:
         self._recalls.pop(number).set_result(answer)
 
 

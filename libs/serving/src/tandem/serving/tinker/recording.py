@@ -58,10 +58,10 @@ class RecordingDesk(CallDesk):
         if isinstance(pending.call, AddGradients) and not pending.call.has_gradient:
             return pending
         self._record.holds(pending.number, pending.model)
-        answer = partial(self._answered, pending, self.attempt)
+        answer = partial(self._note_answer, pending, self.attempt)
         return PendingCall(pending.call, answer, pending.number, pending.turn, pending.model)
 
-    def _answered(self, pending: PendingCall, attempt: int, answer: Answer | CallFailed) -> None:
+    def _note_answer(self, pending: PendingCall, attempt: int, answer: Answer | CallFailed) -> None:
         if attempt == self.attempt:  # else a trainer was lost, and the model with it
             self._record.add(pending.model, pending.call, answer)
         pending.answer(answer)

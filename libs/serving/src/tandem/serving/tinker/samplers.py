@@ -138,7 +138,7 @@ class ClientSamplers:
             self._fail(request_id, f"{type(error).__name__} while sampling")
             raise
 
-    async def ended(self, owner: str, body: requests.RetrieveMany, timeout_s: float) -> dict[str, Any]:
+    async def wait_until_ended(self, owner: str, body: requests.RetrieveMany, timeout_s: float) -> dict[str, Any]:
         """Wait until samples of a client have ended, and return which."""
         sampler = self.get(owner, body.target.sampling_session_id)
         batch = _batch_of(sampler, body.target.cloned_sampler_id)

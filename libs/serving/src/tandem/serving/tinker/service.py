@@ -227,7 +227,7 @@ class TinkerService:
             reply = {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 
             def find() -> Call:
-                return self._restored(owner, body)
+                return self._find_state(owner, body)
 
             about = RequestSummary(kind="load_weights", model=model.model_id)
             return self._queue_request(model, body.seq_id, about, find, lambda answer: _json(reply))
@@ -238,9 +238,9 @@ class TinkerService:
             self._check_base(body.base_model)
         if body.optimizer_config is not None:
             self._check_optimizer(body.optimizer_config)
-        return self._create(session, body.model_seq_id, body.user_metadata, self._restored(owner, body), body.path)
+        return self._create(session, body.model_seq_id, body.user_metadata, self._find_state(owner, body), body.path)
 
-    def _restored(self, owner: str, body: requests.LoadWeights) -> RestoreState:
+    def _find_state(self, owner: str, body: requests.LoadWeights) -> RestoreState:
         record, folder = self._states.find(body.path, owner)
         if record.base_model != self.base_model or record.lora_rank != self.lora_rank:
             raise TinkerRefused(f"{body.path}: was saved of {record.base_model}, trained otherwise than here")

@@ -61,13 +61,13 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     from tandem.common.network import url_of
     from tandem.coordinator.preparing.serving_settings import open_port, settings_of
-    from tandem.serving.server_process import launched
+    from tandem.serving.server_process import launch_server
 
     token = secrets.token_hex()
     serving = settings_of(arguments, token)
     with open_port("127.0.0.1", 0, token) as listening:
         print(f"loading {hub.show_reference(serving.model_folder)}", flush=True)
-        with launched(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
+        with launch_server(msgspec.structs.replace(serving, listening=listening.fileno(), launched_by=os.getpid())):
             return _talk_to(arguments, url_of(listening), token, images)
 
 

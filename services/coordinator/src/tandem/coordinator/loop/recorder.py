@@ -152,7 +152,7 @@ class ResultRecorder:
             metric=metric,
             config_json=config_to_json(self._config).decode(),
         )
-        with self.journal.reserve.lent():
+        with self.journal.reserve.lend_descriptors():
             folder = self._checkpoints.publish(record, fingerprint(self._config))
         self.journal.record_checkpoint(step, str(folder))
 

@@ -9,7 +9,7 @@ import msgspec
 from tandem.config import Config
 from tandem.config.models import lora
 from tandem.config.models.vision_families import VISION, VisionFamily, list_frozen_prefixes
-from tandem.observe.exporters.nvml import opened_nvml
+from tandem.observe.exporters.nvml import use_nvml
 from tandem.refit.forecast.activations import PassMemory, passes
 from tandem.refit.forecast.beside import BesideModel
 from tandem.refit.forecast.sides import ForecastSide
@@ -245,7 +245,7 @@ def _as_seeing(name: str, family: VisionFamily) -> str:
 
 def size_of_gpu() -> float | None:
     """Return the bytes of the smallest GPU of this machine; None without one."""
-    with opened_nvml() as nvml:
+    with use_nvml() as nvml:
         sizes = [] if nvml is None else [gpu.memory_gb for gpu in nvml.links()]
     known_sizes = [size for size in sizes if size is not None]
     return 1e9 * min(known_sizes) if known_sizes else None

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.common.messages import Problem
 from tandem.rollout.environments.environment import Score, Turn
 from tandem.samples.chat_templates import Messages
-from tandem.samples.data_sets.sliding_puzzle import MOVES, Board, render, slide, solved
+from tandem.samples.data_sets.sliding_puzzle import MOVES, Board, make_solved, render, slide
 
 _ACTION = re.compile(r"<action>([^<]*)</action>", re.IGNORECASE)
 
@@ -41,7 +41,7 @@ class SlidingPuzzle:
         for response in responses:
             move = _move(response)
             board = (slide(board, size, move) if move else None) or board
-        if board == solved(size):
+        if board == make_solved(size):
             return Score(1.0, correct=True)
         if self._max_moves is not None and len(responses) >= self._max_moves:
             return Score(0.0, correct=False)
