@@ -235,7 +235,7 @@ class RankBatch:
         num_valid_S = self.table.num_valid_S
         self.table = self.table.replace(num_valid_S=np.where(kept_S, num_valid_S, 0).astype(num_valid_S.dtype))
         for shard in self.shards.values():
-            shard.samples = shard.samples.keeping(kept_S[shard.rows])
+            shard.samples = shard.samples.keep_sequences(kept_S[shard.rows])
 
 
 def micro_batches_of(
