@@ -138,8 +138,8 @@ DEFECTS = (
     ),
     Defect(
         "a metric that is no number is taken for one",
-        'must(math.isfinite(value), f"metrics[{name!r}]"',
-        'must(True, f"metrics[{name!r}]"',
+        'require(math.isfinite(value), f"metrics[{name!r}]"',
+        'require(True, f"metrics[{name!r}]"',
         "tests/unit/test_replies.py::test_an_answer_that_cannot_be_is_one_line",
     ),
     Defect(
