@@ -16,8 +16,8 @@ import yaml
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config.schema import LinkRates
 from tandem.coordinator import cli
-from tandem.launch.doctor.child import carry_out_apart
 from tandem.launch.doctor.findings import DoctorFinding, DoctorReport, StepOutcome, format_links, report_of
+from tandem.launch.doctor.look import carry_out_apart
 from tandem.launch.doctor.machine import look_at_machine
 from tandem.launch.doctor.network import ProbeServer, measure_loopback, measure_peer, parse_address
 from tandem.launch.doctor.steps import DoctorStep

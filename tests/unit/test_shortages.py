@@ -12,7 +12,7 @@ import pytest
 from tandem.common.errors import CheckpointError, ConfigError, RunFolderError
 from tandem.common.keys import FOLDER, AdmittedProcesses, write_admitted
 from tandem.common.shortages import is_shortage
-from tandem.launch.failing import describe_failure
+from tandem.launch.service import describe_failure
 
 
 def raised(cause: BaseException, error: Exception) -> Exception:

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from tandem.common.errors import ConfigError, WireError
+from tandem.common.errors import ConfigError, TandemError, WireError
 from tandem.common.messages import (
+    MAX_TEXT,
+    MAX_TRACEBACK,
     Command,
+    Failed,
     Leaving,
     Message,
     Welcome,
 )
+from tandem.common.shortages import is_shortage
+from tandem.common.texts import shorten
 from tandem.common.wire import Arrays, Frames, Link, encode
 from tandem.config import Config, config_from_json
-from tandem.launch.failing import describe_failure
 
 _REMEMBERED_COMMANDS = 16
 
@@ -109,6 +115,20 @@ class ServiceContext:
     def _set_phase(self, name: str) -> None:
         self._phase = name
         self._link.set_phase(name)
+
+
+def describe_failure(name: str, command_id: int, error: BaseException, phase: str) -> Failed:
+    """Return the report of an error of the process `name` in a phase, and print it."""
+    expected = isinstance(error, TandemError) and error.is_final and not is_shortage(error)
+    text = shorten(str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}")
+    trace = (
+        ""
+        if isinstance(error, TandemError) and error.is_final
+        else shorten("".join(traceback.format_exception(error)), MAX_TRACEBACK)
+    )
+    with contextlib.suppress(OSError):  # the log may be on the full disk that is reported here
+        print(f"{name}: failed while {phase}: {trace or text}", file=sys.stderr, flush=True)
+    return Failed(command_id=command_id, phase=phase[:MAX_TEXT], error=text, expected=expected, traceback=trace)
 
 
 def _read_config(welcome: Welcome) -> Config:
