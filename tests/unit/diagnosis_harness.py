@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config import Config, build_config, config_to_json
-from tandem.coordinator.loop.run import recorded
+from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.diagnosis import CHECKS
 from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow
@@ -139,5 +139,5 @@ def write_run(*metrics: Metrics, config: Config | None = None, finish: FinishRun
             journal.commit_step(record)
         journal.record_event("coordinator", "rollout-1 is lost: killed by SIGKILL; another is launched in its place")
         if finish is not None:
-            recorded(journal, lambda: finish)
+            record_outcome(journal, lambda: finish)
     return Path("run")

@@ -22,8 +22,8 @@ from tandem.config import Config, build_config
 from tandem.config.schema import AdvEstimator, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.advantages import advantages as estimated
 from tandem.coordinator.algorithms.advantages import group_advantages
-from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advantages
-from tandem.coordinator.algorithms.rewards import has_spread, scaled, shaped
+from tandem.coordinator.algorithms.decoupled_advantages import decouple_advantages
+from tandem.coordinator.algorithms.rewards import has_spread, scale, shape
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch
@@ -187,8 +187,8 @@ def test_a_batch_of_samples_in_another_order_is_refused() -> None:
 @pytest.mark.parametrize(("reward", "expected"), [(0.0, -1.0), (1.0, 1.0), (0.25, -0.5), (-3.0, -1.0), (7.0, 1.0)])
 def test_scaling_is_linear_and_clamps(reward: float, expected: float) -> None:
     settings = RewardScaling(enabled=True, source_min=0.0, source_max=1.0, target_min=-1.0, target_max=1.0)
-    assert scaled(np.array([reward]), settings).tolist() == pytest.approx([expected])
-    assert scaled(np.array([reward]), RewardScaling(target_max=9.0)).tolist() == [reward]
+    assert scale(np.array([reward]), settings).tolist() == pytest.approx([expected])
+    assert scale(np.array([reward]), RewardScaling(target_max=9.0)).tolist() == [reward]
 
 
 @pytest.mark.parametrize(("length", "loss"), [(1, 0.0), (80, 0.0), (85, 0.125), (90, 0.25), (100, 0.5), (120, 0.5)])
@@ -197,13 +197,13 @@ def test_soft_overlong_punishment(length: int, loss: float) -> None:
     settings = RewardShaping(
         enabled=True, max_response_length=100, overlong_buffer_length=20, overlong_buffer_penalty=0.5
     )
-    found = shaped(np.array([1.0]), np.array([length]), np.array([False]), settings)
+    found = shape(np.array([1.0]), np.array([length]), np.array([False]), settings)
     assert found.tolist() == pytest.approx([1.0 - loss])
 
 
 def test_samples_that_did_not_stop_properly_keep_a_share_of_their_reward() -> None:
     settings = RewardShaping(enabled=True, stop_properly_penalty_coef=0.25)
-    found = shaped(np.array([1.0, -2.0, 1.0]), np.array([9, 9, 9]), np.array([True, True, False]), settings)
+    found = shape(np.array([1.0, -2.0, 1.0]), np.array([9, 9, 9]), np.array([True, True, False]), settings)
     assert found.tolist() == [0.25, -0.5, 1.0]
 
 
@@ -304,7 +304,7 @@ def test_gdpo_by_hand(weights: tuple[float, float] | None, normalize: bool) -> N
     mean = sum(combined) / 6
     deviation = math.sqrt(sum((value - mean) ** 2 for value in combined) / 5)
     expected = np.array([(value - mean) / deviation for value in combined]).reshape(2, 3)
-    np.testing.assert_allclose(decoupled_advantages(rewards_GNC, settings), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(decouple_advantages(rewards_GNC, settings), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_groups_that_grpo_takes_for_alike_are_told_apart_by_gdpo() -> None:
@@ -312,7 +312,7 @@ def test_groups_that_grpo_takes_for_alike_are_told_apart_by_gdpo() -> None:
     rewards_GNC = np.array([[(0.0, 0.0), (0.0, 1.0)], [(0.0, 0.0), (1.0, 1.0)]])
     plain = advantages(rewards_GNC.sum(axis=2).tolist(), leave_one_out=False)
     np.testing.assert_allclose(plain, [[-1, 1], [-1, 1]], rtol=1e-5)
-    decoupled = decoupled_advantages(rewards_GNC, AdvEstimator(name="gdpo", use_leave_one_out_baseline=False))
+    decoupled = decouple_advantages(rewards_GNC, AdvEstimator(name="gdpo", use_leave_one_out_baseline=False))
     np.testing.assert_allclose(decoupled[1], 2 * decoupled[0], rtol=1e-5)
 
 
@@ -330,7 +330,7 @@ def test_the_components_of_a_batch() -> None:
     estimator = AdvEstimator(name="gdpo", reward_weights=(1.0, 0.25))
     scaling = RewardScaling(enabled=True, source_max=10.0)
     batch, metrics = batch_with(with_grpo(adv_estimator=estimator, reward_scaling=scaling), gdpo_records())
-    expected = decoupled_advantages(np.array(COMPONENTS) / 10, estimator).reshape(-1)
+    expected = decouple_advantages(np.array(COMPONENTS) / 10, estimator).reshape(-1)
     np.testing.assert_allclose(batch.advantages_S, expected, rtol=1e-6)
     assert (metrics["reward/right"], metrics["reward/short"]) == (0.5, 1.0)
 

@@ -16,7 +16,7 @@ from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_
 from tandem.common.errors import CommandFailed, DamagedCheckpoint, ServiceLost
 from tandem.config import Config
 from tandem.coordinator.cli import main
-from tandem.coordinator.loop.run import recorded
+from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.diagnosis import CHECKS, diagnose, format_diagnosis
 from tandem.observe.diagnosis.evidence import SampleRow, gather
@@ -247,7 +247,7 @@ def test_the_end_of_a_run_is_read_from_its_journal() -> None:
         journal.record_event("coordinator", "it is resumed")
     assert gather(folder).ending is None
     with Journal.open(folder) as journal, pytest.raises(DamagedCheckpoint):
-        recorded(journal, lambda: (_ for _ in ()).throw(DamagedCheckpoint("step_2 is damaged")))
+        record_outcome(journal, lambda: (_ for _ in ()).throw(DamagedCheckpoint("step_2 is damaged")))
     assert diagnose(folder).findings[0].name == "damaged checkpoint"
 
 

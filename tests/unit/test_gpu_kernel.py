@@ -42,7 +42,7 @@ def test_the_interpreted_kernel_copies_what_torch_copies(
         large = (100 * torch.randn(*shape[:-1], shape[-1] + number, generator=random)).to(from_)
         sources.append(large[..., number:])
         destinations.append(torch.zeros(shape[::-1], dtype=to).permute(*reversed(range(len(shape)))))
-    tables = tiles(gpu_copy.strided(destinations, sources), to.itemsize, from_.itemsize, converts=to != from_)
+    tables = tiles(gpu_copy.lay_out(destinations, sources), to.itemsize, from_.itemsize, converts=to != from_)
     for word, table in tables.items():
         table_M8 = torch.from_numpy(gpu_copy.rows_of(table))
         gpu_kernel.copy_tiles[(len(table_M8),)](table_M8, *gpu_kernel.types(word, to, from_), BLOCK=256)

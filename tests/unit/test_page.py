@@ -15,7 +15,7 @@ from page_harness import a_refit, a_sample, client, commit, get, make_run, recor
 
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import build_config
-from tandem.coordinator.loop.run import recorded
+from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.page.gpus import GpuReader
 from tandem.observe.page.server import make_app
@@ -54,7 +54,7 @@ def test_runs_are_listed_with_how_they_are() -> None:
 def test_how_a_run_ended_is_what_its_journal_says_last(outcome: Outcome) -> None:
     with make_run() as journal:
         say_live()
-        recorded(journal, lambda: FinishRun(outcome=outcome))
+        record_outcome(journal, lambda: FinishRun(outcome=outcome))
         page = client("run")
         assert get(page, "/api/runs")[0]["state"] == outcome, "before its coordinator is gone"
         assert get(page, "/api/runs/0/live") is None

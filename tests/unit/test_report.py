@@ -16,7 +16,7 @@ import pytest
 
 from tandem.config import build_config, config_to_json
 from tandem.coordinator.cli import main
-from tandem.coordinator.loop.run import recorded
+from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.report.figure import ROUNDING, _pyplot, _widen, draw_panels
 from tandem.observe.report.frozen import frozen_page
@@ -60,7 +60,7 @@ def write_run(
         for step in range(1, num_steps + 1):
             grown = {name: value * (1 + step / 10) for name, value in metrics.items()}
             journal.commit_step(StepRecord(step=step, version=step, metrics=grown, seconds=SECONDS))
-        recorded(journal, lambda: FinishRun(outcome="finished"))
+        record_outcome(journal, lambda: FinishRun(outcome="finished"))
     return Path(folder)
 
 

@@ -13,7 +13,7 @@ from page_harness import make_run
 
 from tandem.coordinator import cli
 from tandem.coordinator.cli import main
-from tandem.coordinator.loop.run import recorded
+from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.coordinator.sweeping.combinations import parse_sweep
 from tandem.observe.listing.notes import NOTES_NAME
@@ -40,7 +40,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ):
         journal = make_run(f"results/{name}", num_steps, settings(lr, seed, name), run_id=f"id-{number}")
         if name == "a":
-            recorded(journal, lambda: FinishRun(outcome="finished"))
+            record_outcome(journal, lambda: FinishRun(outcome="finished"))
         if name != "c":
             journal.close()
         else:

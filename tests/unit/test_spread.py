@@ -21,7 +21,7 @@ from samples_harness import scored
 from tandem.common.numeric.spread import ROUNDING, differ
 from tandem.config.schema import AdvEstimator, GrpoConfig
 from tandem.coordinator.algorithms.advantages import advantages, group_advantages
-from tandem.coordinator.algorithms.decoupled_advantages import decoupled_advantages
+from tandem.coordinator.algorithms.decoupled_advantages import decouple_advantages
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.observe.health import HealthCondition
 from tandem.trainer.advantages import explained_variance, whitened
@@ -73,7 +73,7 @@ def test_rounding_is_no_spread_for_dynamic_sampling_and_gdpo(rewards_GN: Any, no
     for equal_N in equal_GN:
         assert not has_spread(GrpoConfig(), [scored(0, i, reward=reward) for i, reward in enumerate(equal_N)])
     components_GNC = np.stack([equal_GN, 2 * equal_GN], axis=-1)
-    assert not decoupled_advantages(components_GNC, AdvEstimator(name="gdpo")).any()
+    assert not decouple_advantages(components_GNC, AdvEstimator(name="gdpo")).any()
     assert not advantages(equal_GN, AdvEstimator(name="reinforce_plus_plus"), np.ones((2, 4), dtype=np.bool_)).any()
 
 
@@ -88,7 +88,7 @@ def test_real_spreads_are_untouched(size: float) -> None:
 def test_components_that_cancel_leave_no_advantage() -> None:
     values_GN = np.array([[0.1, 0.7, 0.3, 1.0], [0.0, 1.0, 0.0, 0.0]])
     estimator = AdvEstimator(name="gdpo", reward_weights=(0.1, 0.2, -0.3))
-    assert not decoupled_advantages(np.stack([values_GN] * 3, axis=-1), estimator).any()
+    assert not decouple_advantages(np.stack([values_GN] * 3, axis=-1), estimator).any()
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e6, 1e12])

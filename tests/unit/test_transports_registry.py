@@ -119,6 +119,6 @@ def test_a_program_with_a_transport_that_does_not_exist_is_refused() -> None:
 )
 def test_each_place_has_a_transport(memory: type, route: Route, name: str) -> None:
     number, _ = registry.choose(memory, route)
-    assert registry.numbered()[number].name == name
+    assert registry.list_numbered()[number].name == name
     sent, _ = registry.choose(memory, route, sent_only=True)
-    assert registry.numbered()[sent].is_sent
+    assert registry.list_numbered()[sent].is_sent

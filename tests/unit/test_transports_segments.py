@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.refit.transports import segments
-from tandem.refit.transports.gpu_copy import group_by_types, rows_of, strided
+from tandem.refit.transports.gpu_copy import group_by_types, lay_out, rows_of
 from tandem.refit.transports.segments import CopyTiles, tiles
 
 NUMBERS = {8: ctypes.c_int64, 4: ctypes.c_int32, 2: ctypes.c_int16, 1: ctypes.c_int8}
@@ -53,7 +53,7 @@ def test_tiles_copy_every_element(data: st.DataObject, dtype: torch.dtype, tile_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "TILE_WORDS", tile_words)
         for word, table in tiles(
-            strided(destinations, sources), dtype.itemsize, dtype.itemsize, converts=False
+            lay_out(destinations, sources), dtype.itemsize, dtype.itemsize, converts=False
         ).items():
             assert (table.num_rows_M * table.num_columns_M <= tile_words).all()
             run_kernel(table, word, word, convert=False)
@@ -65,7 +65,7 @@ def test_tiles_copy_every_element(data: st.DataObject, dtype: torch.dtype, tile_
 @given(st.lists(pairs(torch.float64, torch.float32), min_size=1, max_size=3))
 def test_tiles_of_two_types_convert_every_element(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     destinations, sources = zip(*copies, strict=True)
-    ((word, table),) = tiles(strided(destinations, sources), 8, 4, converts=True).items()
+    ((word, table),) = tiles(lay_out(destinations, sources), 8, 4, converts=True).items()
     assert word == 0, "elements that are converted are not joined to words"
     run_kernel(table, 8, 4, convert=True)
     for destination, source in copies:
@@ -74,7 +74,7 @@ def test_tiles_of_two_types_convert_every_element(copies: list[tuple[torch.Tenso
 
 def test_a_contiguous_copy_is_wide_words_in_few_tiles() -> None:
     source, destination = torch.zeros(64, 1024, dtype=torch.bfloat16), torch.zeros(64, 1024, dtype=torch.bfloat16)
-    ((word, table),) = tiles(strided([destination], [source]), 2, 2, converts=False).items()
+    ((word, table),) = tiles(lay_out([destination], [source]), 2, 2, converts=False).items()
     assert word == 8
     assert (table.num_rows_M == 1).all(), "the dimensions were merged"
     assert len(table) == source.nbytes // 8 // segments.TILE_WORDS
@@ -83,7 +83,7 @@ def test_a_contiguous_copy_is_wide_words_in_few_tiles() -> None:
 
 def test_a_block_of_columns_is_rows_of_wide_words() -> None:
     source, destination = torch.zeros(1000, 64), torch.zeros(1000, 16)
-    ((word, table),) = tiles(strided([destination], [source[:, 16:32]]), 4, 4, converts=False).items()
+    ((word, table),) = tiles(lay_out([destination], [source[:, 16:32]]), 4, 4, converts=False).items()
     assert word == 8
     assert set(table.num_columns_M.tolist()) == {8}
     assert set(table.source_row_M.tolist()) == {32}
@@ -92,13 +92,16 @@ def test_a_block_of_columns_is_rows_of_wide_words() -> None:
 
 def test_types_of_one_size_are_converted_all_the_same() -> None:
     source, destination = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.float16)
-    assert list(tiles(strided([destination], [source]), 2, 2, converts=True)) == [0]
+    assert list(tiles(lay_out([destination], [source]), 2, 2, converts=True)) == [0]
 
 
 def test_odd_addresses_take_narrow_words() -> None:
     memory = torch.zeros(65, dtype=torch.uint8)
     found = tiles(
-        strided([memory[1:33], torch.zeros(32, dtype=torch.uint8)], [memory[33:], memory[:32]]), 1, 1, converts=False
+        lay_out([memory[1:33], torch.zeros(32, dtype=torch.uint8)], [memory[33:], memory[:32]]),
+        1,
+        1,
+        converts=False,
     )
     assert sorted(found) == [1, 8]
 
@@ -110,4 +113,4 @@ def test_pairs_are_parted_by_type_and_empty_ones_left_out() -> None:
         (torch.float32, torch.float32): [0, 3],
         (torch.bfloat16, torch.float32): [2],
     }
-    assert rows_of(tiles(strided(to[:1], from_[:1]), 4, 4, converts=False)[8]).dtype == np.int64
+    assert rows_of(tiles(lay_out(to[:1], from_[:1]), 4, 4, converts=False)[8]).dtype == np.int64

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tandem.common.errors import RefitError
 from tandem.refit.digests import comparison as digest_compare
 from tandem.refit.digests.at_once import digest_layout
-from tandem.refit.digests.comparison import DigestVerdict, Held, compare, unchanged
+from tandem.refit.digests.comparison import DigestVerdict, Held, compare, is_unchanged
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.program import ProcessVerification
@@ -230,10 +230,10 @@ def test_a_source_that_did_not_change_is_noticed() -> None:
 
     weights = make_weights()
     before = digests(weights)
-    assert unchanged(before, digests(make_weights()))
+    assert is_unchanged(before, digests(make_weights()))
     weights[UP][127, 63] += 1.0  # on the second rank
-    assert not unchanged(before, digests(weights))
-    assert not unchanged(before, {"trainer-0": before["trainer-0"]})
+    assert not is_unchanged(before, digests(weights))
+    assert not is_unchanged(before, {"trainer-0": before["trainer-0"]})
 
 
 def test_digests_travel_as_bytes() -> None:

@@ -41,7 +41,7 @@ def bind(
     """
     member = program.member
     device = next((tensor.device for tensor in storages.values()), torch.device("cpu"))
-    staging = {each.name: _allocated(each, device) for each in program.staging}
+    staging = {each.name: _allocate(each, device) for each in program.staging}
     if collisions := staging.keys() & storages.keys():
         raise RefitError(f"{member} has parameters named like staging memory: {', '.join(sorted(collisions))}")
     memory = NamedStorages(member, {**storages, **staging})
@@ -49,7 +49,7 @@ def bind(
     end = TransferEnd(
         member, memory, device, own_transfer_groups, {} if transfer_groups is None else transfer_groups, {}
     )
-    rounds = _bound_rounds(program, end)
+    rounds = _bind_rounds(program, end)
     quantisers = [BoundQuantisation(quantisation, memory) for quantisation in program.quantisations]
     for _, bound in (each for round_ in rounds for each in round_):
         bound.install()  # no parameter was touched before this line, and nothing can fail after it
@@ -59,12 +59,12 @@ def bind(
     return BoundProgram(member, rounds, quantisers, merger, staging, device)
 
 
-def _allocated(staging: Staging, device: torch.device) -> torch.Tensor:
+def _allocate(staging: Staging, device: torch.device) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, staging.dtype)
     return torch.empty(staging.num_bytes // dtype.itemsize, dtype=dtype, device=device)
 
 
-def _bound_rounds(program: TransferProgram, end: TransferEnd) -> list[list[tuple[bool, BoundTransfers]]]:
+def _bind_rounds(program: TransferProgram, end: TransferEnd) -> list[list[tuple[bool, BoundTransfers]]]:
     """Bind the transfers of each round by transport, in running order: frozen tensors first."""
     grouped: dict[tuple[int, bool, bool, str], list[LinkTransfer]] = {}
     for transfer in (*program.receives, *program.sends):

@@ -134,7 +134,7 @@ def plan(
         receives.setdefault(transfer.destination, []).append(transfer)
         if registry.find(transfer.transport).is_sent:
             sends.setdefault(transfer.source, []).append((turn, transfer))
-    verified = verify.joined(
+    verified = verify.join(
         [(each.part, verify.verifications(*each.part.sides, each.tensors, each.source_shards)) for each in decisions]
     )
     programs: dict[str, TransferProgram] = {}

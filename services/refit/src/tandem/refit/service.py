@@ -103,7 +103,7 @@ class RefitService:
         sources = {member: digests[member] for member in self._sources}
         # Samples of two versions cover different elements, and always differ.
         if self._verify == "full" and command.version != self.version:
-            if command.has_update and comparison.unchanged(self._source_digests, sources):
+            if command.has_update and comparison.is_unchanged(self._source_digests, sources):
                 raise RefitError(
                     f"the optimizer has stepped, but no weight has changed since version {self.version}: engines "
                     "are not given the trained weights, or the learning rate is too small for policy.precision"

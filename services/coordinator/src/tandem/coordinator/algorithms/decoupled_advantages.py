@@ -10,7 +10,7 @@ from tandem.config.schema import AdvEstimator
 from tandem.coordinator.algorithms.advantages import valid_advantages
 
 
-def decoupled_advantages(
+def decouple_advantages(
     rewards_GNC: NDArray[np.float64], settings: AdvEstimator, counts_GN: NDArray[np.bool_] | None = None
 ) -> NDArray[np.float32]:
     """Return the advantage of each sample by GDPO (Liu et al. 2026, arXiv:2601.05242, section 3).
@@ -50,7 +50,7 @@ def decoupled_advantages(
     return advantages_GN
 
 
-def clipped(
+def clip(
     advantages_GN: NDArray[np.float32],
     counts_GN: NDArray[np.bool_],
     settings: AdvEstimator,

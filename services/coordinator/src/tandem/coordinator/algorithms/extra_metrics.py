@@ -12,7 +12,7 @@ from tandem.coordinator.algorithms.rewards import component_names
 from tandem.samples.data_sets import EncodedProblem
 
 
-def named_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
+def name_metrics(samples: Sequence[SampleScored]) -> dict[str, float]:
     """Return the means of the rewards' components, and the cost of scoring, under the environment's own names."""
     spent = sorted({name for sample in samples for name in sample.spent})
     return {

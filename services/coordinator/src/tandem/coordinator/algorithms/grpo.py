@@ -18,7 +18,7 @@ from tandem.config.schema.columns import TEACHER
 from tandem.coordinator.algorithms.extra_metrics import metrics_by_origin
 from tandem.coordinator.algorithms.places import StreamPlaces
 from tandem.coordinator.algorithms.step_batch import training_batch
-from tandem.coordinator.algorithms.validation import described, validation_metrics
+from tandem.coordinator.algorithms.validation import describe_validation, validation_metrics
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import (
@@ -194,7 +194,7 @@ class GrpoAlgorithm:
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:
         """Describe validation samples by prompt, response and reward."""
-        return described(self._validation, samples)
+        return describe_validation(self._validation, samples)
 
     def validation_metrics(self, samples: Sequence[SampleScored]) -> dict[str, float]:
         """Return the metrics of a validation's samples."""

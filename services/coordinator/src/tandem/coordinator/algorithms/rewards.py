@@ -30,7 +30,7 @@ def has_spread(section: RolloutsConfig, samples: Sequence[SampleScored]) -> bool
     if estimator is not None and estimator.name == "gdpo":
         values_SC = component_rewards(samples, section, component_names(samples))
     else:
-        values_SC = scaled(np.array([[sample.reward] for sample in samples]), section.reward_scaling)
+        values_SC = scale(np.array([[sample.reward] for sample in samples]), section.reward_scaling)
     return bool(differ(values_SC, axis=0).any())
 
 
@@ -42,10 +42,10 @@ def component_names(samples: Sequence[SampleScored]) -> list[str]:
 def component_rewards(samples: Sequence[SampleScored], section: RolloutsConfig, names: Sequence[str]) -> Float64s:
     """Return the scaled components ``[S, C]``. One that a sample lacks, perhaps because a limit ended it, is zero."""
     values_SC = np.array([[sample.components.get(name, 0.0) for name in names] for sample in samples], dtype=np.float64)
-    return scaled(values_SC.reshape(len(samples), len(names)), section.reward_scaling)
+    return scale(values_SC.reshape(len(samples), len(names)), section.reward_scaling)
 
 
-def scaled(rewards: Float64s, settings: RewardScaling) -> Float64s:
+def scale(rewards: Float64s, settings: RewardScaling) -> Float64s:
     """Map rewards, clamped to the source interval, linearly to the target interval."""
     if not settings.enabled:
         return rewards
@@ -55,7 +55,7 @@ def scaled(rewards: Float64s, settings: RewardScaling) -> Float64s:
     return np.asarray(settings.target_min + within * (settings.target_max - settings.target_min))
 
 
-def shaped(
+def shape(
     rewards_S: Float64s, lengths_S: NDArray[np.int64], is_truncated_S: NDArray[np.bool_], settings: RewardShaping
 ) -> Float64s:
     """Return rewards shaped by the length of the response.

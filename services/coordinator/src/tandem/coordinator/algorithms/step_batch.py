@@ -18,9 +18,9 @@ from tandem.common.numeric.outliers import find_outliers
 from tandem.common.numeric.spread import ROUNDING
 from tandem.config import Config
 from tandem.coordinator.algorithms.advantages import advantages, within
-from tandem.coordinator.algorithms.decoupled_advantages import clipped, decoupled_advantages
-from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, named_metrics, turn_metrics
-from tandem.coordinator.algorithms.rewards import component_names, component_rewards, scaled, shaped
+from tandem.coordinator.algorithms.decoupled_advantages import clip, decouple_advantages
+from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, name_metrics, turn_metrics
+from tandem.coordinator.algorithms.rewards import component_names, component_rewards, scale, shape
 from tandem.coordinator.algorithms.selection import (
     drop_outliers,
     dynamic_sampling,
@@ -116,8 +116,8 @@ def training_batch(
         metrics |= counts | {"filtered_reward": float(columns.rewards_S[~columns.is_dropped_S].mean())}
     counts_S, rewards_S = ~columns.is_dropped_S, columns.rewards_S.astype(np.float64)
     if grpo.reward_scaling.enabled or grpo.reward_shaping.enabled:
-        rewards_S = scaled(rewards_S, grpo.reward_scaling)
-        rewards_S = shaped(rewards_S, columns.response_lengths_S, columns.is_truncated_S, grpo.reward_shaping)
+        rewards_S = scale(rewards_S, grpo.reward_scaling)
+        rewards_S = shape(rewards_S, columns.response_lengths_S, columns.is_truncated_S, grpo.reward_shaping)
         if counts_S.any():
             metrics["training_reward"] = float(rewards_S[counts_S].mean())
     rewards_GN, counts_GN = rewards_S.reshape(-1, num_samples), counts_S.reshape(-1, num_samples)
@@ -127,11 +127,11 @@ def training_batch(
         if estimator.name == "gdpo":
             components_SC = gdpo_components(config, samples)
             components_GNC = components_SC.reshape(-1, num_samples, components_SC.shape[1])
-            advantages_GN = decoupled_advantages(components_GNC, estimator, counts_GN)
+            advantages_GN = decouple_advantages(components_GNC, estimator, counts_GN)
         else:
             advantages_GN = advantages(rewards_GN, estimator, counts_GN)
         if grpo.advantage_bounds is not None:
-            advantages_GN = clipped(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
+            advantages_GN = clip(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
     kept_S = np.repeat((within(rewards_GN) & within(advantages_GN)).all(axis=1), num_samples)
     of_equal_rewards: set[int] = set()
     if grpo.leaves_out_equal_rewards:
@@ -184,7 +184,7 @@ def sample_metrics(config: Config, columns: SampleColumns, samples: Sequence[Sam
         }
         rewarded = [sample for sample in samples if not sample.dropped]
         if any(map(_COMPONENTS, rewarded)) or any(map(_SPENT, rewarded)):
-            metrics |= named_metrics(rewarded)
+            metrics |= name_metrics(rewarded)
     metrics |= {
         "mean_generation_length": float(columns.response_lengths_S.mean()),
         "max_generation_length": float(columns.response_lengths_S.max()),

@@ -39,7 +39,7 @@ def validation_metrics(
     }
 
 
-def described(problems: Sequence[EncodedProblem], samples: Sequence[SampleScored]) -> list[str]:
+def describe_validation(problems: Sequence[EncodedProblem], samples: Sequence[SampleScored]) -> list[str]:
     """Describe samples of these problems by prompt, response and reward."""
     return [f"validation: {_question(problems[s.group])!r} -> {s.response!r} (reward {s.reward:g})" for s in samples]
 

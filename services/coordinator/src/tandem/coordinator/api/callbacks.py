@@ -142,7 +142,7 @@ class CallbackThread:
                     traceback.print_exc()
 
 
-def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
+def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """Return the callbacks that were given. Raise `ConfigError` if one of them is not a callback."""
     if callbacks is None:
         return ()

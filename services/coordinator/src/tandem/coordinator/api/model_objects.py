@@ -58,7 +58,7 @@ def make_placeholders(model: object, tokenizer: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def saved_objects(model: Any, tokenizer: Any, run_folder: Path) -> Iterator[SavedObjects | None]:
+def save_objects(model: Any, tokenizer: Any, run_folder: Path) -> Iterator[SavedObjects | None]:
     """Save a model, a tokenizer or both beside the run folder; files that are not kept are deleted at the end."""
     if model is None and tokenizer is None:
         yield None

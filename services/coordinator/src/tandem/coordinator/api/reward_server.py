@@ -147,7 +147,7 @@ class ProgramRewardServer:
                     assert self._loop is not None
                     call.started = time.monotonic()
                     self._running[call] = None
-                    self._loop.begin(self._awaited(call))
+                    self._loop.begin(self._await_call(call))
                 else:
                     self._waiting.put(call)
 
@@ -165,7 +165,7 @@ class ProgramRewardServer:
             item.values[call.place] = value
             item.missing -= 1
             if item.missing == 0 and not item.is_done:
-                self._answer(item, self._scored(item), answers)
+                self._answer(item, self._score_item(item), answers)
 
     def _give_up_the_slow(self, answers: dict[HubPeer, list[ScoredResponse]]) -> None:
         now = time.monotonic()
@@ -192,7 +192,7 @@ class ProgramRewardServer:
         self._items.discard(item)
         answers[item.peer].append(scored)
 
-    def _scored(self, item: _Item) -> ScoredResponse:
+    def _score_item(self, item: _Item) -> ScoredResponse:
         number, first = item.response.number, item.values[0]
         try:
             reward = total(self._functions, item.values)
@@ -244,23 +244,23 @@ class ProgramRewardServer:
             call.started = time.monotonic()
             self._running[call] = me
             try:
-                outcome: list[float | None] | BaseException = self._values(call, self._called(call))
+                outcome: list[float | None] | BaseException = self._values(call, self._call(call))
             except BaseException as error:  # sys.exit(), for example
                 outcome = error
             self._came.put((call, outcome))
             if call.is_given_up:
                 return
 
-    def _called(self, call: _Call) -> Any:
+    def _call(self, call: _Call) -> Any:
         function = self._functions[call.place]
         return function.call(**function.arguments([item.response for item in call.items], self._keys))
 
     def _values(self, call: _Call, returned: Any) -> list[float | None]:
         return self._functions[call.place].values(returned, len(call.items))
 
-    async def _awaited(self, call: _Call) -> None:
+    async def _await_call(self, call: _Call) -> None:
         try:
-            returned = await asyncio.wait_for(self._called(call), self._timeout_s)
+            returned = await asyncio.wait_for(self._call(call), self._timeout_s)
             outcome: list[float | None] | BaseException = self._values(call, returned)
         except BaseException as error:
             outcome = error

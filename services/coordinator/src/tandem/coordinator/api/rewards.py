@@ -95,7 +95,7 @@ def reward_functions(rewards: object, weights: Sequence[float] | None) -> tuple[
         name = _name(function)
         names[name] += 1
         name = name if names[name] == 1 else f"{name}_{names[name]}"
-        checked_functions.append(_looked_through(f"rewards[{index}] ({name})", function, name, float(weight)))
+        checked_functions.append(_inspect(f"rewards[{index}] ({name})", function, name, float(weight)))
     return tuple(checked_functions)
 
 
@@ -118,7 +118,7 @@ def total(functions: Sequence[RewardFunction], values: Sequence[float | None]) -
     return check_finite_number(math.fsum(weighted_values), "the sum of the rewards")
 
 
-def _looked_through(label: str, function: Callable[..., Any], name: str, weight: float) -> RewardFunction:
+def _inspect(label: str, function: Callable[..., Any], name: str, weight: float) -> RewardFunction:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

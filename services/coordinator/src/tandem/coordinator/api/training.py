@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import Config, config_to_json
 from tandem.config.checks.data import PYTHON_REWARDS
-from tandem.coordinator.api.callbacks import Callback, ProgressLine, checked_callbacks
+from tandem.coordinator.api.callbacks import Callback, ProgressLine, check_callbacks
 from tandem.coordinator.api.configuration import (
     ConfigurationBuilder,
     make_placeholder_rows,
@@ -19,7 +19,7 @@ from tandem.coordinator.api.configuration import (
     settings_of,
 )
 from tandem.coordinator.api.handle import Run
-from tandem.coordinator.api.model_objects import SavedObjects, check_objects, make_placeholders, saved_objects
+from tandem.coordinator.api.model_objects import SavedObjects, check_objects, make_placeholders, save_objects
 from tandem.coordinator.api.process import RunProcess
 from tandem.coordinator.api.reports import Mode, RunOrder
 from tandem.coordinator.api.reward_server import ProgramRewardServer
@@ -101,7 +101,7 @@ def train(
     """
     mode = _mode(resume=resume, restart=restart, from_step=from_step)
     settings = settings_of(config, overrides)
-    observers = (*checked_callbacks(callbacks), *([ProgressLine()] if progress and not show else []))
+    observers = (*check_callbacks(callbacks), *([ProgressLine()] if progress and not show else []))
     check_objects(model, tokenizer)
     functions = None if rewards is None else reward_functions(rewards, reward_weights)
     if functions is None and reward_weights is not None:
@@ -139,7 +139,7 @@ def _save_objects(
     config = first.built(of_rewards((), 1.0), {**make_placeholder_rows()})
     if mode == "new":
         _refuse_folder(config, mode)  # before gigabytes are written
-    with saved_objects(model, tokenizer, Path(config.logger.log_dir)) as objects:
+    with save_objects(model, tokenizer, Path(config.logger.log_dir)) as objects:
         assert objects is not None
         yield settings.apply_argument(objects.settings), objects
 

@@ -39,7 +39,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def loaded(load: Callable[[str, list[str]], Config], arguments: argparse.Namespace, mode: Mode) -> Config:
+def load_configuration(load: Callable[[str, list[str]], Config], arguments: argparse.Namespace, mode: Mode) -> Config:
     """Load the configuration of `add_config`. Its `ConfigError` also names what does not exist."""
     try:
         return load(arguments.config, arguments.overrides)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem.common.errors import ConfigError, TandemError
 from tandem.config import Config, dump_yaml, load_evaluation, notices, valid_part
 from tandem.config.models import hub
-from tandem.coordinator.commands.arguments import Commands, add_config, count, loaded
+from tandem.coordinator.commands.arguments import Commands, add_config, count, load_configuration
 from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     try:
-        config = loaded(load_evaluation, arguments, "new")  # or a run: the file says which
+        config = load_configuration(load_evaluation, arguments, "new")  # or a run: the file says which
     except ConfigError:
         if (part := valid_part(arguments.config, arguments.overrides)) is not None:
             _list_ignored(part.config)
@@ -59,7 +59,7 @@ def _check(arguments: argparse.Namespace) -> int:
     make: MakeAlgorithm = make_algorithm
     show: Callable[[], None] | None = None
     if arguments.show is not None:
-        make, show = _shown(arguments.show)
+        make, show = _show(arguments.show)
     try:
         ready = preflight(arguments.config, config, "new", make=make)
     except TandemError:
@@ -76,7 +76,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _shown(num_rows: int) -> tuple[MakeAlgorithm, Callable[[], None]]:
+def _show(num_rows: int) -> tuple[MakeAlgorithm, Callable[[], None]]:
     """Return how to make an algorithm whose first rows are to be shown, and the function that prints them."""
     from rich.console import Console
 
@@ -99,11 +99,11 @@ def _print_rewards(ready: CheckedConfig, num_rows: int) -> tuple[str, ...]:
     """Print the rewards of the first reference answers, if the run has any; return what is wrong with them."""
     from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
     from tandem.coordinator.preparing.reference_rewards import reference_rewards
-    from tandem.coordinator.preparing.shown_rows import first_prompts
+    from tandem.coordinator.preparing.shown_rows import draw_first_prompts
 
     if not isinstance(ready.algorithm, GrpoAlgorithm):
         return ()
-    rewards = reference_rewards(ready.config, first_prompts(ready.config, ready.algorithm, num_rows))
+    rewards = reference_rewards(ready.config, draw_first_prompts(ready.config, ready.algorithm, num_rows))
     if rewards.lines:
         print("\n".join(["rewards of the reference answers:", *(f"  {line}" for line in rewards.lines)]), end="\n\n")
     return rewards.notices

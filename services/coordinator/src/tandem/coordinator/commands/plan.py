@@ -42,14 +42,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from tandem.launch.preparing.hub_models import find_on_hub
     from tandem.refit.forecast.plan import explain
     from tandem.refit.forecast.plan_ages import GivenRates
-    from tandem.refit.forecast.plan_json import planned
+    from tandem.refit.forecast.plan_json import describe_plan
 
     rates = GivenRates(**{name: getattr(arguments, name) for name in GivenRates.__struct_fields__})
     config = load_config(arguments.config, arguments.overrides, to_run=False)
     with contextlib.suppress(TandemError):  # a plan is printed even if the model's sizes are unknown
         config, _ = find_on_hub(config, "new", None, fetches_weights=False)
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(planned(config))).decode())
+        print(msgspec.json.format(msgspec.json.encode(describe_plan(config))).decode())
     else:
         explain(config, Console(), rates)
     return OK

@@ -14,7 +14,7 @@ from tandem.common.errors import ConfigError, DamagedCheckpoint, RunFolderError,
 from tandem.common.process_lifetime import die_with
 from tandem.common.shortages import is_shortage
 from tandem.config import load_config
-from tandem.coordinator.commands.arguments import Commands, add_config, loaded
+from tandem.coordinator.commands.arguments import Commands, add_config, load_configuration
 from tandem.coordinator.commands.running import run_to_end
 from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.supervisor import Supervisor
@@ -63,7 +63,7 @@ def _up(arguments: argparse.Namespace) -> int:
         die_with(arguments.supervised_by)
     mode: Mode = "resume" if arguments.resume else "restart" if arguments.restart else "new"
     began = None if arguments.began_in is None else _began_with(arguments.began_in)
-    config = loaded(load_config, arguments, mode) if began is None else began
+    config = load_configuration(load_config, arguments, mode) if began is None else began
     if mode == "resume" and began is None:
         _mend_journal(Path(config.logger.log_dir), config)
     if arguments.supervise:

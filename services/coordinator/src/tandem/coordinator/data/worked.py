@@ -49,13 +49,13 @@ def wrong_answers(problem: Problem) -> list[str]:
     while len(wrong) < 6:
         text = right
         for _ in range(draw.randint(1, 3)):
-            text = _garbled(text, draw)
+            text = _garble(text, draw)
         if text.strip() and text != right:
             wrong.append(text)
     return wrong
 
 
-def _garbled(text: str, draw: random.Random) -> str:
+def _garble(text: str, draw: random.Random) -> str:
     """Return a text with one of its characters left out, doubled, or replaced."""
     place = draw.randrange(len(text) or 1)
     middle = draw.choice(["", text[place : place + 1] * 2, draw.choice("0123456789+-= ")])

@@ -154,7 +154,7 @@ def evaluate(
         algorithm = _algorithm(ready)
         results = results_of(_list_problems(ready, algorithm), algorithm.validated)
         rows.append(scores_of(model.label, results, algorithm.validated, base.eval.k_value))
-        evaluation = _described(ready, base, rows)
+        evaluation = _describe(ready, base, rows)
         try:
             write_results(folder / f"{model.name}.parquet", results)
             write_table(folder, evaluation)
@@ -163,7 +163,7 @@ def evaluate(
     return finish, evaluation
 
 
-def _described(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> EvaluationResults:
+def _describe(ready: CheckedConfig, base: Config, rows: Sequence[Any]) -> EvaluationResults:
     config, sampling = ready.config, _sampling(base)
     return EvaluationResults(
         source=ready.source,

@@ -39,7 +39,7 @@ def find_models(words: Sequence[str], which: Which) -> list[EvaluatedModel]:
     return [*models.values()]
 
 
-def _expanded(word: str) -> list[Path]:
+def _expand(word: str) -> list[Path]:
     """Return the paths that a word stands for; a pattern may match several."""
     path = Path(word)
     if path.exists():
@@ -54,7 +54,7 @@ def _expanded(word: str) -> list[Path]:
 
 def _locate_models(words: Sequence[str], which: Which) -> Iterator[tuple[Path, Path]]:
     """Yield the named models: each with its label and the folder of its files."""
-    for path in itertools.chain.from_iterable(map(_expanded, words)):
+    for path in itertools.chain.from_iterable(map(_expand, words)):
         try:
             yield from ((model.label, model.folder) for model in models_in(path, which))
         except (ModelError, RunFolderError, CheckpointError) as error:

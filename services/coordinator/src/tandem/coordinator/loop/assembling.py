@@ -148,7 +148,7 @@ def assemble(
     return loop, live
 
 
-def first_command_id(opened: OpenedResources) -> int:
+def find_first_command_id(opened: OpenedResources) -> int:
     """Return an id above that of every request of earlier coordinators: none is used twice in a run."""
     return 1 + (opened.journal.num_begun - 1) * _COMMANDS_OF_A_COORDINATOR
 
@@ -156,7 +156,7 @@ def first_command_id(opened: OpenedResources) -> int:
 def _registry(
     config: Config, opened: OpenedResources, heartbeat: HeartbeatSettings, known_processes: KnownProcesses
 ) -> ProcessRegistry:
-    replies = Replies(SampleLimits.of(config), first_command_id(opened) - 1)
+    replies = Replies(SampleLimits.of(config), find_first_command_id(opened) - 1)
     expected, run_id = expected_processes(config), opened.journal.run_id
     max_rollouts = config.cluster.max_rollouts
     return ProcessRegistry(
@@ -230,7 +230,7 @@ def _serve_record(
     return algorithm.serve(registry.address, run_id, first_step, registry.trainers)
 
 
-def who_runs_where(config: Config, listening: ListeningSocket) -> str:
+def describe_processes(config: Config, listening: ListeningSocket) -> str:
     """Describe what is launched here, and the commands that start the rest elsewhere."""
     expected, launched = expected_processes(config), launched_processes(config)
     lines = [f"coordinator listens on {listening.hub.address}"]

@@ -35,7 +35,7 @@ from tandem.common.errors import (
 from tandem.common.messages import Shutdown
 from tandem.config import Config
 from tandem.config.model_names import fetch_models
-from tandem.coordinator.loop.assembling import RunSnapshot, assemble, first_command_id, lasting, who_runs_where
+from tandem.coordinator.loop.assembling import RunSnapshot, assemble, describe_processes, find_first_command_id, lasting
 from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.loop.opening import CommandInvocation, OpenedResources, open_run
 from tandem.coordinator.loop.restored_samples import limits_of
@@ -87,7 +87,7 @@ def run(invocation: CommandInvocation) -> FinishRun:
     _fetch(invocation)
     with contextlib.ExitStack() as stack:
         opened = open_run(invocation, stack)
-        return recorded(opened.journal, RunAttempts(invocation, opened).run)
+        return record_outcome(opened.journal, RunAttempts(invocation, opened).run)
 
 
 def _fetch(invocation: CommandInvocation) -> None:
@@ -136,7 +136,7 @@ def _adopt_model(invocation: CommandInvocation, prerequisite: CheckedConfig) -> 
     return invocation
 
 
-def recorded(journal: Journal, carry_out: Callable[[], FinishRun]) -> FinishRun:
+def record_outcome(journal: Journal, carry_out: Callable[[], FinishRun]) -> FinishRun:
     """Carry out a run; write its outcome to the journal, also if it ends with a `TandemError`."""
     try:
         finish = carry_out()
@@ -175,7 +175,7 @@ class RunAttempts:
         self._snapshot = RunSnapshot(
             live_snapshot=LiveSnapshot(began_at=time.monotonic()),
             replaced_at=() if supervision is None else supervision.begun.replaced_at,
-            next_command_id=first_command_id(opened),
+            next_command_id=find_first_command_id(opened),
             has_started=opened.earlier is not None and opened.journal.last_step() is not None,
             departed=() if opened.earlier is None else opened.earlier.departed,
         )
@@ -195,7 +195,7 @@ class RunAttempts:
         if self._is_done(start):
             say(f"nothing to do: {journal.folder} has all of its {self._num_steps} steps")
             return FinishRun(outcome="finished")
-        say(who_runs_where(self._config, self._opened.listening))
+        say(describe_processes(self._config, self._opened.listening))
         if self._config.logger.tensorboard_enabled:
             folder = journal.folder / self._config.logger.tensorboard.log_dir
             self._opened.writers.add(TensorBoardWriter(folder, start.first_step))
@@ -218,7 +218,7 @@ class RunAttempts:
 
         Return the names of those that are launched here.
         """
-        supervision, launched = self._invocation.supervision, _launched_here(self._config)
+        supervision, launched = self._invocation.supervision, _list_launched(self._config)
         kept_pids = {} if supervision is None else supervision.begun.kept
         earlier = self._opened.earlier or ProcessesSnapshot(address="")
         earlier = earlier.release_names([name for name in launched if name not in kept_pids])
@@ -398,7 +398,7 @@ class RunAttempts:
         self._lasting.processes.stop(grace_s=_GRACE_AFTER_FAILURE_S if outcome == "failed" else _GRACE_S)
 
 
-def _launched_here(config: Config) -> list[str]:
+def _list_launched(config: Config) -> list[str]:
     return [f"{kind}-{index}" for kind, count in launched_processes(config).items() for index in range(count)]
 
 

@@ -231,12 +231,12 @@ class TimelineWriter(ReportingObserver):
 def open_timeline(path: Path, first_step: int) -> sqlite3.Connection:
     """Open the file for writing; an unreadable one, as after a crash of the machine, is replaced."""
     try:
-        return _prepared(path, first_step)
+        return _prepare(path, first_step)
     except sqlite3.DatabaseError as error:
         if is_shortage(error):
             raise
         path.unlink(missing_ok=True)
-        return _prepared(path, first_step)
+        return _prepare(path, first_step)
 
 
 def write_steps(file: sqlite3.Connection, rows: Iterable[StepSpans]) -> None:
@@ -256,7 +256,7 @@ def write_steps(file: sqlite3.Connection, rows: Iterable[StepSpans]) -> None:
         raise
 
 
-def _prepared(path: Path, first_step: int) -> sqlite3.Connection:
+def _prepare(path: Path, first_step: int) -> sqlite3.Connection:
     file = connect(path, "rwc")
     try:
         file.execute("PRAGMA synchronous = OFF")

@@ -104,28 +104,28 @@ def _look_through(
     announced = [] if wanted_by else notices(config)  # the command prints these before anything is fetched
     with import_apart(config, scratch, config.cluster.deadlines.join_s) as own_code:
         for look in (_find_extras, _find_agent, refuse_threads, _find_folders, partial(_listen, mode=mode)):
-            with _noted(problems):
+            with _note_problems(problems):
                 look(config)
         algorithm = None
         about_model: list[str] = []
         about_data: list[str] = []
         is_found = has_data = False
-        with _noted(problems):
+        with _note_problems(problems):
             config, about_model = find_on_hub(config, mode, earlier[0].config if earlier else None)
             is_found = True
-        with _noted(problems):  # whatever the models are
+        with _note_problems(problems):  # whatever the models are
             config, about_data = find_data(config, mode)
             has_data = True
         if is_found:  # else the checks below would report it again
-            with _noted(problems):
+            with _note_problems(problems):
                 about_model += _check_model(config, mode, earlier)
                 if earlier is None:  # the earlier run makes the model otherwise
                     replayed_experts(config)
-            with _noted(problems):
+            with _note_problems(problems):
                 check_value_model(config)
-            with _noted(problems):
+            with _note_problems(problems):
                 check_reward_models(config, Path(earlier[0].config.checkpointing.checkpoint_dir) if earlier else None)
-            with _noted(problems):
+            with _note_problems(problems):
                 config = inline_templates(config)
                 tokenizer = _tokenizer(config, mode, scratch, earlier)
                 about_model += about_data
@@ -133,7 +133,7 @@ def _look_through(
                     algorithm = make(config, tokenizer)
                 about_model += check_teachers(config, tokenizer, may_be_made=earlier is not None)
         modules: dict[str, str] = {}
-        with _noted(problems):
+        with _note_problems(problems):
             modules = own_code()
     _complain(problems)
     assert algorithm is not None, "or there is a problem"
@@ -165,7 +165,7 @@ def _fill_sizes(config: Config, earlier: tuple[CheckedConfig, Tokenizer] | None)
 
 
 @contextlib.contextmanager
-def _noted(problems: list[TandemError]) -> Iterator[None]:
+def _note_problems(problems: list[TandemError]) -> Iterator[None]:
     try:
         yield
     except TandemError as problem:
@@ -254,14 +254,14 @@ def _listen(config: Config, mode: Mode) -> None:
     """
     logger, problems = config.logger, list[TandemError]()
     with contextlib.ExitStack() as stack:
-        with _noted(problems):
+        with _note_problems(problems):
             stack.callback(wire.Hub(config.cluster.address, new_key_pair(), AdmittedKeys()).close)
         if mode != "resume" and logger.page != "auto":
-            with _noted(problems):
+            with _note_problems(problems):
                 page = open_page_socket(logger.page)
                 stack.callback(lambda: None if page is None else page.close())
         if mode != "resume" and find_package("prometheus_client") is not None:
-            with _noted(problems):
+            with _note_problems(problems):
                 serve_prometheus(logger, stack)
     _complain(problems)
 

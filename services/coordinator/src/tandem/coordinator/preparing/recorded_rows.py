@@ -13,7 +13,7 @@ import msgspec
 from tandem.common.errors import RunFolderError, TandemError
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
-from tandem.coordinator.preparing.shown_rows import shown_sequences
+from tandem.coordinator.preparing.shown_rows import show_sequences
 from tandem.launch.preparing.hub_data import list_data_files
 from tandem.observe.page.worker import answer_requests
 from tandem.observe.run_folder.journal import read_journal
@@ -76,7 +76,7 @@ class RecordedRows:
     def rows(self, request: RowsRequest) -> RunRows:
         """Return the first rows of a step."""
         step = self.check_step(request.step)
-        rows = shown_sequences(self.algorithm, self.tokenizer, step, min(request.limit, self.size))
+        rows = show_sequences(self.algorithm, self.tokenizer, step, min(request.limit, self.size))
         return RunRows(step=step, last_step=self.last_step(), num_rows=self.size, rows=tuple(rows), notes=self.notes)
 
 

@@ -38,7 +38,7 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Referenc
         if config.environments
     ]
     names = dict.fromkeys(answer.environment for answer in answers)
-    unscored = {name: reason for name in names if (reason := _unscored(config, name))}
+    unscored = {name: reason for name in names if (reason := _explain_unscored(config, name))}
     lines += [f"env.{name}: {reason}" for name, reason in unscored.items()]
     answers = [answer for answer in answers if answer.environment not in unscored]
     for answer, score in zip(answers, _scores(config, answers) if answers else (), strict=True):
@@ -57,7 +57,7 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Referenc
     return ReferenceRewards(tuple(dict.fromkeys(lines)), tuple(notices))
 
 
-def _unscored(config: Config, name: str) -> str:
+def _explain_unscored(config: Config, name: str) -> str:
     """Return why an environment scores nothing before the run; empty if it does."""
     settings = config.env.get(name)
     if settings is None:

@@ -114,7 +114,7 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
         TandemError: the replay is impossible; a `ConfigError` if the command line is the reason.
     """
     with journal_of(run) as journal:
-        recorded = _recorded_run(run, journal)
+        recorded = _read_recorded_run(run, journal)
         end = _end(recorded, to_step)
         start = _start(recorded, from_step, end)
         if start:
@@ -213,7 +213,7 @@ def _runs_beside(run: Path) -> list[Path]:
     return sorted(path.parent for path in run.parent.glob(f"*/{JOURNAL_NAME}"))
 
 
-def _recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
+def _read_recorded_run(run: Path, journal: JournalReader) -> RecordedRun:
     """Read what is recorded of a run. Raise `RunFolderError` if nothing is."""
     config = config_of(journal)
     if config.replay is not None:

@@ -31,7 +31,7 @@ def set_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
     trained = [section for section in (config.policy, config.value) if section is not None]
     if config.replay is not None or not any(_spans_run(section) for section in trained):
         return config
-    recorded, steps = _recorded(config, mode), (max(1, num_steps), config.num_passes)
+    recorded, steps = _find_recorded(config, mode), (max(1, num_steps), config.num_passes)
     policy = _set_steps(config.policy, *steps, None if recorded is None else recorded.policy)
     value = config.value
     if value is not None:
@@ -61,7 +61,7 @@ def _set_steps(section: Section, num_steps: int, num_passes: int, recorded: Mode
     return msgspec.structs.replace(section, megatron_cfg=megatron)
 
 
-def _recorded(config: Config, mode: Mode) -> Config | None:
+def _find_recorded(config: Config, mode: Mode) -> Config | None:
     """Return the configuration that a run to be resumed has had so far."""
     if mode != "resume" or not has_begun(config):
         return None

@@ -58,17 +58,17 @@ def sequences_in_text(
     algorithm: DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int, *, is_coloured: bool
 ) -> Iterator[Text]:
     """Yield the lines that show rows from the first one of a step on."""
-    for row in shown_sequences(algorithm, tokenizer, step, num_rows):
+    for row in show_sequences(algorithm, tokenizer, step, num_rows):
         yield from lines_of(row, is_coloured=is_coloured)
 
 
-def shown_sequences(algorithm: DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int) -> Iterator[ShownRow]:
+def show_sequences(algorithm: DataSetAlgorithm, tokenizer: Tokenizer, step: int, num_rows: int) -> Iterator[ShownRow]:
     """Yield the sequences of rows from the first one of a step on."""
     for sequences in algorithm.conversations(step, num_rows):
         kinds = ("chosen", "rejected") if len(sequences) == 2 else ("",) * len(sequences)
         for kind, sequence in zip(kinds, sequences, strict=True):
             is_judged = isinstance(algorithm, RewardModelAlgorithm)
-            yield (_judged if is_judged else _learned)(kind, sequence, tokenizer)
+            yield (_show_judged if is_judged else _show_learned)(kind, sequence, tokenizer)
 
 
 def lines_of(row: ShownRow, *, is_coloured: bool) -> Iterator[Text]:
@@ -80,40 +80,40 @@ def lines_of(row: ShownRow, *, is_coloured: bool) -> Iterator[Text]:
         text.append(brackets[0])
         text.append_text(_text_of([*tokens], _LEARNED if is_learned else ""))
         text.append(brackets[1])
-    yield _indented(text)
+    yield _indent(text)
     yield from (_field(name, value) for name, value in row.facts)
     yield Text()
 
 
-def _learned(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
+def _show_learned(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
     """Return a sequence whose learned tokens are marked."""
     token_ids, loss_mask = sequence.token_ids, sequence.loss_mask
     edges = itertools.pairwise((*zip(token_ids, loss_mask, strict=True), (-1, False)))
     last_ids = _distinct([token for (token, is_learned), (_, is_next) in edges if is_learned and not is_next])
     facts = [
         _beginning(token_ids, tokenizer),
-        ("turns end", ", ".join(_named(token, tokenizer) for token in last_ids) or "none is learned"),
+        ("turns end", ", ".join(_name_token(token, tokenizer) for token in last_ids) or "none is learned"),
     ]
     for token in last_ids:
         if token not in tokenizer.turn_ends.all_ids:
             reason = "is the last token of a learned turn, and ends none: generation would not stop there"
-            facts.append(("note", f"{_named(token, tokenizer)} {reason}"))
+            facts.append(("note", f"{_name_token(token, tokenizer)} {reason}"))
     size = f"{len(token_ids)} tokens, {sum(loss_mask)} of them learned"
-    return _row(sequence.name, kind, size, shown_tokens(token_ids, loss_mask, tokenizer), facts)
+    return _row(sequence.name, kind, size, show_tokens(token_ids, loss_mask, tokenizer), facts)
 
 
-def _judged(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
+def _show_judged(kind: str, sequence: EncodedSequence, tokenizer: Tokenizer) -> ShownRow:
     """Return a sequence that a reward model judges; its last token is padding."""
     token_ids = sequence.token_ids[:-1]
-    facts = [_beginning(token_ids, tokenizer), ("judged at", _named(token_ids[-1], tokenizer))]
-    tokens = shown_tokens(token_ids, [False] * len(token_ids), tokenizer)
+    facts = [_beginning(token_ids, tokenizer), ("judged at", _name_token(token_ids[-1], tokenizer))]
+    tokens = show_tokens(token_ids, [False] * len(token_ids), tokenizer)
     return _row(sequence.name, kind, f"{len(token_ids)} tokens", tokens, facts)
 
 
 # --- prompts of rollouts ---------------------------------------------------------------------------------------------
 
 
-def first_prompts(config: Config, algorithm: GrpoAlgorithm, num_rows: int) -> list[PromptGroup]:
+def draw_first_prompts(config: Config, algorithm: GrpoAlgorithm, num_rows: int) -> list[PromptGroup]:
     """Return the first prompts that a run generates for; where it only validates, those that it validates on."""
     if config.evaluates:
         return [*algorithm.prompt_groups(0, "validate", range(min(num_rows, algorithm.num_validation)))]
@@ -127,18 +127,18 @@ def first_prompts(config: Config, algorithm: GrpoAlgorithm, num_rows: int) -> li
 
 def _prompts_in_text(config: Config, algorithm: GrpoAlgorithm, tokenizer: Tokenizer, num_rows: int) -> Iterator[Text]:
     """Yield the lines that show prompts, each with what is known of it, and then what ends a response."""
-    for group in first_prompts(config, algorithm, num_rows):
+    for group in draw_first_prompts(config, algorithm, num_rows):
         problem, token_ids = group.problem, group.prompt_ids
         facts = [_beginning(token_ids, tokenizer)]
         if problem.answer is not None:
             facts.append(("reference", show_answer(problem.answer)))
-        tokens = shown_tokens(token_ids, [False] * len(token_ids), tokenizer)
+        tokens = show_tokens(token_ids, [False] * len(token_ids), tokenizer)
         row = _row(problem.problem_id, "", f"{len(token_ids)} tokens of prompt", tokens, facts)
         yield from lines_of(row, is_coloured=True)
     if config.agent is not None:
         yield Text("An agent writes its own requests: these are the questions that it is given.")
     sampling = algorithm.sampling("validate" if config.evaluates else "train")
-    stops = [*(_named(token, tokenizer) for token in sampling.stop_token_ids), *map(repr, sampling.stop_strings)]
+    stops = [*(_name_token(token, tokenizer) for token in sampling.stop_token_ids), *map(repr, sampling.stop_strings)]
     yield _field("stops", f"a response ends at {', '.join(stops)}, or after {sampling.max_new_tokens} tokens")
     yield Text()
 
@@ -146,7 +146,7 @@ def _prompts_in_text(config: Config, algorithm: GrpoAlgorithm, tokenizer: Tokeni
 # --- parts of lines --------------------------------------------------------------------------------------------------
 
 
-def shown_tokens(token_ids: Sequence[int], loss_mask: Sequence[bool], tokenizer: Tokenizer) -> list[ShownToken]:
+def show_tokens(token_ids: Sequence[int], loss_mask: Sequence[bool], tokenizer: Tokenizer) -> list[ShownToken]:
     """Return tokens with their texts; a character of several tokens is given to its last one."""
     shown: list[ShownToken] = []
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -178,7 +178,7 @@ def _end_character(shown: list[ShownToken], decoder: codecs.IncrementalDecoder) 
 
 def text_of_tokens(token_ids: Sequence[int], tokenizer: Tokenizer, style: str = "") -> Text:
     """Return the text of tokens, special ones included; of many equal ones in a row, one and their number."""
-    return _text_of(shown_tokens(token_ids, [False] * len(token_ids), tokenizer), style)
+    return _text_of(show_tokens(token_ids, [False] * len(token_ids), tokenizer), style)
 
 
 def _text_of(tokens: Sequence[ShownToken], style: str) -> Text:
@@ -201,12 +201,12 @@ def _beginning(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, str
         return ("begins", "without BOS: the tokenizer has none")
     count = next((n for n, token in enumerate(token_ids) if token != bos_id), len(token_ids))
     if not count:
-        return ("begins", f"without BOS, {_named(bos_id, tokenizer)}")
+        return ("begins", f"without BOS, {_name_token(bos_id, tokenizer)}")
     twice = "" if count == 1 else f", {count} times: the template and the tokenizer each write one"
-    return ("begins", f"with BOS, {_named(bos_id, tokenizer)}{twice}")
+    return ("begins", f"with BOS, {_name_token(bos_id, tokenizer)}{twice}")
 
 
-def _named(token: int, tokenizer: Tokenizer) -> str:
+def _name_token(token: int, tokenizer: Tokenizer) -> str:
     """Return a token's text and its id."""
     return f"{tokenizer.token_text(token)!r} ({token})"
 
@@ -219,6 +219,6 @@ def _field(name: str, text: str) -> Text:
     return Text.assemble((f"{name:<10} ", _HEADING), visible(text))
 
 
-def _indented(text: Text) -> Text:
+def _indent(text: Text) -> Text:
     """Return a text with indented lines."""
     return Text("\n").join(Text("  ").append_text(line) for line in text.split("\n", allow_blank=True))

@@ -309,7 +309,7 @@ class CallLoop(CoordinatorLoop):
                 running.deadline = now + self._save_s
                 for trainer in self._trainers:
                     fields = self._fields(running, trainer, self._save_s)
-                    self._send_call(trainer, SaveCheckpoint(folder=_unfinished(call), step=0, **fields))
+                    self._send_call(trainer, SaveCheckpoint(folder=_name_unfinished(call), step=0, **fields))
             case PublishWeights():
                 number = self._place_of(pending)
                 for trainer in self._trainers:
@@ -354,12 +354,12 @@ class CallLoop(CoordinatorLoop):
             rank_sequences = [call.sequences[row] for row in running.rows[rank]]
             arrays: dict[str, NDArray[Any]] = {
                 **table,
-                "token_ids_T": _joined([each.token_ids for each in rank_sequences], "int32"),
-                "loss_mask_T": _joined([each.mask for each in rank_sequences], "bool"),
-                **{f"{name}_T": _joined([each.inputs[name] for each in rank_sequences], "float32") for name in INPUTS},
+                "token_ids_T": _join([each.token_ids for each in rank_sequences], "int32"),
+                "loss_mask_T": _join([each.mask for each in rank_sequences], "bool"),
+                **{f"{name}_T": _join([each.inputs[name] for each in rank_sequences], "float32") for name in INPUTS},
             }
             if has_others:
-                arrays["targets_T"] = _joined([each.targets for each in rank_sequences], "int32")
+                arrays["targets_T"] = _join([each.targets for each in rank_sequences], "int32")
             command = AddGradient(
                 loss=call.loss,
                 settings=call.settings,
@@ -405,20 +405,20 @@ class CallLoop(CoordinatorLoop):
         call, replies = running.pending.call, running.replies
         match call:
             case AddGradients():
-                return self._scored(running, call)
+                return self._collect_scores(running, call)
             case TakeStep():
                 stepped = replies["trainer-0"]
                 assert isinstance(stepped, OptimizerStepped), "checked against the command"
                 self._metrics |= {"grad_norm": stepped.grad_norm, "learning_rate": call.learning_rate}
                 return stepped.grad_norm
             case SaveState():
-                Path(_unfinished(call)).rename(call.folder)
+                Path(_name_unfinished(call)).rename(call.folder)
                 _sync(Path(call.folder).parent)
                 return sum(reply.num_bytes for reply in replies.values() if isinstance(reply, CheckpointSaved))
             case _:
                 return None
 
-    def _scored(self, running: _Running, call: AddGradients) -> GradientsScored:
+    def _collect_scores(self, running: _Running, call: AddGradients) -> GradientsScored:
         """Return the log-probabilities in the order of the sequences."""
         logprobs_of_row: dict[int, NDArray[np.float32]] = {}
         loss = 0.0
@@ -439,11 +439,11 @@ def _fields_of(call: TakeStep | RestoreState) -> dict[str, Any]:
     return {name: getattr(call, name) for name in call.__struct_fields__}
 
 
-def _joined(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
+def _join(arrays: list[NDArray[Any]], dtype: str) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(dtype, copy=False)
 
 
-def _unfinished(call: SaveState) -> str:
+def _name_unfinished(call: SaveState) -> str:
     return f"{call.folder}.unfinished"
 
 

@@ -168,7 +168,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertGeometry | None:
     return None
 
 
-def biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
+def find_biased_projections(config: Mapping[str, Any]) -> frozenset[str]:
     """Return the linear layers with biases, by the last part of their names, as transformers creates them."""
     projections: set[str] = set()
     heads = {"q_proj", "k_proj", "v_proj"}
@@ -239,7 +239,7 @@ def _attention(config: Mapping[str, Any], geometry: DecoderGeometry) -> _Parts:
             yield "self_attn.k_norm.weight", (sizes.head_dim,)
         if geometry.model_type == "gpt_oss":
             yield "self_attn.sinks", (sizes.num_heads,)
-    biased = biased_projections(config)
+    biased = find_biased_projections(config)
     for name, shape in rows.items():
         yield f"self_attn.{name}.weight", shape
         if name in biased:
@@ -265,7 +265,7 @@ def _dense(config: Mapping[str, Any], geometry: DecoderGeometry) -> _Parts:
         yield "mlp.gate_up_proj.weight", (2 * geometry.intermediate_size, geometry.hidden_size)
         yield "mlp.down_proj.weight", (geometry.hidden_size, geometry.intermediate_size)
         return
-    is_biased = "down_proj" in biased_projections(config)
+    is_biased = "down_proj" in find_biased_projections(config)
     for name, shape in _feed_forward("mlp.", geometry.hidden_size, geometry.intermediate_size):
         yield name, shape
         if is_biased:

@@ -58,7 +58,7 @@ def parameters(model: ModelShape, fuses_experts: bool = True) -> tuple[Parameter
             plain = _plain(name, tensor.shape)
             kinds.setdefault(name, msgspec.structs.replace(plain, experts=range(experts.num_experts)))
     if experts is not None and fuses_experts:
-        kinds |= {parameter.name: parameter for parameter in _fused(model)}
+        kinds |= {parameter.name: parameter for parameter in _list_fused(model)}
     return tuple(kinds.values())
 
 
@@ -66,7 +66,7 @@ def _plain(name: str, shape: tuple[int, ...]) -> Parameter:
     return Parameter(name, shape, (ParameterFill(name, whole(shape), (0,) * len(shape)),))
 
 
-def _fused(model: ModelShape) -> Iterator[Parameter]:
+def _list_fused(model: ModelShape) -> Iterator[Parameter]:
     hidden, experts = model.required_geometry.hidden_size, model.required_geometry.experts
     assert experts is not None, "only called for a model with experts"
     prefix = LAYER + "mlp.experts."

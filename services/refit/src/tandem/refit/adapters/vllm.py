@@ -23,7 +23,7 @@ from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.geometry import LAYER, NORMS, AttentionGeometry, ExpertGeometry, LatentAttention
 from tandem.refit.adapters.parameters import RankBuilder, cut, gate_and_up, stack
-from tandem.refit.adapters.vllm_vision import add_tower, named_by_vllm
+from tandem.refit.adapters.vllm_vision import add_tower, rename_for_vllm
 from tandem.refit.layout import Box, Layout, whole
 
 _ATTENTION = LAYER + "self_attn."
@@ -82,7 +82,7 @@ class Vllm(ParallelDeployment, frozen=True):
                 f"it is unknown how vLLM shards a {text.required_geometry.model_type}; known are {families}"
             )
         built = _Rank(self, text, self.coordinates(rank)).build()
-        return named_by_vllm(built, model) if model.family else built
+        return rename_for_vllm(built, model) if model.family else built
 
 
 class _Rank:
@@ -151,7 +151,7 @@ class _Rank:
                 boxes.append((f"{_ATTENTION}{layer}.{kind}", box))
             if self._model.shape_of(boxes[0][0]) is None:
                 continue
-            self._fused(f"{_ATTENTION}qkv_proj.{kind}", *boxes)
+            self._fuse(f"{_ATTENTION}qkv_proj.{kind}", *boxes)
         for part in "qk":
             self._replicate(f"{_ATTENTION}{part}_norm.weight")
 
@@ -163,7 +163,7 @@ class _Rank:
         else:
             queries = f"{_ATTENTION}q_a_proj.weight", whole((sizes.query_rank, hidden))
             parts = queries, (keys, whole((sizes.kv_rank + sizes.rope_dim, hidden)))
-            self._fused(f"{_ATTENTION}fused_qkv_a_proj.weight", *parts)
+            self._fuse(f"{_ATTENTION}fused_qkv_a_proj.weight", *parts)
         for part in ("q_a", "kv_a"):
             self._replicate(f"{_ATTENTION}{part}_layernorm.weight")
         for part in ("q", "q_b", "kv_b"):
@@ -175,7 +175,7 @@ class _Rank:
         for kind in ("weight", "bias"):
             parts = gate_and_up(self._model, prefix, kind, rank, size)
             if parts:
-                self._fused(f"{prefix}gate_up_proj.{kind}", *parts)
+                self._fuse(f"{prefix}gate_up_proj.{kind}", *parts)
         down = f"{prefix}down_proj.weight"
         self._builder.share(down, down, 1, rank, size)
         self._replicate(f"{prefix}down_proj.bias")
@@ -196,7 +196,7 @@ class _Rank:
         fill = msgspec.structs.replace(stack((checkpoint_prefix + "down_proj.weight", columns))[0], at=(0, 0, 0))
         self._builder.parameter(f"{prefix}w2_weight", (len(experts), *columns.shape), [fill], experts)
 
-    def _fused(self, name: str, *parts: tuple[str, Box]) -> None:
+    def _fuse(self, name: str, *parts: tuple[str, Box]) -> None:
         """Add a parameter of slices one after the other."""
         num_rows = sum(box.shape[0] for _, box in parts)
         self._builder.parameter(name, (num_rows, *parts[0][1].shape[1:]), stack(*parts))

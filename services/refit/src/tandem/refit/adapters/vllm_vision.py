@@ -39,13 +39,13 @@ def add_tower(builder: RankBuilder, model: ModelShape, rank: int, size: int) -> 
             for pattern, dim in _CUT if family.has_crops and name.startswith(family.tower_prefix) else ():
                 if pattern.search(name):
                     box = cut(tensor.shape, dim, rank, size)
-            parts_by_name.setdefault(_FUSED.sub(_fused, name), []).append((name, box))
+            parts_by_name.setdefault(_FUSED.sub(_name_fused, name), []).append((name, box))
     for name, parts in parts_by_name.items():
         rows = sum(box.shape[0] for _, box in parts)
         builder.parameter(name, (rows, *parts[0][1].shape[1:]), stack(*parts))
 
 
-def named_by_vllm(layout: Layout, model: ModelShape) -> Layout:
+def rename_for_vllm(layout: Layout, model: ModelShape) -> Layout:
     """Return a layout with the parameters of a model that sees under vLLM's names."""
     prefixes = tuple(_prefixes(VISION[model.family]))
 
@@ -57,7 +57,7 @@ def named_by_vllm(layout: Layout, model: ModelShape) -> Layout:
     return msgspec.structs.replace(layout, storages=tuple(storages), tensors=model.tensors)
 
 
-def _fused(match: re.Match[str]) -> str:
+def _name_fused(match: re.Match[str]) -> str:
     layer = "self_attn.qkv_proj" if match["qkv"] else "mlp.gate_up_proj"
     return f".{layer}.{match['kind']}"
 

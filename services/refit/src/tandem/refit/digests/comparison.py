@@ -84,7 +84,7 @@ def compare(sources: Mapping[str, Held], engines: Mapping[str, Mapping[str, Held
     return DigestVerdict(tuple(differences), combine(*sent_N.tolist()))
 
 
-def unchanged(previous: Mapping[str, Digests], current: Mapping[str, Digests]) -> bool:
+def is_unchanged(previous: Mapping[str, Digests], current: Mapping[str, Digests]) -> bool:
     """Return whether all tensors of all sources have the same digests as before.
 
     After an optimizer step with a non-zero update, that is an error: the digested weights are not the trained ones.

@@ -113,15 +113,15 @@ def _wide_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tenso
     """Widen to 64 bits and multiply as integers, a few rows at a time so that they stay in the cache."""
     multipliers_C = _products(columns, words_RC.device)
     rows_at_once = max(1, 2**17 // len(multipliers_C))
-    return torch.cat([torch.mv(_widened(block), multipliers_C) for block in torch.split(words_RC, rows_at_once)])
+    return torch.cat([torch.mv(_widen(block), multipliers_C) for block in torch.split(words_RC, rows_at_once)])
 
 
 def _device_sums(words_RC: torch.Tensor, columns: tuple[Span, ...]) -> torch.Tensor:
     """Sum like `_wide_sums`, without the matrix-vector product of integers that CUDA lacks."""
-    return (_widened(words_RC) * _products(columns, words_RC.device)).sum(dim=1)
+    return (_widen(words_RC) * _products(columns, words_RC.device)).sum(dim=1)
 
 
-def _widened(words_RC: torch.Tensor) -> torch.Tensor:
+def _widen(words_RC: torch.Tensor) -> torch.Tensor:
     """Return ``e`` of each element, int64. Flipping a byte's top bit and subtracting it turns 0..255 to -128..127."""
     lower_signs = _LOWER_SIGNS[words_RC.element_size()]
     wide_RC = words_RC.long()

@@ -105,7 +105,7 @@ class DigestList:
         names = [storage.name for storage in layout.storages]
         if staged:
             is_staged_T = np.array([tensor.name in staged for tensor in tensors], bool)
-            slices = _staged(slices, layout, is_staged_T, quantisations, names)
+            slices = _stage(slices, layout, is_staged_T, quantisations, names)
         self.slices = slices
         """Slices of a version that is digested in full."""
         self.storage_names = tuple(names)
@@ -127,7 +127,7 @@ class DigestList:
         return (
             np.array([math.prod(tensor.shape) <= _SMALL_TENSOR for tensor in self._tensors], np.bool_),
             np.array([_spread(tensor.name) for tensor in self._tensors], np.int64),
-            np.array([num_dims - len(t.shape) + _sampled_dim(t.shape) for t in self._tensors], np.int64),
+            np.array([num_dims - len(t.shape) + _choose_sampled_dim(t.shape) for t in self._tensors], np.int64),
         )
 
     def of_version(self, sampling: ElementSampling) -> DigestColumns:
@@ -160,7 +160,7 @@ class DigestList:
         return msgspec.structs.replace(slices, **columns).rows((shape_PD > 0).all(axis=1))
 
 
-def _sampled_dim(shape: tuple[int, ...]) -> int:
+def _choose_sampled_dim(shape: tuple[int, ...]) -> int:
     """Return the longest dimension except the last; 0 for a vector."""
     rows = shape[:-1] or shape
     return rows.index(max(rows)) if rows else 0
@@ -171,7 +171,7 @@ def _spread(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
-def _staged(
+def _stage(
     slices: DigestColumns,
     layout: Layout,
     is_staged_T: NDArray[np.bool_],

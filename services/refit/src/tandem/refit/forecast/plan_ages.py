@@ -86,7 +86,7 @@ def print_ages(config: Config, given_rates: GivenRates, predicted_refit_s: float
     console.print(f"asynchronous steps by age, predicted; {updates}")
     console.print(_table(config, [predict(rates, age, in_flight=in_flight) for age in _ages(config)]))
     console.print(f"  {_source(rates, explicit_rates, measured, predicted_refit_s)}", style="dim", soft_wrap=True)
-    if (age := _first_without_room(config)) is not None:
+    if (age := _find_first_without_room(config)) is not None:
         console.print(
             f"  from age {age} on engines may wait for room, if responses are as long as they may be: "
             "policy.generation.max_stored_tokens",
@@ -162,7 +162,7 @@ def _count_stored_tokens(config: Config, age: int) -> int:
     return (age + 1) * _samples(config) * config.policy.max_total_sequence_length
 
 
-def _first_without_room(config: Config) -> int | None:
+def _find_first_without_room(config: Config) -> int | None:
     """Return the lowest age at which engines may run out of room."""
     room = config.policy.generation.max_stored_tokens * config.cluster.rollouts
     return next((age for age in _ages(config) if _count_stored_tokens(config, age) > room), None)

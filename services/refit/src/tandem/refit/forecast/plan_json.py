@@ -72,7 +72,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Keys without effect, and what is unsupported."""
 
 
-def planned(config: Config) -> RunPlan:
+def describe_plan(config: Config) -> RunPlan:
     """Return the plan of a run. Raise `ConfigError`, `ModelError`, or `RefitError` if sizes do not fit the model."""
     notes, shape = tuple(list_notes(config)), model_shape(config)
     if isinstance(shape, str):

@@ -41,9 +41,9 @@ def predict(config: Config, trainers: ForecastSide, engines: ForecastSide) -> Re
     """Lay out both sides and plan. Raise `RefitError` if sizes do not fit the model."""
     started = time.perf_counter()
     before, after = _hosts(config, trainers, engines)
-    sources = _named("trainer", trainers.deployment.layouts(trainers.model, before))
+    sources = _name_members("trainer", trainers.deployment.layouts(trainers.model, before))
     sources = {member: _reachable(layout) for member, layout in sources.items()}
-    destinations = _named("rollout", engines.deployment.layouts(engines.model, after))
+    destinations = _name_members("rollout", engines.deployment.layouts(engines.model, after))
     shared = config.policy.generation.colocated.enabled  # for any algorithm, as if it had engines
     may_alias = config.refit.alias == "auto"
     link_survey = survey(sources, destinations, allow_alias=shared and may_alias, alias_frozen=may_alias)
@@ -80,7 +80,7 @@ def is_on_gpus(config: Config) -> bool:
     return config.cluster.gpus_per_node > 0 and config.policy.generation.kind.is_on_gpus
 
 
-def _named(kind: str, layouts: Iterable[Layout]) -> dict[str, Layout]:
+def _name_members(kind: str, layouts: Iterable[Layout]) -> dict[str, Layout]:
     return {f"{kind}-{rank}": layout for rank, layout in enumerate(layouts)}
 
 

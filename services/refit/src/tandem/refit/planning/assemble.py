@@ -79,12 +79,12 @@ class TransferAssembler:
         if allow_alias and self._are_on_cpus[engine]:  # what is read in place is host memory, where no GPU computes
             shards = self._destination_shards[self._class_of[self._engines[engine]]]
             transport_C = _read_in_place(copies, transport_C, shards)
-        group_C = link_C * len(registry.numbered()) + transport_C
+        group_C = link_C * len(registry.list_numbered()) + transport_C
         order = np.argsort(group_C, kind="stable")
-        transfers = self._numbered(engine, copies.rows(order), group_C[order], moved.rows(flow_of_link))
+        transfers = self._number(engine, copies.rows(order), group_C[order], moved.rows(flow_of_link))
         return sorted(transfers, key=lambda item: item[0])
 
-    def _numbered(
+    def _number(
         self, engine: int, copies: CopyColumns, group_C: Ints, flow_of_link: FlowColumns
     ) -> Iterator[tuple[Turn, LinkTransfer]]:
         """Yield a transfer for each group of copies, numbering the storages and tensors that it uses.
@@ -107,7 +107,7 @@ class TransferAssembler:
         first_G = np.flatnonzero(np.concatenate([[True], group_C[1:] != group_C[:-1]]))
         num_bytes_G = np.add.reduceat(num_bytes_C, first_G).tolist()
         ends = [*first_G.tolist(), len(group_C)]
-        names, transports = self._tensors.names.tensors, registry.numbered()
+        names, transports = self._tensors.names.tensors, registry.list_numbered()
         for index, (first, last) in enumerate(itertools.pairwise(ends)):
             link, number = divmod(int(group_C[first]), len(transports))
             transport = transports[number]
@@ -237,8 +237,8 @@ def _read_in_place(copies: CopyColumns, transport_C: Ints, shards: DestinationSh
     num_parameters = len(shards.layout.storages)  # staging memory comes after the parameters
     num_bytes = [s.num_bytes if number < num_parameters else 0 for number, s in enumerate(shards.storages)]
     chosen_C = transport_C.copy()
-    for number, transport in enumerate(registry.numbered()):
-        for spared, replaced in enumerate(registry.numbered()):
+    for number, transport in enumerate(registry.list_numbered()):
+        for spared, replaced in enumerate(registry.list_numbered()):
             if transport.in_place_of == replaced.name:
                 is_spared_C = transport.reads_in_place(copies, np.array(num_bytes, np.int64))
                 chosen_C[is_spared_C & (transport_C == spared)] = number

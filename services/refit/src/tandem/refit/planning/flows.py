@@ -107,7 +107,7 @@ def link_keys(moved: FlowColumns, num_engines: int, num_members: int) -> Ints:
     """Return a number for the link of each flow, sorting by engine, then round, source and transport."""
     num_sources = max(num_engines, num_members, 1)
     keys: Ints = (moved.engine_F * 2 + moved.round_F) * num_sources + moved.source_F
-    return keys * len(registry.numbered()) + moved.transport_F
+    return keys * len(registry.list_numbered()) + moved.transport_F
 
 
 def links(
@@ -137,7 +137,7 @@ def links(
         np.add.at(sums[1], link_F[rows], end - begin)
         np.add.at(sums[2], link_F[rows], changes_R[end - 1] - changes_R[begin] + 1)
     flow_links: list[FlowLink] = []
-    transports = registry.numbered()
+    transports = registry.list_numbered()
     for index, row in enumerate(first.tolist()):
         engine, round_, source, number = (
             int(column[row]) for column in (moved.engine_F, moved.round_F, moved.source_F, moved.transport_F)

@@ -81,11 +81,11 @@ def _adapters(sources: Mapping[str, Layout]) -> dict[str, _Adapter]:
                         scales = f"{first_tensor.product_scale:g}, {member} by {tensor.product_scale:g}"
                         raise RefitError(f"{who} multiplies the product of {tensor.name} by {scales}")
     return {
-        weight: _checked(weight, {kind: tensor for kind, (tensor, _) in of.items()}) for weight, of in matrices.items()
+        weight: _check(weight, {kind: tensor for kind, (tensor, _) in of.items()}) for weight, of in matrices.items()
     }
 
 
-def _checked(weight: str, of: Mapping[str, Tensor]) -> _Adapter:
+def _check(weight: str, of: Mapping[str, Tensor]) -> _Adapter:
     for kind in (_A, _B):
         if kind not in of:
             raise CoverageError(f"the adapter of {weight} has no {kind.strip('.')}, which no trainer holds")
@@ -125,7 +125,7 @@ class _Rewriting:
         for index, rows in rows_of.items():
             self._add_tensor(index, rows)
         added = self._builder.build()
-        merged_layout = msgspec.structs.replace(added, pieces=_joined(layout.pieces.rows(~is_merged_P), added.pieces))
+        merged_layout = msgspec.structs.replace(added, pieces=_join(layout.pieces.rows(~is_merged_P), added.pieces))
         columns = zip(*self._rows, strict=True)
         products = AdapterProducts(*(np.array(column, np.int64) for column in columns))
         merging = Merging(tuple(self._names), tuple(self._scales), tuple(self._storages), products)
@@ -188,7 +188,7 @@ class _Rewriting:
         return self._builder.storage(name, num_bytes)
 
 
-def _joined(unmerged: PieceColumns, added: PieceColumns) -> PieceColumns:
+def _join(unmerged: PieceColumns, added: PieceColumns) -> PieceColumns:
     num_dims = max(unmerged.start_PD.shape[1], added.start_PD.shape[1])
     fills = {"start_PD": 0, "shape_PD": 1, "strides_PD": 0}
     columns = []

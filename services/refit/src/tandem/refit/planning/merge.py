@@ -29,7 +29,7 @@ def merge(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
 
     """
     order = np.lexsort((copies.destination_offset_C, copies.destination_C, link_C))
-    copies, link_C = _simplified(copies.rows(order)), link_C[order]
+    copies, link_C = _simplify(copies.rows(order)), link_C[order]
     copies, link_C = _join_neighbours(copies, link_C)
     num = len(link_C) + 1
     while len(link_C) < num:  # repeat for series of series, such as gate and up of every expert
@@ -38,7 +38,7 @@ def merge(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
     return copies, link_C
 
 
-def _simplified(copies: CopyColumns) -> CopyColumns:
+def _simplify(copies: CopyColumns) -> CopyColumns:
     """Return the same copies with fused dimensions, from outermost to innermost at the destination."""
     is_one_CD = copies.shape_CD == 1  # such a dimension is outermost
     order_CD = np.argsort(-np.where(is_one_CD, _LARGEST, copies.destination_strides_CD), axis=1, kind="stable")
@@ -50,10 +50,10 @@ def _simplified(copies: CopyColumns) -> CopyColumns:
             np.where(is_one_CD, 0, copies.destination_strides_CD),
         )
     )
-    return _replace_dims(copies, *_fused(*columns))
+    return _replace_dims(copies, *_fuse(*columns))
 
 
-def _fused(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints, Ints, Ints]:
+def _fuse(shape_CD: Ints, source_CD: Ints, destination_CD: Ints) -> tuple[Ints, Ints, Ints]:
     """Fuse neighbouring dimensions where both sides step evenly over both; right-align the rest."""
     num, num_dims = shape_CD.shape
     fused = np.ones_like(shape_CD), np.zeros_like(shape_CD), np.zeros_like(shape_CD)
@@ -128,7 +128,7 @@ def _join_neighbours(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, In
     shape_CD = copies.shape_CD[first]
     shape_CD[np.arange(len(first)), outer_C[first]] = np.add.reduceat(num_C, first)
     joined = msgspec.structs.replace(copies.rows(first), shape_CD=shape_CD)
-    return _simplified(joined), link_C[first]
+    return _simplify(joined), link_C[first]
 
 
 def _join_series(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
@@ -156,7 +156,7 @@ def _join_series(copies: CopyColumns, link_C: Ints) -> tuple[CopyColumns, Ints]:
     series = msgspec.structs.replace(
         leaders, shape_CD=shape_CD, source_strides_CD=source_CD, destination_strides_CD=destination_CD
     )
-    return _simplified(series), link_C[first]
+    return _simplify(series), link_C[first]
 
 
 def _series(alike: NDArray[np.bool_], *steps: Ints) -> tuple[Ints, Ints]:

@@ -92,8 +92,8 @@ def stage(layout: Layout, tensors: PairedTensors, tensor_P: Ints, row_P: Ints) -
                 tensors=tuple(tensors.names.tensors[number].name for number in numbers.tolist()),
                 storages=tuple(storage.name for storage in layout.storages),
                 regions=QuantisedRegions(local, region_start_PD[chosen_Q[mine]], shape_QD[mine], offset_Q[mine]),
-                values=_numbered(places, of_kind_P & ~is_scale_P, local_of_Q),
-                scales=_numbered(places, of_kind_P & is_scale_P, local_of_Q),
+                values=_number(places, of_kind_P & ~is_scale_P, local_of_Q),
+                scales=_number(places, of_kind_P & is_scale_P, local_of_Q),
             )
         )
     return StagedRegions(
@@ -108,7 +108,7 @@ def stage(layout: Layout, tensors: PairedTensors, tensor_P: Ints, row_P: Ints) -
     )
 
 
-def _numbered(places: QuantizedDestinations, chosen_P: Ints, local_of_Q: Ints) -> QuantizedDestinations:
+def _number(places: QuantizedDestinations, chosen_P: Ints, local_of_Q: Ints) -> QuantizedDestinations:
     mine = places.rows(chosen_P)
     return msgspec.structs.replace(mine, region_R=local_of_Q[mine.region_R])
 

@@ -59,7 +59,7 @@ class ReplicaSets:
             for host in set(self._hosts[member_R].tolist()):
                 self._sets_on[host].append(number)
         self._choices = TransportChoices()
-        self._is_sent = np.array([transport.is_sent for transport in registry.numbered()])
+        self._is_sent = np.array([transport.is_sent for transport in registry.list_numbered()])
         far_M = self._routes(None, "cpu")
         self.all = [self._preferred(number, far_M) for number in range(len(self._sets))]
         self._found: dict[tuple[str | None, str], Ints] = {(None, "cpu"): np.arange(len(self._sets))}
@@ -203,7 +203,7 @@ def patterns(
     # Numbers of replica sets follow the order of the nodes. What only depends on classes is found once for all nodes.
     replicas_of_place = {place: [replica_sets.look_up(place[0], device) for _, device in place[1]] for place in alike}
     is_near_S = np.array([replicas.is_near for replicas in replica_sets.all], bool)
-    spared = np.array([bool(registry.find_in_place(transport.name)) for transport in registry.numbered()])
+    spared = np.array([bool(registry.find_in_place(transport.name)) for transport in registry.list_numbered()])
     can_alias_S = np.array([allow_alias and spared[s.transport_R].any() for s in replica_sets.all], bool)
     places: dict[tuple[int, ...], list[tuple[str, tuple[tuple[int, str], ...]]]] = {}
     for place in alike:

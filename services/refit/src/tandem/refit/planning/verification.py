@@ -52,7 +52,7 @@ def verifications(
     return by_member
 
 
-def joined(parts: Sequence[tuple[FrozenPart, Mapping[str, ProcessVerification]]]) -> dict[str, ProcessVerification]:
+def join(parts: Sequence[tuple[FrozenPart, Mapping[str, ProcessVerification]]]) -> dict[str, ProcessVerification]:
     """Return the verification of every process for all parts of a plan together."""
     merged: dict[str, ProcessVerification] = {}
     for part, verified in parts:

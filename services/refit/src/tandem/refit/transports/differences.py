@@ -138,7 +138,7 @@ class MessageSnapshot:
             new = _integers(self._bound)
             former, self.number = self.number, _NOTHING_HELD  # if what follows fails, nothing is kept
             if self._kept is None or former == _NOTHING_HELD:
-                self._kept, self._change, self._before = _copied(new), None, _NOTHING_HELD
+                self._kept, self._change, self._before = _copy(new), None, _NOTHING_HELD
                 former = _fresh_number()
             else:
                 change = encoding.advance(self._kept, new, self._largest)
@@ -474,7 +474,7 @@ def _integers(bound: BoundMessage) -> torch.Tensor:
     return bound.message.bytes_.view(encoding.INTEGERS[bound.item_size])
 
 
-def _copied(message: torch.Tensor) -> torch.Tensor:
+def _copy(message: torch.Tensor) -> torch.Tensor:
     """Return a copy; in a host's memory numpy asks for large pages, in which comparing is a tenth faster."""
     return message.clone() if message.device.type != "cpu" else torch.from_numpy(message.numpy().copy())
 

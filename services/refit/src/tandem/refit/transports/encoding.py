@@ -83,7 +83,7 @@ def num_bytes(kind: EncodingKind, num_changed: int, num_gaps: int, size: int, le
     if kind is EncodingKind.WHOLE:
         return length * size
     positions = -(-length // 8) if kind is EncodingKind.BITMAP else num_gaps * int(kind)
-    return _padded(num_changed * size) + positions
+    return _pad(num_changed * size) + positions
 
 
 def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> MessageDifference:
@@ -108,8 +108,8 @@ def advance(old: torch.Tensor, new: torch.Tensor, largest: float = 1.0) -> Messa
         return wrap(old)
     written = new.new_empty(needed, dtype=torch.uint8)
     written[: num * size].view(new.dtype).copy_(values)
-    written[num * size : _padded(num * size)] = 0
-    behind = written[_padded(num * size) :]
+    written[num * size : _pad(num * size)] = 0
+    behind = written[_pad(num * size) :]
     if numbers is None:
         is_changed = torch.zeros(-(-length // 8) * 8, dtype=torch.bool, device=new.device)
         behind.copy_(_pack_bits(is_changed.scatter_(0, positions, True)))
@@ -148,7 +148,7 @@ def apply(change: MessageDifference, target: torch.Tensor) -> None:
     if kind is EncodingKind.WHOLE:
         target.copy_(written.view(target.dtype))
         return
-    values, behind = written[: num * size].view(target.dtype), written[_padded(num * size) :]
+    values, behind = written[: num * size].view(target.dtype), written[_pad(num * size) :]
     if kind is EncodingKind.BITMAP:
         positions = _positions(_unpack_bits(behind))
     else:
@@ -167,7 +167,7 @@ def wrap(message: torch.Tensor) -> MessageDifference:
     return MessageDifference(EncodingKind.WHOLE, 0, 0, message.view(torch.uint8))
 
 
-def _padded(num: int) -> int:
+def _pad(num: int) -> int:
     """Return the bytes that values take, so that positions behind them are aligned."""
     return -(-num // _ALIGNMENT) * _ALIGNMENT
 

@@ -100,7 +100,7 @@ class BoundChannel:
                 bytes_ = wave_views[0].reshape(-1).view(torch.uint8)
             else:
                 bytes_ = slots[wave % DEPTH][: buckets.num_bytes_B[wave]]
-                packed = [_packed(bytes_, places[row], types[row], views[row].shape) for row in rows]
+                packed = [_pack(bytes_, places[row], types[row], views[row].shape) for row in rows]
                 copier = BoundCopier(packed, wave_views) if self.is_send else BoundCopier(wave_views, packed)
             tag = self.transfer.round * TAGS_A_ROUND + wave
             name = self.transfer.tensors[copies.tensor_C[rows[0]]]
@@ -112,7 +112,7 @@ def _is_in_place(view: torch.Tensor, wire_type: torch.dtype, device: torch.devic
     return view.dtype == wire_type and view.is_contiguous() and view.device == device
 
 
-def _packed(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def _pack(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     """Return the bytes of a row in a message, as a tensor."""
     return message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 

@@ -46,7 +46,7 @@ def prepare(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     for (to, from_), rows in group_by_types(destinations, sources).items():
         tensor_pair = [destinations[row] for row in rows], [sources[row] for row in rows]
         if to == from_ or (to in _CONVERTED and from_ in _CONVERTED):
-            for word, table in tiles(strided(*tensor_pair), to.itemsize, from_.itemsize, converts=to != from_).items():
+            for word, table in tiles(lay_out(*tensor_pair), to.itemsize, from_.itemsize, converts=to != from_).items():
                 launches.append(_launch(table, word, to, from_, destinations[0].device))
         else:
             launches.append(functools.partial(torch._foreach_copy_, *tensor_pair))
@@ -64,7 +64,7 @@ def group_by_types(
     return rows_by_types
 
 
-def strided(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> StridedCopies:
+def lay_out(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> StridedCopies:
     """Return pairs of tensors as addresses; all tensors of a side have one element type."""
     num_dims = max(tensor.dim() for tensor in destinations)
     shape_CD = _column(destinations, num_dims, lambda tensor: tensor.shape, 1)

@@ -23,7 +23,7 @@ def find(name: str) -> Transport:
     return TRANSPORTS[name]
 
 
-def numbered() -> tuple[Transport, ...]:
+def list_numbered() -> tuple[Transport, ...]:
     """Return all transports, in order of their numbers."""
     return tuple(TRANSPORTS.values())
 

@@ -18,7 +18,7 @@ from tandem.refit.adapters.geometry import (
     DecoderGeometry,
     ExpertGeometry,
     LatentAttention,
-    biased_projections,
+    find_biased_projections,
     geometry_of,
     has_head_norms,
 )
@@ -109,7 +109,7 @@ def _attention(sizes: AttentionGeometry, model: Mapping[str, Any]) -> dict[str, 
         "num_query_groups": sizes.num_kv_heads,
         "kv_channels": sizes.head_dim,
         "qk_layernorm": has_head_norms(model),
-        "add_qkv_bias": "q_proj" in biased_projections(model),
+        "add_qkv_bias": "q_proj" in find_biased_projections(model),
         "window_size": None if window is None else (window - 1, 0),  # tokens before a token's own, and behind it
     }
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Head
-from tandem.refit.adapters.geometry import SCALAR_HEAD, biased_projections
+from tandem.refit.adapters.geometry import SCALAR_HEAD, find_biased_projections
 from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
 from tandem.trainer.backends.megatron.attention import AttentionNorm, CoreAttention
 from tandem.trainer.backends.megatron.preparing import HAS_TRANSFORMER_ENGINE, has_kernels
@@ -107,7 +107,7 @@ def build_chunks(
         stage = number if sizes.vpp > 1 else None
         chunk = make(
             config=settings.transformer,
-            transformer_layer_spec=_layers_of(settings.transformer, biased_projections(model), stage),
+            transformer_layer_spec=_layers_of(settings.transformer, find_biased_projections(model), stage),
             vocab_size=num_rows,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
