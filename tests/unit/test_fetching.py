@@ -150,13 +150,13 @@ def test_many_tokens_come_in_several_requests(
     fetcher: SampleFetcher, stores: list[SampleStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[int] = []
-    find = SampleStore._found
+    find = SampleStore._find_samples
 
     def counting(store: SampleStore, request: FetchSamples) -> SampleBatch:
         requests.append(len(request.keys))
         return find(store, request)
 
-    monkeypatch.setattr(SampleStore, "_found", counting)
+    monkeypatch.setattr(SampleStore, "_find_samples", counting)
     monkeypatch.setattr(fetching, "MAX_TOKENS_FETCHED", 14)
     table = table_of(rank_S=np.zeros(6, dtype=np.int32))
     share, _ = fetcher.fetch(1, table, table.rows_of(0), sources_of(stores), 10.0)

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     from tandem.samples.sample_store import SampleStore
 
     address = arguments[arguments.index("--coordinator") + 1]
-    start, find, apply = RunningGenerations.start, SampleStore._found, TransformersEngine.apply
+    start, find, apply = RunningGenerations.start, SampleStore._find_samples, TransformersEngine.apply
     digest, record = TransformersEngine.digest_task, SampleRecorder._record
     steps: dict[int, int] = {}
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         record(self, command)
 
     SampleRecorder._record = recording  # type: ignore[method-assign]
-    RunningGenerations.start, SampleStore._found = starting, finding  # type: ignore[method-assign]
+    RunningGenerations.start, SampleStore._find_samples = starting, finding  # type: ignore[method-assign]
     TransformersEngine.apply, TransformersEngine.digest_task = applying, digesting  # type: ignore[method-assign]
     return cli.main(arguments)
 

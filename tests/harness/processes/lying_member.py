@@ -35,7 +35,7 @@ _TOLD = (1, 10, 20)
 _real_init = ServiceContext.__init__
 _real_pump_init = pump.FramePump.__init__
 _real_forward = pump.FramePump._forward_incoming
-_real_found = SampleStore._found
+_real_found = SampleStore._find_samples
 
 
 def _init(context: ServiceContext, link: Any, *arguments: Any) -> None:
@@ -98,5 +98,5 @@ if __name__ == "__main__":
     ServiceContext.__init__ = _init  # type: ignore[method-assign]
     pump.FramePump.__init__ = _pump_init  # type: ignore[method-assign]
     pump.FramePump._forward_incoming = _forward  # type: ignore[method-assign]
-    SampleStore._found = _found  # type: ignore[method-assign]
+    SampleStore._find_samples = _found  # type: ignore[method-assign]
     sys.exit(importlib.import_module(f"tandem.{sys.argv[1]}.cli").main(sys.argv[2:]))

@@ -46,7 +46,7 @@ class Liar:
 
     def __init__(self):
         self.lie = lie()
-        honest = SampleStore._found
+        honest = SampleStore._find_samples
 
         def found(store, request):
             arrays = honest(store, request)
@@ -62,7 +62,7 @@ class Liar:
             return arrays
 
         if self.lie:
-            SampleStore._found = found
+            SampleStore._find_samples = found
 
     def score(self, problem, response):
         while Path("hold").exists():
