@@ -119,7 +119,7 @@ def test_what_can_be_seen_without_reading_tensors_is_refused_before_anything_sta
     inflict(run.root / "step_6")
     error = run.refusal()
     assert complaint in str(error), error
-    assert error.whole == 4
+    assert error.whole_step == 4
     assert run.journal.last_step() == 6
 
 
@@ -127,16 +127,16 @@ def test_only_a_checkpoint_that_was_read_whole_is_offered() -> None:
     run = Run()
     (run.root / "step_6" / WEIGHTS).unlink()
     tensor = flip_in_tensor(run.root / "step_4" / WEIGHTS, "second")
-    assert run.refusal().whole == 2
+    assert run.refusal().whole_step == 2
     assert any(f"step_4/{WEIGHTS} is damaged: {tensor} is not what was written" in line for line in run.said)
     flip_in_tensor(run.root / "step_2" / WEIGHTS)
-    assert run.refusal().whole is None
+    assert run.refusal().whole_step is None
 
 
 def test_from_reads_all_before_it_gives_anything_up() -> None:
     run = Run()
     flip_in_tensor(run.root / "step_4" / WEIGHTS)
-    assert run.refusal(4).whole == 6
+    assert run.refusal(4).whole_step == 6
     assert run.journal.last_step() == 6
     assert (run.root / "step_6").exists()
 

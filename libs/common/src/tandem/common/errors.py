@@ -145,7 +145,7 @@ class CheckpointError(TandemError):
 class DamagedCheckpoint(CheckpointError):
     """The files of a checkpoint are not what was written, or belong to another checkpoint."""
 
-    whole: int | None = None
+    whole_step: int | None = None
     """Step of the newest whole checkpoint of the run, from which it can be resumed; None if there is none. Set by
     callers that know the run's other checkpoints."""
     config_file: str = ""

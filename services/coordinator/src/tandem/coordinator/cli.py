@@ -189,15 +189,15 @@ def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:
     """Return the command line to use after a checkpoint was found damaged."""
     if arguments.command == "replay" and not arguments.resume:
         return "choose another with --from"
-    if arguments.command == "replay" and error.whole is None:
+    if arguments.command == "replay" and error.whole_step is None:
         return "no other checkpoint of the replay is whole: begin a new one"
     words = ["coordinator", arguments.command, _subject(arguments), *arguments.overrides]
     if error.config_file:
         words = ["coordinator", "up", error.config_file]
-    if error.whole is None:
+    if error.whole_step is None:
         return f"no other checkpoint is whole: begin anew with {shlex.join([*words, '--restart'])}"
-    options = ["--resume", "--from", str(error.whole)]
-    return f"the newest that is whole is that of step {error.whole}: {shlex.join([*words, *options])}"
+    options = ["--resume", "--from", str(error.whole_step)]
+    return f"the newest that is whole is that of step {error.whole_step}: {shlex.join([*words, *options])}"
 
 
 def _subject(arguments: argparse.Namespace) -> str:

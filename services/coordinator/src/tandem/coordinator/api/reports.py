@@ -37,7 +37,7 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     what: tuple[str, ...] = ()
     """Arguments of that class."""
     whole: int | None = None
-    """`DamagedCheckpoint.whole` of the error."""
+    """`DamagedCheckpoint.whole_step` of the error."""
 
 
 Report = RunChecked | RunEnded
@@ -52,7 +52,7 @@ def failure(error: BaseException) -> RunEnded:
         case ServiceError():
             return RunEnded(outcome="failed", kind=kind, what=(error.process, error.phase, error.what))
         case DamagedCheckpoint():
-            return RunEnded(outcome="failed", kind=kind, what=(str(error),), whole=error.whole)
+            return RunEnded(outcome="failed", kind=kind, what=(str(error),), whole=error.whole_step)
         case TandemError():
             return RunEnded(outcome="failed", kind=kind, what=(str(error),))
         case _:  # a bug: the log has the traceback
@@ -69,5 +69,5 @@ def error_of(ended: RunEnded) -> TandemError | None:
     except TypeError:  # a class that takes other arguments
         return TandemError(" ".join(ended.what))
     if isinstance(error, DamagedCheckpoint):
-        error.whole = ended.whole
+        error.whole_step = ended.whole
     return error

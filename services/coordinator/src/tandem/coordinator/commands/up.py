@@ -89,8 +89,8 @@ def _up(arguments: argparse.Namespace) -> int:
             unfinished_code=arguments.unfinished_code,
         )
     except DamagedCheckpoint as error:
-        if supervision is not None and error.whole is not None and not error.config_file:
-            supervision.go_back(error.whole)
+        if supervision is not None and error.whole_step is not None and not error.config_file:
+            supervision.go_back(error.whole_step)
         raise
     except TandemError as error:
         if supervision is None:

@@ -89,7 +89,7 @@ class ResumePoints:
         candidates = [candidate for candidate in reversed(self._steps) if candidate != step]
         if candidates:
             self._say(f"looking for a checkpoint that is whole among those of steps {', '.join(map(str, candidates))}")
-        error.whole = next((candidate for candidate in candidates if self._is_whole(candidate)), None)
+        error.whole_step = next((candidate for candidate in candidates if self._is_whole(candidate)), None)
         return error
 
     def _is_whole(self, step: int) -> bool:
