@@ -428,7 +428,7 @@ def test_a_display_of_a_long_run_takes_no_memory_for_each_step(is_terminal: bool
         snapshot = tracemalloc.take_snapshot().filter_traces([of_display])
         return sum(trace.size for trace in snapshot.statistics("filename"))
 
-    tracemalloc.start(25)  # frames: other threads of this process allocate, too
+    tracemalloc.start(6)  # frames: other threads of this process allocate, too
     of_display = tracemalloc.Filter(True, inspect.getfile(type(progress)), all_frames=True)
     try:
         before = commit(1, 200)
