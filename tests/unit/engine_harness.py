@@ -42,6 +42,16 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+DELTA_NETS: dict[str, Any] = {
+    "head_dim": 16,
+    "initializer_range": 0.1,  # with larger weights Transformers' own two ways to compute it round apart
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Layers with a state, and one of attention."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "qwen2": SIZES,
@@ -70,6 +80,39 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "qwen3_next": {**SIZES, **EXPERTS, **DELTA_NETS, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": {**SIZES, **DELTA_NETS},
+    "qwen3_5_moe_text": {**SIZES, **EXPERTS, **DELTA_NETS, "shared_expert_intermediate_size": 24},
+    "olmo_hybrid": {**SIZES, **DELTA_NETS},
+    "falcon_h1": {
+        **SIZES,
+        "head_dim": 16,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+    },
+    "nemotron_h": {
+        **SIZES,
+        "head_dim": 16,
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+    },
+    "jamba": {
+        **SIZES,
+        "initializer_range": 0.15,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention", "conv"]},
 }
 
 

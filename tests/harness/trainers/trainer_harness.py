@@ -72,6 +72,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_SMALL,
     },
 }
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""A layer of gated delta nets, and one of attention."""
+_MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+}
+"""State-space layers beside attention."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **_SMALL, "sliding_window": 5},
     "gemma3": {
@@ -116,6 +133,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "routed_scaling_factor": 1.5,
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_SMALL,
+        **_DELTA_NET,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **_SMALL, **_DELTA_NET},
+    "falcon_h1": {"model_type": "falcon_h1", **_SMALL, "head_dim": 8, **_MAMBA},
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **_SMALL,
+        "head_dim": 8,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+    },
+    "lfm2": {"model_type": "lfm2", **_SMALL, "layer_types": ["conv", "full_attention"]},
 }
 """Families with parts of their own: attention that slides, or has sinks, fused layers, routers with a bias.
 

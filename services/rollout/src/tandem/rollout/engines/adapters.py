@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.errors import RefitError
+from tandem.common.errors import ModelError, RefitError
 from tandem.refit.bound import BoundProgram
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.holder import RunningDigest
@@ -34,6 +34,7 @@ from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.slots import EngineSequence as Running
 from tandem.rollout.engines.slots import EngineSlots
+from tandem.rollout.engines.states import StatefulCache
 from tandem.rollout.engines.transformers import TransformersEngine
 
 
@@ -132,6 +133,9 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         self._broken: list[int] = []
         """Requests whose weights have just given something that is no number."""
         super().__init__(*args, num_sets=num_sets, **kwargs)
+        if isinstance(self._cache, StatefulCache):  # whose layers see the tokens of a step in parts
+            model_type = self._model.config.model_type
+            raise ModelError(f"{model_type} has layers with a state: engines hold one version of adapters at a time")
 
     def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
         """Bind the program without its merge, and point the adapted layers at the received base. Raises

@@ -12,16 +12,12 @@ from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
+from tandem.common.attention.stateful import ATTENTION_TYPES, PLAIN_TYPES, STATEFUL_TYPES
 from tandem.common.errors import ModelError
 from tandem.config.models.hf_config import find_model_class, load_config
 from tandem.config.models.vision_families import VISION
-from tandem.rollout.engines.attention import (
-    ATTENTION_NAME,
-    BLOCKS_ATTENTION_NAME,
-    AttentionStep,
-    KeyValueCache,
-    SlotPrompt,
-)
+from tandem.rollout.engines.attention import ATTENTION_NAME, BLOCKS_ATTENTION_NAME, AttentionStep, SlotPrompt
+from tandem.rollout.engines.states import StatefulCache, make_cache
 
 
 def load_skeleton(
@@ -58,8 +54,10 @@ def load_skeleton(
 
 def try_out(model: Any, model_folder: Path, max_length: int) -> None:
     """Run two tokens through a skeleton. Raise `ModelError` if slots cannot run the architecture."""
-    windows = find_sliding_windows(model.config.get_text_config())
-    cache = KeyValueCache(1, 2)
+    config = model.config.get_text_config()
+    windows = find_sliding_windows(config)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(windows)
+    cache = make_cache(model, 1, 2)
     no_rows = torch.zeros(0, dtype=torch.int64)
     step = AttentionStep(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (SlotPrompt(0, 2, 0, 1),))
     inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64), "position_ids": torch.arange(2)[None]}
@@ -67,11 +65,15 @@ def try_out(model: Any, model_folder: Path, max_length: int) -> None:
     with torch.inference_mode():
         model(**inputs, use_cache=False, slot_step=step, told_windows=told_windows)
     cannot = f"{model_folder}: the embedded engine cannot run {model.config.model_type}"
-    if cache.num_layers != len(windows):
+    num_attending = sum(layer_type in ATTENTION_TYPES for layer_type in types)
+    if cache.num_layers != num_attending:
         raise ModelError(
-            f"{cannot}: only {cache.num_layers} of its {len(windows)} layers use the attention interface of "
+            f"{cannot}: only {cache.num_layers} of its {num_attending} layers use the attention interface of "
             "transformers"
         )
+    stateful_layers = {layer for layer, layer_type in enumerate(types) if layer_type in STATEFUL_TYPES}
+    if stateful_layers - (cache.stateful_layers if isinstance(cache, StatefulCache) else set()):
+        raise ModelError(f"{cannot}: its {types[min(stateful_layers)]} layers keep no states in transformers' cache")
     for layer, window in enumerate(windows):
         if window is not None and window < max_length and told_windows.get(layer) != window:
             raise ModelError(f"{cannot}: layer {layer} does not tell attention of its window of {window} tokens")
@@ -117,7 +119,7 @@ def _attention(config: Any) -> str | dict[str, str]:
 def _refuse_unsupported(config: Any, max_length: int) -> None:
     """Raise `ModelError` if slots would compute this model wrongly."""
     name = config.model_type
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES)
     if unknown:
         raise ModelError(f"the embedded engine cannot run {name}: it has layers of type {unknown[0]}")
     unstable = find_unstable_rotation(config, max_length)

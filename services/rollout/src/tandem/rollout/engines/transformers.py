@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import ModelError
 from tandem.rollout.engine import EngineCompletion, NewTokens, SequenceRequest
-from tandem.rollout.engines.attention import AttentionStep, KeyValueCache, SlotPrompt
+from tandem.rollout.engines.attention import AttentionStep, SlotPrompt
 from tandem.rollout.engines.forbidding import ForbiddingForward
 from tandem.rollout.engines.masks import note_masks
 from tandem.rollout.engines.refitted import RefittedEngine
@@ -23,6 +23,7 @@ from tandem.rollout.engines.sampling import draw, uniforms
 from tandem.rollout.engines.served import ServedForward, ServedSampling
 from tandem.rollout.engines.skeleton import load_skeleton, try_out
 from tandem.rollout.engines.slots import EngineSequence, EngineSlots
+from tandem.rollout.engines.states import make_cache
 from tandem.rollout.engines.weights import weights_of
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
@@ -75,7 +76,7 @@ class TransformersEngine(RefittedEngine):
         )
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
-        self._cache = KeyValueCache(num_slots, max_total_sequence_length)
+        self._cache = make_cache(self._model, num_slots, max_total_sequence_length)
         self._slots = self._slots_kind(num_slots, max_total_sequence_length, experts)
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
         self._mask_note = None if mask_format is None else partial(note_masks, self._slots, mask_format)

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
+from tandem.common.attention.stateful import ATTENTION_TYPES, PLAIN_TYPES, STATEFUL_TYPES, find_stateful_modules
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.attention.rows import ATTENTION_NAME
+from tandem.trainer.attention.states import separate_sequences
 from tandem.trainer.batching.packing import pack_row
 from tandem.trainer.batching.shared_prompts import share_prompts
 from tandem.trainer.micro_batches import TokenRow
@@ -36,7 +38,9 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     unstable = find_unstable_rotation(config, max_length)
     if unstable is not None:
         return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
-    other_types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    other_types = sorted(
+        set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES
+    )
     if other_types:
         return f"it has layers of type {other_types[0]}"
     before = config._attn_implementation
@@ -44,6 +48,7 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     try:
         expected_KV = _logits(model)
         use_attention(model, ATTENTION_NAME)
+        separate_sequences(model)
         found_KV = _logits(model, told_windows, row)
     except Exception as error:  # a custom architecture fails in ways of its own
         reason = f"it takes no attention but its own: {type(error).__name__}: {error}".split("\n")[0]
@@ -61,6 +66,11 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
             reason = "its tokens meet outside of attention"
     use_attention(model, before)
     return reason
+
+
+def carries_states(model: Any) -> bool:
+    """Return whether a model has layers that carry a state from token to token, so that no rank can have a part."""
+    return bool(find_stateful_modules(model))
 
 
 def use_attention(model: Any, name: str) -> None:

@@ -1,0 +1,104 @@
+"""Layers that carry a state from token to token, found in a model of Transformers and run sequence by sequence.
+
+Linear attention, state-space layers and short convolutions mix a row's tokens outside of attention. In a row of several
+sequences each has to begin with an empty state, or with that of its prompt. Transformers keeps such states in its own
+cache layers (`LinearAttentionLayer`: states of convolutions and of recurrences), which the modules ask for by name; a
+module that does so is run here once for each sequence, with a cache layer of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, LinearAttentionLayer
+
+STATEFUL_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Types of layers in Transformers that carry a state; hybrid ones have attention, too."""
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+"""Types of layers that attend to earlier tokens by the attention interface."""
+PLAIN_TYPES = frozenset({"mlp", "moe", "dummy"})
+"""Types of layers in which no tokens meet."""
+_STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
+_CACHE = "cache"
+"""Parameter of a stateful module's `forward` that takes the cache."""
+
+SequenceForward = Callable[[torch.Tensor, LinearAttentionLayer | None], torch.Tensor]
+"""A module's output ``[B, T, E]`` for inputs ``[B, T, E]`` of B sequences.
+
+Their states are read and left in a layer of a cache; with None they begin empty, and are not kept.
+"""
+
+
+def find_stateful_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """Return the modules that carry a state, by layer. Transformers has at most one a layer."""
+    return {int(module.layer_idx): module for module in model.modules() if _carries_state(type(module))}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _carries_state(module_class: type[torch.nn.Module]) -> bool:
+    """Return whether methods of a class update states of a cache, which its `forward` takes."""
+    if _CACHE not in inspect.signature(module_class.forward).parameters:
+        return False
+    functions = [inspect.unwrap(member) for member in vars(module_class).values() if inspect.isroutine(member)]
+    return any(
+        _STATE_CALLS.intersection(function.__code__.co_names) for function in functions if inspect.isfunction(function)
+    )
+
+
+class StatefulModule:
+    """The forward pass of one stateful module, in place of its own: it asks `run` what its row consists of."""
+
+    def __init__(
+        self, module: Any, config: Any, run: Callable[[int, torch.Tensor, SequenceForward], torch.Tensor]
+    ) -> None:
+        """Take over a module's `forward`; `run` is given the layer, its input ``[1, N, E]`` and the module."""
+        self.layer = int(module.layer_idx)
+        self._forward = module.forward
+        self._run = run
+        template = DynamicCache(config=config)
+        self._num_layers = max(len(template.layers), self.layer + 1)
+        self._num_states = int(getattr(template.layers[self.layer], "number_of_states", 1))
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the module's output ``[1, N, E]`` for a row of sequences."""
+        return self._run(self.layer, hidden_states, self._run_sequences)
+
+    def empty_layer(self) -> LinearAttentionLayer:
+        """Return a layer of a cache without states."""
+        return LinearAttentionLayer(number_of_states=self._num_states)
+
+    def _run_sequences(self, hidden_BTE: torch.Tensor, states: LinearAttentionLayer | None) -> torch.Tensor:
+        if states is None:
+            plain_output: torch.Tensor = self._forward(hidden_BTE)
+            return plain_output
+        layers: list[Any] = [DummyLayer() for _ in range(self._num_layers)]
+        layers[self.layer] = states
+        output: torch.Tensor = self._forward(hidden_BTE, cache=Cache(layers=layers))
+        return output
+
+
+def take_states(layer: LinearAttentionLayer) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+    """Yield the states of a cache layer ``[B, ...]``, each with its kind and number."""
+    for number in range(layer.number_of_states):
+        if layer.is_conv_states_initialized[number]:
+            yield ("conv", number), layer.conv_states[number]
+        if layer.is_recurrent_states_initialized[number]:
+            yield ("recurrent", number), layer.recurrent_states[number]
+
+
+def put_states(layer: LinearAttentionLayer, states: dict[tuple[str, int], torch.Tensor]) -> None:
+    """Have an empty cache layer hold these states, and go on from them. It writes to them in place."""
+    for (kind, number), state in states.items():
+        if kind == "conv":
+            layer.conv_states[number] = state
+            layer.conv_kernel_size[number] = state.shape[-1]
+            layer.is_conv_states_initialized[number] = True
+        else:
+            layer.recurrent_states[number] = state
+            layer.is_recurrent_states_initialized[number] = True
+        layer.dtype, layer.device = state.dtype, state.device
+        layer.has_previous_state[number] = True

@@ -1,0 +1,49 @@
+"""Rows of several sequences in layers that carry a state from token to token.
+
+In a packed row each sequence runs apart, from an empty state. With shared prompts each sample runs with its prompt, as
+one batch of all samples: such a layer computes a prompt once for each of its samples, all other layers once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandem.common.attention.stateful import SequenceForward, StatefulModule, find_stateful_modules
+from tandem.trainer.micro_batches import TokenRow
+
+
+class _RowModel:
+    """A model whose stateful modules run each sequence of a `TokenRow` apart."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self._row: TokenRow | None = None
+        self._modules: list[StatefulModule] = []
+        for module in find_stateful_modules(model).values():
+            wrapped = StatefulModule(module, config, self._run)
+            module.forward = wrapped  # type: ignore[assignment]
+            self._modules.append(wrapped)
+
+    def note_row(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note what the row of a forward pass consists of; its backward pass may compute layers again."""
+        self._row = kwargs.get("row")
+
+    def _run(self, layer: int, hidden_BTE: torch.Tensor, forward: SequenceForward) -> torch.Tensor:
+        row = self._row
+        if row is None:
+            return forward(hidden_BTE, None)
+        if row.source_BW is None:
+            return torch.cat([forward(part_1TE, None) for part_1TE in hidden_BTE.split(row.lengths, dim=1)], dim=1)
+        assert row.taken_N is not None, "rows with shared prompts have it"
+        samples_BWE = hidden_BTE[0].index_select(0, row.source_BW.flatten()).view(*row.source_BW.shape, -1)
+        return forward(samples_BWE, None).flatten(0, 1).index_select(0, row.taken_N)[None]
+
+
+def separate_sequences(model: Any) -> None:
+    """Have a model's stateful modules, if it has some, run each sequence of a row apart."""
+    if find_stateful_modules(model) and not hasattr(model, "_tandem_rows"):
+        model._tandem_rows = _RowModel(model)
+        for part in {model, model.base_model}:
+            part.register_forward_pre_hook(model._tandem_rows.note_row, with_kwargs=True)
