@@ -1,9 +1,9 @@
-"""Layers that carry a state from token to token, found in a model of Transformers and run sequence by sequence.
+"""Layers that carry a state from token to token, found in a model and run sequence by sequence.
 
 Linear attention, state-space layers and short convolutions mix a row's tokens outside of attention. In a row of several
-sequences each has to begin with an empty state, or with that of its prompt. Transformers keeps such states in its own
-cache layers (`LinearAttentionLayer`: states of convolutions and of recurrences), which the modules ask for by name; a
-module that does so is run here once for each sequence, with a cache layer of its own.
+sequences each has to begin with an empty state, or with that of its prompt. Transformers keeps such states in layers of
+its own caches (`LinearAttentionLayer`): those of convolutions, and those of recurrences. A module that asks a cache for
+them is run here once for each sequence, with a layer of its own.
 """
 
 from __future__ import annotations

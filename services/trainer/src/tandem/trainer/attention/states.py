@@ -23,7 +23,7 @@ class _RowModel:
         self._modules: list[StatefulModule] = []
         for module in find_stateful_modules(model).values():
             wrapped = StatefulModule(module, config, self._run)
-            module.forward = wrapped  # type: ignore[assignment]
+            module.forward = wrapped
             self._modules.append(wrapped)
 
     def note_row(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -35,7 +35,9 @@ class _RowModel:
         if row is None:
             return forward(hidden_BTE, None)
         if row.source_BW is None:
-            return torch.cat([forward(part_1TE, None) for part_1TE in hidden_BTE.split(row.lengths, dim=1)], dim=1)
+            return torch.cat(
+                [forward(part_1TE, None) for part_1TE in torch.split(hidden_BTE, [*row.lengths], dim=1)], dim=1
+            )
         assert row.taken_N is not None, "rows with shared prompts have it"
         samples_BWE = hidden_BTE[0].index_select(0, row.source_BW.flatten()).view(*row.source_BW.shape, -1)
         return forward(samples_BWE, None).flatten(0, 1).index_select(0, row.taken_N)[None]
