@@ -112,6 +112,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "use_mamba_kernels": False,
     },
+    "mamba2": {**SIZES, "num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "n_groups": 1},
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention", "conv"]},
 }
 

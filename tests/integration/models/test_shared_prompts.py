@@ -173,7 +173,7 @@ def test_without_shared_prompts_the_model_is_as_it_was(tmp_path: Path) -> None:
             "layer 0 does not tell its attention that it slides over 16",
         ),
         (transformers.BloomConfig(), "its tokens meet outside of attention|it takes no attention but its own"),
-        (transformers.MambaConfig(), "it has layers of type linear_attention"),
+        (transformers.Llama4TextConfig(num_local_experts=2), "it has layers of type chunked_attention"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )

@@ -33,29 +33,34 @@ Their states are read and left in a layer of a cache; with None they begin empty
 """
 
 
-def find_stateful_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """Return the modules that carry a state, by layer. Transformers has at most one a layer."""
-    return {int(module.layer_idx): module for module in model.modules() if _carries_state(type(module))}  # type: ignore[arg-type]
+def find_stateful_modules(model: torch.nn.Module) -> dict[int, Any]:
+    """Return the modules that carry a state, by layer; none if a layer has several, which are not told apart here."""
+    modules: list[Any] = [module for module in model.modules() if _carries_state(type(module))]
+    by_layer = {int(module.layer_idx): module for module in modules}
+    return by_layer if len(by_layer) == len(modules) else {}
 
 
 @functools.cache
-def _carries_state(module_class: type[torch.nn.Module]) -> bool:
-    """Return whether methods of a class update states of a cache, which its `forward` takes."""
-    if _CACHE not in inspect.signature(module_class.forward).parameters:
+def _carries_state(module_class: Any) -> bool:
+    """Return whether a class updates states of a cache, and makes them of nothing but hidden states."""
+    _, *inputs = inspect.signature(module_class.forward).parameters.values()
+    names = [each.name for each in inputs]
+    required = [each.name for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if required != ["hidden_states"] or _CACHE not in names:
         return False
     functions = [inspect.unwrap(member) for member in vars(module_class).values() if inspect.isroutine(member)]
-    return any(
-        _STATE_CALLS.intersection(function.__code__.co_names) for function in functions if inspect.isfunction(function)
-    )
+    return any(_STATE_CALLS.intersection(each.__code__.co_names) for each in functions if inspect.isfunction(each))
+
+
+RowForward = Callable[[int, torch.Tensor, SequenceForward], torch.Tensor | None]
+"""The output ``[1, N, E]`` of a layer's module for a row of sequences ``[1, N, E]``; None if there is no such row."""
 
 
 class StatefulModule:
     """The forward pass of one stateful module, in place of its own: it asks `run` what its row consists of."""
 
-    def __init__(
-        self, module: Any, config: Any, run: Callable[[int, torch.Tensor, SequenceForward], torch.Tensor]
-    ) -> None:
-        """Take over a module's `forward`; `run` is given the layer, its input ``[1, N, E]`` and the module."""
+    def __init__(self, module: Any, config: Any, run: RowForward) -> None:
+        """Take over the `forward` of `module`."""
         self.layer = int(module.layer_idx)
         self._forward = module.forward
         self._run = run
@@ -63,9 +68,10 @@ class StatefulModule:
         self._num_layers = max(len(template.layers), self.layer + 1)
         self._num_states = int(getattr(template.layers[self.layer], "number_of_states", 1))
 
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the module's output ``[1, N, E]`` for a row of sequences."""
-        return self._run(self.layer, hidden_states, self._run_sequences)
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output for a row of sequences, or for what else it is given."""
+        output = self._run(self.layer, hidden_states, self._run_sequences)
+        return self._forward(hidden_states, *args, **kwargs) if output is None else output
 
     def empty_layer(self) -> LinearAttentionLayer:
         """Return a layer of a cache without states."""

@@ -20,20 +20,33 @@ class _RowModel:
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
         self._row: TokenRow | None = None
+        self._is_within = False
         self._modules: list[StatefulModule] = []
         for module in find_stateful_modules(model).values():
             wrapped = StatefulModule(module, config, self._run)
             module.forward = wrapped
             self._modules.append(wrapped)
 
-    def note_row(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note what the row of a forward pass consists of; its backward pass may compute layers again."""
-        self._row = kwargs.get("row")
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+        if model.base_model is not model:  # which is called by itself where no logits are wanted
+            model.base_model.register_forward_pre_hook(self._begin_within, with_kwargs=True)
 
-    def _run(self, layer: int, hidden_BTE: torch.Tensor, forward: SequenceForward) -> torch.Tensor:
+    def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note what the row of a forward pass consists of; its backward pass may compute layers again."""
+        self._row, self._is_within = kwargs.get("row"), True
+
+    def _end(self, model: Any, args: Any, output: Any) -> None:
+        self._is_within = False
+
+    def _begin_within(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._is_within:  # not every model hands its arguments on
+            self._row = kwargs.get("row")
+
+    def _run(self, layer: int, hidden_BTE: torch.Tensor, forward: SequenceForward) -> torch.Tensor | None:
         row = self._row
         if row is None:
-            return forward(hidden_BTE, None)
+            return None
         if row.source_BW is None:
             return torch.cat(
                 [forward(part_1TE, None) for part_1TE in torch.split(hidden_BTE, [*row.lengths], dim=1)], dim=1
@@ -47,5 +60,3 @@ def separate_sequences(model: Any) -> None:
     """Have a model's stateful modules, if it has some, run each sequence of a row apart."""
     if find_stateful_modules(model) and not hasattr(model, "_tandem_rows"):
         model._tandem_rows = _RowModel(model)
-        for part in {model, model.base_model}:
-            part.register_forward_pre_hook(model._tandem_rows.note_row, with_kwargs=True)
