@@ -35,7 +35,7 @@ Their states are read and left in a layer of a cache; with None they begin empty
 
 def find_stateful_modules(model: torch.nn.Module) -> dict[int, Any]:
     """Return the modules that carry a state, by layer; none if a layer has several, which are not told apart here."""
-    modules: list[Any] = [module for module in model.modules() if _carries_state(type(module))]
+    modules: list[Any] = [module for module in model.modules() if _carries_state(type(module))]  # type: ignore[arg-type]
     by_layer = {int(module.layer_idx): module for module in modules}
     return by_layer if len(by_layer) == len(modules) else {}
 
