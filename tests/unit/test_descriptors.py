@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from tandem.common.descriptors import is_readable, is_writable
 
 LOOK = textwrap.dedent(
     """
@@ -43,3 +47,21 @@ def test_a_high_limit_is_no_warning(soft: int) -> None:
     assert "status='ok'" in said
     assert "None" in said
     assert "then 4096 (4096, 4096)" in said
+
+
+def test_a_descriptor_of_any_number_is_waited_for() -> None:
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        with pytest.raises(ValueError, match="out of range"):
+            select.select([1500], [], [], 0.0)
+        os.dup2(receiver.fileno(), 1500)
+        try:
+            assert not is_readable(1500, 0.01)
+            assert is_writable(1500, 0.0)
+            sender.send(b"x")
+            assert is_readable(1500, None)
+            assert os.read(1500, 1) == b"x"
+            sender.close()
+            assert is_readable(1500, 1.0), "its end can be read"
+        finally:
+            os.close(1500)

@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tandem.common import distribution
+from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.coordinator import cli
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def test_nothing_recommends_the_other_project() -> None:
 
 
 def test_the_extras_that_messages_name_are_there() -> None:
-    named = set()
+    named = {kind.extra for kind in ENGINE_KINDS.values() if kind.extra}
     for part in ("libs", "services"):
         for path in (ROOT / part).rglob("*.py"):
             named |= set(re.findall(r"install_command\(['\"](\w+)['\"]\)", path.read_text(encoding="utf-8")))

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.common.descriptors import is_readable
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.launch import fork_server as module
 from tandem.launch.child import ForkedChild
@@ -257,7 +257,7 @@ def test_a_process_that_was_forked_late_is_not_started_twice(monkeypatch: pytest
         def fork_late() -> None:
             time.sleep(0.3)
             forking.resume()
-            assert select.select([fork_server._orders], [], [], PATIENCE_S)[0]
+            assert is_readable(fork_server._orders, PATIENCE_S)
 
         with fork_server.call_meanwhile(fork_late):
             child, log = born(fork_server, "wait")

@@ -7,7 +7,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import shutil
 import struct
 import subprocess
@@ -15,6 +14,8 @@ import termios
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from tandem.common.descriptors import is_readable
 
 TIMEOUT_S = 240.0
 _ROWS, _COLUMNS = 50, 160
@@ -102,7 +103,7 @@ class Terminal:
 
     def _read(self, timeout_s: float) -> str:
         read = ""
-        if select.select([self._ours], [], [], timeout_s)[0]:
+        if is_readable(self._ours, timeout_s):
             with contextlib.suppress(OSError):  # the other end has been closed
                 read = os.read(self._ours, 1 << 16).decode(errors="replace")
         self.seen += read

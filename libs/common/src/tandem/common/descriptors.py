@@ -1,8 +1,20 @@
-"""The descriptors of a process, which connections, files and shared memory take: their limit."""
+"""The descriptors of a process, which connections, files and memory take: their limit, and waits."""
 
 from __future__ import annotations
 
+import math
 import resource
+import select
+from typing import Protocol
+
+
+class HasDescriptor(Protocol):
+    """A file, a socket or a connection."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        ...
+
 
 LEAST = 4096
 """Descriptors that a process of a run may need; a lower limit is worth a warning."""
@@ -11,8 +23,7 @@ LEAST = 4096
 def raise_limit() -> int:
     """Raise the soft limit to the hard one, which needs no privilege; return it.
 
-    Child processes inherit it. `select` still works as before: a descriptor beyond its range appears only where the
-    old limit would have been an error.
+    Child processes inherit it. `select.select` takes no descriptor beyond 1023: see `is_readable`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -41,3 +52,22 @@ def read_hard_limit() -> int:
     """Return the hard limit, to which processes of a run raise their soft limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return 1 << 30 if hard == resource.RLIM_INFINITY else hard
+
+
+def is_readable(descriptor: int | HasDescriptor, timeout_s: float | None) -> bool:
+    """Wait until reading would not block, because there is data or the other end is closed; return whether it came.
+
+    None waits for as long as it takes. Unlike `select.select`, it takes descriptors of any number.
+    """
+    return _wait(descriptor, select.POLLIN, timeout_s)
+
+
+def is_writable(descriptor: int | HasDescriptor, timeout_s: float | None) -> bool:
+    """Wait until writing would not block; return whether that came."""
+    return _wait(descriptor, select.POLLOUT, timeout_s)
+
+
+def _wait(descriptor: int | HasDescriptor, event: int, timeout_s: float | None) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)))
