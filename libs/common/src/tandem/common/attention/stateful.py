@@ -11,10 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, LinearAttentionLayer
+from transformers import cache_utils
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import LinearAttentionLayer
 
 STATEFUL_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Types of layers in Transformers that carry a state; hybrid ones have attention, too."""
@@ -26,7 +29,7 @@ _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
 _CACHE = "cache"
 """Parameter of a stateful module's `forward` that takes the cache."""
 
-SequenceForward = Callable[[torch.Tensor, LinearAttentionLayer | None], torch.Tensor]
+SequenceForward: TypeAlias = "Callable[[torch.Tensor, LinearAttentionLayer | None], torch.Tensor]"
 """A module's output ``[B, T, E]`` for inputs ``[B, T, E]`` of B sequences.
 
 Their states are read and left in a layer of a cache; with None they begin empty, and are not kept.
@@ -34,7 +37,13 @@ Their states are read and left in a layer of a cache; with None they begin empty
 
 
 def find_stateful_modules(model: torch.nn.Module) -> dict[int, Any]:
-    """Return the modules that carry a state, by layer; none if a layer has several, which are not told apart here."""
+    """Return the modules that carry a state, by layer.
+
+    There are none where a layer has several, which are not told apart here, or with a release of Transformers whose
+    caches are others (before 5.24).
+    """
+    if not hasattr(cache_utils, "DummyLayer"):
+        return {}
     modules: list[Any] = [module for module in model.modules() if _carries_state(type(module))]  # type: ignore[arg-type]
     by_layer = {int(module.layer_idx): module for module in modules}
     return by_layer if len(by_layer) == len(modules) else {}
@@ -52,7 +61,7 @@ def _carries_state(module_class: Any) -> bool:
     return any(_STATE_CALLS.intersection(each.__code__.co_names) for each in functions if inspect.isfunction(each))
 
 
-RowForward = Callable[[int, torch.Tensor, SequenceForward], torch.Tensor | None]
+RowForward: TypeAlias = "Callable[[int, torch.Tensor, SequenceForward], torch.Tensor | None]"
 """The output ``[1, N, E]`` of a layer's module for a row of sequences ``[1, N, E]``; None if there is no such row."""
 
 
@@ -64,7 +73,7 @@ class StatefulModule:
         self.layer = int(module.layer_idx)
         self._forward = module.forward
         self._run = run
-        template = DynamicCache(config=config)
+        template = cache_utils.DynamicCache(config=config)
         self._num_layers = max(len(template.layers), self.layer + 1)
         self._num_states = int(getattr(template.layers[self.layer], "number_of_states", 1))
 
@@ -75,15 +84,15 @@ class StatefulModule:
 
     def empty_layer(self) -> LinearAttentionLayer:
         """Return a layer of a cache without states."""
-        return LinearAttentionLayer(number_of_states=self._num_states)
+        return cache_utils.LinearAttentionLayer(number_of_states=self._num_states)
 
     def _run_sequences(self, hidden_BTE: torch.Tensor, states: LinearAttentionLayer | None) -> torch.Tensor:
         if states is None:
             plain_output: torch.Tensor = self._forward(hidden_BTE)
             return plain_output
-        layers: list[Any] = [DummyLayer() for _ in range(self._num_layers)]
+        layers: list[Any] = [cache_utils.DummyLayer() for _ in range(self._num_layers)]
         layers[self.layer] = states
-        output: torch.Tensor = self._forward(hidden_BTE, cache=Cache(layers=layers))
+        output: torch.Tensor = self._forward(hidden_BTE, cache=cache_utils.Cache(layers=layers))
         return output
 
 

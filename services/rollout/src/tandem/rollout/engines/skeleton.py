@@ -73,7 +73,7 @@ def try_out(model: Any, model_folder: Path, max_length: int) -> None:
         )
     stateful_layers = {layer for layer, layer_type in enumerate(types) if layer_type in STATEFUL_TYPES}
     if stateful_layers - (cache.stateful_layers if isinstance(cache, StatefulCache) else set()):
-        raise ModelError(f"{cannot}: its {types[min(stateful_layers)]} layers keep no states in transformers' cache")
+        raise ModelError(f"{cannot}: its {types[min(stateful_layers)]} layers keep no states in transformers' caches")
     for layer, window in enumerate(windows):
         if window is not None and window < max_length and told_windows.get(layer) != window:
             raise ModelError(f"{cannot}: layer {layer} does not tell attention of its window of {window} tokens")
