@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_harness import (
     ARCHITECTURES,
+    EXPERTS,
     exact,
     make_engine,
     make_model,
@@ -133,6 +134,9 @@ def test_bfloat16_matches_a_bfloat16_forward(tmp_path: Path) -> None:
         ("gemma2", {"head_dim": 16}, "caps its logits"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "its attention is not causal"),
         ("bloom", {}, "only 0 of its 3 layers use the attention interface"),
+        ("falcon", {}, "cannot run falcon: it takes no attention but its own"),
+        ("minimax", EXPERTS, "its linear_attention layers keep no states in transformers' caches"),
+        ("llama4_text", {"num_local_experts": 2}, "it has layers of type chunked_attention"),
     ],
 )
 def test_architectures_that_slots_would_compute_wrongly_are_refused(

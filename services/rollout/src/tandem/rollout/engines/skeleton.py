@@ -47,7 +47,10 @@ def load_skeleton(
                     config, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
                 )
     except (ValueError, KeyError, OSError) as error:
-        raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # it looks its own kinds of attention up
+            reason = f"the embedded engine cannot run {config.model_type}: it takes no attention but its own"
+        raise ModelError(f"{model_folder}: {reason}") from error
     model.tie_weights()
     return model.eval().requires_grad_(False)
 
