@@ -133,6 +133,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "routed_scaling_factor": 1.5,
     },
+}
+"""Families with parts of their own: attention that slides, or has sinks, fused layers, routers with a bias.
+
+They run through fewer cases than `ARCHITECTURES`.
+"""
+STATEFUL: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "model_type": "qwen3_next",
         **_SMALL,
@@ -156,10 +162,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"model_type": "lfm2", **_SMALL, "layer_types": ["conv", "full_attention"]},
 }
-"""Families with parts of their own: attention that slides, or has sinks, fused layers, routers with a bias.
-
-They run through fewer cases than `ARCHITECTURES`.
-"""
+"""Families whose layers carry a state: no rank has a part of a sequence, nor of such a layer."""
 
 # Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -179,7 +182,9 @@ def make_model(
     folder: Path, architecture: str = "qwen3", *, seed: int = 0, characters: str = CHARACTERS, **sizes: int
 ) -> Path:
     """Write a random model with its tokenizer, 24 tokens, to `folder`; `sizes` replace some of the architecture's."""
-    new_model = NewModel(config=(ARCHITECTURES | FAMILIES)[architecture] | sizes, characters=characters, seed=seed)
+    new_model = NewModel(
+        config=(ARCHITECTURES | FAMILIES | STATEFUL)[architecture] | sizes, characters=characters, seed=seed
+    )
     write_new_model(folder, new_model)
     torch.manual_seed(seed)
     settings = transformers.AutoConfig.from_pretrained(folder)

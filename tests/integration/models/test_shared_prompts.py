@@ -25,6 +25,7 @@ from tests.harness.trainers.reference import assert_same_steps, assert_same_weig
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
     FAMILIES,
+    STATEFUL,
     make_batch,
     make_config,
     make_groups,
@@ -42,7 +43,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("architecture", "world_size"),
-    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 1) for name in FAMILIES)],
+    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 1) for name in (*FAMILIES, *STATEFUL))],
 )
 def test_steps_with_shared_prompts_match_a_plain_loop(architecture: str, world_size: int, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", architecture)

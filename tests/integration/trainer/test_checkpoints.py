@@ -28,6 +28,7 @@ from tests.harness.trainers.checkpoint_harness import no_pickle
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
     FAMILIES,
+    STATEFUL,
     digest_of,
     make_batch,
     make_config,
@@ -228,7 +229,7 @@ def save_both_ways(rank: int, config: Config, folder: Path) -> str:
     return at_once.why_waited
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES, *STATEFUL])
 def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> None:
     config = make_config(make_model(tmp_path / "model", architecture))
     token_ids_BT = torch.arange(3, 19)[None]

@@ -25,6 +25,7 @@ from tests.harness.trainers.reference import assert_same_steps, assert_same_weig
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
     FAMILIES,
+    STATEFUL,
     VOCABULARY,
     evaluate_rank,
     make_batch,
@@ -66,7 +67,7 @@ def batch_of_lengths(*lengths: int, seed: int = 0) -> SampleBatch:
 
 @pytest.mark.parametrize(
     ("architecture", "world_size"),
-    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 2) for name in FAMILIES)],
+    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 2) for name in (*FAMILIES, *STATEFUL))],
 )
 def test_steps_with_packed_rows_match_a_plain_loop(architecture: str, world_size: int, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", architecture)
