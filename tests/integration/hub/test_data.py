@@ -173,7 +173,7 @@ def test_a_branch_of_a_model_is_known_offline(hub: HubServer, monkeypatch: pytes
     commit = hub.add("org/Model", {"config.json": b"{}", "tokenizer.json": b"{}"}).branches["main"]
     program = (
         "from tandem.config.models import hub\n"
-        "snapshot = hub.resolve(hub.Reference('org/Model'))\n"
+        "snapshot = hub.resolve(hub.HubReference('org/Model'))\n"
         "hub.is_offline() or hub.fetch_description(snapshot)\n"
         "print(snapshot.commit)\n"
     )

@@ -19,7 +19,7 @@ NAME = "tiny/digits"
 WEIGHTS = "model.safetensors"
 BLOBS = Path("hf/hub/models--tiny--digits/blobs")
 FETCH = f"from tandem.config.models import hub; print(hub.fetch_whole({NAME!r}, print))"
-REMOVE = f"from tandem.config.models import hub; hub.remove_unfinished(hub.Reference({NAME!r}))"
+REMOVE = f"from tandem.config.models import hub; hub.remove_unfinished(hub.HubReference({NAME!r}))"
 
 
 @pytest.fixture(autouse=True)
