@@ -29,11 +29,12 @@ _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
 _CACHE = "cache"
 """Parameter of a stateful module's `forward` that takes the cache."""
 
-SequenceForward: TypeAlias = "Callable[[torch.Tensor, LinearAttentionLayer | None], torch.Tensor]"
-"""A module's output ``[B, T, E]`` for inputs ``[B, T, E]`` of B sequences.
 
-Their states are read and left in a layer of a cache; with None they begin empty, and are not kept.
-"""
+def find_unknown_layer_type(config: Any) -> str | None:
+    """Return the first type of layer that neither attends nor carries a state in a known way, from a text
+    configuration; None if there is none."""
+    types = set(getattr(config, "layer_types", None) or ())
+    return min(types - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES, default=None)
 
 
 def find_stateful_modules(model: torch.nn.Module) -> dict[int, Any]:
@@ -61,39 +62,54 @@ def _carries_state(module_class: Any) -> bool:
     return any(_STATE_CALLS.intersection(each.__code__.co_names) for each in functions if inspect.isfunction(each))
 
 
-RowForward: TypeAlias = "Callable[[int, torch.Tensor, SequenceForward], torch.Tensor | None]"
-"""The output ``[1, N, E]`` of a layer's module for a row of sequences ``[1, N, E]``; None if there is no such row."""
-
-
 class StatefulModule:
-    """The forward pass of one stateful module, in place of its own: it asks `run` what its row consists of."""
+    """The forward pass of one stateful module, in place of its own: it asks what its row consists of."""
 
-    def __init__(self, module: Any, config: Any, run: RowForward) -> None:
-        """Take over the `forward` of `module`."""
+    def __init__(self, module: Any, cache: Any, run_row: RowForward) -> None:
+        """Stand for a module's `forward`; `cache` is an empty one of its model."""
         self.layer = int(module.layer_idx)
         self._forward = module.forward
-        self._run = run
-        template = cache_utils.DynamicCache(config=config)
-        self._num_layers = max(len(template.layers), self.layer + 1)
-        self._num_states = int(getattr(template.layers[self.layer], "number_of_states", 1))
+        self._run_row = run_row
+        self._num_states = int(getattr(cache.layers[self.layer], "number_of_states", 1))
+        self._cache = cache_utils.Cache(layers=[cache_utils.DummyLayer() for _ in cache.layers])
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output for a row of sequences, or for what else it is given."""
-        output = self._run(self.layer, hidden_states, self._run_sequences)
+        output = self._run_row(self, hidden_states)
         return self._forward(hidden_states, *args, **kwargs) if output is None else output
 
-    def empty_layer(self) -> LinearAttentionLayer:
+    def make_layer(self) -> LinearAttentionLayer:
         """Return a layer of a cache without states."""
         return cache_utils.LinearAttentionLayer(number_of_states=self._num_states)
 
-    def _run_sequences(self, hidden_BTE: torch.Tensor, states: LinearAttentionLayer | None) -> torch.Tensor:
+    def run_apart(self, hidden_BTE: torch.Tensor, states: LinearAttentionLayer | None = None) -> torch.Tensor:
+        """Return the output ``[B, T, E]`` for B sequences.
+
+        Their states are read and left in a layer of a cache; with None they begin empty, and are not kept.
+        """
+        output: torch.Tensor
         if states is None:
-            plain_output: torch.Tensor = self._forward(hidden_BTE)
-            return plain_output
-        layers: list[Any] = [cache_utils.DummyLayer() for _ in range(self._num_layers)]
-        layers[self.layer] = states
-        output: torch.Tensor = self._forward(hidden_BTE, cache=cache_utils.Cache(layers=layers))
+            output = self._forward(hidden_BTE)
+        else:
+            self._cache.layers[self.layer] = states
+            output = self._forward(hidden_BTE, cache=self._cache)
         return output
+
+
+RowForward: TypeAlias = Callable[[StatefulModule, torch.Tensor], torch.Tensor | None]
+"""The output ``[1, N, E]`` of a module for a row of sequences ``[1, N, E]``; None if there is no such row."""
+
+
+def replace_forward(model: Any, run_row: RowForward) -> None:
+    """Have `run_row` run the stateful modules of a model."""
+    cache = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
+    for module in find_stateful_modules(model).values():
+        module.forward = StatefulModule(module, cache, run_row)
+
+
+def is_replaced(model: Any) -> bool:
+    """Return whether that has been done."""
+    return any(isinstance(module.forward, StatefulModule) for module in find_stateful_modules(model).values())
 
 
 def take_states(layer: LinearAttentionLayer) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:

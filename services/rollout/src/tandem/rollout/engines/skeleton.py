@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
-from tandem.common.attention.stateful import ATTENTION_TYPES, PLAIN_TYPES, STATEFUL_TYPES
+from tandem.common.attention.stateful import ATTENTION_TYPES, STATEFUL_TYPES, find_unknown_layer_type
 from tandem.common.errors import ModelError
 from tandem.config.models.hf_config import find_model_class, load_config
 from tandem.config.models.vision_families import VISION
@@ -122,9 +122,9 @@ def _attention(config: Any) -> str | dict[str, str]:
 def _refuse_unsupported(config: Any, max_length: int) -> None:
     """Raise `ModelError` if slots would compute this model wrongly."""
     name = config.model_type
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES)
-    if unknown:
-        raise ModelError(f"the embedded engine cannot run {name}: it has layers of type {unknown[0]}")
+    unknown_type = find_unknown_layer_type(config)
+    if unknown_type is not None:
+        raise ModelError(f"the embedded engine cannot run {name}: it has layers of type {unknown_type}")
     unstable = find_unstable_rotation(config, max_length)
     if unstable is not None:
         raise ModelError(f"the embedded engine cannot run {name}: rotary embeddings of type {unstable}")

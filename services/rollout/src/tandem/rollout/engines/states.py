@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.common.attention.stateful import (
-    SequenceForward,
     StatefulModule,
     find_stateful_modules,
+    is_replaced,
     put_states,
+    replace_forward,
     take_states,
 )
 from tandem.rollout.engines.attention import AttentionStep, KeyValueCache
@@ -72,36 +73,34 @@ class _SteppedModel:
     """A model whose stateful modules run each sequence of an `AttentionStep` apart."""
 
     def __init__(self, model: Any) -> None:
-        config = model.config.get_text_config(decoder=True)
         self._step: AttentionStep | None = None
-        self._modules: dict[int, StatefulModule] = {}
-        for layer, module in find_stateful_modules(model).items():
-            limit_time_steps(module)
-            self._modules[layer] = module.forward = StatefulModule(module, config, self._run)
+        for module in find_stateful_modules(model).values():
+            _limit_time_steps(module)
+        replace_forward(model, self._run_row)
         model.register_forward_pre_hook(self._note_step, with_kwargs=True)
 
     def _note_step(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._step = kwargs.get("slot_step")
 
-    def _run(self, layer: int, hidden_1NE: torch.Tensor, forward: SequenceForward) -> torch.Tensor:
+    def _run_row(self, module: StatefulModule, hidden_1NE: torch.Tensor) -> torch.Tensor:
         """Run the running slots' new tokens as one batch, each from its slot's state, then each prompt from none."""
         step = self._step
         assert step is not None, "the engine gives one to every forward pass"
         assert isinstance(step.cache, StatefulCache), "see `make_cache`"
         num, outputs = step.num_running, []
         if num:
-            states = self._modules[layer].empty_layer()
-            put_states(states, step.cache.running(layer, num))
-            outputs.append(forward(hidden_1NE[0, :num, None], states)[:, 0])
+            states = module.make_layer()
+            put_states(states, step.cache.running(module.layer, num))
+            outputs.append(module.run_apart(hidden_1NE[0, :num, None], states)[:, 0])
         for prompt in step.prompts:
-            states = self._modules[layer].empty_layer()
-            outputs.append(forward(hidden_1NE[:, prompt.start : prompt.start + prompt.length], states)[0])
+            states = module.make_layer()
+            outputs.append(module.run_apart(hidden_1NE[:, prompt.start : prompt.start + prompt.length], states)[0])
             for kind, state_1 in take_states(states):
-                step.cache.keep(layer, prompt.first_slot, prompt.num_slots, kind, state_1)
+                step.cache.keep(module.layer, prompt.first_slot, prompt.num_slots, kind, state_1)
         return torch.cat(outputs)[None]
 
 
-def limit_time_steps(module: Any) -> None:
+def _limit_time_steps(module: Any) -> None:
     """Have a state-space module limit its time steps also where it makes a single token.
 
     Transformers 5.24 limits them (``time_step_limit``) only in a pass over several tokens, as trainers make it. A step
@@ -129,6 +128,6 @@ def make_cache(model: Any, num_slots: int, max_length: int) -> KeyValueCache:
     """Return the cache of a model's slots; have its stateful modules, if it has some, use the states in it."""
     if not find_stateful_modules(model):
         return KeyValueCache(num_slots, max_length)
-    if not hasattr(model, "_tandem_stepped"):
-        model._tandem_stepped = _SteppedModel(model)
+    if not is_replaced(model):
+        _SteppedModel(model)
     return StatefulCache(num_slots, max_length)

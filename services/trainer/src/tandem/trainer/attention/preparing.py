@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
-from tandem.common.attention.stateful import ATTENTION_TYPES, PLAIN_TYPES, STATEFUL_TYPES, find_stateful_modules
+from tandem.common.attention.stateful import find_unknown_layer_type
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.attention.rows import ATTENTION_NAME
 from tandem.trainer.attention.states import separate_sequences
@@ -38,11 +38,9 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     unstable = find_unstable_rotation(config, max_length)
     if unstable is not None:
         return f"its rotary embeddings of type {unstable} turn tokens by the length of the longest row"
-    other_types = sorted(
-        set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES
-    )
-    if other_types:
-        return f"it has layers of type {other_types[0]}"
+    unknown_type = find_unknown_layer_type(config)
+    if unknown_type is not None:
+        return f"it has layers of type {unknown_type}"
     before = config._attn_implementation
     told_windows: dict[int, int | None] = {}
     try:
@@ -66,11 +64,6 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
             reason = "its tokens meet outside of attention"
     use_attention(model, before)
     return reason
-
-
-def carries_states(model: Any) -> bool:
-    """Return whether a model has layers that carry a state from token to token, so that no rank can have a part."""
-    return bool(find_stateful_modules(model))
 
 
 def use_attention(model: Any, name: str) -> None:

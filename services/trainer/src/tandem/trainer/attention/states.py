@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tandem.common.attention.stateful import SequenceForward, StatefulModule, find_stateful_modules
+from tandem.common.attention.stateful import StatefulModule, find_stateful_modules, is_replaced, replace_forward
 from tandem.trainer.micro_batches import TokenRow
 
 
@@ -18,15 +18,9 @@ class _RowModel:
     """A model whose stateful modules run each sequence of a `TokenRow` apart."""
 
     def __init__(self, model: Any) -> None:
-        config = model.config.get_text_config(decoder=True)
         self._row: TokenRow | None = None
         self._is_within = False
-        self._modules: list[StatefulModule] = []
-        for module in find_stateful_modules(model).values():
-            wrapped = StatefulModule(module, config, self._run)
-            module.forward = wrapped
-            self._modules.append(wrapped)
-
+        replace_forward(model, self._run_row)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         if model.base_model is not model:  # which is called by itself where no logits are wanted
@@ -43,20 +37,19 @@ class _RowModel:
         if not self._is_within:  # not every model hands its arguments on
             self._row = kwargs.get("row")
 
-    def _run(self, layer: int, hidden_BTE: torch.Tensor, forward: SequenceForward) -> torch.Tensor | None:
+    def _run_row(self, module: StatefulModule, hidden_BTE: torch.Tensor) -> torch.Tensor | None:
         row = self._row
         if row is None:
             return None
         if row.source_BW is None:
-            return torch.cat(
-                [forward(part_1TE, None) for part_1TE in torch.split(hidden_BTE, [*row.lengths], dim=1)], dim=1
-            )
+            parts = torch.split(hidden_BTE, [*row.lengths], dim=1)
+            return torch.cat([module.run_apart(part_1TE) for part_1TE in parts], dim=1)
         assert row.taken_N is not None, "rows with shared prompts have it"
         samples_BWE = hidden_BTE[0].index_select(0, row.source_BW.flatten()).view(*row.source_BW.shape, -1)
-        return forward(samples_BWE, None).flatten(0, 1).index_select(0, row.taken_N)[None]
+        return module.run_apart(samples_BWE).flatten(0, 1).index_select(0, row.taken_N)[None]
 
 
 def separate_sequences(model: Any) -> None:
     """Have a model's stateful modules, if it has some, run each sequence of a row apart."""
-    if find_stateful_modules(model) and not hasattr(model, "_tandem_rows"):
-        model._tandem_rows = _RowModel(model)
+    if find_stateful_modules(model) and not is_replaced(model):
+        _RowModel(model)

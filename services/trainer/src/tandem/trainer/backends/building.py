@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.common.attention.settings import find_sliding_windows
+from tandem.common.attention.stateful import find_stateful_modules
 from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.config.models.lora import is_adapter
@@ -22,7 +23,7 @@ from tandem.config.schema.adapters import LoraCfg
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import context
-from tandem.trainer.attention.preparing import carries_states, prepare_to_pack, prepare_to_share, use_attention
+from tandem.trainer.attention.preparing import prepare_to_pack, prepare_to_share, use_attention
 from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.masks import compares_whole
@@ -184,7 +185,7 @@ class ModelBuilder:
         section = "policy" if self.name == "reference" else self.name
         if is_shared or settings.sequence_packing.enabled:
             reason = prepare_to_pack(model, longest)
-            if is_shared and reason is None and carries_states(model):
+            if is_shared and reason is None and find_stateful_modules(model):
                 reason = "it has layers that carry a state from token to token"
             if reason is not None:
                 key, input_form = "sequence_packing.enabled", "packed rows"
