@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.atomic_files import replace_file, replaced
+from tandem.common.atomic_files import open_replacement, replace_file
 
 
 def test_a_file_has_the_old_content_until_it_has_the_new(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_file_has_the_old_content_until_it_has_the_new(tmp_path: Path) -> None
     with pytest.raises(OSError, match="no space"):
         _fail_halfway(path)
     assert path.read_bytes() == b"old"
-    with replaced(path) as temporary:
+    with open_replacement(path) as temporary:
         temporary.write_bytes(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
@@ -25,7 +25,7 @@ def test_a_file_has_the_old_content_until_it_has_the_new(tmp_path: Path) -> None
 
 
 def _fail_halfway(path: Path) -> None:
-    with replaced(path) as temporary:
+    with open_replacement(path) as temporary:
         temporary.write_bytes(b"half of the n")
         raise OSError("no space")
 

@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from tandem.common.descriptors import is_readable, is_writable
+from tandem.common.descriptors import wait_to_read, wait_to_write
 
 LOOK = textwrap.dedent(
     """
@@ -56,12 +56,12 @@ def test_a_descriptor_of_any_number_is_waited_for() -> None:
             select.select([1500], [], [], 0.0)
         os.dup2(receiver.fileno(), 1500)
         try:
-            assert not is_readable(1500, 0.01)
-            assert is_writable(1500, 0.0)
+            assert not wait_to_read(1500, 0.01)
+            assert wait_to_write(1500, 0.0)
             sender.send(b"x")
-            assert is_readable(1500, None)
+            assert wait_to_read(1500, None)
             assert os.read(1500, 1) == b"x"
             sender.close()
-            assert is_readable(1500, 1.0), "its end can be read"
+            assert wait_to_read(1500, 1.0), "its end can be read"
         finally:
             os.close(1500)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.launch import fork_server as module
 from tandem.launch.child import ForkedChild
@@ -257,7 +257,7 @@ def test_a_process_that_was_forked_late_is_not_started_twice(monkeypatch: pytest
         def fork_late() -> None:
             time.sleep(0.3)
             forking.resume()
-            assert is_readable(fork_server._orders, PATIENCE_S)
+            assert wait_to_read(fork_server._orders, PATIENCE_S)
 
         with fork_server.call_meanwhile(fork_late):
             child, log = born(fork_server, "wait")

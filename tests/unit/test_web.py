@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.common import web
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import ConfigError
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.bodies import read_body
@@ -108,7 +108,7 @@ def test_a_wrong_token_waits_for_its_answer_and_holds_no_one_else_up(monkeypatch
         for _ in range(20):
             with contextlib.closing(begin("right")) as right:
                 assert right.getresponse().status == 200
-        assert not any(is_readable(each.sock, 0.0) for each in wrong), "none of the others is answered"
+        assert not any(wait_to_read(each.sock, 0.0) for each in wrong), "none of the others is answered"
         for each in wrong:
             each.close()
         monkeypatch.setattr(web, "WRONG_KEY_S", 0.0)

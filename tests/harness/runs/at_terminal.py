@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 
 TIMEOUT_S = 240.0
 _ROWS, _COLUMNS = 50, 160
@@ -103,7 +103,7 @@ class Terminal:
 
     def _read(self, timeout_s: float) -> str:
         read = ""
-        if is_readable(self._ours, timeout_s):
+        if wait_to_read(self._ours, timeout_s):
             with contextlib.suppress(OSError):  # the other end has been closed
                 read = os.read(self._ours, 1 << 16).decode(errors="replace")
         self.seen += read

@@ -11,7 +11,7 @@ _PRIVATE, _USUAL = 0o600, 0o666
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def open_replacement(path: Path) -> Iterator[Path]:
     """Yield a path for the new content beside a file, which takes the file's place at the end.
 
     If that fails, nothing is left of it.
@@ -31,7 +31,7 @@ def replace_file(path: Path, content: bytes, *, is_private: bool = False, is_syn
 
     A synced file outlives a crash of the machine.
     """
-    with replaced(path) as temporary:
+    with open_replacement(path) as temporary:
         temporary.unlink(missing_ok=True)  # of a process that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(temporary, flags, _PRIVATE if is_private else _USUAL), "wb") as file:

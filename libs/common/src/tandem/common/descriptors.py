@@ -23,7 +23,7 @@ LEAST = 4096
 def raise_limit() -> int:
     """Raise the soft limit to the hard one, which needs no privilege; return it.
 
-    Child processes inherit it. `select.select` takes no descriptor beyond 1023: see `is_readable`.
+    Child processes inherit it. `select.select` takes no descriptor beyond 1023: see `wait_to_read`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -54,7 +54,7 @@ def read_hard_limit() -> int:
     return 1 << 30 if hard == resource.RLIM_INFINITY else hard
 
 
-def is_readable(descriptor: int | HasDescriptor, timeout_s: float | None) -> bool:
+def wait_to_read(descriptor: int | HasDescriptor, timeout_s: float | None) -> bool:
     """Wait until reading would not block, because there is data or the other end is closed; return whether it came.
 
     None waits for as long as it takes. Unlike `select.select`, it takes descriptors of any number.
@@ -62,7 +62,7 @@ def is_readable(descriptor: int | HasDescriptor, timeout_s: float | None) -> boo
     return _wait(descriptor, select.POLLIN, timeout_s)
 
 
-def is_writable(descriptor: int | HasDescriptor, timeout_s: float | None) -> bool:
+def wait_to_write(descriptor: int | HasDescriptor, timeout_s: float | None) -> bool:
     """Wait until writing would not block; return whether that came."""
     return _wait(descriptor, select.POLLOUT, timeout_s)
 

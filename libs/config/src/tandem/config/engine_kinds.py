@@ -31,7 +31,7 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """Its merits in a few words, for `coordinator init`."""
     factory: str
-    """Object that builds it in a rollout process: a `tandem.rollout.engine.EngineFactory`."""
+    """Object that builds it in a rollout process: a `tandem.rollout.engines.factory.EngineFactory`."""
     plan: str
     """Object that knows where its weights lie before it runs: a `tandem.refit.forecast.engine_plans.EnginePlan`."""
     module: str = ""

@@ -27,7 +27,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from tandem.common import gc_tuning, signals
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.common.process_lifetime import die_with, is_stopped, reaper
 from tandem.launch.child import ForkedChild
@@ -174,7 +174,7 @@ class ServiceForkServer:
     def _answers_within(self, patience_s: float) -> bool:
         """Wait for an answer; return whether there is one, or the end of the fork server."""
         deadline = time.monotonic() + patience_s
-        while not is_readable(self._orders, min(_POLL_S, patience_s)):
+        while not wait_to_read(self._orders, min(_POLL_S, patience_s)):
             self._meanwhile()
             if time.monotonic() > deadline:
                 return False

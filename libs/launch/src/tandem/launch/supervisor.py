@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.common import signals
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import RunFolderError
 from tandem.common.process_lifetime import adopt_orphans, list_descendants
 from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK
@@ -201,7 +201,7 @@ class Supervisor:
         """Wait for the next event."""
         from tandem.launch.supervision import ProcessEnd, say
 
-        is_readable(coordinator, _LOOK_S)
+        wait_to_read(coordinator, _LOOK_S)
         heard_of = time.monotonic()
         self._alive_by += stalls.until(heard_of, _LOOKED_S)
         self._hear(coordinator)

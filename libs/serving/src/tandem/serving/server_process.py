@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, NoReturn
 
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import ServiceError
 from tandem.serving.handover import MODULE, ServingHandover, pass_on
 
@@ -62,7 +62,7 @@ def launch_server(serving: ServingHandover) -> Iterator[None]:
 def _await(output: IO[bytes], greeting: str) -> None:
     deadline, received = time.monotonic() + _LOAD_S, b""
     while greeting.encode() not in received:
-        if not is_readable(output, deadline - time.monotonic()):
+        if not wait_to_read(output, deadline - time.monotonic()):
             raise ServiceError(_PROCESS, _LOADING, f"it does not answer after {_LOAD_S:g} s")
         read = os.read(output.fileno(), 1 << 16)
         if not read:

@@ -221,16 +221,16 @@ def _write_policy(
 
 
 def _write_generation(choices: UserChoices, length: int) -> dict[str, Entry]:
-    its_own: dict[str, Entry] = {
+    engine_sections: dict[str, Entry] = {
         "transformers_cfg": {"num_slots": (64, "sequences that it decodes at once")},
+        "vllm_cfg": {"gpu_memory_utilization": (0.5, "share of a GPU that vLLM may take")},
     }
-    if ENGINE_KINDS[choices.engine].is_on_gpus:
-        its_own = {"vllm_cfg": {"gpu_memory_utilization": (0.5, "share of a GPU that vLLM may take")}}
+    section = ENGINE_KINDS[choices.engine].section
     return {
         "backend": (choices.engine, "the engine that samples: transformers (embedded) or vllm"),
         "max_new_tokens": (max(16, length // 2), "tokens of a response, at most"),
         "temperature": (1.0, "sampling temperature; below 1 samples are more alike, and less is learned from them"),
-        **its_own,
+        section: engine_sections[section],
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tandem.common.atomic_files import replaced
+from tandem.common.atomic_files import open_replacement
 from tandem.common.messages import SampleScored
 from tandem.observe.evaluation.scores import SampleVote, ScoreEstimate, estimate, ks, majority_at, pass_at
 
@@ -127,7 +127,7 @@ def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist([msgspec.to_builtins(result) for result in results], schema=_schema())
-    with replaced(path) as temporary:
+    with open_replacement(path) as temporary:
         pq.write_table(table, temporary)
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tandem.common.descriptors import is_readable, is_writable
+from tandem.common.descriptors import wait_to_read, wait_to_write
 from tandem.common.process_lifetime import is_stopped
 
 
@@ -78,7 +78,7 @@ def _write(descriptor: int, data: bytes, deadline: float) -> bool:
     """Write bytes; return whether all were taken in time."""
     unwritten = memoryview(data)
     while unwritten:
-        if not is_writable(descriptor, deadline - time.monotonic()):
+        if not wait_to_write(descriptor, deadline - time.monotonic()):
             return False
         unwritten = unwritten[os.write(descriptor, unwritten[: 1 << 16]) :]
     return True
@@ -87,7 +87,7 @@ def _write(descriptor: int, data: bytes, deadline: float) -> bool:
 def _read(descriptor: int, count: int, deadline: float) -> bytes:
     """Return this many bytes; fewer if the process ends, or in time no more come."""
     parts: list[bytes] = []
-    while count and is_readable(descriptor, deadline - time.monotonic()):
+    while count and wait_to_read(descriptor, deadline - time.monotonic()):
         part = os.read(descriptor, count)
         if not part:
             break
@@ -106,7 +106,7 @@ def answer_requests(answer: Callable[[bytes], bytes], idle_s: float) -> None:
     os.nice(10)
     output = os.dup(1)
     os.dup2(2, 1)
-    while is_readable(0, idle_s):
+    while wait_to_read(0, idle_s):
         head = _read_input(4)
         if len(head) < 4:
             return

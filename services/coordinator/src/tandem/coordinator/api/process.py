@@ -23,7 +23,7 @@ from typing import IO
 
 import msgspec
 
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import ServiceLost, TandemError
 from tandem.common.messages import MAX_TEXT
 from tandem.common.texts import read_last
@@ -142,7 +142,7 @@ class RunProcess:
         partial_line = b""
         with open(reports, "rb", buffering=0) as file:
             while True:
-                is_there = is_readable(file, _LOOK_S)
+                is_there = wait_to_read(file, _LOOK_S)
                 self._pass_on()
                 if is_there:
                     if not (chunk := file.read(1 << 16)):

@@ -62,7 +62,7 @@ def settings_of(arguments: argparse.Namespace, token: str | None) -> ServingHand
     precision = arguments.precision or _precision(config)
     engine_settings = _read_engine_settings(arguments.overrides, length, precision)
     kind = ENGINE_KINDS[arguments.engine]
-    if arguments.overrides and not kind.module:
+    if arguments.overrides and kind.section != "vllm_cfg":
         raise ConfigError(f"{COMMAND_LINE}: {arguments.overrides[0]}: a setting of vLLM: give --engine vllm as well")
     if kind.module and find_package(kind.module) is None:
         raise ConfigError(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.common.dotted import named
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits
 
 if TYPE_CHECKING:
     from tandem.config import Config
     from tandem.rollout.engine import Engine
+    from tandem.samples.images.reading import ImageLimits
     from tandem.samples.tokenizer import Tokenizer
     from tandem.serving.handover import ServingHandover
 
@@ -38,9 +38,7 @@ def find_factory(name: str) -> EngineFactory:
     return factory
 
 
-def describe_images(
-    tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits = DEFAULT_LIMITS
-) -> dict[str, Any]:
+def describe_images(tokenizer: Tokenizer, read_image: ReadImage, limits: ImageLimits) -> dict[str, Any]:
     """Return the further arguments of an engine whose model sees: `read_image`, within `limits`."""
     from tandem.samples.images.chat import VisionTokenizer
     from tandem.samples.images.families import undrawable_ids

@@ -30,7 +30,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from tandem.common import kept_inputs
-from tandem.common.descriptors import is_readable
+from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import DataError, TandemError
 from tandem.common.process_lifetime import fork_guarded
 from tandem.common.returned import line
@@ -166,7 +166,7 @@ def _answer_in_batches(calls: socket.socket, environment: BatchEnvironment) -> N
 def _take(calls: socket.socket, reader: MessageReader, environment: BatchEnvironment, waiting: list[_Waiting]) -> bool:
     """Add new calls to the waiting ones; wait if there are none. Return False if the other end is closed."""
     patience = 0.0 if waiting else None
-    while not waiting or is_readable(calls, patience):
+    while not waiting or wait_to_read(calls, patience):
         if not (data := calls.recv(1 << 18)):
             return False
         for message in reader.messages(data):
