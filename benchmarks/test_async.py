@@ -34,9 +34,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.config import load_config
+from tandem.coordinator.forecast.ages import predict
+from tandem.coordinator.forecast.plan_ages import rates_of, read_rates
 from tandem.observe.run_folder.journal import StepRecord, read_journal
-from tandem.refit.forecast.ages import predict
-from tandem.refit.forecast.plan_ages import rates_of, read_rates
 
 NUM_ROUNDS, NUM_WARMUP = 3, sized(3, 1)
 NUM_STEPS = int(os.environ.get("BENCHMARK_STEPS", sized("14", "3")))

@@ -40,12 +40,12 @@ from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.binding import bind
 from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.transports import encoding, process_group
 from tandem.refit.transports.sizes import largest_difference
+from tandem.refit.weights import bind
 from tandem.samples.given_table import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend

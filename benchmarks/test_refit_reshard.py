@@ -35,11 +35,11 @@ from tandem.refit.adapters.deployment import HostNames, ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.binding import bind
 from tandem.refit.layout import ITEM_SIZES, Layout
 from tandem.refit.transports import process_group
 from tandem.refit.transports.meeting import GroupStore
 from tandem.refit.transports.process_group import GroupKeys
+from tandem.refit.weights import bind
 
 NUM_ROUNDS = 5
 TIMEOUT_S = 120.0

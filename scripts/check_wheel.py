@@ -23,6 +23,7 @@ NEEDS = {
     "tandem.rollout.engines.vllm.worker": "vllm",
     "tandem.observe.exporters.prometheus": "prometheus_client",
     "tandem.observe.exporters.tracing": "opentelemetry",
+    "tandem.samples.packaged_environments.programs.tandem_chat": "verifiers",
 }
 
 

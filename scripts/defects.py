@@ -85,7 +85,7 @@ DEFECTS = (
         "only the tokenizer's end of a sequence ends a response",
         "stop_ids = [eos_id, *(token for folder in folders for token in _file_ends(folder))]",
         "stop_ids = [eos_id]",
-        "tests/unit/test_turn_ends.py::test_a_response_ends_where_any_file_of_the_model_or_the_template_says",
+        "tests/unit/test_turn_ends.py::test_a_response_ends_where_tokenizer_generation_config_or_template_says",
     ),
     Defect(
         "a turn of weight 0 is learned",

@@ -27,7 +27,7 @@ _QUOTED = re.compile(r"::\n\n( {4}.*\n|\n)+")
 _DRAWN = re.compile(r"^(\s*\|.*|.*(──|▲|│|└).*)$", re.MULTILINE)
 """Tables and drawings."""
 DIALECT: dict[str, tuple[re.Pattern[str], int]] = {
-    "vision models": (re.compile(r"\bmodels? that sees?\b", re.IGNORECASE), 55),
+    "vision models": (re.compile(r"\bmodels? that sees?\b", re.IGNORECASE), 0),
     "continue": (re.compile(r"\b(?:go|goes|going|went|gone) on\b", re.IGNORECASE), 113),
     "next to, besides, while or compared with": (re.compile(r"\bbeside\b", re.IGNORECASE), 171),
     "is not a": (re.compile(r"(?<!there )\b(?:is|are|was|were) no (?!longer|better|faster)\w+", re.IGNORECASE), 57),

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from PIL import Image
 
-from tandem.observe.report.figure import draw_curves
+from tandem.observe.report.report import draw_curves
 from tandem.observe.report.summary import RunSummary, summarise
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,9 +1,10 @@
 """The suites that CI runs today after `tox`: ``python -m tests.ci_suites`` prints them in their order.
 
-A third of them has its turn each day (`TURNS`), so that each runs at least every third. The others follow if their test
-files import what has changed since the last tag, or in the last 40 commits where that is less. The largest share of
-files that import it themselves comes first, and last come those that reach it by way of other modules or start
-services. So where time allows, all that a change touches run whole, and where it does not, the turns say what does.
+Each day a third of the types of models comes first (`models`). A third of the other suites has its turn each day
+(`TURNS`), so that each runs at least every third. The others follow if their test files import what has changed since
+the last tag, or in the last 40 commits where that is less. The largest share of files that import it themselves comes
+first, and last come those that reach it by way of other modules or start services. So where time allows, all that a
+change touches run whole, and where it does not, the turns say what does.
 Without a history (no git, a clone of few commits) all count as changed.
 """
 
@@ -23,13 +24,15 @@ from typing import NamedTuple
 from tests import suites
 from tests.harness.scripts import ROOT, load_script
 
+DAILY = ("models",)
+"""What runs each day, a third of it (`TANDEM_TYPES_DAY`)."""
 TURNS = (
     ("runs", "weights", "vllm"),
     ("numbers", "benchmarks", "gpu-simulated"),
     ("survival", "tinker", "families"),
 )
 """What has its turn on one day of three: about as long as what has it on another."""
-SUITES = tuple(suite for turn in TURNS for suite in turn)
+SUITES = (*DAILY, *(suite for turn in TURNS for suite in turn))
 NUM_COMMITS = 40
 _SECONDS_PER_DAY = 86400
 
@@ -44,11 +47,11 @@ class Shares(NamedTuple):
 
 
 def order_suites(day: int, shares: Mapping[str, Shares]) -> list[str]:
-    """Return the suites of a day: its turn's, then the others that a change touches, the largest share first."""
+    """Return the suites of a day: the daily ones, its turn's, then what a change touches, the largest share first."""
     turn = TURNS[day % len(TURNS)]
     first = day // len(TURNS) % len(turn)
     changed = sorted((suite for suite in SUITES if shares[suite].indirect), key=shares.__getitem__, reverse=True)
-    return [*turn[first:], *turn[:first], *(suite for suite in changed if suite not in turn)]
+    return [*DAILY, *turn[first:], *turn[:first], *(suite for suite in changed if suite not in (*DAILY, *turn))]
 
 
 def find_base(root: Path = ROOT) -> str | None:

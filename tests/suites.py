@@ -81,6 +81,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/integration/models",
         "tests/integration/trainer",
     ),
+    "models": ("tests/models",),
     "survival": (
         "tests/chaos",
         "tests/fuzz",
@@ -89,7 +90,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/page",
     ),
     "tinker": ("tests/tinker",),
-    "families": ("tests/families",),
+    "families": ("tests/families", "tests/environments"),
     "vllm": ("tests/vllm",),
     "gpu-simulated": (
         "tests/gpu",
@@ -97,6 +98,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/unit/test_digest_task.py",
     ),
     "slurm": ("tests/slurm",),
+    "ray": ("tests/on_ray",),
 }
 """Folders, files and tests of each suite. What is named more closely belongs there and not to the folder's suite."""
 TWICE = ("tests/unit/test_digest_task.py",)

@@ -36,11 +36,13 @@ AGENT = [
     {"role": "tool", "name": "calc", "content": "36", "tool_call_id": "call_1"},
     {"role": "assistant", "content": "It is 36."},
 ]
-WRITES_CALLS = (
-    *("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano"),
-    *("lfm2_v2", "gemma4_v5", "gptoss", "glm4moe", "llama3_1", "llama3_2", "deepseekv3"),
+
+
+OPENS_THOUGHTS = (
+    *("deepseekv3", "deepseek_r1_distill", "nemotron_3_nano"),
+    *("nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning"),
 )
-"""Families whose templates write calls and their results."""
+"""Families whose generation prompts open a thought, or an empty one, that their conversations lack."""
 
 
 def configuration(family: Family, algorithm: str, folder: Path, rows: list[dict[str, Any]], **data: Any) -> Config:
@@ -94,7 +96,7 @@ def learned_text(tokenizer: Tokenizer, sequence: EncodedSequence) -> str:
 def test_a_call_its_reasoning_and_its_tools_are_learned_as_the_template_writes_them(
     family: Family, tmp_path: Path
 ) -> None:
-    if family.name not in WRITES_CALLS:
+    if family.name in families.NO_CALLS:
         pytest.skip("its template writes no calls")
     tokenizer = loaded(family)
     sequence, notices = sft(family, tmp_path, {"messages": AGENT, "tools": TOOLS})
@@ -146,9 +148,9 @@ def test_the_prompt_of_sft_is_the_prompt_of_rollouts(family: Family, tmp_path: P
     algorithm = DataSetAlgorithm(configuration(family, "sft", tmp_path, rows, **data), tokenizer)
     ((sequence,),) = algorithm._train.draw(0, 1)
     prompt = sequence.token_ids[: sequence.loss_mask.index(True)]
-    if family.name in ("deepseekv3", "deepseek_r1_distill", "nemotron_3_nano"):
+    if family.name in OPENS_THOUGHTS:
         # Their generation prompts open a thought, and their templates drop it from what is given.
-        prompt = prompt[: len(prompt) - (family.name == "nemotron_3_nano")]
+        prompt = prompt[: len(prompt) - family.name.startswith("nemotron_3")]
         assert group.prompt_ids[: len(prompt)] == prompt
     else:
         assert group.prompt_ids == prompt
@@ -214,8 +216,8 @@ def test_a_shown_row_is_the_text_of_the_template_with_what_is_learned_marked(fam
     text = "\n".join(line.removeprefix("  ") for line in row.split("\n"))
     ((sequence,),) = algorithm.conversations(1, 1)
     assert f"{len(sequence.token_ids)} tokens" in head
-    expected = tokenizer.hugging_face.apply_chat_template(messages, tokenize=False)
-    if family.name not in ("deepseek_r1_distill", "deepseekv3", "nemotron_3_nano"):  # divided where a thought opens
+    expected = tokenizer.hugging_face.apply_chat_template(families.as_read(family, messages), tokenize=False)
+    if family.name not in OPENS_THOUGHTS:  # divided where a thought opens
         plain = text.replace("⟦", "").replace("⟧", "")
         if family.tokenizer == "llama2":  # it has a space of its own after each special token
             plain, expected = (each.replace(" ", "") for each in (plain, expected))
@@ -242,7 +244,7 @@ def test_a_shown_prompt_is_the_template_with_its_generation_prompt_and_what_stop
     algorithm = GrpoAlgorithm(config, tokenizer)
     lines = [line.plain for line in rows_in_text(config, algorithm, tokenizer, 1, is_coloured=False)]
     shown = "\n".join(line.removeprefix("  ") for line in lines[1].split("\n"))
-    question = [{"role": "user", "content": "What is 2+2?"}]
+    question = families.as_read(family, [{"role": "user", "content": "What is 2+2?"}])
     expected = tokenizer.hugging_face.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     if family.tokenizer == "llama2":  # it has a space of its own after each special token
         shown, expected = shown.replace(" ", ""), expected.replace(" ", "")

@@ -11,10 +11,11 @@ from tandem.rollout.openai_api.choices import ChatView, ResponseBuilder, chat_jo
 from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
 from tandem.rollout.openai_api.protocol import ChatAnswer, ChatRequest, read_request
 from tandem.rollout.openai_api.refusals import OpenAIRefused
+from tandem.rollout.openai_api.responses_request import read_responses_request
 from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
-from tests.harness.families import Family
-from tests.harness.family_responses import ARGUMENTS, CALL, NO_CALLS, QUESTION, REASONING, TOOL, rendered
+from tests.harness.families import NO_CALLS, Family
+from tests.harness.family_responses import ARGUMENTS, CALL, QUESTION, REASONING, TOOL, rendered
 
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 AGAIN = {"role": "user", "content": "And tomorrow?"}
@@ -48,7 +49,8 @@ def prompt_of(family: Family, **fields: Any) -> str:
 def expected(family: Family, messages: list[Any], **variables: Any) -> str:
     """Return the prompt that Transformers renders."""
     hugging_face = families.hugging_face(family)
-    text = hugging_face.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+    read = families.as_read(family, messages)
+    text = hugging_face.apply_chat_template(read, tokenize=False, add_generation_prompt=True, **variables)
     token_ids = hugging_face(text, add_special_tokens=False)["input_ids"]
     return str(hugging_face.decode(token_ids, clean_up_tokenization_spaces=False))
 
@@ -86,6 +88,35 @@ def test_reasoning_effort_and_further_variables_reach_the_template(family: Famil
             prompt_of(family, messages=QUESTION, enable_thinking=False)
     else:
         assert prompt_of(family, messages=QUESTION, enable_thinking=False) == expected(family, QUESTION)
+
+
+def test_responses_have_the_prompts_of_chats(family: Family) -> None:
+    call = {**CALL, "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}
+    shows_calls = family.name not in NO_CALLS
+    shows_tools = shows_calls and family.name != "deepseekv3"
+    text = "" if family.name == "gptoss" else "I look."  # which refuses reasoning, text and a call in one message
+    assistant: dict[str, Any] = {"role": "assistant", "content": text, "reasoning_content": REASONING}
+    messages = [*QUESTION, {**assistant, "tool_calls": [call]} if shows_calls else assistant]
+    items: list[Any] = [
+        *QUESTION,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": REASONING}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]},
+    ]
+    if shows_calls:
+        messages.append({"role": "tool", "tool_call_id": CALL["id"], "content": "Sunny."})
+        items += [
+            {"type": "function_call", "call_id": CALL["id"], **call["function"]},
+            {"type": "function_call_output", "call_id": CALL["id"], "output": "Sunny."},
+        ]
+    tools: dict[str, Any] = {"tools": [TOOL]} if shows_tools else {}
+    flat_tools: dict[str, Any] = {"tools": [{"type": "function", **TOOL["function"]}]} if shows_tools else {}
+    for more in ([], [AGAIN]):
+        prompt = prompt_of(family, messages=[*messages, *more], reasoning_effort="low", **tools)
+        fields = {"model": "m", "input": [*items, *more], "reasoning": {"effort": "low"}, **flat_tools}
+        _, request = read_responses_request(json.dumps(fields).encode())
+        model = serve(family)
+        (prompt_ids,) = chat_job(model, request).prompts
+        assert model.tokenizer.decode(prompt_ids, skip_special_tokens=False) == prompt
 
 
 def answer_of(family: Family, prompt: str, response: str, **fields: Any) -> ChatAnswer:

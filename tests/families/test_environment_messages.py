@@ -9,15 +9,13 @@ import pytest
 from tandem.common.messages import Problem
 from tandem.config import build_config
 from tandem.rollout.environments import Environment, make_environment
-from tandem.rollout.response_messages import ResponseMessages, response_messages
+from tandem.rollout.generating import ResponseMessages, response_messages
 from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
-from tests.harness.families import Family
+from tests.harness.families import NO_CALLS, Family
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
 REASONING = "Is it 5? No: it is one less."
-NO_CALLS = {"gemma", "gemma3", "llama3", "phi3", "phi3_5", "cohere", "cohere2", "deepseek_r1_distill"}
-"""Families whose templates write no calls."""
 
 
 def environment(name: str) -> Any:
@@ -30,8 +28,9 @@ def environment(name: str) -> Any:
 def message_of(family: Family, answer: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the message of a response as the family's template writes it, and its text."""
     hugging_face = families.hugging_face(family)
-    whole = hugging_face.apply_chat_template([*QUESTION, answer], tokenize=False)
-    prompt = hugging_face.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    whole = hugging_face.apply_chat_template(families.as_read(family, [*QUESTION, answer]), tokenize=False)
+    question = families.as_read(family, QUESTION)
+    prompt = hugging_face.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     while not whole.startswith(prompt):  # reasoning that a template opens in a prompt, and leaves out of history
         prompt = prompt[:-1]
     response = whole[len(prompt) :]

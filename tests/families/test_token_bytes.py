@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers.decoders import DecodeStream
 
+from tandem.rollout.openai_api.text import TextStream
 from tandem.samples.tokenizer import Tokenizer
 from tests.harness import families
 from tests.harness.families import FAMILIES, Family
@@ -42,3 +44,17 @@ def test_tokens_have_their_own_space(family: Family) -> None:
     for end in family.ends:
         (token_id,) = tokenizer.encode(end)
         assert tokenizer.token_text(token_id) == end
+
+
+@pytest.mark.parametrize("family", TOKENIZERS, ids=lambda family: family.tokenizer)
+@pytest.mark.parametrize("text", ["Hello world", "f(x) =", "naïve 🙂", "1. One\n2."])
+def test_the_text_of_a_completion_continues_its_prompt(family: Family, text: str) -> None:
+    """As the streams of the package tokenizers decode it, which vLLM 0.32 uses."""
+    hugging_face = families.hugging_face(family)
+    before_ids = hugging_face(text, add_special_tokens=False)["input_ids"]
+    token_ids = hugging_face(f"{text} Paris it is, 東京 🙂.", add_special_tokens=False)["input_ids"][len(before_ids) :]
+    decoder = DecodeStream(ids=before_ids, skip_special_tokens=True)
+    expected = "".join(decoder.step(hugging_face._tokenizer, token_id) or "" for token_id in token_ids)
+    assert expected == " Paris it is, 東京 🙂."
+    stream = TextStream(Tokenizer(hugging_face, family.name), before_ids=before_ids)
+    assert "".join([*(stream.push([token_id]) for token_id in token_ids), stream.finish()]) == expected

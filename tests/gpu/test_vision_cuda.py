@@ -1,4 +1,4 @@
-"""Models that see on a GPU: the tower beside Megatron-Core or all by FSDP2, and positions that no kernel counts."""
+"""Vision models on a GPU: the tower beside Megatron-Core or all by FSDP2, and positions that no kernel counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real vLLM on one GPU with a model that sees: it is given pixels, and says what Hugging Face says of them."""
+"""The real vLLM on one GPU with a vision model: it is given pixels, and says what Hugging Face says of them."""
 
 from __future__ import annotations
 

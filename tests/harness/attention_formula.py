@@ -22,6 +22,7 @@ def formula(
     segments: list[tuple[int, int]],
     window: int | None = None,
     sinks_H: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     num_each = query_LHD.shape[1] // key_MGD.shape[1]
     parts = []
@@ -34,6 +35,8 @@ def formula(
             key_SHD = key_MGD[seen].repeat_interleave(num_each, dim=1)
             value_SHD = value_MGD[seen].repeat_interleave(num_each, dim=1)
             scores_SH = (query_LHD[at_query + index] * key_SHD).sum(dim=-1) * 0.3
+            if cap is not None:
+                scores_SH = cap * torch.tanh(scores_SH / cap)
             weights_SH = scores_SH.softmax(dim=0)
             if sinks_H is not None:
                 weights_SH = torch.cat((scores_SH, sinks_H[None])).softmax(dim=0)[:-1]

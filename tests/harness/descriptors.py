@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import subprocess
@@ -15,6 +16,9 @@ _LIMITING = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (i
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[Callable[[], None]]:
     """Leave this process so many more descriptors, until what is yielded is called, or to the end of the block."""
+    collects = gc.isenabled()
+    gc.collect()  # files of earlier tests that wait for it would leave a descriptor when it comes
+    gc.disable()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     taken: list[int] = []
@@ -23,6 +27,8 @@ def descriptors_left(count: int) -> Iterator[Callable[[], None]]:
         while taken:
             os.close(taken.pop())
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if collects:
+            gc.enable()
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))
     try:

@@ -46,6 +46,10 @@ class Family(NamedTuple):
 
 _QWEN = ("<|im_end|>", "<|endoftext|>")
 _LLAMA = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+_NEMOTRON = ("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning")
+_LFM = ("lfm2", "lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl")
+_GEMMA_4 = ("<eos>", "<turn|>", "<|tool_response>")
+_GEMMAS_4 = ("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma")
 _DEEPSEEK = "<｜end▁of▁sentence｜>"
 FAMILIES = (
     Family("qwen2_5", "qwen3", "<|im_end|>", _QWEN),
@@ -54,11 +58,12 @@ FAMILIES = (
     Family("qwen3_5_think", "qwen3", "<|im_end|>", _QWEN),
     Family("qwen3_6", "qwen3", "<|im_end|>", _QWEN),
     Family("qwen3_8", "qwen3", "<|im_end|>", _QWEN),
-    Family("nemotron_3_nano", "qwen3", "<|im_end|>", ("</s>", "<|im_end|>"), bos="<s>"),
-    Family("lfm2_v2", "qwen3", "<|im_end|>", ("<|im_end|>",), bos="<|startoftext|>"),
+    *(Family(name, "qwen3", "<|im_end|>", _QWEN) for name in ("qwen3_5_nothink", "qwen2_5_vl", "qwen3_vl")),
+    *(Family(name, "qwen3", "<|im_end|>", ("</s>", "<|im_end|>"), bos="<s>") for name in _NEMOTRON),
+    *(Family(name, "qwen3", "<|im_end|>", ("<|im_end|>",), bos="<|startoftext|>") for name in _LFM),
     Family("gemma", "gemma3", "<eos>", ("<eos>",), bos="<bos>"),
     Family("gemma3", "gemma3", "<eos>", ("<eos>", "<end_of_turn>"), bos="<bos>"),
-    Family("gemma4_v5", "gemma3", "<eos>", ("<eos>", "<turn|>", "<|tool_response>"), bos="<bos>", extra=("<turn|>",)),
+    *(Family(name, "gemma3", "<eos>", _GEMMA_4, bos="<bos>", extra=("<turn|>",)) for name in _GEMMAS_4),
     Family("gptoss", "gptoss", "<|return|>", ("<|return|>", "<|endoftext|>", "<|call|>"), bos="<|startoftext|>"),
     Family("llama3", "llama3", "<|eot_id|>", ("<|end_of_text|>", "<|eot_id|>"), bos="<|begin_of_text|>"),
     Family("llama3_1", "llama3_1", "<|eot_id|>", _LLAMA, bos="<|begin_of_text|>"),
@@ -71,8 +76,27 @@ FAMILIES = (
     Family("glm4moe", "qwen3", "<|endoftext|>", ("<|endoftext|>", "<|user|>", "<|observation|>")),
     Family("cohere", "llama3", "<|END_OF_TURN_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",), bos="<BOS_TOKEN>"),
     Family("cohere2", "llama3", "<|END_OF_TURN_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",), bos="<BOS_TOKEN>"),
+    Family("idefics3", "llama3", "<end_of_utterance>", ("<end_of_utterance>",), bos="<|begin_of_text|>"),
+    Family("smolvlm", "qwen3", "<end_of_utterance>", ("<end_of_utterance>",), bos="<|im_start|>"),
+    Family("llava_next", "llama2", "</s>", ("</s>",), bos="<s>"),
 )
-"""Families whose models are texts alone, by the releases on the Hub in November 2026."""
+"""A family for each chat template of TRL's package, by the releases on the Hub in November 2026."""
+
+
+NO_CALLS = (
+    *("gemma", "gemma3", "cohere", "cohere2", "phi3", "phi3_5", "llama3", "deepseek_r1_distill"),
+    *("qwen2_5_vl", "lfm2", "idefics3", "smolvlm", "llava_next"),
+)
+"""Families whose templates refuse calls of tools, or drop them."""
+READS_PARTS = ("idefics3", "smolvlm", "llava_next")
+"""Families whose templates show contents that are lists of parts, and drop or refuse texts."""
+
+
+def as_read(family: Family, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with contents in the form that the family's template shows."""
+    if family.name not in READS_PARTS:
+        return messages
+    return [{**message, "content": [{"type": "text", "text": str(message["content"])}]} for message in messages]
 
 
 def missing() -> str | None:

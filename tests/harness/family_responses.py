@@ -14,15 +14,15 @@ PARAMETERS = {"type": "object", "properties": {name: {"type": schema} for name, 
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Tell it.", "parameters": PARAMETERS}}
 REASONING = "I think it is fine."
 CALL = {"id": "functions.get_weather:0", "type": "function", "function": {"name": "get_weather"}}
-NO_CALLS = {"gemma", "gemma3", "llama3", "phi3", "phi3_5", "cohere", "cohere2", "deepseek_r1_distill"}
-"""Families whose templates write no calls."""
 
 
 def rendered(family: Family, message: dict[str, Any], **variables: Any) -> tuple[str, str]:
     """Return the text before a response and the response, as the template of a family writes the message."""
     hugging_face = families.hugging_face(family)
-    whole = hugging_face.apply_chat_template([*QUESTION, message], tokenize=False, **variables)
-    prompt = hugging_face.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True, **variables)
+    question = families.as_read(family, QUESTION)
+    conversation = [*question, *families.as_read(family, [message])]
+    whole = hugging_face.apply_chat_template(conversation, tokenize=False, **variables)
+    prompt = hugging_face.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **variables)
     num_shared = next(
         (at for at, (one, other) in enumerate(zip(whole, prompt, strict=False)) if one != other), len(prompt)
     )

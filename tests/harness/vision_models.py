@@ -1,4 +1,4 @@
-"""Tiny models that see, of every family: weights drawn from a seed, a character-level tokenizer, and what reads images.
+"""Tiny vision models, of every family: weights drawn from a seed, a character-level tokenizer, and what reads images.
 
 Heads have 32 dimensions, so that vLLM's build for CPUs takes them. A picture is at most some dozen features.
 """

@@ -85,7 +85,7 @@ def a_sample(number: int, later: bool) -> RecordedSample:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that ended, of a model that sees; the last sample's picture is damaged."""
+    """A run that ended, of a vision model; the last sample's picture is damaged."""
     folder = tmp_path_factory.mktemp("sees") / "run"
     config = msgspec.json.encode({"policy": {"model_name": "sees"}, "grpo": {"max_num_steps": 1}})
     with Journal.create(folder, config, "grpo") as journal:

@@ -14,7 +14,7 @@ from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
     pytest.mark.skipif(not IS_RUNNING, reason="of simulated GPUs: python tests/simulated_gpu/run.py"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "first_gpu_hour.sh"

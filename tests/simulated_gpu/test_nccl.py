@@ -15,7 +15,7 @@ from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not IS_RUNNING, reason="of simulated GPUs: python tests/simulated_gpu/run.py"),
 ]
 

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from tandem.config import load_config
-from tandem.refit.forecast.memory import memory_of
-from tandem.refit.forecast.plan import explain
-from tandem.refit.forecast.sides import model_shape, sides
+from tandem.coordinator.forecast.memory import memory_of
+from tandem.coordinator.forecast.plan import explain
+from tandem.coordinator.forecast.sides import model_shape, sides
 from tests.simulated_gpu.run import IS_RUNNING
 
 pytestmark = [

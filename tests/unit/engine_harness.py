@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,26 @@ DELTA_NETS: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 """Layers with a state, and one of attention."""
+INDEXED: dict[str, Any] = {
+    **SIZES,
+    "pad_token_id": None,  # a token of zeros scores all keys the same
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 32,
+    "index_head_dim": 16,
+    "index_topk": 4,
+}
+"""Attention to the few keys that an indexer chooses, fewer than there are."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "qwen2": SIZES,
@@ -70,6 +91,65 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "final_logit_softcapping": 4.0,
     },
+    # Caps that limit scores, not only touch them.
+    "gemma2": {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 8, "sliding_window": 5, "attn_logit_softcapping": 1.5},
+    "vaultgemma": {
+        **SIZES,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 1.5,
+    },
+    # Chunks shorter than what is generated, and queries without rotary embeddings that grow with their positions.
+    "llama4_text": {
+        **SIZES,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_chunk_size": 5,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+    },
+    # These run with caches of their own. So many heads of indexers that hardly any two keys score the same: zero.
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared", "full"]},
+    "deepseek_v4": {
+        **INDEXED,
+        "initializer_range": 0.1,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "head_dim": 16,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "sliding_window": 5,
+    },
+    "minimax": {
+        **SIZES,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "block_size": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    # Its indexer keeps positions, whose second axis counts sequences.
+    "qwen4_exp_text": {
+        **SIZES,
+        **EXPERTS,
+        **DELTA_NETS,
+        "pad_token_id": None,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "shared_expert_intermediate_size": 24,
+        "indexer_n_heads": 32,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "bloom": {**SIZES, "n_layer": 3, "n_head": 4},
+    "falcon": {**SIZES, "ffn_hidden_size": 48, "alibi": True},
+    "stablelm": SIZES,
     "phi3": {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}},
     "gpt_oss": {**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "glm4_moe": {
@@ -127,7 +207,7 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name in model.state_dict():  # what a router adds to its scores
+            if name in model.state_dict() and name.endswith("bias"):  # what a router adds to its scores
                 buffer.copy_(torch.randn_like(buffer))
     config.save_pretrained(folder)
     return model
@@ -225,6 +305,28 @@ def exact(model: Any) -> Any:
     if getattr(wide.config, "_experts_implementation", "eager") != "eager":
         wide.set_experts_implementation("eager")  # the grouped product of matrices has no float64
     return wide
+
+
+def assert_close_to_transformers(
+    model: Any,
+    completions: Iterable[tuple[SequenceRequest, EngineCompletion]],
+    tolerance: float = 1e-5,
+    temperature: float = 1.0,
+) -> None:
+    """Log-probabilities are those of Transformers' forward pass, or nearer to the exact ones than that is.
+
+    Two ways to round cannot be closer than either is to the truth: on some processors Transformers' own float32 is
+    further than the tolerance from float64.
+    """
+    wide, apart, off, rounding = exact(model), 0.0, 0.0, 0.0
+    for sent, completion in completions:
+        expected_T = reference_logprobs(model, sent.prompt_ids, completion.token_ids_T, temperature)
+        exact_T = reference_logprobs(wide, sent.prompt_ids, completion.token_ids_T, temperature)
+        apart = max(apart, np.abs(completion.logprobs_T - expected_T).max())
+        off = max(off, np.abs(completion.logprobs_T - exact_T).max())
+        rounding = max(rounding, np.abs(expected_T - exact_T).max())
+    assert min(apart, off) < max(tolerance, 2 * rounding), (apart, off, rounding)
+    assert rounding < 2 * tolerance
 
 
 def write_byte_tokenizer(folder: Path) -> list[str]:

@@ -53,11 +53,12 @@ class LoraRefit:
         *layers: str,
         allow_alias: bool = False,
         adapter_dtype: torch.dtype = torch.float32,
+        model: ModelShape = MODEL,
     ) -> None:
         random = torch.Generator().manual_seed(0)
         self.random = random
-        self.layers = list(layers) or targeted(MODEL)
-        self.base: Tensors = {tensor.name: torch.randn(tensor.shape, generator=random) for tensor in MODEL.tensors}
+        self.layers = list(layers) or targeted(model)
+        self.base: Tensors = {tensor.name: torch.randn(tensor.shape, generator=random) for tensor in model.tensors}
         self.adapters: Tensors = {}
         for layer in self.layers:
             rows, columns = self.base[f"{layer}.weight"].shape
@@ -66,7 +67,7 @@ class LoraRefit:
                 self.adapters[f"{layer}.lora_{kind}.weight"] = matrix.to(adapter_dtype)
         self.trainers: dict[str, Weights] = {}
         self.sources: dict[str, Layout] = {}
-        for rank, layout in enumerate(trainers.layouts(MODEL, HOST)):
+        for rank, layout in enumerate(trainers.layouts(model, HOST)):
             self._add_trainer(rank, trainers.num_ranks, layout)
         self.wanted: dict[str, Layout] = {}
         self.live: dict[str, Tensors] = {}

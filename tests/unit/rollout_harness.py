@@ -103,6 +103,7 @@ class Rollout:
         generation: Mapping[str, Any] | None = None,
         async_grpo: Mapping[str, Any] | None = None,
         samples_folder: Path | None = None,
+        data: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         """`environment` is the path of its class, None where settings name an agent.
@@ -129,7 +130,7 @@ class Rollout:
                         **(generation or {}),
                     },
                 },
-                "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
+                "data": data or {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
                 "env": {"mine": settings | ({} if environment is None else {"class": environment})},
                 "cluster": {"threads_per_process": 1},
                 "logger": {"log_dir": str(folder / "run")},
@@ -178,11 +179,11 @@ class Rollout:
         refitted, _ = self.context.sent.pop()
         assert isinstance(refitted, Refitted)
 
-    def group(self, number: int, seeds: Sequence[int]) -> PromptGroup:
+    def group(self, number: int, seeds: Sequence[int], problem: Problem | None = None) -> PromptGroup:
         prompt = [{"role": "user", "content": f"{number}{number + 1}"}]
         return PromptGroup(
             group=number,
-            problem=Problem(problem_id=f"p{number}", question="", answer="", metadata={"number": number}),
+            problem=problem or Problem(problem_id=f"p{number}", question="", answer="", metadata={"number": number}),
             prompt_ids=tuple(self.tokenizer.encode_chat(prompt, add_generation_prompt=True)),
             seeds=tuple(seeds),
         )

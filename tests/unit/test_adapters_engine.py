@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_harness import make_model, random_prompts, reference_logprobs, request, run_all
 from lora_harness import mark
-from peft_harness import adapted, parameters_of, train
+from peft_harness import adapted, adapted_experts, parameters_of, train
 
 from tandem.refit.digests.comparison import compare
 from tandem.refit.planner import plan
@@ -24,9 +24,14 @@ from tandem.rollout.engines.adapters import AdaptersEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.openai_api.driver import EngineDriver
 from tandem.rollout.openai_api.refusals import OpenAIRefused
-from tandem.trainer import exposed_weights
+from tandem.trainer import exposed_weights, lora
+from tandem.trainer.files.policy_files import saved_buffers
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by PEFT
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # by PEFT
+    # PEFT looks for a parameter's rank among the names of modules, and warns though it has taken it.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
 
 NUM_SETS = 3
 
@@ -44,8 +49,12 @@ class Several:
     """A trainer of adapters, whose versions are kept as models of their own, and an engine that holds several."""
 
     def __init__(self, folder: Path, *, in_place: bool = True, architecture: str = "qwen3") -> None:
-        self.model = adapted(make_model(architecture, folder), torch.float32)
+        smaller = {"initializer_range": 0.1} if architecture.endswith(("moe", "oss")) else {}
+        model = make_model(architecture, folder, **smaller)
+        self.model = adapted_experts(model, torch.float32)[0] if _has_experts(model) else adapted(model, torch.float32)
         parameters = parameters_of(self.model)
+        if _has_experts(model):
+            parameters = lora.parameters_of(model) | saved_buffers(model)
         exposed_weights.share(parameters)
         self.engine = AdaptersEngine(
             folder, num_slots=8, max_total_sequence_length=64, dtype="float32", num_sets=NUM_SETS
@@ -84,6 +93,10 @@ class Several:
         return sum(each.num_tensors for each in verdict.differences)
 
 
+def _has_experts(model: Any) -> bool:
+    return any(".experts." in name for name, _ in model.named_parameters())
+
+
 @pytest.fixture
 def several(tmp_path: Path) -> Iterator[Several]:
     made = Several(tmp_path)
@@ -92,7 +105,17 @@ def several(tmp_path: Path) -> Iterator[Several]:
     made.trainer.close()
 
 
-@pytest.mark.parametrize(("architecture", "in_place"), [("qwen3", True), ("qwen3", False), ("gemma3_text", True)])
+@pytest.mark.parametrize(
+    ("architecture", "in_place"),
+    [
+        ("qwen3", True),
+        ("qwen3", False),
+        ("gemma3_text", True),
+        ("qwen3_moe", True),
+        ("glm4_moe", False),
+        ("gpt_oss", True),
+    ],
+)
 def test_requests_of_several_versions_in_one_batch_are_those_of_each_alone(
     architecture: str, in_place: bool, tmp_path: Path
 ) -> None:

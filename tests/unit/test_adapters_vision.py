@@ -1,4 +1,4 @@
-"""The catalogue names the tensors of models that see as they are in memory, and plans leave their towers whole."""
+"""The catalogue names the tensors of vision models as they are in memory, and plans leave their towers whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's layouts of models that see: the language model divided, the tower whole on the first stage."""
+"""Megatron-Core's layouts of vision models: the language model divided, the tower whole on the first stage."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ def test_what_cannot_be_is_refused_with_a_reason_and_the_episode_goes_on(tmp_pat
         expected = [
             (400, "temperature: 0.3, but training samples are drawn with policy.generation.temperature, 1"),
             (400, "top_k: 3, but training samples are drawn with policy.generation.top_k, 0"),
-            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: training"),
-            (400, "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs: training"),
+            (400, "response_format, top_logprobs, echo: training samples are drawn without"),
+            (400, "response_format, top_logprobs, echo: training samples are drawn without"),
             (400, "the maximum context length is 64 tokens"),
             (400, "does not know the character 'Z'"),
             (404, "the model 'gpt' does not exist"),

@@ -17,10 +17,10 @@ from simulation_harness import Simulated, Simulation
 
 from tandem.config import Config, config_to_json, load_config
 from tandem.coordinator.cli import main
+from tandem.coordinator.forecast.ages import StepRates, bound_speedup, predict
+from tandem.coordinator.forecast.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.refit.forecast.ages import StepRates, bound_speedup, predict
-from tandem.refit.forecast.plan_ages import BYTES_A_TOKEN, GivenRates, print_ages, read_rates
 
 ROOT = Path(__file__).resolve().parents[2]
 DISJOINT = ROOT / "examples" / "plans" / "llama-70b-tp8pp2-to-tp8.yaml"

@@ -85,6 +85,11 @@ def test_dapos_wrong_answers(answer: str, response: str, given: str | None) -> N
         "Answer: \\mathrm{C}",
         "Answer: $\\mathbf{C}$",
         "Answer: \\(C\\)",
+        "Answer: {C}",
+        "Answer: \\{C\\}",
+        "Answer: \\boxed C",
+        "Answer: \\$C\\$",
+        "$\\text{Answer: }$C",
         "answer :\tC.",
     ],
 )

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests import ci_suites
-from tests.ci_suites import NUM_COMMITS, SUITES, TURNS, Shares, count_shares, find_base, list_changes, order_suites
+from tests.ci_suites import (
+    DAILY,
+    NUM_COMMITS,
+    SUITES,
+    TURNS,
+    Shares,
+    count_shares,
+    find_base,
+    list_changes,
+    order_suites,
+)
 from tests.harness.scripts import ROOT, load_script
 
 NONE_CHANGED = dict.fromkeys(SUITES, Shares(0.0, 0.0))
@@ -37,8 +47,11 @@ def git(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize("day", range(20000, 20009))
 def test_each_suite_has_its_turn_on_one_of_three_days_and_each_is_the_first_on_one_of_nine(day: int) -> None:
     days = [order_suites(day + later, NONE_CHANGED) for later in range(9)]
-    assert sorted(suite for ordered in days[:3] for suite in ordered) == sorted(SUITES)
-    assert sorted(ordered[0] for ordered in days) == sorted(SUITES)
+    num = len(DAILY)
+    assert all(tuple(ordered[:num]) == DAILY for ordered in days)
+    in_turn = sorted({*SUITES} - {*DAILY})
+    assert sorted(suite for ordered in days[:3] for suite in ordered[num:]) == in_turn
+    assert sorted(ordered[num] for ordered in days) == in_turn
 
 
 def test_what_a_change_touches_follows_the_most_touched_first() -> None:
@@ -48,20 +61,21 @@ def test_what_a_change_touches_follows_the_most_touched_first() -> None:
         "tinker": Shares(0.0, 0.2),
         "weights": Shares(0.9, 1.0),
     }
-    assert order_suites(0, shares) == ["runs", "weights", "vllm", "survival", "numbers", "tinker"]
-    assert order_suites(10, shares) == ["numbers", "benchmarks", "gpu-simulated", "weights", "survival", "tinker"]
+    assert order_suites(0, shares) == [*DAILY, "runs", "weights", "vllm", "survival", "numbers", "tinker"]
+    rest = ["numbers", "benchmarks", "gpu-simulated", "weights", "survival", "tinker"]
+    assert order_suites(10, shares) == [*DAILY, *rest]
 
 
 def test_where_all_count_as_changed_all_follow_and_the_turn_is_still_first() -> None:
     ordered = order_suites(2, dict.fromkeys(SUITES, Shares(1.0, 1.0)))
-    assert {*ordered[:3]} == {*TURNS[2]}
+    assert {*ordered[: len(DAILY) + 3]} == {*DAILY, *TURNS[2]}
     assert sorted(ordered) == sorted(SUITES)
 
 
 def test_a_change_touches_the_suites_whose_files_import_it_or_name_it() -> None:
     shares = count_shares([file_of("rollout/engines/vllm/engine.py")])
     assert 0 < shares["vllm"].direct < shares["vllm"].indirect
-    assert shares["families"] == Shares(0, 0)
+    assert shares["models"] == Shares(0, 0)
     shares = count_shares([file_of("refit/adapters/vllm.py")])
     assert shares["vllm"].direct == 0 < shares["vllm"].indirect
     assert count_shares(["tests/vllm/vllm_harness.py"])["vllm"].direct > 0.5
@@ -125,7 +139,7 @@ def test_it_prints_the_suites_alone(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     ci_suites.main()
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert lines[:3] == order_suites(20000, NONE_CHANGED)
+    assert lines[: len(DAILY) + 3] == order_suites(20000, NONE_CHANGED)
     assert {*lines} <= {*SUITES}
     assert len(lines) == len({*lines})
     assert printed.err.startswith("changed: ")
@@ -174,16 +188,16 @@ class Machine:
 
 
 def test_ci_runs_tox_and_then_the_suites_of_the_day(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ["runs", "weights", "families", "vllm"], {"tox": 900, "runs": 60})
+    machine = Machine(tmp_path, ["models", "runs", "weights", "families", "vllm"], {"tox": 900, "runs": 60})
     done = machine.run()
     assert done.returncode == 0, done.stderr
     assert machine.calls() == [
         "tox run -q -e venv --notest",
         "-m tests.ci_suites",
         "tox ",
-        *(f"tox run -e {suite}" for suite in ("runs", "weights", "families", "vllm")),
+        *(f"tox run -e {suite}" for suite in ("models", "runs", "weights", "families", "vllm")),
     ]
-    assert "after tox: runs weights families vllm" in done.stdout
+    assert "after tox: models runs weights families vllm" in done.stdout
     assert done.stdout.splitlines()[-1] == "60 seconds"
 
 
@@ -196,7 +210,7 @@ def test_ci_begins_no_suite_late_and_names_it(tmp_path: Path) -> None:
 
 
 def test_ci_installs_beforehand_what_has_its_turn_and_waits_for_it(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ["weights", "vllm", "runs", "gpu-simulated"], {})
+    machine = Machine(tmp_path, ["models", "weights", "vllm", "runs", "gpu-simulated"], {})
     assert machine.run().returncode == 0
     calls = machine.calls()
     assert calls.count("tox run -q -e vllm-venv") == 1

@@ -55,7 +55,8 @@ def error_of(path: str, *overrides: str) -> str:
         ("grpo: {}\n", "bad.yaml: policy.model_name: required, but not set: expected text"),
         (
             "grpo: {}\npolicy: {model_name: m}\n",
-            "bad.yaml: data.dataset_name: required, but not set: expected text",
+            "bad.yaml: data.dataset_name: required, but not set: expected text; or set data.train_data_path, a file of "
+            "your own",
         ),
         ("defaults: 3\n", "bad.yaml: defaults: expected a path or a list of paths, got 3"),
         ("defaults: absent.yaml\n", "bad.yaml: defaults: there is no file absent.yaml"),
@@ -273,7 +274,7 @@ SCHEDULE = "policy.scheduler: 2 schedules need 1 milestones between them, got 0"
         ([JSONL.replace("a.jsonl", "null")], "data.train_data_path: required where data.dataset_name is jsonl"),
         (
             ["env.maths.num_workers=1"],
-            "env.maths: not built in (reasoning_gym, math, math_multi_reward, exact_match, calculator, "
+            "env.maths: not built in (reasoning_gym, math, math_multi_reward, exact_match, python_code, calculator, "
             "sliding_puzzle_game) and without a class, a command, a judge or a model_name; did you mean 'math'?",
         ),
         (
@@ -363,7 +364,7 @@ def test_keys_that_do_not_fit_together(overrides: list[str], expected: str) -> N
         (
             [JSONL],
             "env: required: GRPO needs an environment, such as reasoning_gym, math, math_multi_reward, exact_match, "
-            "calculator, sliding_puzzle_game",
+            "python_code, calculator, sliding_puzzle_game",
         ),
         (
             ["env.math.num_workers=1", "env.exact_match.num_workers=1"],
@@ -599,9 +600,10 @@ MODEL = "{config: {model_type: %s, num_attention_heads: 6, num_key_value_heads: 
     ("overrides", "expected"),
     [
         (
-            [*TP2, f"policy.new_model={MODEL % 'gemma2'}"],
-            f"{DTENSOR}.tensor_parallel_size: 2, but there is no plan for gemma2, only for llama, qwen2, qwen3, "
-            f"qwen3_moe, mistral, gemma3_text, phi3, gpt_oss, glm4_moe; {DTENSOR}.custom_parallel_plan may name one",
+            [*TP2, f"policy.new_model={MODEL % 'stablelm'}"],
+            f"{DTENSOR}.tensor_parallel_size: 2, but there is no plan for stablelm, only for llama, qwen2, qwen3, "
+            "qwen3_moe, mistral, gemma3_text, phi3, gpt_oss, glm4_moe, and those that Transformers cuts like Llama; "
+            f"{DTENSOR}.custom_parallel_plan may name one",
         ),
         (
             ["policy.hf_config_overrides={rope_teta: 10}", f"policy.new_model={MODEL % 'llama'}"],
@@ -621,9 +623,22 @@ MODEL = "{config: {model_type: %s, num_attention_heads: 6, num_key_value_heads: 
             "mistral, phi3, glm4_moe here, not gemma3_text",
         ),
         (
-            ["policy.generation.backend=vllm", f"policy.new_model={MODEL % 'gpt_oss'}"],
-            "policy.generation.backend: vllm, but refits write vLLM's llama, qwen2, qwen3, qwen3_moe, mistral, "
-            "gemma3_text, phi3, glm4_moe, not its gpt_oss; transformers is the other engine",
+            [VLLM, f"{VLLM_CFG}.precision=fp8", f"policy.new_model={MODEL % 'gpt_oss'}"],
+            f"{VLLM_CFG}.precision: fp8, but blocks with scales are known of llama, qwen2, qwen3, qwen3_moe, mistral, "
+            "gemma3_text, phi3, glm4_moe, not of gpt_oss",
+        ),
+        (
+            [VLLM, f"policy.new_model={MODEL % 'minimax_m2'}"],
+            "policy.new_model.config.rotary_dim: missing, but vLLM reads it of a minimax_m2: the model's files have it",
+        ),
+        (
+            [
+                VLLM,
+                f"policy.new_model={MODEL % 'deepseek_v3'}",
+                "policy.new_model.config.topk_method=noaux_tc",
+            ],
+            "policy.new_model.config.scoring_func: missing, but vLLM reads it of a deepseek_v3: the model's files have "
+            "it",
         ),
         (
             [*TP2, f"policy.new_model={MODEL % 'llama'}"],

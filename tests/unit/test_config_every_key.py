@@ -25,6 +25,7 @@ _CONFIG = "libs/config/src/tandem/config"
 _VALUE = f"{_CONFIG}/checks/value.py"
 _TRAINER = "services/trainer/src/tandem/trainer"
 
+_PROGRAMS = "libs/samples/src/tandem/samples/packaged_environments/programs"
 OTHERWISE = {
     "nemo_rl_version": (f"{_CONFIG}/load.py", 'settings.get("nemo_rl_version")'),
     "grpo.normalize_rewards": (f"{_CONFIG}/derive.py", '"grpo.normalize_rewards")'),
@@ -96,6 +97,19 @@ OTHERWISE = {
         )
         for name in ("grpo", "ppo", "distillation")
     },
+    **{
+        f"env.{kind}.{name}": (f"{_PROGRAMS}/play_{kind}.py", f'settings["{name}"]')
+        for kind, names in (
+            ("verifiers", "id args validation_args env correct_from"),
+            (
+                "openenv",
+                "package url python variables reset resets system_prompt action observation max_turns step_timeout_s "
+                "correct_from",
+            ),
+        )
+        for name in names.split()
+    },
+    "env.verifiers.python": (f"{_PROGRAMS}/../tasks.py", "settings.python if isinstance"),
 }
 """Keys that are read by a name in a variable, or by another key that they set: the file, and the text that does it."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, notices
-from tandem.config.models.lora import choose_layers
+from tandem.config.models.lora import choose_layers, count_projections
 from tandem.config.schema.adapters import LoraCfg, PeftConfig
 from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.megatron import linear_layers
@@ -91,10 +92,6 @@ def sft(lora: dict[str, Any] | None = None, peft: dict[str, Any] | None = None, 
         ({"lora": {"lora_A_init": "gauss"}}, "policy.dtensor_cfg.lora_cfg.lora_A_init"),
         ({"peft": {"lora_dtype": "float32"}}, "peft.lora_dtype: 'float32' is not policy.precision (bfloat16)"),
         (
-            {"lora": {"match_all_linear": False, "target_modules": ["all-linear"]}},
-            "lora_cfg.target_modules: 'all-linear' is no layer: match_all_linear: true chooses them all",
-        ),
-        (
             {"peft": {"target_modules": ["all-linear"]}},
             "peft.target_modules: 'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj,",
         ),
@@ -109,6 +106,36 @@ def test_what_cannot_be_is_one_line(
     assert expected in str(raised.value)
 
 
+@pytest.mark.parametrize("lora", ["lora", "peft"])
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({}, None),
+        ({"r": 4}, "adapter_config.json has r 4 and lora_alpha 16, the configuration has dim 8 and alpha 16"),
+        ({"lora_alpha": 8}, "adapter_config.json has r 8 and lora_alpha 8, the configuration has dim 8 and alpha 16"),
+        ({"use_dora": True}, "adapter_config.json: these are no plain LoRA adapters (use_dora, use_rslora, "),
+        ({"use_rslora": True}, "adapter_config.json: these are no plain LoRA adapters (use_dora, use_rslora, "),
+        ({"rank_pattern": {"q_proj": 4}}, "adapter_config.json: these are no plain LoRA adapters (use_dora, "),
+    ],
+)
+def test_restored_adapters_of_another_rank_or_scale_are_refused(
+    lora: str, written: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    """The files are PEFT's own."""
+    key = "policy.dtensor_cfg.lora_cfg.restore_from" if lora == "lora" else "policy.megatron_cfg.peft.restore_from"
+    settings: dict[str, Any] = {lora: {"restore_from": str(tmp_path), "dim": 8, "alpha": 16}}
+    peft.LoraConfig(**{"r": 8, "lora_alpha": 16, **written}).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{key}: {tmp_path} has no adapter_model.safetensors"):
+        sft(**settings)
+    (tmp_path / "adapter_model.safetensors").touch()
+    if expected is None:
+        sft(**settings)
+        return
+    with pytest.raises(ConfigError) as raised:
+        sft(**settings)
+    assert f"{key}: {tmp_path}/{expected}" in str(raised.value)
+
+
 MOE = {
     "new_model": {"characters": "01", "config": {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}}
 }
@@ -120,22 +147,60 @@ LATENT = {"new_model": {"characters": "01", "config": {"model_type": "deepseek_v
     [
         ({"peft": {}}, 'but adapters of routed experts are not built: leave them out with ["*.mlp.experts.*"]'),
         ({"peft": {"target_modules": ["*.linear_fc2"]}}, "but adapters of routed experts are not built"),
-        ({"lora": {"target_modules": ["q_proj", "*.experts.*"]}}, "lora_cfg.target_modules: '*.experts.*' names"),
-        ({"lora": {"target_modules": ["*experts.3.up_proj"]}}, "'*experts.3.up_proj' names routed experts, and"),
-        ({"lora": {"target_modules": ["*.experts.gate_up_proj"]}}, "adapters of them are not built"),
+        ({"lora": {"dropout": 0.1}}, "lora_cfg.dropout: 0.1, but adapters of routed experts drop nothing: leave them"),
+        (
+            {"lora": {}, "generation": {"backend": "vllm", "adapter_sets": 2}},
+            "adapter_sets: 2, but vLLM has the adapters of several versions only of linear layers, not of routed "
+            "experts (model.layers.0.mlp.experts.gate_up_proj)",
+        ),
     ],
 )
-def test_adapters_of_routed_experts_are_refused_before_anything_starts(settings: dict[str, Any], expected: str) -> None:
-    lora = {"match_all_linear": False, **settings["lora"]} if "lora" in settings else None
+def test_adapters_of_routed_experts_are_refused_where_none_are_built(settings: dict[str, Any], expected: str) -> None:
+    policy = {"generation": settings["generation"]} if "generation" in settings else {}
     with pytest.raises(ConfigError) as raised:
-        sft(lora, settings.get("peft"), **MOE)
+        sft(settings.get("lora"), settings.get("peft"), **MOE, **policy)
     assert expected in str(raised.value)
+
+
+FUSED = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "ranks"),
+    [
+        ({"match_all_linear": True}, [*LAYERS, *FUSED], (2, 1)),
+        ({"target_modules": ("all-linear",)}, [*LAYERS, *FUSED], (2, 1)),
+        ({"target_modules": ("gate_proj", "up_proj", "down_proj")}, [LAYERS[2], LAYERS[6], *FUSED], (2, 1)),
+        ({"target_modules": ("w1", "w2", "w3")}, FUSED, (2, 1)),
+        ({"target_modules": ("*.experts.gate_up_proj",)}, FUSED[::2], (1, 1)),
+        ({"target_modules": ("*.layers.1.mlp.experts.*",)}, FUSED[2:], (2, 1)),
+        ({"target_modules": ("*_proj",), "exclude_modules": ("*.mlp.*",)}, [LAYERS[i] for i in (0, 1, 4, 5)], (2, 1)),
+        ({"target_modules": ("q_proj", "down_proj")}, [LAYERS[0], LAYERS[4], *FUSED[1::2]], (1, 1)),
+    ],
+)
+def test_experts_are_named_like_layers_or_by_their_projections(
+    settings: dict[str, Any], expected: list[str], ranks: tuple[int, int]
+) -> None:
+    adapters = LoraCfg(enabled=True, **{"match_all_linear": False, **settings})
+    assert choose_layers(LAYERS, adapters, "lora", FUSED) == expected
+    takes = [name for name in FUSED[2:] if name in expected]
+    for name, rank in zip(FUSED[2:], ranks, strict=True):
+        assert name not in takes or count_projections(name, adapters) == rank
+
+
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ("gate_proj",)}, {"exclude_modules": ("up_proj",)}], ids=["one", "all but one"]
+)
+def test_half_of_a_fused_parameter_is_refused_as_by_peft(settings: dict[str, Any]) -> None:
+    half = LoraCfg(enabled=True, **{"match_all_linear": "exclude_modules" in settings, **settings})
+    with pytest.raises(ConfigError, match="adapters of gate_proj and none of up_proj, but in model"):
+        choose_layers(LAYERS, half, "lora", FUSED)
 
 
 @pytest.mark.parametrize(
     ("lora", "peft"),
     [
-        ({}, None),
+        ({"exclude_modules": ["*.mlp.experts.*"]}, None),
         ({"match_all_linear": False, "target_modules": ["q_proj", "*.shared_experts.*"]}, None),
         (None, {"exclude_modules": ["*.mlp.experts.*"]}),
         (None, {"target_modules": ["linear_qkv", "linear_proj"]}),
@@ -145,6 +210,7 @@ def test_what_lies_beside_routed_experts_has_adapters(lora: dict[str, Any] | Non
     said = [line for line in notices(sft(lora, peft, **MOE)) if "routed experts have no adapters" in line]
     assert len(said) == (peft is None)
     assert not [line for line in notices(sft(lora, peft)) if "experts" in line]
+    assert not [line for line in notices(sft({}, **MOE)) if "experts" in line]
 
 
 def test_adapters_of_latent_attention_are_refused_with_the_list_of_what_has_some() -> None:

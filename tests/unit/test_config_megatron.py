@@ -185,6 +185,24 @@ def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch
         megatron_arguments.list_arguments.cache_clear()
 
 
+def test_an_unknown_release_is_said_with_those_that_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(unsupported, "NOT_SUPPORTED_YET", ())
+    loaded()  # with the arguments of the release that is installed
+    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: tmp_path)
+    (tmp_path / "package_info.py").write_text('MAJOR = 0\nMINOR = 19\nPATCH = 2\nPRE_RELEASE = ""\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config("small.yaml")
+    assert str(caught.value) == (
+        "small.yaml: policy.megatron_cfg.enabled: true, but Megatron-Core 0.19.2 is installed, and known releases are "
+        "0.16"
+    )
+    other = tmp_path / "other"  # tells none: the trainer asks the package
+    other.mkdir()
+    (other / "package_info.py").write_text("MAJOR, MINOR = 0, 19\n")
+    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: other)
+    assert megatron_arguments.find_unknown_release() is None
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")
 @pytest.mark.parametrize(
     ("given", "said"),

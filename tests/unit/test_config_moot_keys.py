@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import inspect
 
+from tandem.common.errors import ConfigError
 from tandem.config import build_config, notices
+from tandem.config.derive import DERIVED
+from tandem.config.schema import GenerationConfig, RefitConfig
 
 SETTINGS = {"policy": {"model_name": "model", "max_total_sequence_length": 64}}
 GYM = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
@@ -89,3 +93,70 @@ def test_every_model_of_the_run_is_told_of(algorithm: str, section: str) -> None
     told = [line for line in lines(**settings, **{algorithm: {}}) if "offload_optimizer_for_logprob" in line]
     is_held = section == "policy" or algorithm == "distillation"
     assert [line.partition(" ")[0] for line in told] == [f"{section}.offload_optimizer_for_logprob"] * is_held
+
+
+SUPERVISED = ["sft", "dpo", "rm", "off_policy_distillation"]
+
+
+def supervised(algorithm: str, **sections: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "algorithm": algorithm,
+        "policy": {"model_name": "model"},
+        "data": {"dataset_name": "HelpSteer3" if algorithm in ("dpo", "rm") else "gsm8k"},
+    }
+    if algorithm == "off_policy_distillation":
+        settings["teacher"] = {"model_name": "model"}
+    policy = settings["policy"] | sections.pop("policy", {})
+    return {**settings, **sections, "policy": policy}
+
+
+def other_values(described: inspect.Type) -> list[Any]:
+    """Return some values of a type, of which one is not its default."""
+    match described:
+        case inspect.UnionType():
+            return [value for each in described.types for value in other_values(each)]
+        case inspect.BoolType():
+            return [True, False]
+        case inspect.LiteralType():
+            return list(described.values)
+        case inspect.IntType():
+            return [2, 3]
+        case inspect.FloatType():
+            return [0.5, 0.25]
+        case inspect.StrType():
+            return ["other"]
+    return []
+
+
+@pytest.mark.parametrize("algorithm", SUPERVISED)
+@pytest.mark.parametrize("section", [GenerationConfig, RefitConfig])
+def test_every_key_of_engines_has_a_notice_where_nothing_is_generated(algorithm: str, section: type) -> None:
+    described = inspect.type_info(section)
+    assert isinstance(described, inspect.StructType)
+    derived, silent, num_tried = {rule.key for rule in DERIVED}, [], 0
+    for field in described.fields:
+        name = field.encode_name
+        if f"policy.generation.{name}" in derived:
+            continue
+        for value in other_values(field.type):
+            own = {name: value}
+            over = {"policy": {"generation": own}} if section is GenerationConfig else {"refit": own}
+            try:
+                said = notices(build_config(supervised(algorithm, **over)))
+            except ConfigError:
+                continue
+            is_default = value == field.default
+            num_tried += not is_default
+            told = [line for line in said if " generates nothing" in line and name in line]
+            if bool(told) == is_default:
+                silent.append(f"{name}: {value!r}: {said}")
+    assert num_tried > (10 if section is GenerationConfig else 3)
+    assert not silent, "\n".join(silent)
+
+
+def test_no_section_of_engines_is_told_of_unless_it_is_given() -> None:
+    for algorithm in SUPERVISED:
+        assert not any("generates nothing" in line for line in notices(build_config(supervised(algorithm))))
+    rolled = {"algorithm": "grpo", "env": {"math": {}}, "data": {"dataset_name": "gsm8k"}}
+    config = build_config({**rolled, "policy": {"model_name": "m", "generation": {"top_p": 0.9}}})
+    assert not any("generates nothing" in line for line in notices(config))

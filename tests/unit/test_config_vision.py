@@ -1,4 +1,4 @@
-"""The configuration of models that see: what is not built is refused before anything starts."""
+"""The configuration of vision models: what is not built is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
             "smolvlm",
             "sft",
             {"dtensor_cfg": {"tensor_parallel_size": 2, "sequence_parallel": True, "custom_parallel_plan": "own.plan"}},
-            "policy.dtensor_cfg.sequence_parallel: true, which with a plan for a model that sees (own.plan) is not",
+            "policy.dtensor_cfg.sequence_parallel: true, which with a plan for a vision model (own.plan) is not",
         ),
         (
             "smolvlm",
@@ -103,7 +103,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
             "qwen3_vl",
             "grpo",
             {"generation": {"backend": "vllm", "vllm_kwargs": {"speculative_config": DRAFTS}}},
-            "policy.generation.vllm_kwargs.speculative_config: cannot be combined with a model that sees",
+            "policy.generation.vllm_kwargs.speculative_config: cannot be combined with a vision model",
         ),
         ("smolvlm", "rm", {}, "policy.model_name: smolvlm: a score head is not built with images"),
         (

@@ -302,7 +302,9 @@ OTHER = {"prompt": "2 + 2", "chosen": " = 4", "rejected": " = 5"}
     [
         {"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 3"},
         {"prompt": chat("u1 + 1"), "chosen": chat("a = 2"), "rejected": chat("a = 3")},
-        {"prompt": "ignored", "chosen": chat("u1 + 1", "a = 2"), "rejected": chat("u1 + 1", "a = 3")},
+        {"prompt": "1 + 1", "chosen": chat("u1 + 1", "a = 2"), "rejected": chat("u1 + 1", "a = 3")},
+        {"prompt": " 1 + 1", "chosen": chat("u1 + 1", "a = 2"), "rejected": chat("u1 + 1", "a = 3")},
+        {"prompt": None, "chosen": chat("u1 + 1", "a = 2"), "rejected": chat("u1 + 1", "a = 3")},
         {
             "context": chat("u1 + 1"),
             "completions": [
@@ -311,7 +313,7 @@ OTHER = {"prompt": "2 + 2", "chosen": " = 4", "rejected": " = 5"}
             ],
         },
     ],
-    ids=["texts", "messages", "conversations", "ranked"],
+    ids=["texts", "messages", "conversations", "with spaces", "null", "ranked"],
 )
 def test_a_file_may_have_pairs_in_any_usual_form(row: dict[str, Any]) -> None:
     assert pairs(data_config("dpo", **jsonl([row, OTHER]))) == {PAIR, ("u2 + 2", " = 4", " = 5")}
@@ -364,6 +366,16 @@ def test_conversations_that_all_begin_alike_are_split_by_what_follows() -> None:
         (
             {"prompt": "1", "chosen": [{"role": "assistant"}], "rejected": "3"},
             ": chosen[0]: a message of the role 'assistant' has no content",
+        ),
+        (  # TRL 1.16 trains on the prompt and then on the conversation
+            {"prompt": "else", "chosen": chat("u1", "a2"), "rejected": chat("u1", "a3")},
+            ": 'prompt' is not what the conversation in 'chosen' begins with: leave one of the two out, or set "
+            "data.prompt_key to a field that the rows lack, so that the conversation counts alone",
+        ),
+        (
+            {"prompt": chat("u1", "a2"), "chosen": chat("u1", "a2"), "rejected": chat("u1", "a3")},
+            ": 'prompt' is not what the conversation in 'chosen' begins with: leave one of the two out, or set "
+            "data.prompt_key to a field that the rows lack, so that the conversation counts alone",
         ),
         (
             {"chosen": chat("u1", "a2"), "rejected": chat("u3", "a4")},

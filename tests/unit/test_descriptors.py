@@ -20,7 +20,7 @@ LOOK = textwrap.dedent(
     soft, hard = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     from tandem.common import descriptors
-    from tandem.launch.doctor.machine import look_at_machine
+    from tandem.launch.doctor.look import look_at_machine
     print(next(each for each in look_at_machine(Path(".")) if each.name == "open files"))
     print(descriptors.describe_low_limit())
     print("then", descriptors.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))

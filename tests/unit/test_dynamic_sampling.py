@@ -15,11 +15,11 @@ from tandem.config import Config
 from tandem.config.schema import AdvEstimator, GrpoConfig, RewardScaling, RewardShaping
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.algorithms.rewards import has_spread
+from tandem.coordinator.forecast.plan_summary import steps
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts, FinishRun
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.coordinator.scheduler.spec import DynamicSampling, EngineBalance
-from tandem.refit.forecast.plan_summary import steps
 
 SHAPE = msgspec.structs.replace(
     GRPO,

@@ -49,6 +49,18 @@ def test_harms_are_those_of_the_suites(page: str) -> None:
     assert sum(int(times) for _, times in kinds) == sum(map(int, phases)) == int(said)
 
 
+def test_the_readme_counts_the_types_of_models_that_were_measured() -> None:
+    table = (ROOT / "docs" / "models.md").read_text()
+    (counts,) = re.findall(
+        r"^Transformers ([\d.]+)\.\d+: (\d+) types\. .*trains (\d+),.*embedded engine (\d+),", table, re.M
+    )
+    release, num_types, num_trained, num_generating = counts
+    assert (
+        f"of the {num_types} types of text models in Transformers {release}, {num_trained} train and {num_generating} "
+        "generate without vLLM" in (ROOT / "README.md").read_text()
+    )
+
+
 def test_pages_have_the_numbers_of_the_results(script: ModuleType) -> None:
     figures = script.figures
     saving = figures("saving")["median seconds"]

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from tandem.config import Config, load_config
 from tandem.coordinator.cli import main
+from tandem.coordinator.forecast.plan import explain
+from tandem.coordinator.forecast.sides import ForecastSide, model_shape, sides
+from tandem.coordinator.forecast.transfers import RefitForecast, predict
 from tandem.refit.adapters.deployment import ParallelDeployment
-from tandem.refit.forecast.plan import explain
-from tandem.refit.forecast.sides import ForecastSide, model_shape, sides
-from tandem.refit.forecast.transfers import RefitForecast, predict
 from tandem.refit.layout import ITEM_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,8 +234,8 @@ def test_deepseek_on_512_ranks_takes_less_than_4_gib() -> None:
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 from tandem.config import load_config
-from tandem.refit.forecast.transfers import predict
-from tandem.refit.forecast.sides import model_shape, sides
+from tandem.coordinator.forecast.transfers import predict
+from tandem.coordinator.forecast.sides import model_shape, sides
 config = load_config("examples/plans/{LARGEST}", to_run=False)
 explained = predict(config, *sides(config, model_shape(config)))
 links = [(link.source, link.destination, link.transport, link.round, link.num_bytes) for link in explained.survey.links]
@@ -407,3 +407,11 @@ print(code, "torch" in sys.modules, "zmq" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "0 False False"
+
+
+def test_a_type_that_transformers_does_not_build_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "of_tomorrow"}')
+    assert main(["plan", str(PLANS / LLAMA), f"policy.model_name={tmp_path}"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"unknown: .*because Transformers [\d.]+ cannot build it: .*`of_tomorrow`", output)
+    assert "set policy.model_name" not in output, "the folder has a config.json"

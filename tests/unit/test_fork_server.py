@@ -289,6 +289,20 @@ def test_an_import_that_does_not_end_is_named() -> None:
     assert re.search(r"while importing modules: it did not fork family.member within 0.3 s", str(caught.value))
 
 
+def test_an_import_has_longer_while_processors_work_for_it() -> None:
+    def work(seconds: float) -> None:
+        started = time.monotonic()
+        while time.monotonic() < started + seconds:
+            pass
+
+    with ServiceForkServer(lambda: work(1.5), 0.5) as made:
+        assert told(made)["parent"] == os.getpid()
+    started = time.monotonic()
+    with ServiceForkServer(lambda: work(600.0), 0.2) as made, pytest.raises(DeadlineExceeded):
+        born(made, "tell")
+    assert time.monotonic() - started < 60
+
+
 def test_an_import_that_kills_is_named() -> None:
     def preload() -> None:
         time.sleep(0.3)

@@ -11,7 +11,7 @@ from tandem.trainer.backends import fused_scores
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("at_once", [7, NUM_TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

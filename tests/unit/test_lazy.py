@@ -14,7 +14,7 @@ from tandem.config import Config
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
-from tandem.samples.data_sets import LazyDataset, epoch_stream
+from tandem.samples.data_sets import ItemLengths, LazyDataset, PromptEncoder, epoch_stream
 from tandem.samples.data_sets.order import NUM_CHECKED
 from tandem.samples.model_files import load_tokenizer
 
@@ -77,6 +77,44 @@ def test_only_the_first_items_are_encoded_at_once_and_the_rest_when_they_are_dra
     asked.clear()
     LazyDataset(made, range(NUM), encode)
     assert len(asked) == NUM, "what a task made is wrong altogether if it is wrong anywhere"
+
+
+def test_what_a_task_made_is_encoded_at_once_only_where_it_may_be_too_long() -> None:
+    """A token has four bytes here, and each item three tokens of a template; what is sure is a token a byte."""
+    encoded: list[int] = []
+
+    def encode(item: int) -> str:
+        encoded.append(item)
+        return "t" * (item // 4 + 3)
+
+    config, limit = data_config("sft", num_train=NUM), 300
+    lazy = LazyDataset(config, range(NUM), encode, lengths=ItemLengths(lambda item: item, len, limit))
+    order = epoch_stream(config.sft.seed, NUM, 0, NUM)
+    first, others = order[:NUM_CHECKED], order[NUM_CHECKED:]
+    most_added = max(item // 4 + 3 - item for item in first)
+    assert encoded == [*first, *(item for item in others if item + most_added > limit)]
+    assert NUM_CHECKED < len(encoded) < NUM
+    assert lazy.num_checked == NUM
+    assert lazy.draw(0, NUM) == [encode(item) for item in order]
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_prompts_and_conversations_of_a_task_are_measured(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    kind, name = (PromptEncoder, "encode") if algorithm == "grpo" else (DataSetAlgorithm, "_encode")
+    encode = getattr(kind, name)
+
+    def encode_and_count(self: Any, item: Any) -> Any:
+        encoded = encode(self, item)
+        lengths.append(len(encoded.prompt_ids) if algorithm == "grpo" else len(encoded[0].token_ids))
+        return encoded
+
+    monkeypatch.setattr(kind, name, encode_and_count)
+    settings = {"num_train": NUM, "task_params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
+    algorithm_of(data_config(algorithm, **settings))
+    assert NUM_CHECKED < len(lengths) < NUM, "the first, and those held out"
+    with pytest.raises(DataError, match="its prompt has"):
+        algorithm_of(data_config(algorithm, **settings, max_input_seq_length=2))
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])

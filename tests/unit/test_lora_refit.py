@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from lora_harness import HOST, MODEL, LoraRefit, targeted
+from lora_harness import CONFIG, HOST, MODEL, RANK, LoraRefit, targeted
 
 from tandem.common.errors import CoverageError, RefitError
 from tandem.refit import program as programs
+from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.adapters.huggingface import HuggingFace
@@ -42,6 +43,48 @@ def test_engines_compute_with_the_base_and_the_product_to_the_bit(sizes: str, dt
     frozen = {link.name: link.num_bytes for link in refit.plan.frozen_links}
     assert later == moved
     assert first == {link: moved.get(link, 0) + frozen.get(link, 0) for link in {**moved, **frozen}}
+
+
+MOE = make_shape(
+    {
+        **CONFIG,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "float32",
+)
+
+
+@pytest.mark.parametrize(
+    "engine", [HuggingFace(), Vllm(tp=2), Vllm(tp=2, dp=2, expert_parallel=True)], ids=["one", "vLLM TP2", "vLLM EP4"]
+)
+def test_experts_are_merged_wherever_an_engine_has_them(engine: ParallelDeployment) -> None:
+    refit = LoraRefit(DTensor(shard=4, expert=2), engine, MOE, model=MOE)
+    assert "model.layers.1.mlp.experts.3.up_proj" in refit.layers
+    for version in range(2):
+        refit.refit(version, joining_engines=() if version else None)
+        refit.assert_holds(torch.float32)
+        assert refit.verdict().differences == ()
+        refit.train()
+
+
+def test_fused_adapters_of_experts_take_what_the_plan_says() -> None:
+    """One ``lora_A`` for both projections, and experts shared out among ranks."""
+    layer = "model.layers.0.mlp.experts"
+    gate_up = [f"{layer}.{expert}.{part}_proj" for expert in range(4) for part in ("gate", "up")]
+    adapted = MOE.add_adapters(gate_up, 2 * RANK)
+    for expert in (1, 2):
+        layout = DTensor(shard=2, expert=expert, tensor=1).parameters(adapted, 0)
+        sizes = {storage.name: storage.num_bytes for storage in layout.storages}
+        assert sizes[f"{layer}.gate_up_proj.lora_A.weight"] == 2 * 2 * RANK * 32 * 4
+        assert sizes[f"{layer}.gate_up_proj.lora_B.weight"] == 2 * 24 * 2 * RANK * 4
+    tensor = DTensor(tensor=2).parameters(adapted, 0)
+    sizes = {storage.name: storage.num_bytes for storage in tensor.storages}
+    assert sizes[f"{layer}.gate_up_proj.lora_B.weight"] == 4 * 24 * 2 * RANK * 4, "whole on every rank"
 
 
 def test_no_version_depends_on_those_before() -> None:

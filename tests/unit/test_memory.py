@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import resource
 from pathlib import Path
 
 import psutil
@@ -59,3 +60,16 @@ def test_where_the_peak_cannot_be_forgotten_both_ends_are_looked_at(
     kept.close()
     used = meter.use()
     assert abs(used.peak - used.held - NUM_BYTES) < NOISE
+
+
+def test_a_process_without_a_free_descriptor_still_says_how_much_it_takes() -> None:
+    meter = MemoryMeter()
+    before = meter.use()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        meter.begin()
+        used = meter.use()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert used.peak == used.held >= before.held - NOISE

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, build_config
 from tandem.coordinator.cli import main
+from tandem.coordinator.model_folders.checking import check_model
 from tandem.refit.adapters.catalogue import make_shape
-from tandem.refit.model_folders.checking import check_model
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3",

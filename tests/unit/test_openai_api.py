@@ -476,7 +476,6 @@ def complete(tiny: Tiny, **changes: Any) -> Any:
         (chat, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "<= 20"),
         (chat, {"top_logprobs": 3}, 400, "top_logprobs", "give logprobs: true as well"),
         (complete, {"best_of": 3}, 400, "best_of", "does not support it"),
-        (complete, {"echo": True}, 400, "echo", "does not support it"),
         (complete, {"prompt": ["a"] * 600, "n": 2}, 400, "n", "at most 1024"),
     ],
 )

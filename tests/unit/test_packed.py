@@ -29,6 +29,7 @@ def test_the_row_is_rounded_up_with_a_segment_of_padding() -> None:
     assert packed is not None
     assert packed.lengths == (4, 2, 10)
     assert packed.position_ids_1N[0, 6:].tolist() == list(range(10))
+    assert packed.token_ids_1N[0, 6:].tolist() == [1] * 10, "a real token: the embedding of padding may be zero"
 
 
 @pytest.mark.parametrize("rows", [(EMPTY_ROW,), (EMPTY_ROW, EMPTY_ROW)])
@@ -36,6 +37,7 @@ def test_a_row_of_nothing_is_one_segment(rows: tuple[int, ...]) -> None:
     packed = pad(batch_of(".x"), rows, divisible_by=2, device=CPU, row_divisible_by=3).row
     assert packed is not None
     assert packed.lengths == (6,)
+    assert packed.token_ids_1N.tolist() == [[1] * 6]
     assert packed.predictor_K.tolist() == []
 
 

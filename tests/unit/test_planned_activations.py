@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tandem.config import load_config
-from tandem.refit.forecast.memory import RankMemory, memory_of
-from tandem.refit.forecast.sides import model_shape, sides
+from tandem.coordinator.forecast.memory import RankMemory, memory_of
+from tandem.coordinator.forecast.sides import model_shape, sides
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 LLAMA, LLAMA_70B = "llama-8b-fsdp8-to-tp2.yaml", "llama-70b-tp8pp2-to-tp8.yaml"

@@ -1,4 +1,4 @@
-"""What `coordinator plan` says of models that see, beside what Transformers' towers keep, counted on the CPU."""
+"""What `coordinator plan` says of vision models, beside what Transformers' towers keep, counted on the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.console import Console
 
 from tandem.config import Config, build_config
 from tandem.config.models.vision_families import VISION
-from tandem.refit.forecast.memory import memory_of
-from tandem.refit.forecast.plan import explain
-from tandem.refit.forecast.sides import model_shape, sides
-from tandem.refit.forecast.towers import bound_image_tokens, tower_of
+from tandem.coordinator.forecast.memory import memory_of
+from tandem.coordinator.forecast.plan import explain
+from tandem.coordinator.forecast.sides import model_shape, sides
+from tandem.coordinator.forecast.towers import bound_image_tokens, tower_of
 from tandem.trainer.backends.pictures import freeze
 from tests.harness.vision_models import vision_config, vision_tokenizer
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from data_harness import data_config
-from reasoning_gym.factory import DATASETS
+from reasoning_gym.factory import DATASETS, create_curriculum, create_dataset
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
+from tandem.config import build_config
 from tandem.rollout.environments.reasoning_gym import ReasoningGym
-from tandem.samples.data_sets import sources
+from tandem.samples.data_sets import load_problems, sources
+from tandem.samples.data_sets.reasoning_tasks import import_task_alone, task_dataset
 
 WITHOUT_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks whose problems show no right answer, since there are many."""
@@ -34,6 +38,32 @@ def test_the_reference_answer_of_every_task_is_right(task: str) -> None:
             score = environment.score(problem, str(problem.answer))
             assert (score.reward, score.correct) == (1.0, True)
         assert not environment.score(problem, "xyzzy").correct
+
+
+def test_a_task_imported_alone_makes_the_same_problems_and_leaves_the_package_as_it_was() -> None:
+    package = {name: module for name, module in sys.modules.items() if name.startswith("reasoning_gym")}
+    num_alone = 0
+    for task, (_, config_class, *_) in DATASETS.items():
+        classes = import_task_alone(task)
+        if classes is not None:
+            num_alone += 1
+            alone = classes[0](config=classes[1](size=1, seed=5))
+            assert classes[1] is not config_class
+            assert repr(alone[0]) == repr(create_dataset(task, size=1, seed=5)[0]), task
+    assert num_alone >= 90, "most have a file of their name"
+    assert package == {name: module for name, module in sys.modules.items() if name.startswith("reasoning_gym")}
+
+
+def test_a_run_of_one_task_imports_no_other() -> None:
+    program = """if True:
+        import sys
+        from tandem.samples.data_sets.reasoning_tasks import task_dataset
+        print(task_dataset("chain_sum", {}, size=1, seed=0)[0]["answer"], "sympy" in sys.modules)
+        import reasoning_gym.factory
+        print(len(reasoning_gym.factory.DATASETS) > 100, reasoning_gym.arithmetic.chain_sum.DATASET_NAME)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split()[1:] == ["False", "True", "chain_sum"]
 
 
 @pytest.mark.parametrize(
@@ -110,3 +140,42 @@ def test_a_composite_that_is_none_is_refused_in_one_line(task_params: dict[str, 
     assert "\n" not in str(refusal.value)
     with pytest.raises(ConfigError, match=message):
         ReasoningGym("composite", task_params)
+
+
+def test_a_composite_takes_levels_of_the_curriculum() -> None:
+    """Each level's parameters are those of reasoning-gym's own curriculum; what the file sets itself wins."""
+    curriculum = create_curriculum("chain_sum")
+    for level in (0, 2):
+        for name in curriculum.attributes:
+            curriculum.set_attr_level(name, level)
+        expected = curriculum.generate_configuration()
+        parameters = {"datasets": [{"name": "chain_sum", "level": level, "config": {"min_terms": 2}}]}
+        made = task_dataset("composite", parameters, size=1, seed=0).datasets["chain_sum"].config
+        assert (made.max_terms, made.min_digits, made.max_digits) == (
+            expected.max_terms,
+            expected.min_digits,
+            expected.max_digits,
+        )
+        assert made.min_terms == 2
+    with pytest.raises(ConfigError, match=r"^data\.task_params: chain_sum has the levels 0 to 10, not 99$"):
+        task_dataset("composite", {"datasets": [{"name": "chain_sum", "level": 99}]}, size=1, seed=0)
+
+
+def test_problems_of_a_composite_carry_their_task_for_metrics() -> None:
+    config = build_config(
+        {
+            "grpo": {},
+            "policy": {"model_name": "model"},
+            "data": {
+                "dataset_name": "reasoning_gym",
+                "task": "composite",
+                "task_params": MIXTURE,
+                "num_train": 20,
+                "num_validation": 8,
+            },
+        }
+    )
+    sets = load_problems(config)
+    for prompted in (*sets.list_train(config.data), *sets.list_held_out(config.data)[""]):
+        assert prompted.set_name == prompted.problem.metadata["source_dataset"]
+    assert len({prompted.set_name for prompted in sets.list_train(config.data)}) > 1

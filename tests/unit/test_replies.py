@@ -628,6 +628,25 @@ def test_an_engine_may_take_a_version_while_it_generates() -> None:
         replies.take("rollout-0", msgspec.structs.replace(mixed, command_id=18), {})
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["answered", "open"])
+def test_versions_that_no_answer_can_name_are_forgotten(*, is_open: bool) -> None:
+    """A run makes one a step, for ever; an engine may answer with any since it got what it has not answered yet."""
+    replies, last = engine(), 200
+    if not is_open:
+        replies.forget_commands()
+    for version in range(VERSION + 1, last + 1):
+        replies.expect("rollout-0", Refit(**command(2 * version + 100), version=version))
+        answer_of_it = msgspec.structs.replace(REFITTED, command_id=2 * version + 100, version=version)
+        assert replies.take("rollout-0", answer_of_it, {})
+    assert (len(replies._states["rollout-0"].versions) < 4) != is_open
+    if is_open:
+        assert replies.take("rollout-0", with_versions(VERSION, last), {})
+    replies.expect("rollout-0", msgspec.structs.replace(GENERATE, command_id=1000, cancel_before=1000))
+    with pytest.raises(WireError, match=f"held then: {last}"):
+        replies.take("rollout-0", msgspec.structs.replace(with_versions(VERSION, last), command_id=1000), {})
+    assert replies.take("rollout-0", msgspec.structs.replace(with_versions(last, last), command_id=1000), {})
+
+
 def test_ranks_that_lack_samples_name_rollouts_that_have_them(hub: ListeningSocket) -> None:
     room = Room(hub, "trainer")
     room.command(Train(**command(23), step=STEP, sources=SOURCES))

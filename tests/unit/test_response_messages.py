@@ -19,7 +19,7 @@ from tandem.coordinator.api.rewards import reward_functions
 from tandem.rollout.environments import Score, Turn, make_environment
 from tandem.rollout.environments.environment import read_whole_text
 from tandem.rollout.environments.scorer import EnvironmentScorer
-from tandem.rollout.response_messages import ResponseMessages, response_messages
+from tandem.rollout.generating import ResponseMessages, response_messages
 from tandem.samples.model_files import load_tokenizer, write_new_model
 from tandem.samples.tokenizer import Tokenizer
 

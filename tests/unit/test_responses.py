@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.samples.responses import ParsedResponse, ResponseMarkers, ResponseParser, ResponseStream
+from tandem.samples.responses import ParsedResponse, ResponseMarkers, ResponseParser, ResponseStream, chat_markers
 from tandem.samples.tool_formats import TOOL_FORMATS, FunctionCall
 
 THINK = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}</think><tool_call>"
@@ -139,7 +139,72 @@ CALLS: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
         "<|tool_call_end|>",
         [WEATHER, {}],
     ),
+    # As vLLM 0.32's parser reads what models write that is no Python.
+    "lfm2, quotes": (
+        "lfm2",
+        """<|tool_call_start|>[get_weather(city='it's', note="say "hi" now", days=3)]<|tool_call_end|>""",
+        [{"city": "it's", "note": 'say "hi" now', "days": 3}],
+    ),
+    "lfm2, lines": (
+        "lfm2",
+        """<|tool_call_start|>[get_weather(city="a\nb", note='c\\nd \\'e\\'')]<|tool_call_end|>""",
+        [{"city": "a\nb", "note": "c\nd 'e'"}],
+    ),
+    "lfm2, keywords": (
+        "lfm2",
+        "<|tool_call_start|>[get_weather(from='x', class=None, month=07), get_weather(units=['a', (1, 2)],)]"
+        "<|tool_call_end|>",
+        [{"from": "x", "class": None, "month": 7}, {"units": ["a", [1, 2]]}],
+    ),
+    "lfm2, marker": (
+        "lfm2",
+        "<|tool_call_start|>[get_weather(note='it's <|tool_call_end|>', place={\"a b\": 'x)]'})]<|tool_call_end|>",
+        [{"note": "it's <|tool_call_end|>", "place": {"a b": "x)]"}}],
+    ),
+    "qwen3_coder, padded": (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=days>\n007\n</parameter>\n<parameter=city>\n007\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [{"days": 7, "city": "007"}],
+    ),
+    "gemma4, keys": (
+        "gemma4",
+        '<|tool_call>call:get_weather{place:{a "k" x:{b:null}}}<tool_call|>',
+        [{"place": {'a "k" x': {"b": None}}}],
+    ),
 }
+NO_LFM2 = (
+    *("get_weather(city='x')", "[get_weather(city=Paris)]", "[get_weather('Paris')]", "[]", "[get_weather(city='x'"),
+    *("[{'name': 'get_weather'}]", "[get_weather(city='x', city='y')]", "[get_weather(city='x')] or", "[f(a=g(1))]"),
+    *(
+        "[get_weather(city=1 + 2)]",
+        "[get_weather(units=[[[[)]",
+        "[get_weather(city='x\\')]",
+        "[get_weather(units=[1)]]",
+    ),
+)
+
+
+@pytest.mark.parametrize("text", NO_LFM2)
+def test_what_is_no_call_of_lfm2(text: str) -> None:
+    """vLLM 0.32's parser reads none of these, or loses an argument."""
+    response = f"<|tool_call_start|>{text}<|tool_call_end|>"
+    parsed = ResponseParser(ResponseMarkers(tool_format=TOOL_FORMATS["lfm2"])).parse(response)
+    assert parsed.tool_calls == ()
+    assert parsed.malformed_calls == (response,)
+
+
+def test_a_template_that_writes_strings_as_they_are_is_read_so() -> None:
+    """LFM2.5's does, also where the parser is named."""
+    template = ResponseMarkers.of_template("""<|tool_call_start|>{{- "'" + arg_value + "'" -}}""")
+    escaping = ResponseMarkers.of_template("<|tool_call_start|>")
+    text = r"<|tool_call_start|>[get_weather(note='\frac{1}{2} it's \', days=3)]<|tool_call_end|>"
+    for markers in (template, chat_markers(template, "lfm2", may_call=True)):
+        (call,) = ResponseParser(markers).parse(text).tool_calls
+        assert call.arguments == {"note": "\\frac{1}{2} it's \\", "days": 3}
+    plain = r"<|tool_call_start|>[get_weather(note='a\nb')]<|tool_call_end|>"
+    for markers in (escaping, chat_markers(escaping, "lfm2", may_call=True)):
+        assert ResponseParser(markers).parse(plain).tool_calls[0].arguments == {"note": "a\nb"}
 
 
 def of_template(source: str, prompt: str = "", special_tokens: tuple[str, ...] = ()) -> ResponseParser:
@@ -402,3 +467,9 @@ def test_a_damaged_response_is_read_the_same_however_it_comes(
             texts = ("".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas))
             outcomes.append((texts, [call for delta in deltas for call in delta.tool_calls]))
         assert outcomes[1:] == outcomes[:1] * 2
+
+
+def test_a_name_of_glm_is_a_name() -> None:
+    """vLLM 0.32's parser reads no call either."""
+    for text in ("<tool_call>{}</tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'):
+        assert ResponseParser(ResponseMarkers(tool_format=TOOL_FORMATS["glm45"])).parse(text).tool_calls == ()

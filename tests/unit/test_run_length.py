@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from tandem.config import Config, build_config, config_to_json, make_plain, resume_differences
-from tandem.coordinator.preparing.run_length import set_run_length
+from tandem.coordinator.preparing.preflight import set_run_length
 from tandem.observe.run_folder.journal_writer import Journal
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_long_run_needs_no_more_memory_for_its_log(limit: str | float, tmp_pat
     of_log = tracemalloc.Filter(True, sample_files.__file__, all_frames=True)
     try:
         sizes = []
-        for step in range(1, 1501):
+        for step in range(1, 2001):
             samples.take_recorded(step, ["rollout-0", "rollout-1"], 1000)
             samples.take_recorded(step, ["rollout-0"], 1000, "validate")
             if step % 500 == 0:
@@ -81,7 +82,9 @@ def test_a_long_run_needs_no_more_memory_for_its_log(limit: str | float, tmp_pat
     finally:
         tracemalloc.stop()
     assert sizes[0] > 0
-    assert sizes[2] - sizes[1] < 500 * 8, "not a number a step"
+    # What grows with the steps grows in each five hundred of them. The interpreter's table of interned strings, which
+    # parts of paths are, may double in one: 15 MB in a process that has run thousands of tests.
+    assert min(later - earlier for earlier, later in pairwise(sizes)) < 500 * 8, "not a number a step"
 
 
 def test_at_its_limit_the_oldest_steps_are_deleted_as_new_ones_come(

@@ -187,7 +187,9 @@ def test_a_page_of_samples_says_how_many_are_left(capsys: pytest.CaptureFixture[
         (["run", "--step", "9"], "run/samples has no samples of step 9, only those of step 3"),
         (["run", "--group", "4"], "step 3 has no group 4, only 0 to 3"),
         (["run", "--validation"], "run/samples has no validation samples: logger.samples says how much is kept"),
-        (["elsewhere"], "elsewhere holds no run: there is no journal.sqlite in it"),
+        (["elsewhere"], "elsewhere holds no run: there is no such folder; there are run"),
+        (["runs"], "runs holds no run: there is no such folder; there are run; did you mean 'run'?"),
+        (["."], ". holds no run: there is no journal.sqlite in it; there are run"),
     ],
 )
 def test_what_is_not_there_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from scoring_harness import NUM_TOKENS, VOCABULARY, LargestTensor, inputs, of_fu
 
 from tandem.trainer import scoring
 from tandem.trainer.scorers.likeliest import top_tokens
-from tandem.trainer.scorers.whole_logits import exclude_tokens, scores_of_logits
+from tandem.trainer.scorers.scorer import exclude_tokens, scores_of_logits
 from tandem.trainer.scores import StudentScores
 from tandem.trainer.scoring import score_tokens
 

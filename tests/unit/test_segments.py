@@ -27,10 +27,13 @@ def test_each_token_sees_its_segment_up_to_itself(segments: list[tuple[int, int]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (3, False), (3, True), (300, False), (None, True)])
+@pytest.mark.parametrize("cap", [None, 0.4])
+@pytest.mark.parametrize(
+    ("window", "has_sinks"), [(1, False), (3, False), (3, True), (300, False), (None, True), (None, False)]
+)
 @pytest.mark.parametrize("segments", [SEGMENTS["more keys than queries"], [(300, 310)]], ids=["few", "many"])
-def test_a_window_hides_what_is_before_it_and_a_sink_takes_its_share(
-    segments: list[tuple[int, int]], window: int | None, has_sinks: bool
+def test_a_window_hides_what_is_before_it_a_sink_takes_its_share_and_a_cap_limits_scores(
+    segments: list[tuple[int, int]], window: int | None, has_sinks: bool, cap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     num_queries, num_keys = (sum(pair[index] for pair in segments) for index in (0, 1))
@@ -40,8 +43,8 @@ def test_a_window_hides_what_is_before_it_and_a_sink_takes_its_share(
     assert query_LHD is not None
     assert key_MGD is not None
     assert value_MGD is not None
-    found_LHD = attend(query_LHD, key_MGD, value_MGD, segments, 0.3, window, sinks_H)
-    expected_LHD = formula(query_LHD, key_MGD, value_MGD, segments, window, sinks_H)
+    found_LHD = attend(query_LHD, key_MGD, value_MGD, segments, 0.3, window, sinks_H, cap)
+    expected_LHD = formula(query_LHD, key_MGD, value_MGD, segments, window, sinks_H, cap)
     torch.testing.assert_close(found_LHD, expected_LHD, rtol=0, atol=2e-6)
     weights_LHD = torch.randn(found_LHD.shape, generator=generator)
     for found, expected in zip(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -87,6 +88,13 @@ def test_a_fork_server_that_is_stopped_is_replaced(start: Start, whom: str, monk
     assert gone([stopped.pid, first])
 
 
+ANSWERS = """
+import socket, sys
+sys.stdin.read()
+socket.socket(fileno=int(sys.argv[1])).sendall(b"-9")
+"""
+
+
 def test_a_guardian_that_is_stopped_still_says_how_its_worker_has_ended(start: Start) -> None:
     scorer = start("HeldUntilTold")
     scorer.submit(0, problem(), said("abc"))
@@ -98,6 +106,27 @@ def test_a_guardian_that_is_stopped_still_says_how_its_worker_has_ended(start: S
     Path("go").touch()
     assert _only(scorer) == Score(3.0, True)
     assert gone([first, guardian])
+
+
+def test_a_guardian_that_is_stopped_while_it_is_asked_still_answers() -> None:
+    """A stop can be obeyed after one has looked: a busy machine runs a process late."""
+    ours, theirs = socket.socketpair()
+    with (
+        ours,
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-c", ANSWERS, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.PIPE
+        ) as guardian,
+    ):
+        answers: list[str] = []
+        thread = threading.Thread(target=lambda: answers.append(guarded.ask_guardian(ours, guardian.pid)))
+        thread.start()
+        time.sleep(0.1)
+        os.kill(guardian.pid, signal.SIGSTOP)
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        thread.join()
+    assert answers == ["killed by SIGKILL"]
 
 
 def test_a_slow_worker_ends_though_its_guardian_is_stopped(start: Start) -> None:

@@ -46,7 +46,7 @@ def model_of(model_type: str, device: str = "meta", **sizes: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("model_type", TENSOR_PLANS)
+@pytest.mark.parametrize("model_type", [*TENSOR_PLANS, "gemma", "smollm3", "seed_oss", "helium"])
 def test_a_plan_cuts_every_projection_of_attention(model_type: str) -> None:
     model = model_of(model_type)
     plan = plan_of(model, 2, sequence_parallel=False)
@@ -56,8 +56,10 @@ def test_a_plan_cuts_every_projection_of_attention(model_type: str) -> None:
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2, but there is no plan for gemma, only for "):
-        plan_of(model_of("gemma", head_dim=4), 2, sequence_parallel=False)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2, but there is no plan for olmo2, only for "):
+        plan_of(model_of("olmo2"), 2, sequence_parallel=False)
+    with pytest.raises(ConfigError, match=r"sequence_parallel: true, but the norms of gemma are not known to be those"):
+        plan_of(model_of("gemma", head_dim=4), 2, sequence_parallel=True)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: 4 does not divide 2 heads of attention"):
         plan_of(model_of("llama"), 4, sequence_parallel=False)
 

@@ -328,6 +328,18 @@ def test_keys_are_hashed_and_their_file_is_the_owners() -> None:
     keys = read_keys(path)
     assert [keys.owner_of(key) for key in (first, second, other, "", "tml-")] == [None, "me", "you", None, None]
     assert not any(key in path.read_text() for key in (first, second, other))
+    late = add_key(path, "late")
+    assert keys.owner_of(late) == "late", "it was added while the server ran"
+    third = add_key(path, "me")
+    assert [keys.owner_of(key) for key in (second, third, other)] == [None, "me", "you"]
+    whole = path.read_bytes()
+    for content in (b"{", b"[]"):  # half written, or no file of keys: what was read before stays
+        path.write_bytes(content)
+        assert keys.owner_of(third) == "me"
+    path.unlink()
+    assert keys.owner_of(third) == "me"
+    path.write_bytes(whole)
+    path.chmod(0o600)
     with pytest.raises(ConfigError, match="a key's name"):
         add_key(path, "../me")
     path.chmod(0o640)

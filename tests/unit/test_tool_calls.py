@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from engine_harness import sampling
-from rollout_harness import CHARACTERS
 from serving_harness import at, client
-from tools_harness import CALC, CALL, END, QUESTION, VOCABULARY, Scripted, make_tokenizer, spoken
+from tools_harness import CALC, CALL, QUESTION, VOCABULARY, Scripted, asked, episode, make_tokenizer, spoken
 
-from tandem.common.messages import Generate, Problem, PromptGroup
-from tandem.config import Config, build_config
-from tandem.config.schema import NewModel
 from tandem.config.schema.generation import ToolCallParser
-from tandem.rollout.agents.episodes import Episode
 from tandem.rollout.environments import Score
 from tandem.rollout.openai_api.app import make_app, only_with
 from tandem.rollout.openai_api.generator import ServedModel
 from tandem.rollout.openai_api.tool_calls import ChatReader
-from tandem.samples.model_files import write_new_model
 from tandem.samples.responses import ResponseMarkers, chat_markers
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
@@ -66,7 +56,11 @@ TEXTS: dict[str, tuple[ToolCallParser, str, str, list[tuple[str, dict[str, Any]]
     "llama": ("llama3_json", ADD.replace("arguments", "parameters"), "", [ADDED]),
     "llama's tag": ("llama3_json", f"\n<|python_tag|>{ADD}", "", [ADDED]),
     "several": ("llama3_json", f"{ADD}; {ADD};\n{ADD}", "", [ADDED] * 3),
-    "llama's text": ("llama3_json", f"Sure: {ADD}", f"Sure: {ADD}", []),
+    # As vLLM 0.32's parser and TRL 1.16's response template read it.
+    "llama's text": ("llama3_json", f"Sure:\n{ADD}", "Sure:", [ADDED]),
+    "llama's text and tag": ("llama3_json", f"Let me {{x}}. <|python_tag|>{ADD}; {ADD}\n", "Let me {x}.", [ADDED] * 2),
+    "llama's text and JSON": ("llama3_json", 'So {"name": 1} ', 'So {"name": 1} ', []),
+    "llama's text behind": ("llama3_json", f"Sure: {ADD} done", f"Sure: {ADD} done", []),
     "llama's JSON": ("llama3_json", '{"answer": 1} ', '{"answer": 1} ', []),
     "one is none": ("llama3_json", f"{ADD}; add(1)", f"{ADD}; add(1)", []),
     "llama, cut": ("llama3_json", ADD[:-2], ADD[:-2], []),
@@ -99,16 +93,6 @@ def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
         " <toolbox>",
         "",
     ]
-
-
-@contextlib.contextmanager
-def asked(folder: Path, *responses: list[int], parser: ToolCallParser | None = "hermes") -> Iterator[openai.OpenAI]:
-    generator = Scripted(*responses)
-    model = ServedModel(
-        "m", make_tokenizer(folder), generator, max_length=4096, vocabulary=VOCABULARY, tool_call_parser=parser
-    )
-    with at(make_app(only_with(None, model), deadline_s=60)) as url, client(url) as made:
-        yield made
 
 
 ASK: dict[str, Any] = {"model": "m", "messages": QUESTION, "tools": [CALC]}
@@ -179,41 +163,6 @@ def test_a_call_cannot_be_demanded(tmp_path: Path, change: dict[str, Any], param
             made.chat.completions.create(**ASK, **change)
         assert (raised.value.status_code, raised.value.param) == (400, param)
         assert words in raised.value.message
-
-
-def config_of(folder: Path) -> Config:
-    write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=CHARACTERS))
-    settings: dict[str, Any] = {
-        "grpo": {},
-        "policy": {
-            "model_name": str(folder / "model"),
-            "max_total_sequence_length": 4096,
-            "generation": {"tool_call_parser": "hermes"},
-        },
-        "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
-        "env": {"mine": {"command": ["true"]}},
-    }
-    return build_config(settings)
-
-
-@contextlib.contextmanager
-def episode(folder: Path, monkeypatch: pytest.MonkeyPatch, *responses: list[int]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield a client, the episode that it plays, and the policy, which says what it is told to."""
-    monkeypatch.setattr("tandem.rollout.agents.episodes.vocabulary_size", lambda policy: VOCABULARY)
-    policy, tokenizer, config = Scripted(*responses), make_tokenizer(folder), config_of(folder)
-    problem = Problem(problem_id="p", question="", answer="", metadata={})
-    group = PromptGroup(group=0, problem=problem, prompt_ids=(1,), seeds=(1,))
-    how = sampling(max_new_tokens=512, stop_token_ids=(END,))
-    command = Generate(
-        command_id=1, deadline_s=60, cancel_before=1, step=1, purpose="train", sampling=how, groups=(group,)
-    )
-
-    async def begin() -> Episode:
-        return Episode(1, group, 0, command, config, policy, tokenizer)  # type: ignore[arg-type]
-
-    played = asyncio.run(begin())
-    with at(make_app(lambda _: played, deadline_s=60)) as url, client(url) as made:
-        yield made, played, policy
 
 
 def results(*calls: Any, texts: tuple[str, ...]) -> list[dict[str, Any]]:

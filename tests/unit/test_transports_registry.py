@@ -12,7 +12,6 @@ from spool_transport import Spool
 from tandem.common.errors import RefitError
 from tandem.config.schema import LinkRates
 from tandem.refit import program as programs
-from tandem.refit.binding import bind
 from tandem.refit.cost import bucket_memory, cost
 from tandem.refit.layout import (
     CudaMemory,
@@ -28,6 +27,7 @@ from tandem.refit.planner import plan, survey
 from tandem.refit.planning.flows import FlowLink
 from tandem.refit.transports import registry
 from tandem.refit.transports.transport import Route
+from tandem.refit.weights import bind
 
 RATES = LinkRates(memory=5.0, same_gpu=1000.0, peer_gpu=100.0, network=10.0)
 SHAPE = (64, 8)

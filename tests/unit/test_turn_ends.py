@@ -53,14 +53,31 @@ def learned(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any
     return text + "]" * before
 
 
-def test_a_response_ends_where_any_file_of_the_model_or_the_template_says(tokenizer: Tokenizer) -> None:
+def test_a_response_ends_where_tokenizer_generation_config_or_template_says(tokenizer: Tokenizer) -> None:
     assert tokenizer.turn_ends.stop_ids == (257,)
     both = with_ends(tokenizer, generation_config=[260, 257], config=259)
-    assert both.turn_ends.stop_ids == (257, 260, 259)
+    assert both.turn_ends.stop_ids == (257, 260)
     base = with_ends(tokenizer, generation_config=260)
     base.hugging_face.eos_token = "<|python_tag|>"
     again = Tokenizer(base.hugging_face, base.where)
     assert {257, 260} <= {*again.turn_ends.stop_ids}, "a base model's tokenizer does not name the template's end"
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [({"eos_token_id": [3, 4]}, {3, 4}), ({"eos_token_id": None}, {7}), ({"temperature": 0.6}, {7}), (None, {7})],
+)
+def test_the_models_config_only_counts_where_its_generation_config_does_not_say(
+    tokenizer: Tokenizer, generation: dict[str, object] | None, ends: set[int]
+) -> None:
+    """As Transformers 5.24 does: `GenerationConfig.from_pretrained`, or else `from_model_config`."""
+    folder = Path(tokenizer.where)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    stop_ids = {*Tokenizer(tokenizer.hugging_face, tokenizer.where).turn_ends.stop_ids}
+    assert stop_ids == {*ends, tokenizer.eos_id}
 
 
 @pytest.mark.parametrize("damaged", ["[", "[1, 2]", '{"eos_token_id": "x"}', '{"eos_token_id": [true, -1, null]}'])

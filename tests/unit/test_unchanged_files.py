@@ -111,6 +111,30 @@ def test_templates_are_where_transformers_reads_them(source: Path, tmp_path: Pat
     assert read_template(tmp_path / "export") == tokenizer.hugging_face.chat_template
 
 
+def test_the_files_of_a_tokenizer_without_tokenizer_json_are_copied(source: Path, tmp_path: Path) -> None:
+    """Such as those of Mistral's releases, which have further vocabularies, or of older models' two files."""
+    (source / "tokenizer.json").unlink()
+    for name in ("tokenizer.model", "tokenizer.model.v3", "sentencepiece.bpe.model", "vocab.json"):
+        (source / name).write_text("{}")
+    fast = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    hugging_face = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>")
+    hugging_face.name_or_path = str(source)
+    hugging_face.chat_template = TOKENIZER_CONFIG["chat_template"]
+    Tokenizer(hugging_face, str(source)).save(tmp_path / "export")
+    expected = {path.name for path in source.iterdir()} - {"config.json", "generation_config.json"}
+    assert {path.name for path in (tmp_path / "export").iterdir()} == expected
+    assert all((tmp_path / "export" / name).read_bytes() == (source / name).read_bytes() for name in expected)
+
+
+def test_files_in_the_working_directory_are_not_those_of_a_new_tokenizer(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source)
+    fast = tokenizers.Tokenizer(models.WordLevel({"c": 0, "d": 1}, unk_token="c"))
+    Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="d"), "new").save(tmp_path / "export")
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").get_vocab() == {"c": 0, "d": 1}
+
+
 def test_a_new_tokenizer_has_the_names_that_transformers_4_knows(tmp_path: Path) -> None:
     fast = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>", extra_special_tokens=["<image>"])

@@ -1,4 +1,4 @@
-"""The embedded engine of models that see computes what Hugging Face computes, and each image once."""
+"""The embedded engine of vision models computes what Hugging Face computes, and each image once."""
 
 from __future__ import annotations
 

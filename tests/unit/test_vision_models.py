@@ -1,4 +1,4 @@
-"""The tiny models that see are whole: a seed tells their weights, and a picture changes what they say."""
+"""The tiny vision models are whole: a seed tells their weights, and a picture changes what they say."""
 
 from __future__ import annotations
 

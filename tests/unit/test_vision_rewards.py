@@ -16,6 +16,7 @@ from tandem.config import Config
 from tandem.rollout.environments import Score, make_environment
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tandem.rollout.environments.vision.environment import bbox_giou, exact_alnum, has_format, math_expr
+from tests.harness.nemo_rl_math import judge
 
 CLEVR = [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]
 GEOMETRY = [{"name": "format", "weight": 0.1}, {"name": "math_expr", "weight": 0.9}]
@@ -78,18 +79,10 @@ def test_expressions_are_compared_by_value(reference: str, response: str, is_rig
 
 def test_expressions_are_compared_as_the_library_does_for_nemo_rl() -> None:
     """math-verify's own metric with NeMo-RL's settings, over references and answers of every kind."""
-    from math_verify.metric import math_metric
-    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
-
-    latex = LatexExtractionConfig()
-    metric = math_metric((latex,), (ExprExtractionConfig(), latex))
     answers = ["3", "3.0", "x^2", r"\frac{1}{2}", "0.5", "50", r"2\sqrt{3}", "(1,2)", "word", "1e3", "1,000", "x=3", ""]
     for reference in answers[:-1]:
         for answer in answers:
-            try:
-                expected, _ = metric([rf"\boxed{{{reference}}}"], [rf"\boxed{{{answer}}}"])
-            except ValueError:  # it finds no reference, and NeMo-RL counts it as wrong
-                expected = 0.0
+            expected = judge(reference, rf"\boxed{{{answer}}}")
             assert math_expr(reference, f"<answer>{answer}</answer>")[0] == expected, (reference, answer)
 
 

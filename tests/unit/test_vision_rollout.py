@@ -1,4 +1,4 @@
-"""The rollout service with a model that sees: images of prompts and of later turns, and those that cannot be read."""
+"""The rollout service with a vision model: images of prompts and of later turns, and those that cannot be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 
 class SeeingRollout(Rollout):
-    """A rollout service with a tiny model that sees."""
+    """A rollout service with a tiny vision model."""
 
     template = "default"
     seeing: Seeing

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 import tokenizers
 import torch
-from engine_harness import make_model
-from serving_harness import text_ids
+from engine_harness import make_model, sampling
+from rollout_harness import CHARACTERS
+from serving_harness import at, client, text_ids
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tandem.common.messages import ImageRef, SamplingParameters
-from tandem.rollout.openai_api.generator import ResponseChunk
+from tandem.common.messages import Generate, ImageRef, Problem, PromptGroup, SamplingParameters
+from tandem.config import Config, build_config
+from tandem.config.schema import NewModel
+from tandem.config.schema.generation import ToolCallParser
+from tandem.rollout.agents.episodes import Episode
+from tandem.rollout.openai_api.app import make_app, only_with
+from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
+from tandem.samples.model_files import write_new_model
 from tandem.samples.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|python_tag|>"]
@@ -165,3 +175,49 @@ class Scripted:
             is_last = place == len(token_ids)
             reason = None if not is_last else "stop" if token_id in sampling.stop_token_ids else "length"
             yield ResponseChunk(token_ids=[token_id], logprobs=[-0.5], versions=[0], finish_reason=reason)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def asked(folder: Path, *responses: list[int], parser: ToolCallParser | None = "hermes") -> Iterator[openai.OpenAI]:
+    """Yield a client of a policy that says what it is told to."""
+    generator = Scripted(*responses)
+    model = ServedModel(
+        "m", make_tokenizer(folder), generator, max_length=4096, vocabulary=VOCABULARY, tool_call_parser=parser
+    )
+    with at(make_app(only_with(None, model), deadline_s=60)) as url, client(url) as made:
+        yield made
+
+
+def config_of(folder: Path) -> Config:
+    write_new_model(folder / "model", NewModel(config={"model_type": "qwen3"}, characters=CHARACTERS))
+    settings: dict[str, Any] = {
+        "grpo": {},
+        "policy": {
+            "model_name": str(folder / "model"),
+            "max_total_sequence_length": 4096,
+            "generation": {"tool_call_parser": "hermes"},
+        },
+        "data": {"dataset_name": "jsonl", "train_data_path": "train.jsonl"},
+        "env": {"mine": {"command": ["true"]}},
+    }
+    return build_config(settings)
+
+
+@contextlib.contextmanager
+def episode(folder: Path, monkeypatch: pytest.MonkeyPatch, *responses: list[int]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield a client, the episode that it plays, and the policy, which says what it is told to."""
+    monkeypatch.setattr("tandem.rollout.agents.episodes.vocabulary_size", lambda policy: VOCABULARY)
+    policy, tokenizer, config = Scripted(*responses), make_tokenizer(folder), config_of(folder)
+    problem = Problem(problem_id="p", question="", answer="", metadata={})
+    group = PromptGroup(group=0, problem=problem, prompt_ids=(1,), seeds=(1,))
+    how = sampling(max_new_tokens=512, stop_token_ids=(END,))
+    command = Generate(
+        command_id=1, deadline_s=60, cancel_before=1, step=1, purpose="train", sampling=how, groups=(group,)
+    )
+
+    async def begin() -> Episode:
+        return Episode(1, group, 0, command, config, policy, tokenizer)  # type: ignore[arg-type]
+
+    played = asyncio.run(begin())
+    with at(make_app(lambda _: played, deadline_s=60)) as url, client(url) as made:
+        yield made, played, policy

@@ -1,4 +1,4 @@
-"""Tiny models that see, their engine, and Hugging Face's own forward pass, for the tests of engines."""
+"""Tiny vision models, their engine, and Hugging Face's own forward pass, for the tests of engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.vision_models import picture, write_vision_model
 
 
 class Seeing:
-    """A tiny model that sees, in a folder, with a folder of images beside it."""
+    """A tiny vision model, in a folder, with a folder of images beside it."""
 
     def __init__(self, family: str, folder: Path, seed: int = 0, images: Path | None = None) -> None:
         self.folder = write_vision_model(family, folder / "model", seed)

@@ -25,6 +25,14 @@ else:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _layout_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep learned layouts apart from those of the machine's user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def console_server() -> Iterator[None]:
     """Start the process that commands are forked from before a test could count it among what the test left behind."""
     with consoles.fork_server():

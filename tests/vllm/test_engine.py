@@ -207,6 +207,29 @@ def test_alternatives_are_the_likeliest_tokens_of_the_model(filled: Filled, temp
         assert [logprob for _, logprob in others] == pytest.approx(expected.values.tolist(), abs=1e-3)
 
 
+@pytest.mark.parametrize("num_alternatives", [0, 3])
+def test_prompts_are_scored_by_the_models_own_probabilities(filled: Filled, num_alternatives: int) -> None:
+    """At temperature 1, also where an earlier request has left the keys of a prompt; others have no scores."""
+    prompt = tuple(token % 60 + 1 for token in range(90))
+    asked = {"scores_prompt": True, "num_alternatives": num_alternatives}
+    plain = request(0, prompt, temperature=0.7, max_new_tokens=2)
+    expected = run_all(filled.engine, [plain])[0]
+    sampling = ServedSampling(**{**msgspec.structs.asdict(plain.sampling), **asked})
+    made = run_all(filled.engine, [plain, msgspec.structs.replace(plain, request_id=1, sampling=sampling)])
+    assert made[0].prompt_scores is None
+    assert all(one.token_ids_T.tolist() == expected.token_ids_T.tolist() for one in made.values())
+    scores = made[1].prompt_scores
+    assert scores is not None
+    with torch.no_grad():
+        logprobs_TV = filled.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    next_P = torch.tensor(prompt[1:])
+    np.testing.assert_allclose(scores.logprobs_P, logprobs_TV[:-1].gather(1, next_P[:, None])[:, 0], atol=1e-3)
+    for logprobs_V, others in zip(logprobs_TV[:-1], scores.alternatives, strict=True):
+        likeliest = logprobs_V.topk(num_alternatives)
+        assert [token for token, _ in others] == likeliest.indices.tolist()
+        assert [logprob for _, logprob in others] == pytest.approx(likeliest.values.tolist(), abs=1e-3)
+
+
 def test_a_grammar_is_refused(filled: Filled) -> None:
     plain = request(0, random_prompts(1, seed=11)[0])
     sampling = ServedSampling(**{**msgspec.structs.asdict(plain.sampling), "grammar": cast(ResponseGrammar, object())})

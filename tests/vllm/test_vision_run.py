@@ -1,4 +1,4 @@
-"""A whole run of a model that sees, with vLLM: what it trains on is what vLLM saw."""
+"""A whole run of a vision model, with vLLM: what it trains on is what vLLM saw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of models that see in the real vLLM: with whatever they are, it says what Hugging Face says of pictures."""
+"""Weights of vision models in the real vLLM: with whatever they are, it says what Hugging Face says of pictures."""
 
 from __future__ import annotations
 

@@ -221,6 +221,20 @@ def test_kill_9_of_a_worker_or_of_its_engine_changes_nothing_but_the_time_it_tak
 
 
 @pytest.mark.timeout(600)
+def test_an_engine_whose_worker_is_stopped_is_replaced_after_its_deadline(whole: Path) -> None:
+    """Nobody continues it: its engine waits in a step, and heartbeats go on."""
+    Path("judging.py").write_text(JUDGE)
+    with Command("coordinator", "up", write_config(OF_TWO)) as run:
+        run.wait_for(r"step 2/6")
+        rollout, workers = engine_processes(run)
+        workers[1].suspend()
+        run.wait_for(r"rollout-0 is lost: no answer within \d+ s \(generating\); another is launched in its place")
+        assert all_gone([rollout, *workers], 30.0) == []
+        assert run.wait() == 0, run.output()
+    assert_same_curves(Path("run"), whole)
+
+
+@pytest.mark.timeout(600)
 def test_workers_on_another_host_are_sent_their_shares_and_so_is_a_replacement(
     whole: Path, other_host: tuple[str, ...]
 ) -> None:

@@ -31,7 +31,70 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 40, "n_shared_experts": 1},
 }
 """The same of families with parts of their own, which run through fewer cases."""
-_NEEDED = CHANGES | FAMILIES
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT: dict[str, Any] = {
+    # The only sizes that vLLM's kernel for CPUs has.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "hidden_size": 64,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    **_EXPERTS,
+}
+_WINDOWS: dict[str, Any] = {
+    "hidden_size": 128,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+LEARNED: dict[str, dict[str, Any]] = {
+    "mixtral": {"hidden_size": 64, "head_dim": 32, "num_local_experts": 4, "intermediate_size": 40},
+    "gemma2": {"hidden_size": 64, "head_dim": 32, "query_pre_attn_scalar": 8, "sliding_window": 5},
+    "exaone4": {**_WINDOWS, "head_dim": 32},
+    "smollm3": {"hidden_size": 128},
+    "olmo3": _WINDOWS,
+    "seed_oss": {"hidden_size": 64, "head_dim": 32},
+    "granitemoe": {"hidden_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "ernie4_5_moe": {
+        "hidden_size": 128,
+        "head_dim": 32,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    },
+    "gpt_oss": {
+        "hidden_size": 64,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "falcon_h1": {"hidden_size": 64, "head_dim": 32, "mamba_d_state": 16},
+    "nemotron_h": {"hidden_size": 64, "head_dim": 32, "ssm_state_size": 16},
+    "qwen3_next": {
+        "hidden_size": 64,
+        "head_dim": 32,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        **_EXPERTS,
+    },
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+}
+"""The same of families without a table of their parameters, whose layouts are learned from vLLM's loader."""
+_NEEDED = CHANGES | FAMILIES | LEARNED
 
 
 def tiny_model(architecture: str, folder: Path, *, seed: int = 0, **changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Engines of vLLM for tiny models that see, and Hugging Face's opinion of what they say."""
+"""Engines of vLLM for tiny vision models, and Hugging Face's opinion of what they say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 @contextlib.contextmanager
 def running(seeing: Seeing, settings: dict[str, Any] | None = None, **changes: Any) -> Iterator[SeeingVllmEngine]:
-    """Start vLLM with the configuration of a model that sees, without weights; stop it at the end."""
+    """Start vLLM with the configuration of a vision model, without weights; stop it at the end."""
     engine = SeeingVllmEngine(
         seeing.folder,
         VllmCfg(**{"precision": "float32", "max_model_len": 512, **(settings or {})}),

@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from tandem.refit import layout, planner
-from tandem.refit.binding import bind
 from tandem.refit.layout import Box, Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.transports import shm
+from tandem.refit.weights import bind
 from tests.harness.processes import wires
 from tests.harness.processes.wires import TIMEOUT_S
 

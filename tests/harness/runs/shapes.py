@@ -1,4 +1,4 @@
-"""A small run over pictures of shapes, by a tiny model that sees."""
+"""A small run over pictures of shapes, by a tiny vision model."""
 
 from __future__ import annotations
 

@@ -73,21 +73,21 @@ def logprobs_of(model: Any, token_ids: Any, num_zeros: int = 0) -> torch.Tensor:
 
 
 def losses_of() -> dict[str, Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]]:
-    """Return the losses by their formulas."""
+    """Return the losses by their formulas, as the terms of tokens that add up to them."""
 
     def clipped(ratio: torch.Tensor) -> torch.Tensor:
         return ratio.clamp(0.8, 1.2)
 
     return {
-        "cross_entropy": lambda p, i: -(p * i["weights"]).sum(),
-        "importance_sampling": lambda p, i: -((p - i["logprobs"]).exp() * i["advantages"]).sum(),
+        "cross_entropy": lambda p, i: -(p * i["weights"]),
+        "importance_sampling": lambda p, i: -((p - i["logprobs"]).exp() * i["advantages"]),
         "ppo": lambda p, i: (
             -torch.minimum(
                 (p - i["logprobs"]).exp() * i["advantages"], clipped((p - i["logprobs"]).exp()) * i["advantages"]
-            ).sum()
+            )
         ),
-        "cispo": lambda p, i: -(clipped((p - i["logprobs"]).exp()).detach() * p * i["advantages"]).sum(),
-        "dro": lambda p, i: -(p * i["advantages"] - 0.5 * 0.05 * (p - i["logprobs"]) ** 2).sum(),
+        "cispo": lambda p, i: -(clipped((p - i["logprobs"]).exp()).detach() * p * i["advantages"]),
+        "dro": lambda p, i: -(p * i["advantages"] - 0.5 * 0.05 * (p - i["logprobs"]) ** 2),
     }
 
 
@@ -112,13 +112,14 @@ def steps(url: str) -> Any:
         stepped = training.optim_step(types.AdamParams(**ADAM, grad_clip_norm=clip))
         for name, rows, future in asked:
             output = future.result()
-            loss = torch.zeros(())
+            loss, scale = torch.zeros(()), 1.0  # terms of both signs cancel, and their rounding does not
             for (token_ids, inputs), found in zip(rows, output.loss_fn_outputs, strict=True):
                 own = logprobs_of(model, token_ids, num_zeros)
                 given = {key: torch.from_numpy(value) for key, value in inputs.items()}
-                loss = loss + losses_of()[name](own, given)
+                terms = losses_of()[name](own, given)
+                loss, scale = loss + terms.sum(), scale + float(terms.abs().sum())
                 logprobs.append(float((own.detach() - torch.tensor(found["logprobs"].data)).abs().max()))
-            losses.append(abs(output.metrics["loss:sum"] - float(loss)) / max(1.0, abs(float(loss))))
+            losses.append(abs(output.metrics["loss:sum"] - float(loss)) / scale)
             total = total + loss
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))

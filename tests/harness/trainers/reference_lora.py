@@ -61,21 +61,25 @@ def without_warnings() -> Iterator[None]:
     """PEFT asks for a name that transformers will drop."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        # It looks for a parameter's rank among the names of modules, and warns though it has taken it.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         yield
 
 
-def write_adapters(folder: Path, into: Path, *, shares: bool = False) -> Start:
-    """Write random adapters of all linear layers of the model in a folder."""
+def write_adapters(folder: Path, into: Path, *, shares: bool = False, with_experts: bool = False) -> Start:
+    """Write random adapters of all linear layers of the model in a folder, and of experts and routers if asked for."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     head = model.get_output_embeddings()
     linear = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head]
     # PEFT would take the feed-forward layers beside routed experts for those, which are one parameter.
     has_experts = any(".experts." in name for name, _ in model.named_parameters())
     beside = [name for name in linear if ".mlp." in name and has_experts]
+    if with_experts:  # its word for all layers takes the others
+        beside = [name for name in beside if name.endswith((".gate_proj", ".up_proj", ".down_proj"))]
     settings = peft.LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
-        target_modules=[name for name in linear if name not in beside],
+        target_modules="all-linear" if with_experts else [name for name in linear if name not in beside],
         target_parameters=[f"{name}.weight" for name in beside],
         task_type="CAUSAL_LM",
     )

@@ -138,6 +138,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 They run through fewer cases than `ARCHITECTURES`.
 """
+OTHERS: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", **_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": {"model_type": "smollm3", **_SMALL, "no_rope_layers": [1, 0]},
+    "seed_oss": {"model_type": "seed_oss", **_SMALL, "head_dim": 8},
+    "helium": {"model_type": "helium", **_SMALL, "head_dim": 8},
+    "gemma": {"model_type": "gemma", **_SMALL, "head_dim": 8},
+}
+"""Families without a plan here; Transformers' own plans cut all but the first as they cut Llama."""
 STATEFUL: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "model_type": "qwen3_next",
@@ -164,6 +172,72 @@ STATEFUL: dict[str, dict[str, Any]] = {
 }
 """Families whose layers carry a state: no rank has a part of a sequence, nor of such a layer."""
 
+OTHER_ATTENTION: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "model_type": "gemma2",
+        **_SMALL,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 0.5,
+    },
+    "llama4_text": {
+        "model_type": "llama4_text",
+        **_SMALL,
+        "head_dim": 8,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 4,
+        "floor_scale": 3,
+        "attn_scale": 0.5,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+    },
+}
+"""Families whose attention caps its scores, or is in chunks."""
+_INDEXED: dict[str, Any] = {
+    **_SMALL,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 32,
+    "index_head_dim": 16,
+    "index_topk": 3,
+}
+UNSHARED: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"model_type": "deepseek_v32", **_INDEXED},
+    "glm_moe_dsa": {"model_type": "glm_moe_dsa", **_INDEXED, "indexer_types": ["full", "shared"]},
+    "deepseek_v4": {
+        "model_type": "deepseek_v4",
+        **_INDEXED,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "head_dim": 16,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "sliding_window": 5,
+    },
+    "minimax": {
+        "model_type": "minimax",
+        **_SMALL,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "block_size": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "falcon": {"model_type": "falcon", **_SMALL, "ffn_hidden_size": 48, "alibi": True},
+}
+"""Families with attention or states of their own, which share no prompts."""
+
 # Importing torch and transformers takes seconds; a server that has done it forks ranks in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", __name__, "tests.harness.runs.preloaded"])
@@ -183,7 +257,9 @@ def make_model(
 ) -> Path:
     """Write a random model with its tokenizer, 24 tokens, to `folder`; `sizes` replace some of the architecture's."""
     new_model = NewModel(
-        config=(ARCHITECTURES | FAMILIES | STATEFUL)[architecture] | sizes, characters=characters, seed=seed
+        config=(ARCHITECTURES | FAMILIES | STATEFUL | OTHER_ATTENTION | UNSHARED | OTHERS)[architecture] | sizes,
+        characters=characters,
+        seed=seed,
     )
     write_new_model(folder, new_model)
     torch.manual_seed(seed)
@@ -193,7 +269,7 @@ def make_model(
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)  # norms and biases as well
         for name, buffer in model.named_buffers():
-            if name in model.state_dict():  # what a router adds to its scores
+            if name in model.state_dict() and name.endswith("bias"):  # what a router adds to its scores
                 buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Batches of tiny models that see, and plain Hugging Face with pixels to compare trainers with."""
+"""Batches of tiny vision models, and plain Hugging Face with pixels to compare trainers with."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,10 @@ NEEDS = (
         ("raise RuntimeError('no such luck')", "env.mine.class: cannot import 'own.Judge': RuntimeError: no such luck"),
         ("class Judgee: pass", "env.mine.class: cannot import 'own.Judge': own has no 'Judge'; did you mean 'Judgee'?"),
         (NO_JUDGE, "env.mine.class: own.Judge has no method score(problem, response) and none step(problem, "),
+        (
+            "class Judge:\n    def score(self, response):\n        pass\n",
+            "env.mine.class: own.Judge.score is called with (problem, response): too many positional arguments",
+        ),
         (NEEDS, "env.mine: TypeError: missing a required argument: 'base'"),
         (
             DIES,
@@ -94,13 +100,22 @@ NEEDS = (
         ),
         (HANGS, "importing the classes that the configuration names takes over 3 s (cluster.deadlines.join_s)"),
     ],
-    ids=["raises", "misnamed", "no method", "arguments", "dies", "hangs"],
+    ids=["raises", "misnamed", "no method", "other arguments", "arguments", "dies", "hangs"],
 )
 def test_code_of_ones_own_is_imported_elsewhere(module: str, expected: str) -> None:
     Path("own.py").write_text(module)
     over = {"env": {"mine": {"class": "own.Judge"}}, "cluster": {"deadlines": {"join_s": 3.0}}}
     (line,) = errors(write_config(over))
     assert line.startswith(expected)
+
+
+def test_a_misspelt_module_is_named_with_the_nearest() -> None:
+    Path("own_rewards.py").write_text("class Judge:\n    def score(self, problem, response):\n        pass\n")
+    (line,) = errors(write_config({"env": {"mine": {"class": "own_reward.Judge"}}}))
+    expected = (
+        "env.mine.class: cannot import 'own_reward.Judge': No module named 'own_reward'; did you mean 'own_rewards'?"
+    )
+    assert line == expected
 
 
 def test_services_started_by_hand_elsewhere_have_their_own_code_there() -> None:
@@ -143,6 +158,15 @@ def test_a_prerequisite_is_looked_through_as_well() -> None:
     write_config({**SFT, "logger": {"log_dir": "sft_run"}}, "sft.yaml")
     ended = coordinator("check", config)
     assert ended.stdout.endswith(f", after {Path.cwd()}/sft.yaml\n"), ended.stderr
+
+
+@pytest.mark.parametrize("name", ["sft_run/modle", "sft_run/checkpoints/lastest/policy"])
+def test_a_model_that_the_prerequisite_does_not_make_is_said_before_that_runs(name: str) -> None:
+    write_config({**SFT, "logger": {"log_dir": "sft_run"}, "policy": {"model_name": "sft_run/model"}}, "sft.yaml")
+    policy = {"model_name": name, "tokenizer": {"name": name}, "new_model": None}
+    (line,) = errors(write_config({"prerequisite": "sft.yaml", "policy": policy}))
+    expected = f"policy.model_name: {name!r} does not exist, and neither policy.new_model nor prerequisite makes it"
+    assert line.startswith(expected)
 
 
 def test_a_prerequisite_that_changed_is_kept_or_made_again() -> None:
@@ -232,6 +256,20 @@ def test_the_help_has_a_line_for_each_command_by_purpose_and_knows_near_misses()
     assert sorted(re.findall("^    ([a-z]+)  +[a-z]", shown, re.MULTILINE)) == sorted({*EXAMPLES} - {""})
     refused = typed("coordinator", "upp").stderr
     assert "there is no command 'upp'; did you mean 'up'?\n  start a run: init, check, plan, up" in refused
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
+    interrupted = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'tandem.coordinator.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from tandem.coordinator.console import main\n"
+        "sys.exit(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
 def test_the_version_is_said() -> None:

@@ -25,7 +25,9 @@ from tests.harness.trainers.reference import assert_same_steps, assert_same_weig
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
     FAMILIES,
+    OTHER_ATTENTION,
     STATEFUL,
+    UNSHARED,
     make_batch,
     make_config,
     make_groups,
@@ -43,7 +45,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("architecture", "world_size"),
-    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 1) for name in (*FAMILIES, *STATEFUL))],
+    [
+        *((name, size) for name in ARCHITECTURES for size in (1, 2)),
+        *((name, 1) for name in (*FAMILIES, *STATEFUL, *OTHER_ATTENTION)),
+    ],
 )
 def test_steps_with_shared_prompts_match_a_plain_loop(architecture: str, world_size: int, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", architecture)
@@ -174,7 +179,10 @@ def test_without_shared_prompts_the_model_is_as_it_was(tmp_path: Path) -> None:
             "layer 0 does not tell its attention that it slides over 16",
         ),
         (transformers.BloomConfig(), "its tokens meet outside of attention|it takes no attention but its own"),
-        (transformers.Llama4TextConfig(num_local_experts=2), "it has layers of type chunked_attention"),
+        (
+            transformers.DeepseekV32Config(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1),
+            "it has layers of type indexed_attention",
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
@@ -191,6 +199,20 @@ def test_a_model_that_cannot_share_says_why_and_is_as_it_was(config: Any, reason
     assert found is not None
     assert re.match(reason, found)
     assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("architecture", UNSHARED)
+def test_steps_of_models_that_cannot_share_match_a_plain_loop(architecture: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", architecture)
+    config = make_config(folder, train_global_batch_size=8, train_micro_batch_size=4, logprob_batch_size=3)
+    batches = [make_groups(4, 4, 4, 4, seed=seed) for seed in range(2)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = plain_grpo(model, batches, size=8)
+    metrics, num_tokens, said = run_ranks(1, train_counting_tokens, config, batches, tmp_path / "saved")[0]
+    assert_same_steps(metrics, expected, TOLERANCE)
+    assert num_tokens == [0, 0]
+    assert f"policy.share_prompts has no effect: {type(model).__name__} cannot share: " in said
+    assert_same_weights(trained_weights(tmp_path / "saved"), model)
 
 
 def test_a_backend_that_cannot_share_trains_plain_rows(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models that see learn from what they see."""
+"""Vision models learn from what they see."""
 
 from __future__ import annotations
 

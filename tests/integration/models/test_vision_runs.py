@@ -1,4 +1,4 @@
-"""Whole runs of a model that sees, with its layers divided over trainers: engines get all of it, tower included."""
+"""Whole runs of a vision model, with its layers divided over trainers: engines get all of it, tower included."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ TYPED_BY = {
     "hub.md": "test_push.py",
     "index.md": "test_readme.py",
     "monitoring.md": "test_doctor.py",
+    "planning.md": "test_simulated_steps.py",
     "quickstart.md": "test_quickstart.py",
     "refit.md": "test_docs.py",
     "replay.md": "test_docs.py",
@@ -47,7 +48,7 @@ TYPED_BY = {
 """Pages whose commands other tests type."""
 OTHERS = {"migrating.md"}
 """Pages whose commands are of other projects."""
-NOT_OURS = {"page.md": ["ssh"], "index.md": ["pip"]}
+NOT_OURS = {"page.md": ["ssh"], "index.md": ["pip"], "evaluation.md": ["lm_eval"]}
 """Commands that are no part of this project."""
 NEMO_EVALUATION = """
 eval: {metric: "pass@k", num_tests_per_prompt: 1, seed: 42, k_value: 1}
@@ -109,8 +110,9 @@ def test_every_page_with_commands_has_a_test_that_types_them() -> None:
 
 
 def test_those_of_evaluation(here: Path) -> None:
-    *ours, nemo = commands("evaluation.md")
+    *ours, nemo, served = commands("evaluation.md")
     assert [words[0] for words in (*ours, nemo)] == ["eval"] * 4
+    assert served == ["serve", "results/arithmetic", "--name", "policy"], "as tests of serving type it"
     said = []
     for words in ours:
         assert words[1] == "examples/arithmetic.yaml"
@@ -179,6 +181,7 @@ def test_those_of_serving(here: Path) -> None:
         assert isinstance(client, openai.OpenAI)
         client.close()
         assert len(answer.choices) == 4  # type: ignore[attr-defined]
+        assert names["reply"].status in ("completed", "incomplete")  # type: ignore[attr-defined]
         talk(*by_url.replace("http://127.0.0.1:8000", url).split())
     talk(*chat)
 

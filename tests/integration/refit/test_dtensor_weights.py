@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from tandem.common.errors import ModelError, TandemError
 from tandem.config import Config
 from tandem.config.schema import NewModel
+from tandem.coordinator.forecast.sides import training
 from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
 from tandem.refit.digests.at_once import digest_box
 from tandem.refit.digests.comparison import combine
-from tandem.refit.forecast.sides import training
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.samples.model_files import write_new_model
 from tandem.trainer.backends.dtensor import DTensorBackend

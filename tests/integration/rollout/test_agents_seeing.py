@@ -1,4 +1,4 @@
-"""Whole runs of a model that sees, whose agent sends it pictures: trainers learn from what the engine saw."""
+"""Whole runs of a vision model, whose agent sends it pictures: trainers learn from what the engine saw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live run of a model that sees answers chats with pictures, which stay out of the run's folder."""
+"""A live run of a vision model answers chats with pictures, which stay out of the run's folder."""
 
 from __future__ import annotations
 

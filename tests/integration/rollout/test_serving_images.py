@@ -1,4 +1,4 @@
-"""``coordinator serve`` with a model that sees: the ``openai`` client sends pictures; Transformers says the same."""
+"""``coordinator serve`` with a vision model: the ``openai`` client sends pictures; Transformers says the same."""
 
 from __future__ import annotations
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tandem.samples.recorded_shards import read_step
 from tests.harness.runs.running import coordinator, deterministic, steps_of, weights_of, write_config
 
+NUM_PROBLEMS = 64
 JUDGE = """
 from tandem.rollout.environments import Score
 
@@ -42,7 +44,18 @@ DAPO: dict[str, Any] = {
         "truncated_importance_sampling_ratio": 2.0,
     },
     "policy": {"train_global_batch_size": 8},
+    "logger": {"samples": "all"},
 }
+
+
+def drawn_problems(folder: str) -> list[str]:
+    """Return the problems that all batches of groups have drawn, in the order of drawing."""
+    problems: list[str] = []
+    for step in steps_of(folder):
+        groups = {one.scored.group: one.problem_id for one in read_step(Path(folder) / "samples", step.step)}
+        assert len(groups) == 5 * step.metrics["dynamic_sampling_num_gen_batches"]
+        problems += [groups[group] for group in sorted(groups)]
+    return problems
 
 
 def test_dynamic_sampling_with_gspo_resumes_to_the_bit() -> None:
@@ -66,6 +79,10 @@ def test_dynamic_sampling_with_gspo_resumes_to_the_bit() -> None:
         ended = coordinator("up", config, f"grpo.max_num_steps={last}", *flags)
         assert ended.returncode == 0, ended.stderr
     assert weights_of("run/checkpoints/step_4") == weights_of("whole/checkpoints/step_4")
+    problems = drawn_problems("whole")
+    first_epoch = problems[:NUM_PROBLEMS]
+    assert len(set(first_epoch)) == len(first_epoch), "each batch continues the data where the one before stopped"
+    assert drawn_problems("run") == problems
     for one, other in zip(steps_of()[2:], steps[2:], strict=True):
         assert deterministic(one.metrics) == deterministic(other.metrics)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import shutil
@@ -227,6 +228,7 @@ def test_what_cannot_be_evaluated_is_said_on_one_line_before_anything_starts(her
 def test_results_that_are_there_are_set_aside_and_strange_folders_refused(here: Path) -> None:
     from tandem.common.errors import RunFolderError
     from tandem.coordinator.evaluation.evaluate import prepare_folder
+    from tandem.observe.run_folder.journal_writer import Journal
 
     said: list[str] = []
     with in_folder(here):
@@ -234,6 +236,11 @@ def test_results_that_are_there_are_set_aside_and_strange_folders_refused(here: 
         Path("out/runs").mkdir()
         prepare_folder(Path("out"), said.append)
         assert said == ["out moved to out.1"]
+        held = contextlib.closing(Journal.create(Path("out/runs/step_2"), b"{}", "grpo"))
+        with held, pytest.raises(RunFolderError, match=r"out/runs/step_2 is in use by process"):
+            prepare_folder(Path("out"), said.append)
+        prepare_folder(Path("out"), said.append)
+        assert said[1:] == ["out moved to out.2"]
         Path("mine").mkdir()
         Path("mine/thesis.txt").touch()
         with pytest.raises(RunFolderError, match=r"eval\.save_path: 'mine' holds something else"):

@@ -20,14 +20,17 @@ WALK = ROOT / "tests" / "walk"
 PART_S = 0.05
 """As `tests/walk/sitecustomize.py` has it."""
 MOST_FUNCTIONS, MOST_FILES, MOST_LINES = 650, 96, 6_700
-"""What each steady step may execute: a little more than the 639 functions in 95 files of 29 November 2026.
+"""What each steady step may execute: a little more than the 637 functions in 94 files of 29 November 2026, which are
+643 on a busy machine.
 
 The 6,593 lines are those of the functions, not of their files, since a file that joins its only reader brings lines
 that no step executes. The aim is 600 functions in 80 files.
 
 Of the functions 70 are comprehensions and generator expressions, which Python counts as functions of their own: 3.12
-runs most of them within theirs. Up to nine are for ``live.json``, where steps are so long that each finds it due.
+runs most of them within theirs.
 """
+BY_THE_CLOCK = frozenset({"coordinator/observers/live_file.py"})
+"""Files of what is done every second, and not by a step: only where steps are long is it in each of them."""
 ALTERNATIVES = {
     "coordinator/scheduler/groups/balanced.py": "the other assignment of groups",
     "coordinator/scheduler/rules/missing_samples.py": "samples that were lost before they were fetched",
@@ -74,7 +77,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
             for step, executed in of_steps.items():
                 if ends[step - 1] - PART_S <= int(part) * PART_S <= ends[step]:
                     executed.update(map(tuple, calls))
-    steady = set.intersection(*of_steps.values())
+    steady = {(file, name) for file, name in set.intersection(*of_steps.values()) if file not in BY_THE_CLOCK}
     return Walk(frozenset(steady), frozenset(whole))
 
 

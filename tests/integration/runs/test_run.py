@@ -111,6 +111,8 @@ def test_bfloat16_and_copies_in_place_of_aliases() -> None:
     ended = coordinator("up", write_config({"policy": {"precision": "bfloat16"}, "grpo": {"max_num_steps": 2}}))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert steps_of()[-1].metrics["token_mult_prob_error"] < 1.05
+    lines = Path("run/logs/trainer-0.log").read_text().splitlines()
+    assert [line.split()[1] for line in lines] == ["joined", "leaves:"], "no warnings of torch"
 
 
 def test_a_second_run_in_the_same_folder_needs_a_decision(whole: Path) -> None:
@@ -122,6 +124,20 @@ def test_a_second_run_in_the_same_folder_needs_a_decision(whole: Path) -> None:
     anew = coordinator("up", config, "--restart")
     assert anew.returncode == 0, anew.stderr
     assert (len(steps_of("run.1")), len(steps_of("run"))) == (4, 1)
+
+
+def test_a_restart_leaves_a_run_in_progress_alone() -> None:
+    config = write_config({"grpo": {"max_num_steps": 1000}})
+    with Command("coordinator", "up", config) as run:
+        run.wait_for("step 2/")
+        refused = coordinator("up", config, "--restart")
+        assert refused.returncode == 1
+        assert re.fullmatch(r"error: run is in use by process \d+ on .*: stop that coordinator or .*\n", refused.stderr)
+        assert not Path("run.1").exists()
+        num_steps = len(steps_of())
+        run.wait_for(f"step {num_steps + 3}/")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130, run.output()
 
 
 def test_a_restart_moves_a_model_in_the_run_folder_only_if_it_is_made_anew() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs of a model that sees, through the console commands: GRPO and SFT over pictures of shapes."""
+"""Whole runs of a vision model, through the console commands: GRPO and SFT over pictures of shapes."""
 
 from __future__ import annotations
 

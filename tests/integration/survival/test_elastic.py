@@ -141,7 +141,7 @@ def test_who_leaves_is_no_loss_and_is_not_replaced(runs: tuple[Path, Path, str])
     assert "launched in its place" not in said
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_asynchronous_runs_go_on_whoever_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("held.py").write_text(HELD)

@@ -127,7 +127,8 @@ def test_a_rollout_that_lies_where_none_is_replaced_is_named(lies: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["rollout", "trainer"])
-def test_a_process_that_has_no_descriptors_left_is_replaced(kind: str, undisturbed: Path) -> None:
+def test_a_process_that_has_no_descriptors_left_is_replaced_if_it_needs_one(kind: str, undisturbed: Path) -> None:
+    """A trainer does, for its checkpoints. A rollout whose connections are all there may end the run without."""
     with Command("coordinator", "up", write_config(RUN)) as run:
         run.wait_for("step 1/16")
         Path("hold").mkdir()
@@ -137,7 +138,8 @@ def test_a_process_that_has_no_descriptors_left_is_replaced(kind: str, undisturb
         Path("hold").rmdir()
         assert run.wait() == 0, run.output()
         said = run.output()
-    assert re.search(rf"{kind}-0 is lost: .*Too many open files", said), said  # libzmq may abort, and says the same
+    is_replaced = re.search(rf"{kind}-0 is lost: .*Too many open files", said)  # libzmq may abort, and says the same
+    assert is_replaced or (kind == "rollout" and " is lost" not in said), said
     assert_same_results("run", undisturbed)
 
 

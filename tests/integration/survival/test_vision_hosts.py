@@ -1,4 +1,4 @@
-"""A model that sees, whose trainers and engines do not see the run's folder: they fetch its images by digest."""
+"""A vision model, whose trainers and engines do not see the run's folder: they fetch its images by digest."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from tests.harness.trainers.checkpoint_harness import no_pickle
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
     FAMILIES,
+    OTHER_ATTENTION,
     STATEFUL,
     digest_of,
     make_batch,
@@ -229,7 +230,7 @@ def save_both_ways(rank: int, config: Config, folder: Path) -> str:
     return at_once.why_waited
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES, *STATEFUL])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES, *STATEFUL, *OTHER_ATTENTION])
 def test_hugging_face_loads_the_policy(architecture: str, tmp_path: Path) -> None:
     config = make_config(make_model(tmp_path / "model", architecture))
     token_ids_BT = torch.arange(3, 19)[None]

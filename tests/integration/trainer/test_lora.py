@@ -20,6 +20,8 @@ from tandem.coordinator.cli import main
 from tandem.observe.run_folder.found_models import models_in
 from tandem.samples.batch import SampleBatch
 from tandem.trainer.backends.dtensor import DTensorBackend
+from tandem.trainer.lora import linear_layers
+from tests.harness.model_types.shrinking import shrink
 from tests.harness.trainers.reference_lora import (
     Start,
     Trained,
@@ -215,7 +217,8 @@ def test_a_mixture_of_experts_has_adapters_beside_its_experts(
 ) -> None:
     """In attention, and in dense layers and shared experts."""
     folder = make_model(tmp_path / "model", architecture)
-    config = make_config(folder, algorithm="sft", dtensor_cfg={**sizes, "lora_cfg": LORA}, trainers=2)
+    lora = {**LORA, "exclude_modules": ["*.mlp.experts.*", "gate"]}
+    config = make_config(folder, algorithm="sft", dtensor_cfg={**sizes, "lora_cfg": lora}, trainers=2)
     ranks = run_ranks(2, experts_rank, config, tmp_path / "step_3")
     for norms, adapted, _ in ranks:
         assert all(norm > 0 for norm in norms)
@@ -232,6 +235,44 @@ def test_a_mixture_of_experts_has_adapters_beside_its_experts(
     with torch.no_grad():
         for model in (loaded, merged):
             assert ranks[0][2] == pytest.approx(float(sft_loss(model, make_batch(2, seed=3))), abs=1e-5)
+
+
+EXPERTS_CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-MoE, one rank, recomputed": (
+        "qwen3_moe",
+        1,
+        {"activation_checkpointing": True},
+        {"train_micro_batch_size": 8},
+    ),
+    "Qwen3-MoE, EP2": ("qwen3_moe", 2, {"expert_parallel_size": 2}, {}),
+    "Mixtral, FSDP2": ("mixtral", 2, {}, {}),
+    "Qwen3-Next, FSDP2": ("qwen3_next", 2, {}, {}),
+    "GLM-4.5, TP2 with sequence parallelism": ("glm4_moe", 2, SP2, {}),
+}
+
+
+@pytest.mark.parametrize(("architecture", "num_ranks", "dtensor", "policy"), EXPERTS_CASES.values(), ids=EXPERTS_CASES)
+def test_three_steps_of_experts_and_routers_are_those_of_plain_peft(
+    architecture: str, num_ranks: int, dtensor: dict[str, Any], policy: dict[str, Any], tmp_path: Path
+) -> None:
+    """By PEFT's own ``all-linear``, to which layers beside experts are added that it forgets."""
+    folder = make_model(tmp_path / "model", architecture)
+    start = write_adapters(folder, tmp_path / "adapters", with_experts=True)
+    plain = Plain(start, plain_steps(start, BATCHES, sft_loss))
+    config = config_of(plain, dtensor, policy, trainers=num_ranks)
+    for steps, names in run_ranks(num_ranks, rank, config, tmp_path / "step_3"):
+        assert_same_training(steps, tmp_path / "step_3/policy", plain.start, plain.trained)
+        assert "model.layers.1.mlp.experts.0.up_proj.lora_B.weight" in names
+        assert "model.layers.1.mlp.gate.lora_B.weight" in names
+    # Merged as by PEFT.
+    assert main(["merge", str(tmp_path / "step_3"), str(tmp_path / "merged")]) == 0
+    with without_warnings():
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "step_3/policy")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    batch = make_batch(2, seed=3)
+    with torch.no_grad():
+        assert float(sft_loss(merged, batch)) == pytest.approx(float(sft_loss(loaded, batch)), abs=1e-5)
 
 
 def dropout_rank(rank: int, config: Config) -> Any:
@@ -265,3 +306,13 @@ def test_dropout_is_the_same_however_ranks_share_a_layer(position: str, layers: 
     for other in run_ranks(2, dropout_rank, config_with(0.3, tensor_parallel_size=2, **recomputed)):
         assert other[0] == pytest.approx(one[0], abs=1e-5)
         assert other[1] == pytest.approx(one[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"), [("deepseek_v4", {"o_a_proj"}), ("phimoe", {"router"}), ("falcon", set())]
+)
+def test_a_subclass_that_computes_something_else_is_no_linear_layer(model_type: str, names: set[str]) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(shrink(model_type))
+    modules = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    left_out = modules - {*linear_layers(model)} - {"lm_head"}
+    assert {name.rpartition(".")[2] for name in left_out} == names

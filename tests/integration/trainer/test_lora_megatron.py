@@ -221,11 +221,6 @@ def test_what_is_refused(plain: Plain, tmp_path: Path) -> None:
             "no layer is called 'linear_kqv'; did you mean 'linear_qkv'?",
         ),
         (plain.folder, {"restore_from": str(uneven)}, "model.layers.2.self_attn.k_proj differ"),
-        (
-            plain.folder,
-            {"restore_from": str(plain.start.adapters), "dim": 8},
-            "has r 4 and lora_alpha 16, the configuration has",
-        ),
     ]
     for folder, adapters, expected in cases:
         (said,) = run_ranks(1, refused_rank, config_of(folder, {}, adapters))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 import transformers
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
 from tandem.samples.batch import SampleBatch
-from tandem.trainer.attention.preparing import prepare_to_pack
+from tandem.trainer.attention.preparing import explain_lookahead, explain_undivided, prepare_to_pack
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import pad
 from tandem.trainer.models import has_linear_head
@@ -25,6 +26,7 @@ from tests.harness.trainers.reference import assert_same_steps, assert_same_weig
 from tests.harness.trainers.trainer_harness import (
     ARCHITECTURES,
     FAMILIES,
+    OTHER_ATTENTION,
     STATEFUL,
     VOCABULARY,
     evaluate_rank,
@@ -67,7 +69,10 @@ def batch_of_lengths(*lengths: int, seed: int = 0) -> SampleBatch:
 
 @pytest.mark.parametrize(
     ("architecture", "world_size"),
-    [*((name, size) for name in ARCHITECTURES for size in (1, 2)), *((name, 2) for name in (*FAMILIES, *STATEFUL))],
+    [
+        *((name, size) for name in ARCHITECTURES for size in (1, 2)),
+        *((name, 2) for name in (*FAMILIES, *STATEFUL, *OTHER_ATTENTION, "deepseek_v32", "glm_moe_dsa", "falcon")),
+    ],
 )
 def test_steps_with_packed_rows_match_a_plain_loop(architecture: str, world_size: int, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", architecture)
@@ -86,6 +91,38 @@ def test_steps_with_packed_rows_match_a_plain_loop(architecture: str, world_size
     ranks = run_ranks(world_size, train_rank, config, batches, tmp_path / "saved")
     assert_same_steps(ranks[0][0], expected, TOLERANCE)
     assert_same_weights(trained_weights(tmp_path / "saved"), model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("deepseek_v4", "it has layers of type compressed_sparse_attention"),
+        ("minimax", "its tokens meet outside of attention"),
+    ],
+)
+def test_a_model_whose_sequences_would_meet_is_refused(architecture: str, reason: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", architecture))
+    refusal = prepare_to_pack(model, 32)
+    assert refusal is not None
+    assert re.match(reason, refusal)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("deepseek_v32", "it has layers of type indexed_attention"),
+        ("llama4_text", "it has attention in chunks"),
+        ("lfm2", "it has layers that carry a state from token to token"),
+    ],
+)
+def test_models_that_pack_and_whose_sequences_ranks_cannot_share(
+    architecture: str, reason: str, tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", architecture))
+    numbers = [getattr(module, "index_topk", None) for module in model.modules()]
+    assert prepare_to_pack(model, 32) is None
+    assert explain_undivided(model) == reason
+    assert [getattr(module, "index_topk", None) for module in model.modules()] == numbers
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
@@ -200,9 +237,28 @@ def test_a_backend_whose_model_cannot_take_packed_rows_says_so(tmp_path: Path) -
 
 
 def error_of_backend(rank: int, config: Config) -> str:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises((ConfigError, ModelError)) as raised:
         DTensorBackend(config, checkpoint=None)
     return str(raised.value)
+
+
+def test_a_model_whose_tokens_look_ahead_is_not_trained(tmp_path: Path) -> None:
+    """Rows are padded without a mask: findings/doge_experts_of_other_tokens.sh."""
+    folder = make_model(tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    for is_moe in (False, True):
+        experts = {"is_moe": is_moe, "num_experts": 4, "num_experts_per_tok": 2}
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.DogeConfig(**sizes, **tokens, **experts, initializer_range=0.3)
+        )
+        assert (explain_lookahead(model.eval()) is not None) == is_moe
+    model.save_pretrained(folder)
+    (message,) = run_ranks(1, error_of_backend, make_config(folder))
+    assert message == (
+        f"{folder}: DogeForCausalLM cannot be trained: the logits of a token depend on the tokens after it"
+    )
 
 
 def tiny(config: Any, **sizes: Any) -> Any:

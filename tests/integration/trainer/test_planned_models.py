@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,16 @@ import pytest
 import torch
 
 from tandem.config import Config
-from tandem.refit.forecast.beside import describe_beside_models
-from tandem.refit.forecast.sides import model_shape, sides
+from tandem.coordinator.cli import main
+from tandem.coordinator.forecast.beside import describe_beside_models
+from tandem.coordinator.forecast.sides import describe_cache, model_shape, sides
+from tandem.rollout.engines.attention import AttentionStep, SlotPrompt
+from tandem.rollout.engines.own_caches import BatchCache
+from tandem.rollout.engines.skeleton import load_skeleton
+from tandem.rollout.engines.states import make_cache
 from tandem.trainer.backends import make_backend
+from tests.harness.model_types.measuring import make_tiny
+from tests.harness.model_types.shrinking import shrink
 from tests.harness.trainers.megatron_harness import CP2, OPTIMIZER, PP2, TP2, make_checkpoint
 from tests.harness.trainers.trainer_harness import make_config, run_ranks
 
@@ -100,3 +109,62 @@ def test_a_teacher_is_divided_as_planned(case: str, folders: dict[str, Path]) ->
         megatron_cfg={"enabled": True, "optimizer": OPTIMIZER, **student},
     )
     assert_as_planned(config, num_ranks, "teacher")
+
+
+TYPES = {
+    "llama": "slots",
+    "deepseek_v3": "slots",
+    "gemma2": "slots",
+    "qwen3_5_moe_text": "slots",
+    "nemotron_h": "slots",
+    "lfm2": "slots",
+    "llama4_text": "slots",
+    "deepseek_v32": "its own cache",
+    "falcon": "its own cache",
+}
+"""Types with a table here and without, and what the embedded engine keeps their sequences in."""
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_any_type_is_planned_as_transformers_builds_it(model_type: str, tmp_path: Path) -> None:
+    folder, num_slots, length = make_tiny(model_type, tmp_path / "model"), 3, 48
+    config = make_config(folder, max_total_sequence_length=length)
+    shape, cache = model_shape(config), describe_cache(config)
+    assert not isinstance(shape, str)
+    assert cache is not None
+    built = load_skeleton(folder, length, torch.float32, with_weights=True)
+    counted = sum(parameter.numel() for parameter in built.parameters())
+    counted += sum(buffer.numel() for name, buffer in built.named_buffers() if name in built.state_dict())
+    assert shape.num_parameters == counted
+    slots = make_cache(built, num_slots, length)
+    no_rows, prompt = torch.zeros(0, dtype=torch.int64), SlotPrompt(0, length, 0, num_slots)
+    step = AttentionStep(slots, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (prompt,))
+    inputs = {"input_ids": torch.zeros((1, length), dtype=torch.int64), "position_ids": torch.arange(length)[None]}
+    with torch.inference_mode():
+        built(**inputs, use_cache=False, slot_step=step, told_windows={})
+    if TYPES[model_type] == "slots":
+        assert type(slots) is not BatchCache
+        assert num_slots * cache.num_bytes == slots.num_bytes
+    else:  # made as `generate` makes it, and no room is set aside
+        assert type(slots) is BatchCache
+        assert num_slots * cache.num_bytes == pytest.approx(slots.num_bytes, rel=0.01)
+
+
+def test_memory_of_layers_with_windows_and_states_is_in_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file = tmp_path / "config.yaml"
+    new_model = {"characters": "0123456789+= ", "config": shrink("qwen3_5_text").to_dict()}
+    policy = {"model_name": "new", "new_model": new_model, "max_total_sequence_length": 64}
+    policy["generation"] = {"backend": "vllm", "max_new_tokens": 32, "vllm_cfg": {"tensor_parallel_size": 2}}
+    data = {"dataset_name": "reasoning_gym", "task": "chain_sum"}
+    config_file.write_text(
+        json.dumps({"algorithm": "grpo", "policy": policy, "data": data, "cluster": {"gpus_per_node": 2}})
+    )
+    assert main(["plan", str(config_file)]) == 0
+    output = capsys.readouterr().out
+    assert re.search(
+        r"an engine keeps [\d.]+ MB of 64 tokens, .* linear_attention layers, .* full_attention layers", output
+    )
+    assert "vLLM's loader says where the weights of this family lie" in output
+    assert "received by an engine rank" in output

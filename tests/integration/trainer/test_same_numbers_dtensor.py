@@ -110,8 +110,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "HSDP + CP2": ("llama", 4, HSDP | CP2),
     "TP2 phi3": ("phi3", 2, TP2),
     "TP2 gpt_oss": ("gpt_oss", 2, TP2),
+    "EP2 mixtral": ("mixtral", 2, EP2),
+    **{f"TP2 {name}, by Transformers' plan": (name, 2, TP2) for name in ("smollm3", "seed_oss", "helium", "gemma")},
     **{f"TP2 + SP {name}": (name, 2, TP2 | SP) for name in FAMILIES},
-    **{f"packed, CP2 {name}": (name, 2, PACKED | CP2) for name in FAMILIES},
+    **{f"packed, CP2 {name}": (name, 2, PACKED | CP2) for name in (*FAMILIES, "gemma2")},
 }
 
 

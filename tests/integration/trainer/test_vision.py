@@ -1,4 +1,4 @@
-"""Models that see, trained by the DTensor backend, against plain Hugging Face with pixels."""
+"""Vision models, trained by the DTensor backend, against plain Hugging Face with pixels."""
 
 from __future__ import annotations
 

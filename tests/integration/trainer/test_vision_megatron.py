@@ -1,4 +1,4 @@
-"""Models that see, trained by Megatron-Core, against plain Hugging Face with pixels."""
+"""Vision models, trained by Megatron-Core, against plain Hugging Face with pixels."""
 
 from __future__ import annotations
 

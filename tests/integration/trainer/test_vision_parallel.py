@@ -1,4 +1,4 @@
-"""Models that see, with their layers divided over ranks by the DTensor backend, against plain Hugging Face."""
+"""Vision models, with their layers divided over ranks by the DTensor backend, against plain Hugging Face."""
 
 from __future__ import annotations
 

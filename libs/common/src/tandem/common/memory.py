@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ class MemoryMeter:
 
     Resident memory includes memory shared with other processes: libraries, and parameters read in place. Where the
     kernel does not allow the peak to be reset, the larger of the first and the last resident size stands in for it.
+    Where no descriptor is free to read either, the peak of the process's life stands in for both.
     """
 
     _at_begin = 0
@@ -34,7 +37,8 @@ class MemoryMeter:
             _CLEAR_REFS.write_text(_FORGET_PEAK)
             self._at_begin = 0
         except OSError:
-            self._at_begin = _read_kilobytes(_STATUS, "VmRSS")
+            with contextlib.suppress(OSError):
+                self._at_begin = _read_kilobytes(_STATUS, "VmRSS")
 
     def use(self) -> MemoryUse:
         """Return the peak since `begin`, and the memory held now."""
@@ -42,7 +46,11 @@ class MemoryMeter:
         if cuda is not None:
             reserved = cuda.max_memory_reserved()
             return MemoryUse(peak=cuda.max_memory_allocated(), held=cuda.memory_allocated(), reserved=reserved)
-        resident = _read_kilobytes(_STATUS, "VmRSS")
+        try:
+            resident = _read_kilobytes(_STATUS, "VmRSS")
+        except OSError:  # no descriptor is free, which ends no process for the sake of a metric
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return MemoryUse(peak=peak, held=peak)
         peak = max(self._at_begin, resident) if self._at_begin else _read_kilobytes(_STATUS, "VmHWM")
         return MemoryUse(peak=peak, held=resident)
 

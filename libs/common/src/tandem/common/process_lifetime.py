@@ -81,11 +81,19 @@ def is_stopped(pid: int) -> bool:
     return (status := _read_status(pid)) is not None and status.state in ("T", "t")
 
 
+def count_processor_seconds(pid: int) -> float:
+    """Return the seconds that processors have worked for a process; 0 if it has ended."""
+    status = _read_status(pid)
+    return 0.0 if status is None else status.ticks / os.sysconf("SC_CLK_TCK")
+
+
 def continue_stopped(pid: int) -> None:
-    """Continue a process if it is stopped by a signal, so that it can end."""
-    if is_stopped(pid):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGCONT)
+    """Continue a process if a signal has stopped it, so that it can end.
+
+    A stop that was sent and has not yet been obeyed cannot be seen; the kernel drops it for this one.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def end_descendants() -> None:
@@ -263,6 +271,7 @@ class _Status(NamedTuple):
     state: str
     parent: int
     flags: int
+    ticks: int
     began: str
 
 
@@ -273,7 +282,13 @@ def _read_status(pid: int) -> _Status | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return _Status(state=fields[0].decode(), parent=int(fields[1]), flags=int(fields[6]), began=fields[19].decode())
+    return _Status(
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        flags=int(fields[6]),
+        ticks=int(fields[11]) + int(fields[12]),
+        began=fields[19].decode(),
+    )
 
 
 def _kill(pid: int) -> None:

@@ -48,6 +48,8 @@ STAND_IN = "?"
 """Text in place of a required one that is not set: a name of nothing, neither on disk nor on the Hub."""
 
 _REQUIRED = "required, but not set"
+_INSTEAD = {"data.dataset_name": "; or set data.train_data_path, a file of your own"}
+"""Keys that make a required one needless."""
 _WORD_ALIKE, _NAME_ALIKE, _NEARLY_SAME = 0.6, 0.7, 0.85
 """Likeness, by `difflib`, above which a word, a name of fewer or more words, and one of as many words is taken for a
 slip of another."""
@@ -228,8 +230,8 @@ def _conform_struct(value: Any, struct_type: StructType, key: str) -> dict[str, 
             with problems.collected():
                 result[name] = conform(mapping[name], field.type, _join(key, name))
         elif field.required and f"; did you mean {name!r}?" not in suggestions.values():
-            expected = describe_type(field.type)
-            problems.found.append(InvalidValue(_join(key, name), f"{_REQUIRED}: expected {expected}"))
+            path, expected = _join(key, name), describe_type(field.type)
+            problems.found.append(InvalidValue(path, f"{_REQUIRED}: expected {expected}{_INSTEAD.get(path, '')}"))
     settings = [*itertools.chain(*of_peers.values())]
     problems.found = [problem for problem in problems.found if not _is_named(problem, settings)]
     problems.complain()

@@ -13,7 +13,7 @@ from msgspec import inspect
 from msgspec.inspect import StructType
 
 from tandem.config.conform import STAND_IN, conform
-from tandem.config.named import FILES, NAMED, find_place, holds_texts, is_local
+from tandem.config.named import DEFAULT_FIELDS, FILES, NAMED, find_place, holds_texts, is_local
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema.data import OF_EACH_SET, DataSet
 
@@ -21,15 +21,6 @@ _SIDES = ("train", "validation")
 _FILE_OF_ONES_OWN = "ResponseDataset"
 _FILES_OF_DATA, _LOCAL = ("train_data_path", "val_data_path", "val_data_paths"), "jsonl"
 """Keys of ``data`` that name a local file, and the data set that they mean if none is named."""
-_OTHERWISE = {
-    "split": "train",
-    "input_key": "input",
-    "output_key": "output",
-    "prompt_key": "prompt",
-    "chosen_key": "chosen",
-    "rejected_key": "rejected",
-}
-"""Final defaults of a data set's keys."""
 
 
 def place_data_sets(tree: dict[str, Any]) -> None:
@@ -139,7 +130,7 @@ def _complete(entry: Any, shared: dict[str, Any], data: dict[str, Any], key: str
         if data_set[name] is None:
             data_set[name] = named.keys.get(name) if named is not None else None
         if data_set[name] is None:
-            data_set[name] = _OTHERWISE.get(name)
+            data_set[name] = DEFAULT_FIELDS.get(name)
     return data_set
 
 

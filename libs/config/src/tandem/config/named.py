@@ -100,6 +100,19 @@ NAMED = {
 """Named data sets, by ``data.dataset_name``. NeMo-RL downloads the trees of Open Assistant; here they are a local
 file. It validates DeepScaler on AIME 2024; here some of DeepScaler's own problems are held out."""
 
+GENERATED = {"reasoning_gym": "reasoning_gym", "sliding_puzzle": "sliding_puzzle_game", "shapes": "exact_match"}
+"""Data sets with generated problems, and the environment that scores each."""
+
+DEFAULT_FIELDS = {
+    "split": "train",
+    "input_key": "input",
+    "output_key": "output",
+    "prompt_key": "prompt",
+    "chosen_key": "chosen",
+    "rejected_key": "rejected",
+}
+"""Values of keys of ``data`` where neither the user nor the name of the data set says them."""
+
 RAW_TEXT = "kd_data_processor"
 """NeMo-RL's ``processor`` for raw texts."""
 
@@ -108,6 +121,12 @@ MULTIPLE_CHOICE = "multichoice_qa_processor"
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 """Suffixes of problem files."""
+
+TEXT_FILES = (".arrow", *FILES, ".txt")
+"""Suffixes of files of raw text."""
+
+HUB_FILES = "hf://datasets/"
+"""Beginning of the path of files on the Hub."""
 
 
 def find_place(dataset_name: str, split: str | None, instead: str | None) -> tuple[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
 from tandem.common.dotted import named
+from tandem.config.checks.adapters import list_adapted_experts
 from tandem.config.checks.run import explain_never_validated
 from tandem.config.derive import DERIVED
 from tandem.config.installed.sources import find_package
@@ -14,6 +16,7 @@ from tandem.config.models.model_sizes import read_expert_sizes, read_model_confi
 from tandem.config.models.vision_families import family_of
 from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, list_keys
 from tandem.config.named import holds_texts
+from tandem.config.names.data_keys import notice_data_keys
 from tandem.config.problem import describe_without_effect
 from tandem.config.schema import MODELS, Config, OptimizerConfig
 from tandem.config.schema.declarations import SECTIONS
@@ -60,6 +63,38 @@ def _notice_other_sections(config: Config) -> Iterator[str]:
         keys = [key for key, value in settings.items() if value != otherwise[key] and f"{name}.{key}" not in read]
         if keys:
             yield f"{name} ({', '.join(keys)}) has no effect: algorithm is {config.algorithm}"
+
+
+_OF_ENGINES = ("policy.generation", "refit")
+"""Sections that only runs with engines read."""
+_DERIVED = frozenset(rule.key for rule in DERIVED)
+
+
+def _notice_engines(config: Config) -> Iterator[str]:
+    """Yield the keys of engines, and of weights on their way to them, in a run that generates nothing."""
+    if config.declaration.rolls_out:
+        return
+    for name in _OF_ENGINES:
+        section = find_value(config, name)
+        keys = sorted({key.partition(".")[0] for key in _list_changed(section, f"{name}.")})
+        if keys:
+            yield f"{name} ({', '.join(keys)}) has no effect: {config.declaration.title} generates nothing"
+
+
+def _list_changed(section: Any, prefix: str) -> Iterator[str]:
+    """Yield the keys of a section, and of those in it, without the default value; not those that others decide."""
+    for field in msgspec.structs.fields(section):
+        value, key = getattr(section, field.name), f"{prefix}{field.encode_name}"
+        if isinstance(value, msgspec.Struct):
+            yield from (f"{field.encode_name}.{inner}" for inner in _list_changed(value, f"{key}."))
+        elif key not in _DERIVED and value != _default_of(field):
+            yield field.encode_name
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> Any:
+    """Return the default value of a field."""
+    factory = field.default_factory
+    return field.default if factory is msgspec.NODEFAULT else factory()
 
 
 def _notice_backends(config: Config) -> Iterator[str]:
@@ -158,7 +193,7 @@ def _notice_adapters(config: Config) -> Iterator[str]:
         yield describe_without_effect(
             f"{key}.target_modules", list(lora.target_modules), f"{key}.match_all_linear is true"
         )
-    if read_expert_sizes(read_model_config(policy) or {}) is not None:
+    if read_expert_sizes(read_model_config(policy) or {}) is not None and not list_adapted_experts(config):
         yield f"{key}: routed experts have no adapters and stay as they are"
 
 
@@ -330,22 +365,15 @@ def _notice_joint_teachers(config: Config) -> Iterator[str]:
 
 
 def _notice_data_sets(config: Config) -> Iterator[str]:
-    """Yield the keys of listed data sets that nothing reads."""
+    """Yield the keys of listed data sets that nothing reads, but those of `notice_data_keys`."""
     for side, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for index, data_set in enumerate(sets):
-            seed = data_set.seed if data_set.split_validation_size else None
-            unread = {
-                "seed": (seed, "prompts decide what is held out"),
-                "data_files": (data_set.data_files, _RAW),
-                "text_key": (data_set.text_key, _RAW),
-                "characters_per_sample": (data_set.characters_per_sample, _RAW),
-            }
-            for name, (value, reason) in unread.items():
-                if value is not None and not (reason == _RAW and holds_texts(str(data_set.dataset_name))):
-                    yield describe_without_effect(f"data.{side}[{index}].{name}", value, reason)
-
-
-_RAW = "only arrow_text is raw text"
+            if data_set.seed is not None and data_set.split_validation_size:
+                reason = "prompts decide what is held out"
+                yield describe_without_effect(f"data.{side}[{index}].seed", data_set.seed, reason)
+            if data_set.data_files is not None and not holds_texts(str(data_set.dataset_name)):
+                reason = "only arrow_text is raw text"
+                yield describe_without_effect(f"data.{side}[{index}].data_files", data_set.data_files, reason)
 
 
 def _notice_vision(config: Config) -> Iterator[str]:
@@ -422,6 +450,7 @@ def _notice_nodes(config: Config) -> Iterator[str]:
 _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _notice_ignored,
     _notice_other_sections,
+    _notice_engines,
     _notice_backends,
     _notice_sequences,
     _notice_experts,
@@ -438,6 +467,7 @@ _NOTICES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _notice_other_losses,
     _notice_joint_teachers,
     _notice_data_sets,
+    notice_data_keys,
     _notice_vision,
     _notice_validation,
     _notice_lengths,

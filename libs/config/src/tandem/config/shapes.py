@@ -13,6 +13,7 @@ from tandem.config.conform import config_type, field_of, list_struct_types
 from tandem.config.schema import MODELS, EnvironmentConfig
 from tandem.config.schema.declarations import DISTILLATION, OFF_POLICY_DISTILLATION
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
+from tandem.config.schema.packaged import PACKAGED
 from tandem.config.schema.policy import PASSTHROUGH_TEMPLATE
 
 ELSEWHERE = (
@@ -34,6 +35,9 @@ _SWITCHES = {
     "should_mask_flagged_samples": "only NeMo Gym flags samples",
 }
 """NeMo-RL's settings of NeMo Gym in the section of the environments, with what makes them without effect."""
+
+_EPISODE_S = 600.0
+"""Timeout of an episode of a packaged environment, unless the file has one."""
 
 EVERY_ONE = 1_000_000
 """Number of validation problems that means all of them."""
@@ -108,6 +112,24 @@ def choose_environment(tree: dict[str, Any]) -> None:
         data["environment"] = data["dataset_name"]
     if len(env) > 1 and data.get("environment") is None and "sliding_puzzle_game" in env:
         data |= {"environment": "sliding_puzzle_game", "dataset_name": "sliding_puzzle"}
+
+
+def name_packaged_tasks(tree: dict[str, Any]) -> None:
+    """Choose the tasks of a packaged environment, if the run has one and names no data, and give episodes time."""
+    env = tree.get("env")
+    if not isinstance(env, dict):
+        return
+    for entry in env.values():
+        if isinstance(entry, dict) and any(isinstance(entry.get(kind), dict) for kind in PACKAGED):
+            entry.setdefault("timeout_s", _EPISODE_S)
+    data = tree.get("data", {})
+    if not isinstance(data, dict) or data.get("dataset_name") is not None or data.get("train"):
+        return
+    name = data.get("environment") or (next(iter(env)) if len(env) == 1 else None)
+    entry = env.get(name) if isinstance(name, str) else None
+    kind = next((kind for kind in PACKAGED if isinstance(entry, dict) and isinstance(entry.get(kind), dict)), None)
+    if kind is not None:
+        tree["data"] = {**data, "dataset_name": kind}
 
 
 def _name_off_policy_distillation(tree: dict[str, Any]) -> None:

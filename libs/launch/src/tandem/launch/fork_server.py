@@ -29,7 +29,7 @@ from setproctitle import setproctitle
 from tandem.common import gc_tuning, signals
 from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import DeadlineExceeded, ServiceLost
-from tandem.common.process_lifetime import die_with, is_stopped, reaper
+from tandem.common.process_lifetime import count_processor_seconds, die_with, is_stopped, reaper
 from tandem.launch.child import ForkedChild
 
 _NAME = "the process that forks services"
@@ -38,6 +38,10 @@ _FORK_S = 30.0
 """Longest time of a fork once all is imported; a fork server that takes longer hangs, and is replaced. A fork takes
 milliseconds, but on a machine with much else to do its three processes may each wait seconds for a core."""
 _POLL_S = 0.1
+_BUSY_TIMES = 10
+"""How many times as long an import may take on a machine that is busy with much else."""
+_LEAST_WORK_S = 1.0
+"""Time in which a process that works gets a hundredth of a second of some processor, however busy all are."""
 _KILLED_S = 10.0
 """Longest time that the kernel takes to end a killed process."""
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -159,7 +163,10 @@ class ServiceForkServer:
         ):
             descriptors = [file.fileno() for file in (order, out, errors, keys_file)]
             socket.send_fds(self._orders, [b"."], descriptors if keys else descriptors[:-1])
-            is_in_time = self._answers_within(min(_FORK_S, self._deadline_s) if was_there else self._deadline_s)
+            if was_there:
+                is_in_time = self._answers_within(min(_FORK_S, self._deadline_s))
+            else:
+                is_in_time = self._answers_within(self._deadline_s, is_importing=True)
             if not is_in_time and not was_there and not is_stopped(self._process.pid):
                 problem = f"it did not fork {spawn_spec.module} within {self._deadline_s:g} s"
                 raise DeadlineExceeded(_NAME, "importing modules", problem)
@@ -171,13 +178,21 @@ class ServiceForkServer:
                 return int(answer)
         return None
 
-    def _answers_within(self, patience_s: float) -> bool:
-        """Wait for an answer; return whether there is one, or the end of the fork server."""
-        deadline = time.monotonic() + patience_s
+    def _answers_within(self, patience_s: float, *, is_importing: bool = False) -> bool:
+        """Wait for an answer; return whether there is one, or the end of the fork server.
+
+        A server that is importing has longer while processors work for it: others may take most of their time.
+        """
+        began = time.monotonic()
+        deadline, worked_s = began + patience_s, count_processor_seconds(self._process.pid)
         while not wait_to_read(self._orders, min(_POLL_S, patience_s)):
             self._meanwhile()
-            if time.monotonic() > deadline:
-                return False
+            now = time.monotonic()
+            if now > deadline:
+                before_s, worked_s = worked_s, count_processor_seconds(self._process.pid)
+                if not is_importing or worked_s <= before_s or now > began + _BUSY_TIMES * patience_s:
+                    return False
+                deadline = now + max(_LEAST_WORK_S, patience_s / _BUSY_TIMES)
         return True
 
     def _end(self) -> int:

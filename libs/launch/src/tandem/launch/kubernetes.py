@@ -1,8 +1,11 @@
-"""Kubernetes manifests that run a configuration: a JobSet with a pod per node.
+"""Kubernetes manifests that run a configuration: a JobSet with a pod per node, or a RayJob of KubeRay.
 
 The first pod runs the coordinator. Each other pod runs ``coordinator join``, which launches its node's services, so
 processes of a node share memory. Pods find each other through a headless service. When a pod fails, the JobSet restarts
 all of them, and the run resumes from its newest checkpoint, on a volume that all pods mount.
+
+A RayJob has a worker of Ray per node, and a small head whose job is ``coordinator ray``; Ray moves a lost node to the
+pod that replaces the lost one.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ PORT = 29400
 _CONFIG = "/etc/tandem/config/config.yaml"
 _SECRET = "/etc/tandem/keys"
 _KEY_FILE = f"/tmp/{PROCESSES_FILE}"
+_RAY_CPUS = 1.0
+"""CPUs that a run reserves of each worker of Ray; a run has the cluster to itself."""
+_RAY_HEAD = {"cpu": "2", "memory": "8Gi"}
+"""Size of Ray's head, which runs no node of the run."""
 _USER = 1000
 _RESTARTS = 10
 _GRACE_S = 300
@@ -93,6 +100,68 @@ def make_manifests(config: Config, needs: PodNeeds, keys: RunKeys) -> list[Manif
             },
         },
     ]
+
+
+def make_ray_manifests(config: Config, needs: PodNeeds) -> list[Manifest]:
+    """Return a RayJob, and the configuration for it, in the order of their creation. The run makes its keys itself.
+
+    Raises:
+        ConfigError: some process would be launched by no node, or by two.
+
+    """
+    nodes = nodes_of(config)
+    configuration = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _make_metadata(needs, "config"),
+        "data": _make_configurations(config),
+    }
+    run = shlex.quote(f"{config.logger.log_dir}/{JOURNAL_NAME}")
+    command = (
+        f"cd {shlex.quote(needs.folder)} && how= && if [ -e {run} ]; then how=--resume; fi && "
+        f"exec coordinator ray {_CONFIG} --cpus {_RAY_CPUS:g} --unfinished-code 75 $how"
+    )
+    worker = _make_ray_pod(config, needs, {"cpu": needs.cpus, "memory": needs.memory}, has_gpus=True)
+    head = _make_ray_pod(config, needs, _RAY_HEAD, has_gpus=False)
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": _make_metadata(needs),
+        "spec": {
+            "entrypoint": f"bash -c {shlex.quote(command)}",
+            "backoffLimit": _RESTARTS,
+            "shutdownAfterJobFinishes": True,
+            "rayClusterSpec": {
+                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": {"spec": head}},
+                "workerGroupSpecs": [
+                    {
+                        "groupName": "nodes",
+                        "replicas": len(nodes),
+                        "minReplicas": len(nodes),
+                        "maxReplicas": len(nodes),
+                        "rayStartParams": {},
+                        "template": {"spec": worker},
+                    }
+                ],
+            },
+        },
+    }
+    return [configuration, job]
+
+
+def _make_ray_pod(config: Config, needs: PodNeeds, requests: dict[str, str], *, has_gpus: bool) -> Manifest:
+    """Return the pod of one of Ray's nodes; KubeRay adds the command that starts Ray."""
+    pod = _make_pod(config, needs, "", "", {})
+    del pod["subdomain"], pod["restartPolicy"], pod["automountServiceAccountToken"]  # KubeRay has its own
+    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] != "keys"]
+    (container,) = pod["containers"]
+    del container["command"]
+    container["name"] = "ray"
+    container["env"] = [variable for variable in container["env"] if variable["name"] != "POD_IP"]
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "keys"]
+    limits = container["resources"]["limits"] if has_gpus else {}
+    container["resources"] = {"requests": requests, "limits": {**limits, "memory": requests["memory"]}}
+    return pod
 
 
 def write_yaml(objects: list[Manifest]) -> str:

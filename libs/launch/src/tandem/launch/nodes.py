@@ -31,6 +31,14 @@ class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
         """Each process with its number."""
         return [*(("trainer", number) for number in self.trainers), *(("rollout", number) for number in self.rollouts)]
 
+    @property
+    def description(self) -> str:
+        """The processes in words."""
+        first = ["coordinator", "refit"] if self.number == 0 else []
+        kinds = (("trainer", self.trainers), ("rollout", self.rollouts))
+        counts = [f"{len(numbers)} {kind}{'s' if len(numbers) > 1 else ''}" for kind, numbers in kinds if numbers]
+        return ", ".join([*first, *counts])
+
 
 def nodes_of(config: Config) -> tuple[NodeShare, ...]:
     """Return every node of the cluster.

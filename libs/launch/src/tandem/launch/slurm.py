@@ -16,7 +16,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config
-from tandem.launch.nodes import NodeShare, nodes_of
+from tandem.launch.nodes import nodes_of
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
 
 
@@ -51,7 +51,7 @@ def write_batch_script(config: Config, source: Path, overrides: Sequence[str], j
     arguments = [str(source.resolve()), *overrides]
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {option}" for option in _list_directives(config, job)),
-        nodes="\n".join(f"#   node {node.number}: {_describe(node)}" for node in nodes),
+        nodes="\n".join(f"#   node {node.number}: {node.description}" for node in nodes),
         programs=shlex.quote(str(Path(sys.executable).parent)),
         setup="".join(f"{line}\n" for line in job.setup),
         run=shlex.quote(str(Path(config.logger.log_dir).resolve())),
@@ -77,13 +77,6 @@ def _list_directives(config: Config, job: SlurmJob) -> list[str]:
         f"--signal=B:USR1@{job.save_before_s}",
         *job.options,
     ]
-
-
-def _describe(node: NodeShare) -> str:
-    first = ["coordinator", "refit"] if node.number == 0 else []
-    kinds = (("trainer", node.trainers), ("rollout", node.rollouts))
-    counts = [f"{len(numbers)} {kind}{'s' if len(numbers) > 1 else ''}" for kind, numbers in kinds if numbers]
-    return ", ".join([*first, *counts])
 
 
 _SCRIPT = """\

@@ -54,7 +54,7 @@ def parts_of(
 ) -> list[SampleTextPart]:
     """Return the parts after a sample's prompt, with special tokens; without a tokenizer, one part without them.
 
-    `pictures` decodes what a model that sees was given.
+    `pictures` decodes what a vision model was given.
     """
     mask_T = sample.arrays.loss_mask_T[sample.scored.prompt_length :]
     if tokenizer is None or not len(mask_T):
@@ -107,7 +107,7 @@ def print_samples(
 ) -> None:
     """Print samples, one below the other; with `trainer_logprobs` also the tokens of each.
 
-    `pictures` is that of a model that sees.
+    `pictures` is that of a vision model.
     """
     for sample in selection.samples:
         lines = [

@@ -69,7 +69,7 @@ class SampleBatch:
     branch_S: Int32s
     """Place among its sample's consecutive sequences; 0 if it is the only one."""
     num_images_S: Int32s
-    """Images in each sequence; only in batches of models that see."""
+    """Images in each sequence; only in batches of vision models."""
     image_digests_IX: UInt8s
     """SHA-256 of each image's encoded bytes, in the order of the sequences and of the images in them: ``[I, 32]``."""
     image_grids_IX: Int32s

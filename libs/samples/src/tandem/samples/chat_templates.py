@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import re
@@ -31,6 +32,8 @@ _MAX_MEMORY = 1 << 30
 _MAX_TEXT = 1 << 26
 """Text limit of one rendered conversation, in characters."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "q7zqx"
+"""Content that is found again where a template shows it."""
 Result = TypeVar("Result")
 _MAX_ROLES = 8
 """Most messages of which an error lists the roles."""
@@ -39,6 +42,10 @@ _MAX_ROLES = 8
 def reasoning_of(message: Mapping[str, Any]) -> Any:
     """Return the reasoning of a message, by the first of its names that has any; None if none has."""
     return next((message[field] for field in REASONING_FIELDS if message.get(field)), None)
+
+
+def _as_parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
 
 
 class _TooSlow(Exception):
@@ -64,6 +71,31 @@ class ChatTemplate:
         parameters = inspect.signature(self._hugging_face.apply_chat_template).parameters
         return self.words - parameters.keys() - {"messages"}
 
+    @functools.cached_property
+    def reads_only_parts(self) -> bool:
+        """Whether it shows contents that are lists of parts, but no text: some of vision models do."""
+        return "type" in self.words and not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
+
+    def _shows(self, content: Any) -> bool:
+        def apply(form: list[dict[str, Any]]) -> str:
+            return str(self._hugging_face.apply_chat_template(form, tokenize=False))
+
+        try:
+            return _PROBE in self._call_limited(apply, [{"role": "user", "content": content}])
+        except ConfigError:
+            return False
+
+    def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return messages with contents in the form that the template shows."""
+        if not self.reads_only_parts:
+            return messages
+        return [
+            {**message, "content": _as_parts(message["content"])}
+            if isinstance(message.get("content"), str)
+            else message
+            for message in messages
+        ]
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -83,7 +115,7 @@ class ChatTemplate:
                 )
             )
 
-        rendered = self._call_limited(apply, messages)
+        rendered = self._call_limited(apply, self._as_read(messages))
         if len(rendered) > _MAX_TEXT:
             raise ConfigError(f"{self._name} makes {len(rendered):,} characters of one conversation")
         return rendered
@@ -113,7 +145,7 @@ class ChatTemplate:
             )
             return [(int(begin), int(end)) for begin, end in parts]
 
-        return self._call_limited(apply, messages)
+        return self._call_limited(apply, self._as_read(messages))
 
     def _call_limited(
         self, apply: Callable[[list[dict[str, Any]]], Result], messages: Sequence[Mapping[str, Any]]

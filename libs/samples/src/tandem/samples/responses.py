@@ -33,6 +33,8 @@ _REASONING = (
     ("◁think▷", "◁/think▷"),
 )
 """Markers before and after reasoning."""
+THINKING = _REASONING[0]
+"""Tags around thinking that policies learn to write whatever their family is."""
 _FRAMES = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 """Markers around final text, of Cohere's models."""
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
@@ -179,7 +181,11 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
         for messages in MESSAGE_FORMATS.values():
             if all(sign in source for sign in messages.signs):
                 return ResponseMarkers(messages=messages)
-        formats = (layout for layout in TOOL_FORMATS.values() if any(sign in source for sign in layout.signs))
+        formats = (
+            layout.of_template(source)
+            for layout in TOOL_FORMATS.values()
+            if any(sign in source for sign in layout.signs)
+        )
         pairs = tuple(pair for pair in _REASONING if pair[0] in source or pair[1] in source)
         frames = tuple(frame for frame in _FRAMES if frame in source)
         return ResponseMarkers(reasoning=pairs, tool_format=next(formats, None), frames=frames)
@@ -213,7 +219,8 @@ class ResponseMarkers(msgspec.Struct, frozen=True, kw_only=True):
     def reader(self, prompt: str = "", tools: Tools = ()) -> ResponseReader:
         """Return a reader of a response to a prompt, of which only the end matters."""
         if self.messages is None:
-            return MarkedReader(self, self.end_of_reasoning(prompt), tools)
+            opens_thinking = prompt.rstrip().endswith(THINKING[0])
+            return MarkedReader(self, self.end_of_reasoning(prompt), tools, opens_thinking=opens_thinking)
         reader = MessagesReader(self.messages, tools, reads_calls=self.reads_calls)
         _, begin, header = prompt.rpartition("<|start|>assistant")
         list(reader.push(header if begin else ""))
@@ -278,7 +285,7 @@ class ResponseParser:
         prompt = self._prompt if prompt is None else prompt
         if self._response_template is not None:
             return self._parse_with_template(self._response_template, text, prompt, tools)
-        for begin, end in self.markers.reasoning:
+        for begin, end in dict.fromkeys((*self.markers.reasoning, THINKING)):
             # Reasoning that ends without a beginning has begun with the response.
             before, closed, _ = text.partition(end)
             if closed and begin not in before and not self.markers.end_of_reasoning(prompt):
@@ -381,6 +388,9 @@ def chat_markers(template: ResponseMarkers, parser: ToolCallParser | None, *, ma
     if parser in MESSAGE_FORMATS:
         return ResponseMarkers(messages=MESSAGE_FORMATS[parser])
     tool_format = TOOL_FORMATS[_SAME_FORMAT.get(parser, parser)]
+    if template.tool_format is not None and template.tool_format.opens == tool_format.opens:
+        variants = [read for _, read in tool_format.variants]
+        tool_format = template.tool_format if template.tool_format.read in variants else tool_format
     return msgspec.structs.replace(template, tool_format=tool_format, messages=None)
 
 
@@ -407,8 +417,13 @@ def _split_certain(text: str, markers: Sequence[str]) -> tuple[str, str]:
 class MarkedReader:
     """A reader of responses in which markers surround reasoning and calls."""
 
-    def __init__(self, markers: ResponseMarkers, end_of_reasoning: str, tools: Tools) -> None:
-        """Begin a response, within reasoning if the marker that ends it is given."""
+    def __init__(
+        self, markers: ResponseMarkers, end_of_reasoning: str, tools: Tools, *, opens_thinking: bool = False
+    ) -> None:
+        """Begin a response, within reasoning if the marker that ends it is given.
+
+        `opens_thinking` says whether the prompt ends with a tag of thinking.
+        """
         self._format = markers.tool_format
         self._pairs = dict(markers.reasoning)
         self._silent = (*markers.frames, *(() if self._format is None else self._format.silent))
@@ -418,6 +433,10 @@ class MarkedReader:
         """The marker that ends the reasoning; empty outside reasoning."""
         self._is_blank = True
         """Whether the response has had no text or call outside reasoning."""
+        self._may_think = bool(markers.tool_format) and THINKING not in markers.reasoning
+        """Whether thinking that the family's template does not mark is text, in which no call is read."""
+        self._thinking_end = THINKING[1] if self._may_think and opens_thinking else ""
+        """The tag that ends such thinking; empty outside it."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -466,18 +485,28 @@ class MarkedReader:
         layout = self._format
         if layout is None:
             return (*self._pairs, *self._silent)
+        if self._thinking_end:
+            return (self._thinking_end,)
         begun = self._held.lstrip()
-        may_call = not layout.fills_response or (
-            self._is_blank and any(begun.startswith(marker) or marker.startswith(begun) for marker in layout.opens)
-        )
-        return (*self._pairs, *(layout.opens if may_call else ()), *self._silent)
+        begins = self._is_blank and any(begun.startswith(marker) or marker.startswith(begun) for marker in layout.opens)
+        opens = layout.opens if begins else layout.distinct_opens
+        thinks = THINKING[:1] if self._may_think and self._is_blank else ()
+        return (*self._pairs, *opens, *self._silent, *thinks)
 
     def _is_marker_of_text(self, marker: str) -> bool:
-        return marker == self._close or marker in self._pairs or marker in self._silent
+        is_thinking = self._may_think and marker in THINKING
+        return marker == self._close or marker in self._pairs or marker in self._silent or is_thinking
 
     def _pass(self, marker: str) -> Iterator[ResponsePart]:
-        """Pass a marker around reasoning, or one that is no text."""
-        if marker == self._close:
+        """Pass a marker around reasoning, or one that is no text; tags of thinking are text."""
+        if self._may_think and marker in THINKING:
+            if marker == self._thinking_end:
+                self._thinking_end = ""
+            elif self._is_blank:
+                self._thinking_end = THINKING[1]
+            self._is_blank = False
+            yield ResponsePart("content", marker)
+        elif marker == self._close:
             self._close = ""
         elif marker in self._pairs and not self.is_reasoning:
             self._close = self._pairs[marker]
@@ -490,7 +519,7 @@ class MarkedReader:
             return None
         text, self._held = self._held[: span.size], self._held[span.size :]
         self._is_blank = False
-        kind: Kind = "content" if self._format.fills_response else "malformed"
+        kind: Kind = "content" if self._format.opens_after_text else "malformed"
         return [ResponsePart("call", call=call) for call in span.calls] or [ResponsePart(kind, text)]
 
 

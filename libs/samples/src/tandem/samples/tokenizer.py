@@ -215,7 +215,9 @@ class Tokenizer(TokenDecoder):
         generated = (
             self._template.find_generated(messages, variables=all_variables) if self._template.marks_generated else ()
         )
-        return locate_turns(self._plain_render(dict(variables or {})), messages, self._end_texts, generated)
+        is_by_marker = self.turn_ends.missing_id not in (self.eos_id, *self.turn_ends.closing_ids)
+        markers = tuple(self._undivided) if is_by_marker else ()
+        return locate_turns(self._plain_render(dict(variables or {})), messages, self._end_texts, generated, markers)
 
     @cached_property
     def _end_texts(self) -> tuple[str, ...]:
@@ -247,7 +249,8 @@ class Tokenizer(TokenDecoder):
         """
         rendering = self.render_conversation(messages, variables)
         learned = [turn for turn in rendering.turns if turn.message >= num_given]
-        if not learns_header and not all(turn.is_as_prompted for turn in learned):
+        # Of a later turn a template may write less: DeepSeek-V3's second calls have no header.
+        if not learns_header and learned and not learned[0].is_as_prompted and learned[0] == rendering.turns[0]:
             raise DataError(
                 "the chat template does not write the assistant's turn after the prompt as it is generated from; "
                 "change data.add_generation_prompt or policy.tokenizer.chat_template"
@@ -314,8 +317,9 @@ class Tokenizer(TokenDecoder):
         """
         if not self.has_chat_template:
             return self._encode_after(last_id, join_texts(messages).text)
-        continuation, tail = render_after_turn(self._plain_render(dict(variables or {})), messages, turn, self.where)
-        place = find_end(continuation, self._end_texts)
+        rendered = render_after_turn(self._plain_render(dict(variables or {})), messages, turn, self.where)
+        continuation, tail = rendered.text, rendered.call_tail
+        place = find_end(continuation, self._end_texts, 0, rendered.content_end)
         if place is None:
             return self._encode_after(last_id, continuation[common_length(continuation, tail) :])
         end = continuation[slice(*place)]

@@ -5,13 +5,16 @@ A format reads one call, or one list of calls, at the beginning of a text. What 
 
 from __future__ import annotations
 
-import ast
+import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+
+from tandem.samples.pythonic_calls import read_pythonic
 
 Tools = Sequence[Mapping[str, Any]]
 """Descriptions of tools as OpenAI's API and chat templates have them."""
@@ -32,8 +35,10 @@ _INVALID = (
 """Errors of a text that is not a call."""
 _NAME = re.compile(r"[^\s<>{}\"]+")
 """Pattern of a function's name."""
-_MAX_PYTHON = 1 << 16
-"""Most characters of calls that are read as Python."""
+_PADDED_INTEGER = re.compile(r"[+-]?\d{1,18}")
+"""Pattern of integers that JSON may not have."""
+_MAX_ENDS = 64
+"""Most markers that are tried as the end of one call."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +70,23 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Markers around calls, which are no text."""
     signs: tuple[str, ...]
     """Texts of which a chat template with this format has one."""
-    fills_response: bool = False
-    """Whether a response with calls has nothing else."""
+    opens_after_text: tuple[str, ...] = ()
+    """Markers that begin a call after a text, if those of `opens` do so only at the beginning of a response."""
     read: Callable[[str, bool, Tools], CallSpan | None]
     """Read what a text begins with, which is one of `opens`; None if more text is needed. Whether this is the whole
     text, and the tools on offer, are further arguments."""
+    variants: tuple[tuple[str, Callable[[str, bool, Tools], CallSpan | None]], ...] = ()
+    """Other ways to read, each with a text by which a chat template shows that it writes so."""
+
+    def of_template(self, source: str) -> ToolFormat:
+        """Return the format as a chat template writes it, by the template's text."""
+        reads = (read for sign, read in self.variants if sign in source)
+        return msgspec.structs.replace(self, read=next(reads, self.read))
+
+    @property
+    def distinct_opens(self) -> tuple[str, ...]:
+        """Markers that are seldom anything but the beginning of a call."""
+        return self.opens_after_text or self.opens
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -271,6 +288,8 @@ def _convert_argument(text: str, schema: Any) -> Any:
         return value
     if name == "number" and "integer" in types and value.is_integer():
         return int(value)
+    if types & {"integer", "number"} and "string" not in types and _PADDED_INTEGER.fullmatch(text.strip()):
+        return int(text)
     return text
 
 
@@ -317,7 +336,7 @@ def _xml_call(text: str, tools: Tools) -> tuple[FunctionCall, ...]:
 
 
 _GLM_PAIR = re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL)
-_GLM_NAME = re.compile(r"\s*(?P<name>[^\s<]+)\s*")
+_GLM_NAME = re.compile(rf"\s*(?P<name>{_NAME.pattern})\s*")
 
 
 def _glm_call(body: str, tools: Tools) -> tuple[FunctionCall, ...]:
@@ -419,12 +438,17 @@ def read_atem_calls(text: str, tools: Tools) -> tuple[FunctionCall, ...]:
 
 _GEMMA_TEXT = '<|"|>'
 _GEMMA_STRING = r'<\|"\|>.*?(?:<\|"\|>|\Z)'
-_GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<before>[{,]\s*)(?P<key>[^\s"<>{}\[\],:]+)\s*:', re.DOTALL)
+_GEMMA_TOKEN = re.compile(
+    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<before>[{,]\s*)(?!"[^"]*"\s*:)(?P<key>[^\s<>{}\[\],:](?:[^<>{}\[\],:]*[^\s<>{}\[\],:])?)\s*:|(?P<null>\bNone)(?=\s*[,}\]])',
+    re.DOTALL,
+)
 
 
 def _gemma_json(match: re.Match[str]) -> str:
     if match["text"] is not None:
         return json.dumps(match["text"])
+    if match["null"]:  # as earlier templates write it
+        return "null"
     return f"{match['before']}{json.dumps(match['key'])}:"
 
 
@@ -437,38 +461,33 @@ def _read_gemma4(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
     return _read_delimited(text, len("<|tool_call>call:"), "<tool_call|>", is_last, _gemma_call, _GEMMA_STRING)
 
 
-class _JsonNames(ast.NodeTransformer):
-    """The constants of JSON, in Python."""
-
-    _CONSTANTS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Constant(self._CONSTANTS[node.id])
+_LFM2_STRING = rf"'[^'\\]*(?:\\.[^'\\]*)*(?:'|\\?\Z)|{_JSON_STRING}"
 
 
-def _python_calls(body: str) -> tuple[FunctionCall, ...]:
+def _pythonic_calls(body: str, is_raw: bool) -> tuple[FunctionCall, ...]:
     try:
-        listed = ast.parse(body.strip()[:_MAX_PYTHON], mode="eval").body
-        if not isinstance(listed, ast.List):
-            return ()
-        return tuple(_python_call(element) for element in listed.elts)
+        calls = read_pythonic(body, is_raw=is_raw)
+        arguments = msgspec.json.decode(msgspec.json.encode([values for _, values in calls]), type=list[dict[str, Any]])
     except _INVALID:
         return ()
+    return tuple(FunctionCall(name=name, arguments=each) for (name, _), each in zip(calls, arguments, strict=True))
 
 
-def _python_call(node: ast.expr) -> FunctionCall:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
-        raise ValueError("not a call")
-    values = {str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value)) for keyword in node.keywords}
-    return FunctionCall(name=node.func.id, arguments=msgspec.json.decode(msgspec.json.encode(values)))
-
-
-_PYTHON_STRING = rf"'[^'\\]*(?:\\.[^'\\]*)*(?:'|\\?\Z)|{_JSON_STRING}"
-
-
-def _read_lfm2(text: str, is_last: bool, tools: Tools) -> CallSpan | None:
+def _read_lfm2(text: str, is_last: bool, tools: Tools, is_raw: bool = False) -> CallSpan | None:
     start, close = len("<|tool_call_start|>"), "<|tool_call_end|>"
-    return _read_delimited(text, start, close, is_last, _python_calls, _PYTHON_STRING)
+    outside = _end_outside_strings(text, start, close, _LFM2_STRING)
+    ends = [match.start() for match in itertools.islice(re.finditer(re.escape(close), text), _MAX_ENDS)]
+    for end in ends:
+        body = text[start:end]
+        if calls := _pythonic_calls(body, is_raw):
+            return CallSpan(end + len(close), calls)
+        if end == outside and body.rstrip().endswith("]"):
+            return CallSpan(ends[0] + len(close))
+    if not is_last:
+        return None  # an end may be within a string
+    if calls := _pythonic_calls(text[start:], is_raw):
+        return CallSpan(len(text), calls)
+    return CallSpan(ends[0] + len(close) if ends else len(text))
 
 
 _DEEPSEEK_V3_FORMAT = ToolFormat(
@@ -477,6 +496,13 @@ _DEEPSEEK_V3_FORMAT = ToolFormat(
     silent=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     signs=("<｜tool▁call▁begin｜>",),
     read=_read_deepseek,
+)
+_LFM2_FORMAT = ToolFormat(
+    opens=("<|tool_call_start|>",),
+    inner_markers=("<|tool_call_end|>",),
+    signs=("<|tool_call_start|>",),
+    read=_read_lfm2,
+    variants=(("""\"'" + arg_value + "'\"""", functools.partial(_read_lfm2, is_raw=True)),),
 )
 _DSML_BLOCKS = ("｜DSML｜function_calls>", "｜DSML｜tool_calls>", "｜DSML｜ calls>")
 """Tags around calls of DeepSeek V3.2, V4 and V4.1."""
@@ -505,12 +531,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         read=_read_kimi,
     ),
     "deepseek_v3": _DEEPSEEK_V3_FORMAT,
-    "lfm2": ToolFormat(
-        opens=("<|tool_call_start|>",),
-        inner_markers=("<|tool_call_end|>",),
-        signs=("<|tool_call_start|>",),
-        read=_read_lfm2,
-    ),
+    "lfm2": _LFM2_FORMAT,
     "mistral": ToolFormat(
         opens=("[TOOL_CALLS]",), inner_markers=("[ARGS]", "[CALL_ID]"), signs=("[TOOL_CALLS]",), read=_read_mistral
     ),
@@ -531,8 +552,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     ),
     "llama3_json": ToolFormat(
         opens=("<|python_tag|>", "{"),
+        opens_after_text=("<|python_tag|>", '{"name":'),
         signs=("<|python_tag|>", '"parameters": '),
-        fills_response=True,
         read=_read_llama3,
     ),
 }

@@ -15,17 +15,21 @@ GENERATION_CONFIG = "generation_config.json"
 _TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATES = ("additional_chat_templates", "chat_template.json", _TEMPLATE)
-_PATTERNS = (
+_VOCABULARIES = (
     "tokenizer.json",
-    _TOKENIZER_CONFIG,
-    "tokenizer.model",
-    "spiece.model",
+    "*.model",
+    "tokenizer.model.v*",
     "*.tiktoken",
     "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
     "vocab.json",
     "vocab.txt",
+)
+"""Files that a tokenizer is read from, by their names: any of them is enough."""
+_PATTERNS = (
+    *_VOCABULARIES,
+    _TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
     "merges.txt",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -42,8 +46,10 @@ def save_tokenizer(hugging_face: Any, folder: Path) -> None:
 
     Only the chat template may differ from them. Raises the errors of the library and of the system.
     """
-    source = Path(hugging_face.name_or_path or "")
-    if not (source / "tokenizer.json").is_file() or source.resolve() == folder.resolve():
+    name = hugging_face.name_or_path  # empty for one that was made, not read
+    source = Path(name)
+    has_files = bool(name) and any(path.is_file() for pattern in _VOCABULARIES for path in source.glob(pattern))
+    if not has_files or source.resolve() == folder.resolve():
         hugging_face.save_pretrained(folder)
         use_older_names(folder)
         return

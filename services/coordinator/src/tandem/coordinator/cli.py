@@ -15,6 +15,7 @@ from tandem.common import descriptors, gc_tuning, kept_inputs
 from tandem.common.distribution import version
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError, nearest
 from tandem.common.network import forget_empty_endpoint
+from tandem.coordinator.clusters import kubernetes, ray, slurm
 from tandem.coordinator.commands import (
     chat,
     check,
@@ -25,7 +26,6 @@ from tandem.coordinator.commands import (
     init,
     join,
     keys,
-    kubernetes,
     merge,
     note,
     plan,
@@ -35,7 +35,6 @@ from tandem.coordinator.commands import (
     runs,
     samples,
     serve,
-    slurm,
     up,
     view,
 )
@@ -49,7 +48,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "start a run": (init, check, plan, up, sweep, replay),
     "look at a run": (view, samples, diagnose, report, runs, note, refits),
     "weights and models": (eval, chat, serve, tinker, merge, push),
-    "machines": (doctor, slurm, kubernetes, join, keys),
+    "machines": (doctor, slurm, kubernetes, ray, join, keys),
     "shell": (completion,),
 }
 """Commands by purpose, in the order in which a newcomer meets them."""
@@ -79,6 +78,7 @@ EXAMPLES = {
     "tinker": "coordinator tinker examples/tinker.yaml",
     "slurm": "coordinator slurm config.yaml cluster.num_nodes=4 --time 12:00:00 --submit",
     "kubernetes": "coordinator kubernetes config.yaml --image registry.example/tandem:cuda --claim workspace",
+    "ray": "coordinator ray config.yaml cluster.num_nodes=4 cluster.gpus_per_node=8",
     "completion": "coordinator completion bash",
 }
 """Example command lines, by command, for the help and after a wrong command line."""

@@ -3,6 +3,8 @@
 It consumes each `PlaneCommand` and replies. A refit runs when its command arrives. `work` computes digests in
 short slices of time, so that they delay nothing, and connects transfer groups once all their processes are there. It
 waits only for the peers of streams, within the command's deadline.
+
+A process that joins a transfer group is announced at once, and connected when all others are.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tandem.common.errors import RefitError
 from tandem.common.memory import MemoryMeter
@@ -26,13 +29,81 @@ from tandem.common.messages import (
     Refit,
     Refitted,
     ReportDigests,
+    TransferGroupConnected,
 )
+from tandem.common.worker_shards import process_of
 from tandem.launch.service import ServiceContext
 from tandem.refit import program
 from tandem.refit.digests import comparison
 from tandem.refit.digests.slices import ElementSampling
 from tandem.refit.holder import RunningDigest, WeightHolder
-from tandem.refit.joining import JoiningGroups
+from tandem.refit.transfer import TransferGroup
+from tandem.refit.transports import process_group
+from tandem.refit.transports.meeting import GroupStore
+
+
+class PendingTransferGroup(NamedTuple):
+    """A transfer group that waits for some of its processes."""
+
+    command: ConnectTransferGroup
+    transfer_group: TransferGroup
+    meeting: GroupStore
+    store: Store
+    deadline: float
+
+
+def begin(command: ConnectTransferGroup, context: ServiceContext) -> PendingTransferGroup:
+    """Announce the parts of this process to the others, and wait for none of them. Raises `RefitError`."""
+    transfer_group = TransferGroup(command.transfer_group, command.members, command.device_type)
+    is_over_tcp = context.config.refit.stream == "tcp"
+    meeting = GroupStore(
+        command.rendezvous_host,
+        command.rendezvous_port,
+        prefix=f"refit/{command.transfer_group}/{command.epoch}",
+        keys=process_group.GroupKeys(context.keys, command.public_keys) if is_over_tcp else None,
+    )
+    store = meeting.store(command.deadline_s)
+    for part in command.members:
+        if process_of(part) == context.name:
+            process_group.announce(transfer_group, part, store)
+    return PendingTransferGroup(command, transfer_group, meeting, store, time.monotonic() + command.deadline_s)
+
+
+class JoiningGroups:
+    """The transfer groups that a process has announced itself to, until they are connected."""
+
+    def __init__(self, context: ServiceContext, holder: WeightHolder) -> None:
+        self._context, self._holder = context, holder
+        self.groups: dict[str, PendingTransferGroup] = {}
+        """Groups that wait for some of their processes, by name."""
+
+    def begin(self, command: ConnectTransferGroup) -> None:
+        """Announce this process to a group, in place of an earlier attempt to join it. Raises `RefitError`."""
+        self.groups[command.transfer_group] = begin(command, self._context)
+
+    def go_on(self) -> None:
+        """Connect the groups whose processes are all there."""
+        for group in [*self.groups.values()]:
+            self._go_on(group)
+
+    def _go_on(self, group: PendingTransferGroup) -> None:
+        command = group.command
+        try:
+            left_s = group.deadline - time.monotonic()
+            if left_s > 0 and process_group.absent(group.transfer_group, group.store):
+                time.sleep(_POLL_S)
+                return
+            del self.groups[command.transfer_group]
+            with self._context.phase(f"connecting transfer group {command.transfer_group}"):
+                self._holder.connect(group.transfer_group, group.meeting, max(left_s, _POLL_S))
+            self._context.reply(
+                command.command_id,
+                TransferGroupConnected(command_id=command.command_id, transfer_group=command.transfer_group),
+            )
+        except Exception as error:
+            self.groups.pop(command.transfer_group, None)
+            self._context.fail(command.command_id, error)
+
 
 Verify = Literal["off", "sampled", "full"]
 _SAMPLED_ONE_IN = 16

@@ -47,6 +47,15 @@ Alternatives: TypeAlias = list[tuple[int, float]]
 """Tokens that could have been drawn at a position, the likeliest first, with their log-probabilities."""
 
 
+class PromptScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's own probabilities of a prompt's tokens; ``P`` counts those that have one, all but the first."""
+
+    logprobs_P: NDArray[np.float32]
+    """Log-probability of each token after those before it: at temperature 1, nothing cut off."""
+    alternatives: list[Alternatives]
+    """The likeliest tokens in the place of each, as many as the request asked for."""
+
+
 class EngineCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """One finished sequence; ``T`` counts the tokens the engine made, the stop token included."""
 
@@ -65,6 +74,8 @@ class EngineCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """Alternatives to each token; None unless the request asked for them."""
     masks: SamplingMasks | None = None
     """Sampling mask of each token; None where nothing was cut off, or the engine was not asked for masks."""
+    prompt_scores: PromptScores | None = None
+    """Probabilities of the prompt's tokens; None unless the request asked for them."""
 
 
 class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +86,7 @@ class NewTokens(msgspec.Struct, frozen=True, kw_only=True):
     versions_T: NDArray[np.int32]
     alternatives: list[Alternatives] | None = None
     masks: SamplingMasks | None = None
+    prompt_scores: PromptScores | None = None
 
 
 class Engine(Protocol):

@@ -51,7 +51,7 @@ class ExternalRequests:
     ) -> None:
         """Begin to listen; `notify` is called when there is something to do.
 
-        `images` keeps those of requests to a model that sees, for its engine.
+        `images` keeps those of requests to a vision model, for its engine.
         """
         generation = config.policy.generation
         self._engine = engine

@@ -9,18 +9,23 @@
 A sample's metadata, such as its reward, goes to the coordinator. Its arrays stay in the store for trainers to fetch.
 Without ``async_engine`` the engine pauses while an environment may answer, so that the batch of running sequences does
 not depend on how long that takes. With it the engine continues with other samples, and an answered one joins at once.
+
+Environments get a response as a message: the answer, the reasoning, calls, and the whole text, if the model's chat
+template writes markers of reasoning, channels or tool calls. Any other response is its text.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Generate, Generated, PromptGroup, SampleScored, SamplesFinished
+from tandem.common.returned import sayable
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.launch.service import ServiceContext
 from tandem.rollout.conversation import SampleConversation
@@ -30,9 +35,65 @@ from tandem.rollout.environments.faults import UnscoredResponse
 from tandem.rollout.environments.outcomes import beyond_in_sum
 from tandem.rollout.environments.scorer import RunEnvironments
 from tandem.rollout.parts import RolloutParts
-from tandem.rollout.response_messages import NUM_BEFORE, response_messages
 from tandem.samples.batch import SampleBatch
 from tandem.samples.routed_experts import RoutedExperts
+
+if TYPE_CHECKING:
+    from tandem.samples.responses import ResponseParser
+    from tandem.samples.tokenizer import Tokenizer
+    from tandem.samples.tool_formats import FunctionCall
+
+
+NUM_BEFORE = 32
+"""Tokens before a response in which a marker may open its reasoning."""
+
+
+class ResponseMessages:
+    """Messages of one model's responses."""
+
+    def __init__(self, tokenizer: Tokenizer, parser: ResponseParser) -> None:
+        self._tokenizer = tokenizer
+        self._parser = parser
+
+    def message(self, before: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return a response as a message, by the tokens before it and its own.
+
+        `content` is the text after all reasoning, in the last channel; before calls of tools it is all text. The keys
+        `reasoning_content`, `tool_calls` (as in OpenAI's API) and `text` are there if there is any. `text` is all that
+        was generated, with its markers, after the marker of reasoning with which the prompt ends, if it does.
+        """
+        prompt = self._tokenizer.decode(before[-NUM_BEFORE:], skip_special_tokens=False)
+        generated = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        parsed = self._parser.parse(generated, prompt=prompt)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": parsed.content if parsed.tool_calls else parsed.answer,
+        }
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = [*map(_tool_call, parsed.tool_calls)]
+        text = self._parser.markers.find_opened_reasoning(prompt) + self._parser.visible(generated)
+        if text != message["content"]:
+            message["text"] = text
+        return message
+
+
+def response_messages(tokenizer: Tokenizer) -> ResponseMessages | None:
+    """Return how to read responses of a model; None if they are nothing but text."""
+    if not tokenizer.has_chat_template:
+        return None
+    from tandem.samples.responses import ResponseParser
+
+    parser = ResponseParser.of(tokenizer)
+    return ResponseMessages(tokenizer, parser) if parser.reads_markers else None
+
+
+def _tool_call(call: FunctionCall) -> dict[str, Any]:
+    # A policy may call anything with anything: arguments as JSON in ASCII can be sent whatever they are.
+    function = {"name": sayable(call.name), "arguments": json.dumps(call.arguments)}
+    return {"type": "function", "function": function}
+
 
 _REWARD_POLL_S = 0.001
 UNSCORED = Score(0.0, correct=False)

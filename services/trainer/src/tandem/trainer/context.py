@@ -84,6 +84,7 @@ def context_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each segment of the row, for this rank's share ``[1, L, H, D]``."""
@@ -91,7 +92,8 @@ def context_attention(
     query_LHD, key_LGD, value_LGD = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1GLD, value_1GLD))
     keys_values = gather_shares(torch.stack([key_LGD, value_LGD], dim=1), context_share.group)
     key_MGD, value_MGD = keys_values.index_select(0, context_share.key_M).unbind(1)
-    return attend(query_LHD, key_MGD, value_MGD, context_share.chunks, scaling, sliding_window, s_aux)[None], None
+    chunks = context_share.chunks
+    return attend(query_LHD, key_MGD, value_MGD, chunks, scaling, sliding_window, s_aux, softcap)[None], None
 
 
 transformers.AttentionInterface.register(ATTENTION_NAME, context_attention)

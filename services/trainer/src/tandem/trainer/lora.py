@@ -1,54 +1,112 @@
 """Low-rank adapters within a model of Transformers, through PEFT.
 
-PEFT's layers replace those that they adapt. Elsewhere, tensors have the names of `tandem.config.models.lora`.
+PEFT's layers replace linear layers that they adapt; routers and fused experts have those of
+`tandem.trainer.parameter_adapters`. Elsewhere, tensors have the names of `tandem.config.models.lora`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
-from tandem.common.errors import ModelError
-from tandem.config.models.lora import choose_layers, is_adapter, make_tensor_name
+from tandem.common.errors import ConfigError, ModelError
+from tandem.config.models.lora import choose_layers, count_projections, find_layer, is_adapter, make_tensor_name
 from tandem.config.models.vision_families import VISION
 from tandem.config.schema.adapters import LoraCfg
+from tandem.trainer import parameter_adapters
 from tandem.trainer.dropout import Dropout, DropoutPlace
-from tandem.trainer.files.adapter_files import first_values, settings_of
+from tandem.trainer.files.adapter_files import AdapterDescription, FusedAdapter, first_values, settings_of
 
 _ADAPTER = "default"
 """PEFT's name of the only adapter."""
 SECTION = "policy.dtensor_cfg.lora_cfg"
 
 
-def inject(model: Any, adapters: LoraCfg, seed: int) -> list[str]:
-    """Give layers of a whole model adapters in float32, freeze all else, and return the layers' names.
+def inject(model: Any, adapters: LoraCfg, seed: int, base: str) -> AdapterDescription:
+    """Give layers of a whole model, which is called `base`, adapters in float32, freeze all else, and describe them.
 
-    A model that sees gets them in its language model alone.
+    A vision model gets them in its language model alone.
 
-    The first values depend only on the seed and the names. Raises `ConfigError` if no layer is chosen, and `ModelError`
-    if PEFT cannot adapt one.
+    The first values depend only on the seed and the names. Raises `ConfigError` if no layer is chosen, or if an adapter
+    of experts would drop inputs, and `ModelError` if PEFT cannot adapt a layer.
     """
     family = VISION.get(model.config.model_type)
     prefix = "" if family is None else family.language_prefix  # a tower has layers of the same names
-    linear = [name for name in linear_layers(model) if name.startswith(prefix)]
-    layers = choose_layers(linear, adapters, SECTION)
+    linear = linear_layers(model)
+    routers, fused = parameter_adapters.list_routers(model), _list_fused(model)
+    if adapters.patterns == ("*",):  # PEFT takes what is a linear layer in a checkpoint
+        transposed = [name for name, adapter in fused.items() if adapter.is_transposed]
+        fused = {name: adapter for name, adapter in fused.items() if name not in transposed}
+        routers = [name for name in routers if not any(parameter.startswith(_parent(name)) for parameter in transposed)]
+    candidates = [name for name in (*linear, *routers) if name.startswith(prefix)]
+    layers = choose_layers(candidates, adapters, SECTION, [name for name in fused if name.startswith(prefix)])
+    experts = tuple(
+        msgspec.structs.replace(fused[name], rank=adapters.dim * count_projections(name, adapters))
+        for name in layers
+        if name in fused
+    )
     model.requires_grad_(False)
+    of_parameters = {name for name in layers if name in fused or name in routers}
+    of_layers = [layer for layer in layers if layer not in of_parameters]
+    if of_parameters and adapters.dropout:
+        raise ConfigError(
+            f"{SECTION}.dropout: {adapters.dropout:g}, but adapters of routed experts and routers, such as "
+            f"{sorted(of_parameters)[0]}, drop nothing: leave them out with exclude_modules"
+        )
     try:
-        inject_adapter_in_model(settings_of(adapters, [f"model.{layer}" for layer in layers]), _Holder(model))
+        if of_layers:
+            inject_adapter_in_model(settings_of(adapters, [f"model.{layer}" for layer in of_layers]), _Holder(model))
     except (ValueError, TypeError) as error:
         raise ModelError(f"{type(model).__name__} takes no adapters: {error}".split("\n")[0]) from error
-    values = {}
+    _attach(model, adapters, experts, [name for name in layers if name in routers])
+    described = AdapterDescription(
+        base,
+        adapters,
+        [layer for layer in layers if layer not in fused],
+        linear,
+        has_experts(model),
+        experts,
+        tuple(fused),
+        routers,
+    )
+    values, turned = {}, {adapter.parameter for adapter in experts if adapter.is_transposed}
     for name, parameter in parameters_of(model).items():
         if is_adapter(name):
             parameter.data = parameter.data.float()
-            values[name] = first_values(name, tuple(parameter.shape), adapters, seed)
+            values[name] = first_values(
+                name, tuple(parameter.shape), adapters, seed, is_transposed=find_layer(name) in turned
+            )
     fill(model, values)
-    return layers
+    return described
+
+
+def _list_fused(model: torch.nn.Module) -> dict[str, FusedAdapter]:
+    """Return the fused parameters of a model's experts by name, in their order, without a rank yet."""
+    return {
+        f"{name}.{last}": FusedAdapter(f"{name}.{last}", len(weight), 0, parameter_adapters.is_transposed(module))
+        for name, module in parameter_adapters.list_experts(model).items()
+        for last, weight in parameter_adapters.list_parameters(module).items()
+    }
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0] + "."
+
+
+def _attach(model: Any, adapters: LoraCfg, experts: Sequence[FusedAdapter], routers: Sequence[str]) -> None:
+    """Give the parameters of experts, and the weights of routers, adapters of zeros."""
+    ranks: dict[str, dict[str, int]] = {router: {"weight": adapters.dim} for router in routers}
+    for adapter in experts:
+        name, _, last = adapter.parameter.rpartition(".")
+        ranks.setdefault(name, {})[last] = adapter.rank
+    for name, of_parameters in ranks.items():
+        parameter_adapters.ParameterAdapters(model.get_submodule(name), of_parameters, adapters.scale)
 
 
 class _Holder(torch.nn.Module):
@@ -72,8 +130,24 @@ def linear_layers(model: Any) -> list[str]:
     """Return the names of a model's linear layers, without the output layer."""
     head = model.get_output_embeddings()
     return [
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and _is_linear(module)
     ]
+
+
+@torch.no_grad()
+def _is_linear(layer: torch.nn.Linear) -> bool:
+    """Tell whether a layer computes what its class does, unlike DeepSeek-V4's projection in groups and some routers."""
+    if type(layer).forward is torch.nn.Linear.forward:
+        return True
+    inputs_BH = torch.ones(2, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
+    try:
+        outputs = layer(inputs_BH)
+    except (RuntimeError, TypeError):
+        return False
+    expected = torch.nn.functional.linear(inputs_BH, layer.weight, layer.bias)
+    return isinstance(outputs, torch.Tensor) and outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
 
 @torch.no_grad()
@@ -124,11 +198,16 @@ def matrices_of(layer: torch.nn.Module) -> tuple[torch.nn.Linear, torch.nn.Linea
 def switched_off(model: torch.nn.Module) -> Iterator[None]:
     """Let the model compute as if it had no adapters, as long as the context lasts."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    of_parameters = list(parameter_adapters.list_adapters(model))
     # PEFT's own method would also freeze the parameters, and FSDP2 would keep that of the copies it makes of them.
     for layer in layers:
         layer._disable_adapters = True
+    for adapters in of_parameters:
+        adapters.is_on = False
     try:
         yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
+        for adapters in of_parameters:
+            adapters.is_on = True

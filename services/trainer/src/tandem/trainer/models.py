@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from tandem.common.errors import ModelError
 from tandem.config.models.dequantised import describe_for_training
-from tandem.config.models.hf_config import find_model_class, load_config
+from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
 from tandem.config.models.lora import explain_no_model
+from tandem.config.models.model_sizes import local_folder
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Head
+from tandem.refit.adapters import headers
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 
 _CLASSIFIERS: dict[Head, Any] = {
@@ -161,10 +163,11 @@ def _as_model_error(action: str) -> Iterator[None]:
 
 def _pretrained(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
     with _as_model_error(f"cannot load a model from {source!r}"):
-        described = describe_for_training(source, settings)
+        described, renamed = describe_text_part(describe_for_training(source, settings), _names_in(source))
         model, info = find_model_class(described).from_pretrained(
             source,
             config=described,
+            key_mapping=renamed or None,
             dtype=dtype,
             output_loading_info=True,
             trust_remote_code=False,
@@ -172,6 +175,12 @@ def _pretrained(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
         )
     _refuse_missing(source, info["missing_keys"])
     return model
+
+
+def _names_in(source: str) -> Collection[str]:
+    """Return the names of the tensors in a checkpoint, of a folder or of the Hub's cache; none if it is in neither."""
+    folder = local_folder(source)
+    return headers.read_headers(folder) if folder is not None and any(folder.glob("*.safetensors")) else ()
 
 
 def _refuse_missing(source: str, names: Iterable[str]) -> None:

@@ -74,9 +74,12 @@ def score_tokens(
         hidden_KH, weight_VH, token_KN, temperature, vocabulary, chunk, keeps, learns_entropy, tuple(undrawable), masks
     )
     logprobs_KN, entropy_K, is_likeliest_K = scores
+    # Copies: FSDP warns in every step of a view that a model returns, since a loss that changed it in place would lose
+    # gradients.
+    logprobs_K = logprobs_KN[:, 0].clone()
     if others_KN is None:
-        return TokenScores(logprobs_KN[:, 0], entropy_K, is_likeliest_K)
-    return StudentScores(logprobs_KN[:, 0], entropy_K, is_likeliest_K, logprobs_KN[:, 1:])
+        return TokenScores(logprobs_K, entropy_K, is_likeliest_K)
+    return StudentScores(logprobs_K, entropy_K, is_likeliest_K, logprobs_KN[:, 1:].clone())
 
 
 def placed(values_K: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:

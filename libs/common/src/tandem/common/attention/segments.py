@@ -5,7 +5,8 @@ together, one block of queries at a time, so that the matrix of all scores never
 
 A window is the number of keys that a query sees, including its own (Beltagy et al. 2020, arXiv:2004.05150, section
 3.1; Jiang et al. 2023, arXiv:2310.06825, section 2). A sink is a score without a key: it takes part in the softmax
-and adds no value (gpt-oss; Xiao et al. 2023, arXiv:2309.17453, section 3.3).
+and adds no value (gpt-oss; Xiao et al. 2023, arXiv:2309.17453, section 3.3). Capped scores are ``cap * tanh(score /
+cap)`` (Gemma 2: Riviere et al. 2024, arXiv:2408.00118, section 2).
 
 Shapes: ``L`` queries and ``M`` keys of all segments, concatenated; ``B`` segments of one size; ``H`` query heads,
 ``G`` key and value heads, of dimension ``D``; ``R`` queries in a block; ``S`` keys that the block sees.
@@ -33,6 +34,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     sinks_H: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Return the attention output, ``[L, H, D]``.
 
@@ -45,9 +47,10 @@ def attend(
         scale: factor of the scores; by default ``1 / sqrt(D)``.
         window: most keys that a query sees; None for all.
         sinks_H: sink of each query head; None for a model without sinks.
+        cap: limit of the scores, which come close to it and never reach it; None for none.
     """
     has_kernel = query_LHD.is_cuda and query_LHD.dtype in (torch.bfloat16, torch.float16) and sinks_H is None
-    if has_kernel and query_LHD.shape[2] == value_MGD.shape[2]:
+    if has_kernel and cap is None and query_LHD.shape[2] == value_MGD.shape[2]:
         longest = max(num_queries for num_queries, _ in segments), max(num_keys for _, num_keys in segments)
         ends_2S = find_boundaries(tuple(segments), query_LHD.device)
         return attend_on_gpu(query_LHD, key_MGD, value_MGD, ends_2S, longest, scale, window)
@@ -63,10 +66,10 @@ def attend(
         query_BLHD, key_BMGD, value_BMGD = (
             tensor.view(size, -1, *tensor.shape[1:]) for tensor in (query_LHD[queries], key_MGD[keys], value_MGD[keys])
         )
-        if sinks_H is None and (window is None or window >= num_keys):
+        if sinks_H is None and cap is None and (window is None or window >= num_keys):
             parts.append(_attend_equal(query_BLHD, key_BMGD, value_BMGD, mask_RS, scale))
         else:
-            parts.append(_attend_near(query_BLHD, key_BMGD, value_BMGD, scale, window or num_keys, sinks_H))
+            parts.append(_attend_near(query_BLHD, key_BMGD, value_BMGD, scale, window or num_keys, sinks_H, cap))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -111,8 +114,10 @@ def _attend_near(
     scale: float | None,
     window: int,
     sinks_H: torch.Tensor | None,
+    cap: float | None,
 ) -> torch.Tensor:
-    """Return the same for queries with a window or sinks; a block reads only the keys that its queries may see."""
+    """Return the same for queries with a window, sinks or a cap; a block reads only the keys that its queries may
+    see."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query_BLHD, key_BMGD, value_BMGD))
     is_grouped = query.shape[1] != key.shape[1]
     num_queries, before = query.shape[2], key.shape[2] - query.shape[2]
@@ -125,6 +130,9 @@ def _attend_near(
         is_hidden_RS = (key_S > position_R1) | (key_S <= position_R1 - window)
         mask = query.new_zeros(is_hidden_RS.shape).masked_fill_(is_hidden_RS, -torch.inf)[None, None]
         keys, values = key[:, :, seen], value[:, :, seen]
+        if cap is not None:
+            parts.append(attend_capped(query[:, :, first:last], keys, values, mask, scale, cap, sinks_H))
+            continue
         if sinks_H is not None:  # one more key and value of zeros; the mask holds its score
             sinks_1HR1 = sinks_H.to(query.dtype)[None, :, None, None].expand(-1, -1, last - first, -1)
             mask = torch.cat((mask.expand(-1, len(sinks_H), -1, -1), sinks_1HR1), dim=3)
@@ -135,6 +143,33 @@ def _attend_near(
             )
         )
     return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
+
+
+def attend_capped(
+    query_BHRD: torch.Tensor,
+    key_BGSD: torch.Tensor,
+    value_BGSD: torch.Tensor,
+    mask_RS: torch.Tensor,
+    scale: float | None,
+    cap: float,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the attention output ``[B, H, R, D]`` with scores that `cap` limits.
+
+    `mask_RS` is added to the capped scores, and broadcast to ``[B, G, E, R, S]``, where
+    ``E`` query heads share a key head; the other arguments are `attend`'s.
+    """
+    num_rows, _, num_queries, head_dim = query_BHRD.shape
+    query_BGERD = query_BHRD.view(num_rows, key_BGSD.shape[1], -1, num_queries, head_dim)
+    scores_BGERS = query_BGERD @ key_BGSD[:, :, None].transpose(3, 4) * (head_dim**-0.5 if scale is None else scale)
+    scores_BGERS = (scores_BGERS / cap).tanh() * cap + mask_RS
+    if sinks_H is not None:  # one more score, and no value
+        sinks_GE11 = sinks_H.to(scores_BGERS.dtype).view(*scores_BGERS.shape[1:3], 1, 1)
+        sinks_BGER1 = sinks_GE11.expand(num_rows, -1, -1, num_queries, -1)
+        scores_BGERS = torch.cat((scores_BGERS, sinks_BGER1), dim=4)
+    weights_BGERS = scores_BGERS.softmax(dim=4, dtype=torch.float32).to(query_BHRD.dtype)
+    attended_BGERD = weights_BGERS[..., : key_BGSD.shape[2]] @ value_BGSD[:, :, None]
+    return attended_BGERD.flatten(1, 2)
 
 
 def _make_mask(segments: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ def find_sliding_windows(config: Any) -> tuple[int | None, ...]:
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if window is None or not layer_types:
-        return (window,) * int(config.num_hidden_layers)
+        return (window,) * int(getattr(config, "num_hidden_layers", 0))  # BLT's parts have layers of their own
     return tuple(window if each == "sliding_attention" else None for each in layer_types[: config.num_hidden_layers])
 
 

@@ -16,25 +16,29 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from transformers import cache_utils
 
+from tandem.common.attention.chunks import CHUNKED_TYPE
+
 if TYPE_CHECKING:
     from transformers.cache_utils import LinearAttentionLayer
 
 STATEFUL_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Types of layers in Transformers that carry a state; hybrid ones have attention, too."""
-ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED_TYPE, "hybrid", "hybrid_sliding"})
 """Types of layers that attend to earlier tokens by the attention interface."""
 PLAIN_TYPES = frozenset({"mlp", "moe", "dummy"})
 """Types of layers in which no tokens meet."""
+INDEXED_TYPE = "indexed_attention"
+"""The type of layers that attend to the few keys that an indexer chooses."""
 _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
 _CACHE = "cache"
 """Parameter of a stateful module's `forward` that takes the cache."""
 
 
-def find_unknown_layer_type(config: Any) -> str | None:
+def find_unknown_layer_type(config: Any, *types_elsewhere: str) -> str | None:
     """Return the first type of layer that neither attends nor carries a state in a known way, from a text
-    configuration; None if there is none."""
+    configuration; None if there is none. `types_elsewhere` are dealt with by the caller."""
     types = set(getattr(config, "layer_types", None) or ())
-    return min(types - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES, default=None)
+    return min(types - ATTENTION_TYPES - STATEFUL_TYPES - PLAIN_TYPES - {*types_elsewhere}, default=None)
 
 
 def find_stateful_modules(model: torch.nn.Module) -> dict[int, Any]:
@@ -105,6 +109,12 @@ def replace_forward(model: Any, run_row: RowForward) -> None:
     cache = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
     for module in find_stateful_modules(model).values():
         module.forward = StatefulModule(module, cache, run_row)
+
+
+def restore_forward(model: Any) -> None:
+    """Have the stateful modules of a model run as before `replace_forward`."""
+    for module in find_stateful_modules(model).values():
+        del module.forward
 
 
 def is_replaced(model: Any) -> bool:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from tandem.common.errors import ConfigError
 from tandem.config.checks.rule import Rule
 from tandem.config.models.families import MEGATRON_ADAPTERS
-from tandem.config.models.lora import CONFIG, explain_no_model, matches
+from tandem.config.models.lora import (
+    ALL_LINEAR,
+    CONFIG,
+    choose_layers,
+    explain_no_model,
+    explain_other_adapters,
+    matches,
+)
 from tandem.config.models.model_sizes import read_expert_sizes, read_model_config
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config
 
 _LATENT = "deepseek_v3"
-_ROUTED = re.compile("(?<!shared_)experts")
+_NEVER_LINEAR = ("gpt_oss", "llama4", "llama4_text")
+"""Families whose experts are no linear layers in a checkpoint either: PEFT's ``all-linear`` does not take them."""
 DTENSOR, MEGATRON = "policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"
 
 
 def check_restored_adapters_exist(config: Config) -> None:
-    """Check that a folder of initial adapters is in PEFT's format."""
+    """Check that a folder of initial adapters is in PEFT's format, and that they have the configured rank and scale."""
     adapters = config.policy.adapters
     if adapters is None or adapters.restore_from is None:
         return
     key = f"{MEGATRON if config.policy.megatron_cfg.enabled else DTENSOR}.restore_from"
     if not Path(adapters.restore_from, CONFIG).is_file():
         raise InvalidValue(key, f"{shown(adapters.restore_from)} is not a folder of adapters: it has no {CONFIG}")
+    if (problem := explain_other_adapters(Path(adapters.restore_from), adapters)) is not None:
+        raise InvalidValue(key, problem)
 
 
 def check_adapters_have_type_of_weights(config: Config) -> None:
@@ -66,21 +76,46 @@ def check_megatron_has_adapters_of_family(config: Config) -> None:
         raise InvalidValue(f"{MEGATRON}.enabled", text)
 
 
-def check_routed_experts_have_no_adapters(config: Config) -> None:
-    """Check that no adapters of routed experts are configured, since they would be left out.
+def list_adapted_experts(config: Config) -> list[str]:
+    """Return the fused parameters of routed experts that the DTensor backend adapts, by the names that they have in
+    most models; empty if the model is not known yet."""
+    policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
+    model = read_model_config(policy)
+    experts = None if model is None else read_expert_sizes(model)
+    if experts is None or policy.megatron_cfg.enabled or policy.adapters is None:
+        return []
+    if lora.patterns == ("*",) and model is not None and model.get("model_type") in _NEVER_LINEAR:
+        return []
+    names = [
+        f"model.layers.{layer}.mlp.experts.{last}"
+        for layer in range(experts.num_layers)
+        for last in ("gate_up_proj", "down_proj")
+    ]
+    try:
+        return choose_layers((), lora, DTENSOR, names)
+    except ConfigError:  # the trainer knows all layers, and says what is wrong
+        return []
+
+
+def check_adapters_of_experts_can_be_trained(config: Config) -> None:
+    """Check that adapters of routed experts are configured only where they are built.
 
     Trainers know which layers have experts, and refuse patterns that match only some of them.
     """
-    policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
-    adapters, model = policy.adapters, read_model_config(policy)
+    policy = config.policy
+    adapters = policy.adapters
     if adapters is None:
         return
     if not policy.megatron_cfg.enabled:
-        named = [linear for linear in lora.target_modules if _ROUTED.search(linear) and not lora.match_all_linear]
-        if named:
-            text = f"{shown(named[0])} names routed experts, and adapters of them are not built"
-            raise InvalidValue(f"{DTENSOR}.target_modules", f"{text}: a layer's experts are one parameter")
+        adapted = list_adapted_experts(config)
+        if adapted and adapters.dropout:
+            text = f"{adapters.dropout:g}, but adapters of routed experts drop nothing: leave them out with"
+            raise InvalidValue(f"{DTENSOR}.dropout", f'{text} exclude_modules: ["*.mlp.experts.*", "gate"]')
+        if adapted and policy.generation.num_adapter_sets > 1 and policy.generation.backend == "vllm":
+            text = f"{policy.generation.num_adapter_sets}, but vLLM has the adapters of several versions only of linear"
+            raise InvalidValue("policy.generation.adapter_sets", f"{text} layers, not of routed experts ({adapted[0]})")
         return
+    model = read_model_config(policy)
     experts = None if model is None else read_expert_sizes(model)
     layers = range(experts.num_layers) if experts is not None else ()
     for linear in ("linear_fc1", "linear_fc2"):
@@ -92,17 +127,11 @@ def check_routed_experts_have_no_adapters(config: Config) -> None:
 
 
 def check_all_linear_is_no_name(config: Config) -> None:
-    """Check that target modules do not include PEFT's ``all-linear``, which neither backend accepts."""
+    """Check that target modules of Megatron-Core do not include PEFT's ``all-linear``, which it does not accept."""
     policy, adapters = config.policy, config.policy.adapters
-    if adapters is None or "all-linear" not in adapters.target_modules:
-        return
-    if policy.megatron_cfg.enabled:
+    if adapters is not None and policy.megatron_cfg.enabled and ALL_LINEAR in adapters.target_modules:
         text = "'all-linear' is no layer: an empty list chooses linear_qkv, linear_proj, linear_fc1 and linear_fc2"
         raise InvalidValue(f"{MEGATRON}.target_modules", text)
-    if not policy.dtensor_cfg.lora_cfg.match_all_linear:
-        raise InvalidValue(
-            f"{DTENSOR}.target_modules", "'all-linear' is no layer: match_all_linear: true chooses them all"
-        )
 
 
 def check_other_models_are_whole(config: Config) -> None:
@@ -121,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     check_adapters_are_of_language_model,
     check_engines_can_hold_several_sets_of_adapters,
     check_megatron_has_adapters_of_family,
-    check_routed_experts_have_no_adapters,
+    check_adapters_of_experts_can_be_trained,
     check_all_linear_is_no_name,
     check_other_models_are_whole,
 )

@@ -9,20 +9,27 @@ from typing import Literal
 from tandem.common.errors import listed, nearest
 from tandem.config.checks.reward_model import check_reward_model
 from tandem.config.checks.rule import Rule, check_dotted_path, restrict_to_rollouts
-from tandem.config.derive import GENERATED
-from tandem.config.named import NAMED, RAW_TEXT, holds_texts, is_local
+from tandem.config.named import GENERATED, NAMED, RAW_TEXT, holds_texts, is_local
 from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config, EnvironmentConfig, JudgeConfig
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
+from tandem.config.schema.packaged import PACKAGED
 from tandem.config.schema.reward_model import REWARD_MODEL
 from tandem.config.shapes import ELSEWHERE
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")
 """Environments that reply to a response, so that one turn is never enough."""
 
-BUILT_IN_ENVIRONMENTS = ("reasoning_gym", "math", "math_multi_reward", "exact_match", *CONVERSING_ENVIRONMENTS)
+BUILT_IN_ENVIRONMENTS = (
+    "reasoning_gym",
+    "math",
+    "math_multi_reward",
+    "exact_match",
+    "python_code",
+    *CONVERSING_ENVIRONMENTS,
+)
 
 COMPARING_ENVIRONMENTS = ("math", "math_multi_reward", "exact_match", "calculator", *IMAGE_ENVIRONMENTS)
 """Built-in environments that compare a response with the reference answer."""
@@ -183,7 +190,9 @@ def check_environments_are_known(config: Config) -> None:
             raise InvalidValue(
                 f"env.{name}.model_name", "a class, an agent or a judge is given too, which scores by itself"
             )
-        if entry.is_agent:
+        if entry.packaged is not None:
+            _check_packaged(name, entry)
+        elif entry.is_agent:
             _check_agent(name, entry)
         elif entry.judge is not None:
             _check_judge(name, entry, entry.judge, config)
@@ -212,6 +221,21 @@ def decide_on_error(name: str, entry: EnvironmentConfig) -> Literal["zero", "dro
     if entry.judge is not None or entry.is_reward_model:
         return entry.on_error or "drop"  # the response is not at fault
     return entry.on_error or ("fail" if entry.is_custom or name == PYTHON_REWARDS else "zero")
+
+
+def _check_packaged(name: str, entry: EnvironmentConfig) -> None:
+    """Raise `InvalidValue` if something else is to score or play where a packaged environment does."""
+    (kind, *second) = [kind for kind in PACKAGED if getattr(entry, kind) is not None]
+    if second:
+        raise InvalidValue(f"env.{name}.{second[0]}", f"env.{name}.{kind} is given too: an entry is one environment")
+    if entry.openenv is not None and (entry.openenv.package is None) == (entry.openenv.url is None):
+        raise InvalidValue(f"env.{name}.openenv", "needs either package, which is served here, or the url of a server")
+    if entry.openenv is not None and entry.openenv.url is not None:
+        _check_url(f"env.{name}.openenv.url", entry.openenv.url)
+    rivals = {"class": entry.class_path, "command": entry.command, "url": entry.url, "judge": entry.judge}
+    for key, value in rivals.items():
+        if value is not None:
+            raise InvalidValue(f"env.{name}.{key}", f"env.{name}.{kind} is given too, which plays and scores by itself")
 
 
 def _check_agent(name: str, entry: EnvironmentConfig) -> None:
@@ -291,6 +315,11 @@ def check_samples_are_scored(config: Config) -> None:
 def _check_scores(config: Config, key: str, environment: str, dataset_key: str, dataset: str) -> None:
     if environment not in config.env:
         raise InvalidValue(key, f"{shown(environment)} is not an entry of env ({', '.join(config.env)})")
+    packaged = next((kind for kind in PACKAGED if getattr(config.env[environment], kind) is not None), None)
+    if packaged is not None and dataset != packaged:
+        raise InvalidValue(key, f"{environment} plays the tasks of its package: {dataset_key} {dataset} is not for it")
+    if dataset in PACKAGED and packaged != dataset:
+        raise InvalidValue(dataset_key, f"{dataset}, but env.{environment}.{dataset} is not given")
     built_in = not config.env[environment].is_custom
     if built_in and environment == "reasoning_gym" and dataset != "reasoning_gym":
         raise InvalidValue(key, f"reasoning_gym cannot score {dataset_key} {dataset}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tandem.config.checks.rule import Rule
+from tandem.config.installed.model_fields import is_cut_like_llama
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.config.models.model_sizes import read_model_config, read_model_sizes
 from tandem.config.models.vision_families import VISION
@@ -24,10 +25,16 @@ def check_ranks_share_heads(config: Config) -> None:
     if config.policy.megatron_cfg.enabled or ranks == 1 or settings.custom_parallel_plan is not None:
         return
     model_type = (read_model_config(config.policy) or {}).get("model_type")
-    if model_type not in (None, *TENSOR_PLANS, *VISION):
+    is_planned = model_type in (None, *TENSOR_PLANS, *VISION)
+    if not is_planned and settings.sequence_parallel and is_cut_like_llama(model_type):
+        text = f"true, but the norms of {model_type} are not known to be those of {', '.join(TENSOR_PLANS)}"
+        raise InvalidValue(f"{_SECTION}.sequence_parallel", text)
+    if not is_planned and not is_cut_like_llama(model_type):
         supported = ", ".join(TENSOR_PLANS)
         raise InvalidValue(
-            _SIZE, f"{ranks}, but there is no plan for {model_type}, only for {supported}; {_PLAN} may name one"
+            _SIZE,
+            f"{ranks}, but there is no plan for {model_type}, only for {supported}, and those that Transformers "
+            f"cuts like Llama; {_PLAN} may name one",
         )
     if model_type in FUSED_HEADS:
         return

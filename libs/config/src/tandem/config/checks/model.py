@@ -9,6 +9,7 @@ from tandem.config.checks.rule import Rule
 from tandem.config.derive import compute_warmup_length, make_linear_warmup
 from tandem.config.installed.model_fields import list_model_fields
 from tandem.config.installed.torch_arguments import find_torch_problems
+from tandem.config.models.families import VLLM_READS
 from tandem.config.models.model_sizes import read_max_positions, read_model_config
 from tandem.config.problem import InvalidValue, ProblemCollector, shown
 from tandem.config.schema import Config, SchedulerEntry
@@ -106,6 +107,8 @@ def check_new_model_has_fields_of_its_type(config: Config) -> None:
         return
     model_type = new.config["model_type"]
     fields = list_model_fields(model_type)  # empty for an unknown type, which is reported when the model is made
+    if fields:
+        fields |= set(VLLM_READS.get(model_type, ()))
     unknown = next((field for field in new.config if fields and field not in fields), None)
     if unknown is not None:
         raise InvalidValue(
@@ -126,7 +129,7 @@ def check_overrides_are_fields_of_model(config: Config) -> None:
             if field == "model_type":
                 raise InvalidValue(f"{key}.{field}", "the model type cannot be overridden: it comes with the weights")
             fields = list_model_fields(str(model_type))  # empty where the type is not known here
-            if fields and field not in fields:
+            if fields and field not in fields and field not in VLLM_READS.get(str(model_type), ()):
                 raise InvalidValue(f"{key}.{field}", f"a {model_type} has no such field{nearest(field, fields)}")
 
 

@@ -1,4 +1,4 @@
-"""Rules for models that see: what is not built for images is refused before anything starts."""
+"""Rules for vision models: what is not built for images is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEVELS = (8, 16, 24)
 
 
 def check_no_ranks_share_images(config: Config) -> None:
-    """Check that no ranks share the sequences of a model that sees, nor rows by a plan that may not know how."""
+    """Check that no ranks share the sequences of a vision model, nor rows by a plan that may not know how."""
     problems, of_images = ProblemCollector(), "which with images is not built"
     for key, section in _list_models(config):
         if family_of(section) is None:
@@ -36,7 +36,7 @@ def check_no_ranks_share_images(config: Config) -> None:
             problems.found.append(InvalidValue(f"{name}.context_parallel_size", text))
         plan = section.dtensor_cfg.custom_parallel_plan
         if not is_megatron and section.dtensor_cfg.sequence_parallel and plan is not None:
-            text = f"true, which with a plan for a model that sees ({plan}) is not built"
+            text = f"true, which with a plan for a vision model ({plan}) is not built"
             problems.found.append(InvalidValue(f"{name}.sequence_parallel", text))
     problems.complain()
 
@@ -93,7 +93,7 @@ def check_images_of_other_models(config: Config) -> None:
 
 
 def check_frozen_parts_are_known(config: Config) -> None:
-    """Check which parts of a model that sees are to stay as they are."""
+    """Check which parts of a vision model are to stay as they are."""
     if family_of(config.policy) is None:
         return
     frozen: Any = config.policy.dtensor_cfg.automodel_kwargs.get("freeze_config") or {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tandem.config.checks.rule import Rule
 from tandem.config.installed import speculation
 from tandem.config.installed.vllm_arguments import WITHOUT_EFFECT, find_problem
-from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_SEEING
+from tandem.config.models.families import VLLM, VLLM_PLANNED, VLLM_READS, VLLM_SEEING
 from tandem.config.models.model_sizes import read_model_config
 from tandem.config.models.vision_families import family_of
 from tandem.config.problem import InvalidValue, describe_without_effect
@@ -39,7 +39,7 @@ def check_drafts_combine(config: Config) -> None:
         return
     vllm = generation.vllm_cfg
     features = {
-        "a model that sees": family_of(config.policy) is not None,
+        "a vision model": family_of(config.policy) is not None,
         "policy.router_replay.enabled": config.policy.router_replay.enabled,
         "policy.generation.top_p, top_k, min_p or bad_words, whose sampling masks drafts would need": (
             config.replays_sampling_masks
@@ -60,14 +60,34 @@ def check_drafts_combine(config: Config) -> None:
 
 
 def check_vllm_can_be_refitted(config: Config) -> None:
-    """Check that refits can write the model family's parameters in vLLM, if the family is known here."""
-    model_type = (read_model_config(config.policy) or {}).get("model_type")
-    if model_type not in (None, *VLLM_PLANNED, *VLLM_SEEING):
-        supported = ", ".join(VLLM if family_of(config.policy) is None else VLLM_SEEING)
+    """Check that refits can write the model family's parameters in vLLM, if the family is known here.
+
+    Of other families of text vLLM's own loader says how, once it runs.
+    """
+    model = read_model_config(config.policy) or {}
+    model_type = model.get("model_type")
+    if model_type is None or model_type in (*VLLM, *VLLM_SEEING):
+        return
+    if family_of(config.policy) is not None:
         raise InvalidValue(
             "policy.generation.backend",
-            f"vllm, but refits write vLLM's {supported}, not its {model_type}; transformers is the other engine",
+            f"vllm, but refits write vLLM's {', '.join(VLLM_SEEING)}, not its {model_type}; transformers is the other "
+            "engine",
         )
+    if config.policy.generation.vllm_cfg.precision == "fp8" and model_type not in VLLM_PLANNED:
+        text = f"fp8, but blocks with scales are known of {', '.join(VLLM)}, not of {model_type}"
+        raise InvalidValue("policy.generation.vllm_cfg.precision", text)
+
+
+def check_vllm_finds_what_it_reads(config: Config) -> None:
+    """Check that the model's configuration has what vLLM reads, and Transformers' own classes leave out."""
+    model = read_model_config(config.policy) or {}
+    for name in VLLM_READS.get(str(model.get("model_type")), ()):
+        if name not in model:
+            key = "policy.hf_config_overrides" if config.policy.new_model is None else "policy.new_model.config"
+            raise InvalidValue(
+                f"{key}.{name}", f"missing, but vLLM reads it of a {model['model_type']}: the model's files have it"
+            )
 
 
 def check_engines_can_merge_adapters(config: Config) -> None:
@@ -80,7 +100,7 @@ def check_engines_can_merge_adapters(config: Config) -> None:
 
 
 def check_vllm_sees_with_whole_models(config: Config) -> None:
-    """Check that vLLM has a model that sees in one pipeline stage, and in no float8."""
+    """Check that vLLM has a vision model in one pipeline stage, and in no float8."""
     family, generation = family_of(config.policy), config.policy.generation
     if family is None:
         return
@@ -104,6 +124,7 @@ RULES: tuple[Rule, ...] = (
     check_vllm_takes_its_arguments,
     check_drafts_combine,
     check_vllm_can_be_refitted,
+    check_vllm_finds_what_it_reads,
     check_engines_can_merge_adapters,
     check_vllm_sees_with_whole_models,
 )

@@ -8,7 +8,13 @@ from typing import Any
 
 from msgspec import inspect
 
-from tandem.config.installed.sources import find_annotated_fields, find_class_and_bases, find_default, find_package
+from tandem.config.installed.sources import (
+    find_annotated_fields,
+    find_class_and_bases,
+    find_default,
+    find_package,
+    parse,
+)
 
 _CLASSES = {
     "": ("transformer/transformer_config.py", "MLATransformerConfig"),
@@ -75,9 +81,28 @@ _PLAIN: dict[str, inspect.Type] = {
 }
 
 
+RELEASES = ("0.16",)
+"""Releases of Megatron-Core that are known here, by their first two numbers."""
+
+
 def is_installed() -> bool:
     """Tell whether Megatron-Core is installed."""
     return find_package("megatron.core") is not None
+
+
+def find_unknown_release() -> str | None:
+    """Return the installed release of Megatron-Core if it is none that is known here; None if it is, or tells none."""
+    package = find_package("megatron.core")
+    if package is None or not (package / "package_info.py").is_file():
+        return None
+    numbers: dict[str, object] = {}
+    for node in parse(package / "package_info.py").body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                numbers[name] = value
+    release = ".".join(str(numbers.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
+    is_known = release.startswith(tuple(f"{first}." for first in RELEASES))
+    return None if "?" in release or is_known else release
 
 
 @functools.cache

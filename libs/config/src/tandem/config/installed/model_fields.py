@@ -43,6 +43,32 @@ def find_default(model_type: str, field: str) -> Any:
     return None
 
 
+_CUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+"""Dimension that tensor parallelism cuts of the weight of each projection in a layer like Llama's."""
+
+
+@functools.cache
+def is_cut_like_llama(model_type: str) -> bool:
+    """Tell whether Transformers' own tensor-parallel plan for a type cuts the projections of Llama's layers, as there.
+
+    Transformers says so in the configuration's class (``base_model_tp_plan``); a type with anything else in its plan,
+    or without one, is cut in another way.
+    """
+    for defined in _find_classes(model_type):
+        for node in defined.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="base_model_tp_plan")], value=ast.Dict() as plan):
+                    return _cuts_projections(ast.literal_eval(plan))
+    return False
+
+
+def _cuts_projections(plan: Mapping[str, str]) -> bool:
+    styles = {0: "colwise", 1: "rowwise"}
+    named = {path.rpartition(".")[2] for path in plan if path.startswith(("layers.*.self_attn.", "layers.*.mlp."))}
+    are_known = all(style == styles.get(_CUTS.get(path.rpartition(".")[2], -1)) for path, style in plan.items())
+    return are_known and len(named) == len(plan) and {"q_proj", "k_proj", "v_proj", "o_proj"} <= named
+
+
 def list_model_types() -> Mapping[str, str]:
     """Return the configuration class of every model type; none if Transformers is not installed."""
     root = find_package("transformers")

@@ -18,10 +18,19 @@ MEGATRON_ADAPTERS = tuple(family for family in MEGATRON if family != "deepseek_v
 """Families among them with linear layers for low-rank adapters; latent attention has other layers."""
 
 VLLM = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "phi3", "glm4_moe")
-"""Families in vLLM that compute directly with every parameter that a refit writes."""
+"""Families with tables of their parameters in vLLM; of others its loader says where everything lies."""
 
 VLLM_PLANNED = (*VLLM, "deepseek_v3")
 """Families with descriptions of their shards in vLLM: those that engines run, and those that can only be planned."""
 
 VLLM_SEEING = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 """Families that see, of which the same holds in vLLM, tower included."""
+
+VLLM_READS = {
+    "deepseek_v3": ("topk_method", "scoring_func"),
+    "glm4_moe": ("head_dim",),
+    "glm4_moe_lite": ("first_k_dense_replace",),
+    "lfm2": ("block_dim", "conv_dim"),
+    "minimax_m2": ("rotary_dim", "scoring_func"),
+}
+"""Fields that vLLM reads of a family's ``config.json``, and that Transformers does not write of its own accord."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tandem.config.models.vision_families import VISION
+
+_TEXT_PART = "model.language_model."
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any) -> Any:
@@ -34,3 +37,23 @@ def find_model_class(config: Any) -> Any:
 
     sees = config.model_type in VISION
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def describe_text_part(config: Any, names: Iterable[str] | None = None) -> tuple[Any, dict[str, str]]:
+    """Return the configuration of the language model of a checkpoint, and how its tensors are renamed to load it.
+
+    A vision model, and is trained on text here, is its text part if Transformers has a class of that and `names`,
+    the checkpoint's tensors, have it under one prefix; None for names that are not known. Anything else is returned as
+    it is.
+    """
+    import transformers
+
+    text = config.get_text_config()
+    if config.model_type in VISION or text is config or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config, {}
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is not None and kind.config_class is type(text):  # Transformers takes the part by itself
+        return config, {}
+    if names is not None and not any(name.startswith(_TEXT_PART) for name in names):
+        return config, {}
+    return text, {rf"^{re.escape(_TEXT_PART)}(.+)": r"model.\1"}

@@ -100,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def find_language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a model's language model: of a model that sees, they stand in ``text_config``."""
+    """Return the fields of a model's language model: of a vision model, they stand in ``text_config``."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 

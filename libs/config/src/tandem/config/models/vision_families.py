@@ -1,4 +1,4 @@
-"""Families of models that see: the special tokens of their images, and the names of their parts."""
+"""Families of vision models: the special tokens of their images, and the names of their parts."""
 
 from __future__ import annotations
 

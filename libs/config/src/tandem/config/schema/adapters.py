@@ -43,17 +43,24 @@ class LoraCfg(AdaptersConfig, frozen=True, kw_only=True):
     lora_A_init: Literal["xavier", "kaiming"] = "xavier"
     """Initialisation of the first of the two matrices; the second starts at 0."""
     match_all_linear: bool = True
-    """Whether every linear layer except the output layer has an adapter, overriding `target_modules`."""
+    """Whether every linear layer except the output layer has an adapter, routers and routed experts included as with
+    PEFT's ``all-linear``, overriding `target_modules`."""
     target_modules: tuple[NonEmptyStr, ...] = ()
     """Layers with an adapter: the last parts of their names (``q_proj``), or whole names with ``*`` for any text.
-    Empty: all layers that are not excluded or, if none is, ``*_proj``."""
+    Routed experts: their projections, or ``*.experts.gate_up_proj``. ``all-linear``: as `match_all_linear`. Empty: all
+    layers that are not excluded or, if none is, ``*_proj``."""
     use_triton: bool = False
     """Accepted: compute adapters with NeMo-RL's Triton kernels."""
 
     @cached_property
+    def takes_all(self) -> bool:
+        """Whether the layers with an adapter are those of PEFT's ``all-linear``, before exclusion."""
+        return self.match_all_linear or "all-linear" in self.target_modules
+
+    @cached_property
     def patterns(self) -> tuple[str, ...]:
         """Patterns of the layers with an adapter, before exclusion."""
-        if self.match_all_linear or (self.exclude_modules and not self.target_modules):
+        if self.takes_all or (self.exclude_modules and not self.target_modules):
             return ("*",)
         return self.target_modules or ("*_proj",)
 

@@ -73,7 +73,7 @@ class DtensorCfg(ConfigSection, frozen=True, kw_only=True):
     version_2: bool = msgspec.field(name="_v2", default=True)
     """Accepted: choice between NeMo-RL's two backends of that name. Here there is one."""
     automodel_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Accepted: arguments of NeMo-RL's library for loading models. Here Transformers loads them. Of a model that sees,
+    """Accepted: arguments of NeMo-RL's library for loading models. Here Transformers loads them. Of a vision model,
     `freeze_config` is read, with the keys `freeze_vision_tower` (by default true) and `freeze_language_model` (false):
     the parts that are not trained. Without it, everything is."""
     moe_parallelizer: dict[str, Any] | None = None
@@ -183,7 +183,7 @@ class NewModel(ConfigSection, frozen=True, kw_only=True):
     characters: NonEmptyStr
     """New. Characters of the tokenizer, one token each."""
     image_processor: dict[str, Any] | None = None
-    """New. Fields of the image processor (``preprocessor_config.json``) of a model that sees; null means the family's
+    """New. Fields of the image processor (``preprocessor_config.json``) of a vision model; null means the family's
     defaults."""
     seed: Seed = 0
     """New. Seed of the weights."""

@@ -1,7 +1,7 @@
 """Steps of the doctor, tried in a process of their own: they import torch, or may hang with a driver.
 
 A program carries out steps in order, and writes a line of JSON to a descriptor before and after each. Steps that move
-bytes with the code of refits are not here: `tandem.refit.doctor_steps` has them, and is the program of all.
+bytes with the code of refits are not here: `tandem.coordinator.doctor_steps` has them, and is the program of all.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +27,8 @@ from tandem.launch.expected import launched_processes
 from tandem.launch.module_process import ModuleProcess
 
 _LOSS = "loss_fn.class"
+_METHODS = {"step": ("problem", "conversation"), "score": ("problem", "response")}
+"""Methods of an environment of the user's, and what they are called with; the first that there is is called."""
 
 
 def has_own_code(config: Config, kind: str) -> bool:
@@ -70,12 +73,19 @@ def find_problems(config: Config, kind: str) -> Iterator[str]:
             module = importlib.import_module(module_name)
         except Exception as error:  # the module is the user's
             message = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-            yield f"{key}: cannot import {path!r}: {message}"
+            yield f"{key}: cannot import {path!r}: {message}{_find_nearest_module(module_name, error)}"
             continue
         if not hasattr(module, name):
             yield f"{key}: cannot import {path!r}: {module_name} has no {name!r}{nearest(name, vars(module))}"
         elif key.startswith("env."):
             yield from _find_environment_problems(config, key, path, getattr(module, name))
+
+
+def _find_nearest_module(name: str, error: Exception) -> str:
+    """Return a hint at a module with a similar name if there is none of this name."""
+    if not isinstance(error, ModuleNotFoundError) or error.name != name:
+        return ""
+    return nearest(name, (module.name for module in pkgutil.iter_modules()))
 
 
 def _find_loss_problems(config: Config) -> Iterator[str]:
@@ -99,8 +109,26 @@ def _find_environment_problems(config: Config, key: str, path: str, factory: Any
         yield f"{entry}: TypeError: {error}"
     except ValueError:  # a class written in C has no signature
         pass
-    if inspect.isclass(factory) and not any(callable(getattr(factory, method, None)) for method in ("score", "step")):
+    if inspect.isclass(factory):
+        yield from _find_method_problems(key, path, factory)
+
+
+def _find_method_problems(key: str, path: str, environment: type) -> Iterator[str]:
+    """Yield a line if an environment has none of its methods, or the one that is called takes other arguments."""
+    name = next((name for name in _METHODS if callable(getattr(environment, name, None))), None)
+    if name is None:
         yield f"{key}: {path} has no method score(problem, response) and none step(problem, conversation)"
+        return
+    method = inspect.getattr_static(environment, name)
+    num_bound = 0 if isinstance(method, staticmethod) else 1
+    try:
+        signature = inspect.signature(getattr(method, "__func__", method))
+    except (TypeError, ValueError):  # written in C, or an object that is called
+        return
+    try:
+        signature.bind(*[None] * num_bound, *_METHODS[name])
+    except TypeError as error:
+        yield f"{key}: {path}.{name} is called with ({', '.join(_METHODS[name])}): {error}"
 
 
 class ImportOutcome(msgspec.Struct, frozen=True):

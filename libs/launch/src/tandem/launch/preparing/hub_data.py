@@ -15,11 +15,12 @@ from tandem.config import Config, config_from_json
 from tandem.config.models import hub
 from tandem.config.named import NAMED, find_place, holds_texts, is_local
 from tandem.config.schema.data import DataConfig, DataSet
+from tandem.config.schema.packaged import PACKAGED
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 
-_MADE = ("reasoning_gym", "sliding_puzzle", "shapes")
-"""Datasets that the run generates itself."""
+_MADE = ("reasoning_gym", "sliding_puzzle", "shapes", *PACKAGED)
+"""Datasets that the run generates itself, or that environments bring."""
 Section = TypeVar("Section", DataConfig, DataSet)
 Asked = tuple[str, str | None]
 """A repository on the Hub and its revision."""

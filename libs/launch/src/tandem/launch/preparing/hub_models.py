@@ -8,19 +8,22 @@ begins (`tandem.config.model_names.fetch_models`).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from tandem.common.errors import ConfigError, ModelError, nearest
-from tandem.config import Config, config_from_json
+from tandem.config import Config, config_from_json, load_config
 from tandem.config.checks import find_broken_rules
 from tandem.config.model_names import change_model_names, is_used
 from tandem.config.models import hub
 from tandem.config.schema.policy import ModelConfig, TokenizerConfig
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
+
+_CHECKPOINT = re.compile(r"(latest|step_\d+)(/|$)")
 
 
 def find_on_hub(
@@ -96,7 +99,9 @@ class _Finding:
             return name
         reference = cached or hub.parse_reference(name)
         if reference is None:
-            return name
+            if self._earlier is not None:
+                raise ModelError("a name on the Hub is OWNER/NAME")
+            return name  # what reads the folder says so
         if isinstance(section, ModelConfig) and section.revision is not None and cached is None:
             if reference.revision not in (None, section.revision):
                 raise ModelError(f"revision is {section.revision!r}, and the name says {reference.revision!r}")
@@ -133,14 +138,18 @@ class _Finding:
         )
 
     def _is_made(self, name: str, section: msgspec.Struct) -> bool:
-        """Return whether this run or the one before it makes the folder."""
+        """Return whether this run or one before it makes the folder."""
         if isinstance(section, ModelConfig) and section.new_model is not None:
             return True
-        if self._earlier is None:
-            return False
         path, earlier = Path(name).absolute(), self._earlier
-        folders = (earlier.policy.model_name, earlier.logger.log_dir, earlier.checkpointing.checkpoint_dir)
-        return any(path.is_relative_to(Path(folder).absolute()) for folder in folders)
+        while earlier is not None:
+            checkpoints = Path(earlier.checkpointing.checkpoint_dir).absolute()
+            if path.is_relative_to(Path(earlier.policy.model_name).absolute()):
+                return True
+            if path.is_relative_to(checkpoints) and _CHECKPOINT.match(str(path.relative_to(checkpoints))):
+                return True
+            earlier = None if earlier.prerequisite is None else load_config(earlier.prerequisite)
+        return False
 
     def _missing(self, key: str, name: str, error: ModelError) -> str:
         """Describe a model that is neither a folder nor on the Hub; if a folder is meant, the Hub is not."""

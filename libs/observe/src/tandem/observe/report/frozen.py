@@ -32,7 +32,7 @@ from tandem.observe.timeline_view import flame, timeline
 
 _STATIC = Path(page.__file__).parent / "static"
 _IMAGES = "images"
-"""Folder of a run's images; only a model that sees has one."""
+"""Folder of a run's images; only a vision model has one."""
 _NUM_POINTS = 400
 """Most points of a curve, each the mean, minimum and maximum of a bucket of steps."""
 _NUM_REFITS = 200
@@ -138,7 +138,7 @@ def _data(index: int, run: ReportRun) -> dict[str, Any]:
     metrics = curves.names()
     view = timeline(run.folder, _NUM_STEPS, None)
     pictures: dict[str, Any] = {}
-    if (run.folder / _IMAGES).is_dir():  # of a model that sees
+    if (run.folder / _IMAGES).is_dir():  # of a vision model
         from tandem.observe.report.pictures import samples_with_pictures
 
         pictures = samples_with_pictures(reader)

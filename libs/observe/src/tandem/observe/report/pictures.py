@@ -1,4 +1,4 @@
-"""Samples of a run of a model that sees, with thumbnails of their pictures, for the report's file."""
+"""Samples of a run of a vision model, with thumbnails of their pictures, for the report's file."""
 
 from __future__ import annotations
 

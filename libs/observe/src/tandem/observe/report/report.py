@@ -1,16 +1,23 @@
-"""Reports on runs, side by side: as one HTML file, as PNG, and as JSON."""
+"""Reports on runs, side by side: as one HTML file, as PNG, and as JSON.
+
+The PNG has the eight panels of a report; another has the two that the README shows. Matplotlib is imported when a
+figure is drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from tandem.common import gc_tuning
 from tandem.common.errors import RunFolderError
+from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe.held_out_accuracy import no_progress
-from tandem.observe.report.figure import draw_curves, draw_panels
 from tandem.observe.report.frozen import frozen_page
+from tandem.observe.report.panels import PHASES, SECONDS, PanelCurve, ReportPanel, panels_of
 from tandem.observe.report.side_by_side import (
     ReportRow,
     ReportRun,
@@ -18,7 +25,144 @@ from tandem.observe.report.side_by_side import (
     configuration_differences,
     load_runs,
 )
-from tandem.observe.report.summary import format_breakdown, format_curves
+from tandem.observe.report.summary import RunSummary, format_breakdown, format_curves
+
+_TITLES = {
+    "reward": "mean reward of the training samples",
+    "val_accuracy": "accuracy on held-out problems",
+    "loss": "training loss",
+    "val_loss": "loss on held-out problems",
+}
+_STYLES = ("-", "--", ":")
+ROUNDING = 1e-4
+"""Relative difference of values below which an axis does not separate them."""
+_FEW = 40
+"""Number of points below which each is marked; a curve of one point would be invisible otherwise."""
+
+
+@gc_tuning.pause_collection()  # the import
+def draw_panels(runs: Sequence[ReportRun], path: Path) -> None:
+    """Draw the eight panels of one or more runs."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(2, 4, figsize=(18, 7.5))
+    for panel, place in zip(panels_of(run.summary.algorithm for run in runs), axes.flat, strict=True):
+        place.set_title(panel.title, fontsize="medium")
+        place.grid(alpha=0.3)
+        place.tick_params(labelsize="small")
+        if panel.title == SECONDS and len(runs) == 1:
+            _stack(place, runs[0])
+        else:
+            _draw(place, panel, runs)
+    for place in axes.flat:
+        place.set_xlabel("step", fontsize="small")
+        place.xaxis.get_major_locator().set_params(integer=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def _draw(axes: Any, panel: ReportPanel, runs: Sequence[ReportRun]) -> None:
+    """Draw the curves of a panel; several runs differ in colour, as do the curves of a single run."""
+    left_curves, right_curves = panel.select_drawn([run.curves for run in runs])
+    if not left_curves and not right_curves:
+        axes.text(0.5, 0.5, panel.missing, ha="center", va="center", transform=axes.transAxes, color="grey")
+        axes.tick_params(labelbottom=False, bottom=False)
+        axes.set_yticks([])
+        return
+    sides = [(axes, left_curves)] if left_curves else []
+    if right_curves:
+        sides.append((axes.twinx() if left_curves else axes, right_curves))
+    lines: list[Any] = []
+    number = 0
+    for side, curves in sides:
+        for curve in curves:
+            lines += _lines(side, curve, number, runs)
+            number += 1
+        side.tick_params(labelsize="small")
+        _widen(side)
+        if len(sides) > 1:
+            side.set_ylabel(", ".join(curve.label for curve in curves), fontsize="small")
+    axes.legend(handles=lines, fontsize="x-small").set_zorder(9)
+
+
+def _widen(side: Any) -> None:
+    """Hide differences due to rounding, which would give an axis an unreadable offset."""
+    low, high = side.get_ylim()
+    least = ROUNDING * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        side.set_ylim(middle - least, middle + least)
+    side.ticklabel_format(axis="y", useOffset=False)
+
+
+def _lines(side: Any, curve: PanelCurve, number: int, runs: Sequence[ReportRun]) -> list[Any]:
+    lines = []
+    for place, run in enumerate(runs):
+        points = run.curves.get(curve.name, [])
+        if points:
+            label = curve.label if len(runs) == 1 else f"{run.label}: {curve.label}"
+            (line,) = side.plot(
+                [step for step, _ in points],
+                [value for _, value in points],
+                _STYLES[number % len(_STYLES)],
+                color=f"C{place if len(runs) > 1 else number}",
+                label=label,
+                linewidth=1.2,
+                marker="." if len(points) < _FEW else None,
+            )
+            lines.append(line)
+    return lines
+
+
+def _stack(axes: Any, run: ReportRun) -> None:
+    """Stack the seconds of a run's phases."""
+    layers = _stack_seconds(run.summary)
+    if layers:
+        steps = [step for step, _ in run.summary.seconds["total"]]
+        axes.stackplot(steps, *layers.values(), labels=[*layers], alpha=0.8)
+        axes.legend(fontsize="x-small")
+
+
+def _stack_seconds(summary: RunSummary) -> dict[str, list[float]]:
+    """Return the seconds of each phase at every step, and the rest, by label."""
+    totals = summary.seconds.get("total", [])
+    layers: dict[str, list[float]] = {}
+    for name, label in PHASES.items():
+        of_step = dict(summary.seconds.get(name, []))
+        if any(of_step.values()):
+            layers[label] = [of_step.get(step, 0.0) for step, _ in totals]
+    if layers:
+        parts = [sum(values) for values in zip(*layers.values(), strict=True)]
+        layers["other"] = [max(0.0, total - part) for (_, total), part in zip(totals, parts, strict=True)]
+    return layers
+
+
+@gc_tuning.pause_collection()  # the import
+def draw_curves(runs: Mapping[str, RunSummary], path: Path) -> None:
+    """Draw the training and held-out curves of runs by step: two panels, declared by their algorithms."""
+    pyplot = _pyplot()
+    # Margins that fit tick labels: computing them would draw everything twice.
+    margins = {"left": 0.08, "right": 0.98, "bottom": 0.13, "top": 0.91, "wspace": 0.2}
+    figure, (train_axes, val_axes) = pyplot.subplots(1, 2, figsize=(10, 4), gridspec_kw=margins)
+    for label, summary in runs.items():
+        for axes, name in zip((train_axes, val_axes), ALGORITHMS[summary.algorithm].curves, strict=True):
+            points = summary.curves.get(name, [])
+            axes.plot([s for s, _ in points], [v for _, v in points], label=label, linewidth=1.2)
+            axes.set(xlabel="step", title=_TITLES[name])
+    for axes in (train_axes, val_axes):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def write_report(folders: Sequence[Path], out: Path, *, is_brief: bool = False) -> list[ReportRun]:

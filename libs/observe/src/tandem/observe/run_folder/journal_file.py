@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tandem.common.distribution import version
-from tandem.common.errors import DamagedJournal, RunFolderError
+from tandem.common.errors import DamagedJournal, RunFolderError, nearest
 from tandem.common.messages import PROTOCOL_VERSION
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME, file_errors
 
@@ -29,6 +29,8 @@ _APPLICATION_ID = 0x54414E44
 """``TAND``: distinguishes our files from other SQLite files."""
 
 _BUSY_TIMEOUT_S = 30.0
+_NAMED_RUNS = 8
+"""Most runs that the refusal of a folder without a run names."""
 _PROBES = 10
 _PROBE_S = 0.02
 """Attempts to lock, and pause between them: checking whether a folder is taken holds its lock for a moment."""
@@ -69,9 +71,29 @@ def refuse_journal(folder: Path) -> None:
 
 
 def require_journal(folder: Path) -> None:
-    """Refuse a folder without a run."""
+    """Refuse a folder without a run, with the runs in it or beside it."""
     if not (folder / JOURNAL_NAME).is_file():
-        raise RunFolderError(f"{folder} holds no run: there is no {JOURNAL_NAME} in it")
+        runs = [str(run) for run in list_runs_in(folder) or list_runs_in(folder.parent)]
+        more = f", and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
+        choices = f"; there are {', '.join(runs[:_NAMED_RUNS])}{more}" if runs else ""
+        if folder.is_dir():
+            raise RunFolderError(f"{folder} holds no run: there is no {JOURNAL_NAME} in it{choices}")
+        raise RunFolderError(f"{folder} holds no run: there is no such folder{choices}{nearest(str(folder), runs)}")
+
+
+def list_runs_in(folder: Path) -> list[Path]:
+    """Return the folders of runs directly below a folder."""
+    return sorted(path.parent for path in folder.glob(f"*/{JOURNAL_NAME}"))
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Keep coordinators out of a run folder meanwhile. Raises `RunFolderError` if one runs in it."""
+    lock = take_folder(folder)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def take_folder(folder: Path) -> int:

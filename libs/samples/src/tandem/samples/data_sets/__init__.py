@@ -10,7 +10,7 @@ from tandem.samples.data_sets.notices import (
     describe_repeats,
     describe_set_aside,
 )
-from tandem.samples.data_sets.order import LazyDataset, encode_now, epoch_stream, sample_seed
+from tandem.samples.data_sets.order import ItemLengths, LazyDataset, encode_now, epoch_stream, sample_seed
 from tandem.samples.data_sets.prompts import EncodedProblem, PromptedProblem, PromptEncoder
 from tandem.samples.data_sets.reference_answers import check_answers
 from tandem.samples.data_sets.split import ProblemSets, load_problems
@@ -20,6 +20,7 @@ __all__ = [
     "ConversationRow",
     "ConversationWriter",
     "EncodedProblem",
+    "ItemLengths",
     "LazyDataset",
     "ProblemSets",
     "PromptEncoder",

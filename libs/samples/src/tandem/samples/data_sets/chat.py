@@ -9,7 +9,7 @@ from typing import Any
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import ImageRef
 from tandem.config import Config
-from tandem.config.derive import GENERATED
+from tandem.config.named import GENERATED
 from tandem.samples.chat_templates import REASONING_FIELDS, memory_limit
 from tandem.samples.tokenizer import EncodedConversation, Messages, Tokenizer
 
@@ -114,7 +114,7 @@ class ChatEncoder:
 
     def complaint(self, prompt_ids: Sequence[int]) -> str | None:
         """Describe how a prompt does not fit the context; return None if it fits."""
-        limit = min(self._data.max_input_seq_length, self._max_total - 1)
+        limit = self.prompt_limit
         if len(prompt_ids) <= limit:
             return None
         return (
@@ -122,6 +122,11 @@ class ChatEncoder:
             f"({self._data.max_input_seq_length}) and policy.max_total_sequence_length ({self._max_total}) leave "
             f"room for {limit}"
         )
+
+    @property
+    def prompt_limit(self) -> int:
+        """Tokens that a prompt may have; a prompt with an answer of no more tokens than that fits, too."""
+        return min(self._data.max_input_seq_length, self._max_total - 1)
 
     def leaves_out(self, name: str, complaint: str | None) -> bool:
         """Return whether an item is left out because it does not fit.
@@ -155,12 +160,13 @@ def _find_dropped_parts(
     """Yield what a rendered conversation lacks of the assistant's messages, and of the tools."""
     if any(str(tool.get("function", tool).get("name", "")) not in encoded.rendering.text for tool in tools):
         yield "'tools'"
-    turns = {turn.message: turn for turn in encoded.rendering.turns}
+    texts = dict[int, str]()
+    for turn in encoded.rendering.turns:
+        texts[turn.message] = texts.get(turn.message, "") + encoded.rendering.text[turn.header : turn.end] + "\n"
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        turn = turns.get(number)
-        text = "" if turn is None else encoded.rendering.text[turn.header : turn.end]
+        text = texts.get(number, "")
         for field in ("content", *REASONING_FIELDS):
             if isinstance(message.get(field), str) and not _shows(text, message[field]):
                 yield f"{field!r} of the assistant's messages"

@@ -1,4 +1,7 @@
-"""Conversations to learn from: prompts with one answer for SFT, with two for DPO and reward models."""
+"""Conversations to learn from: prompts with one answer for SFT, with two for DPO and reward models.
+
+Trees of messages, as in Open Assistant: each path from prompt to leaf is a conversation.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,9 +18,9 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Problem
 from tandem.common.returned import beyond
 from tandem.config import Config
-from tandem.config.derive import GENERATED
-from tandem.config.named import holds_texts
+from tandem.config.named import GENERATED, holds_texts
 from tandem.config.schema import DataConfig
+from tandem.config.schema.packaged import PACKAGED
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items
@@ -25,9 +28,46 @@ from tandem.samples.data_sets.prompts import PromptWriter, literal_text, solutio
 from tandem.samples.data_sets.questions import read_message
 from tandem.samples.data_sets.raw_texts import raw_texts
 from tandem.samples.data_sets.split import ItemIdentity, hold_out, load_problems, refuse_leakage
-from tandem.samples.data_sets.trees import threads
 from tandem.samples.images.rows import ImageRows
 from tandem.samples.turns.rendering import common_length
+
+_ROLES = {"prompter": "user", "assistant": "assistant"}
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """A message and its replies; other fields are ignored."""
+
+    text: str
+    role: Literal["prompter", "assistant"]
+    replies: list[_Node] = []
+
+
+def threads(row_name: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Messages]]:
+    """Yield the threads of a tree in which the assistant speaks, each with its place, for errors.
+
+    A row is the tree's ``prompt``, or has it. A user's last message is left out, since nothing answers it. Threads that
+    are then equal are yielded once. Raise `DataError` for a row without a tree.
+    """
+    try:
+        root = msgspec.convert(row.get("prompt", row), _Node)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{row_name} is not a tree of messages: {error}") from error
+    ends: set[int] = set()
+    for number, nodes in enumerate(_ways(root), 1):
+        spoken = [index for index, node in enumerate(nodes) if node.role == "assistant"]
+        if not spoken or id(nodes[spoken[-1]]) in ends:
+            continue
+        ends.add(id(nodes[spoken[-1]]))
+        messages = [{"role": _ROLES[node.role], "content": node.text} for node in nodes[: spoken[-1] + 1]]
+        yield f"{row_name}, thread {number}", messages
+
+
+def _ways(node: _Node) -> Iterator[list[_Node]]:
+    if not node.replies:
+        yield [node]
+    for reply in node.replies:
+        for branch in _ways(reply):
+            yield [node, *branch]
 
 
 class ConversationRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,15 +85,20 @@ class ConversationRow(msgspec.Struct, frozen=True, kw_only=True):
     is_text: bool = False
     """Whether it is text without turns, the content of its only answer: no template renders it."""
 
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of its messages as JSON, with the longest of its answers."""
+        return len(msgspec.json.encode(self.prompt)) + max(len(msgspec.json.encode(answer)) for answer in self.answers)
+
 
 class ConversationSets(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations to train on and conversations held out."""
 
     train: list[ConversationRow]
     held_out: dict[str, list[ConversationRow]]
+    """Keys are the names of ``data.val_data_paths``; a single set has the name ``""``."""
     sizes: tuple[int, ...] = ()
     """Sizes of the sets that `train` concatenates; empty if there is one."""
-    """Keys are the names of ``data.val_data_paths``; a single set has the name ``""``."""
     num_ties: int = 0
     """Pairs in which neither response is better; they are left out."""
     num_set_aside: int = 0
@@ -177,9 +222,11 @@ class ConversationWriter:
 def _reader(config: Config) -> Read | None:
     """Return the function that reads the rows of a dataset; None if they are problems."""
     name = config.data.dataset_name
+    if name in (*GENERATED, *PACKAGED):
+        return None
     if config.declaration.learns_preferences:
         pair = _help_steer if name == "HelpSteer3" else _preference
-        return None if name in GENERATED else functools.partial(_read_with_margin, pair)
+        return functools.partial(_read_with_margin, pair)
     if name == "squad":
         return _squad
     if name == "open_assistant":
@@ -257,11 +304,16 @@ def _preference(row_name: str, row: sources.Row, data: DataConfig) -> Conversati
         for setting, key in (("chosen_key", data.chosen_key), ("rejected_key", data.rejected_key))
     ]
     tools = _tools(row_name, row, data)
-    if data.prompt_key in row or all(len(messages) == 1 for messages in pair):
+    # A table has null where other rows have a prompt.
+    if row.get(data.prompt_key) is not None or all(len(messages) == 1 for messages in pair):
         prompt = _messages(
             row_name, data.prompt_key, sources.field(row_name, row, "prompt_key", data.prompt_key), role="user"
         )
-        pair = [_prepend_prompt(messages, prompt) for messages in pair]
+        keys = data.chosen_key, data.rejected_key
+        pair = [
+            _prepend_prompt(f"{row_name}: {data.prompt_key!r}", key, messages, prompt)
+            for key, messages in zip(keys, pair, strict=True)
+        ]
     better, worse = pair
     shared = min(common_length(better, worse), len(better) - 1, len(worse) - 1)  # a response for each
     if shared == 0:
@@ -274,10 +326,28 @@ def _preference(row_name: str, row: sources.Row, data: DataConfig) -> Conversati
     )
 
 
-def _prepend_prompt(messages: Messages, prompt: Messages) -> Messages:
-    """Return a response with its prompt in front; some data sets repeat the prompt in each response."""
+def _prepend_prompt(prompt_name: str, key: str, messages: Messages, prompt: Messages) -> Messages:
+    """Return a response with its prompt in front; some data sets repeat the prompt in each response.
+
+    Raises `DataError` for a conversation that has begun by itself, and with other messages than the prompt's.
+    """
     is_whole = len(messages) > 1 and messages[0]["role"] != "assistant"
-    return messages if is_whole else [*prompt, *messages]
+    if not is_whole:
+        return [*prompt, *messages]
+    first = 0 if prompt[0]["role"] == "system" else int(messages[0]["role"] == "system")
+    is_repeated = len(messages) - first > len(prompt) and all(map(_is_same_message, prompt, messages[first:]))
+    if not is_repeated:
+        raise DataError(
+            f"{prompt_name} is not what the conversation in {key!r} begins with: leave one of the two out, or set "
+            "data.prompt_key to a field that the rows lack, so that the conversation counts alone"
+        )
+    return messages
+
+
+def _is_same_message(message: Mapping[str, Any], repeated: Mapping[str, Any]) -> bool:
+    contents = [each.get("content") for each in (message, repeated)]
+    contents = [content.strip() if isinstance(content, str) else content for content in contents]
+    return message["role"] == repeated["role"] and contents[0] == contents[1]
 
 
 class _Completion(msgspec.Struct, frozen=True):

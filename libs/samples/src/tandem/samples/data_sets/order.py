@@ -6,10 +6,11 @@ import functools
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +18,7 @@ from tandem.common.dotted import named
 from tandem.common.errors import DataError
 from tandem.common.returned import line, shown
 from tandem.config import Config
-from tandem.config.derive import GENERATED
+from tandem.config.named import GENERATED
 from tandem.config.schema import DataConfig
 from tandem.config.schema.data import set_names
 
@@ -98,20 +99,32 @@ class DataOrder:
         return (start + (index - start + distance) % size for distance in range(1, size))
 
 
+class ItemLengths(msgspec.Struct, Generic[Item, Encoded], frozen=True):
+    """The lengths of items before and after they are encoded: most items are so short that they fit."""
+
+    text_bytes: Callable[[Item], int]
+    """Bytes of an item's text, before a template adds what it adds to all."""
+    num_tokens: Callable[[Encoded], int]
+    limit: int
+    """Tokens with which an item fits."""
+
+
 class LazyDataset(Generic[Item, Encoded]):
     """The training items of a run, each encoded when a step first takes it.
 
     An item that does not fit the context is left out: the next fitting item of its set takes its place. The draw thus
     depends on the items alone, and a resumed run draws the same.
 
-    Most faults of a dataset are in all of its items. The first items drawn are therefore encoded at once, and all of
-    them where a task generated them.
+    Most faults of a dataset are in all of its items. The first items drawn are therefore encoded at once. Where a task
+    generated them, so are all others but those that would fit with a token for each byte of text that they have more
+    than the first ones.
 
     Args:
         config: Configuration of the run.
         items: One at least, unless none will be drawn.
         encode: Returns None for an item that does not fit, and raises `DataError` for one that cannot be encoded.
         sizes: Sizes of the sets that `items` concatenates; empty if there is one.
+        lengths: Without them, all items that a task generated are encoded at once.
 
     Raises:
         DataError: one of the first cannot be encoded; or none of them fits, or none of the first of a set.
@@ -123,15 +136,19 @@ class LazyDataset(Generic[Item, Encoded]):
         items: Sequence[Item],
         encode: Callable[[Item], Encoded | None],
         sizes: Sequence[int] = (),
+        lengths: ItemLengths[Item, Encoded] | None = None,
     ) -> None:
         self._num_items = len(items)
         self._encoded = functools.lru_cache(_NUM_KEPT)(lambda index: encode(items[index]))
         self._order = DataOrder(config, sizes or (len(items),))
         is_made = config.data.dataset_name in GENERATED
         self.num_checked = len(items) if is_made else min(NUM_CHECKED, len(items))
-        """Number of items that were encoded at once ..."""
-        first = map(self._order.index, range(self.num_checked))
-        self.num_too_long = sum(self._encoded(index) is None for index in first)
+        """Number of items that were encoded at once, or are so short that they fit ..."""
+        checked = [self._order.index(position) for position in range(self.num_checked)]
+        if is_made and lengths is not None:
+            first, remaining = checked[:NUM_CHECKED], checked[NUM_CHECKED:]
+            checked = [*first, *self._find_long(items, first, remaining, lengths)]
+        self.num_too_long = sum(self._encoded(index) is None for index in checked)
         """... and of those that do not fit."""
         if items and self.num_too_long == self.num_checked:
             which = "every one" if self.num_checked == len(items) else f"each of the first {self.num_checked}"
@@ -156,6 +173,15 @@ class LazyDataset(Generic[Item, Encoded]):
             item = next((candidate for candidate in candidates if candidate is not None), None)
         assert item is not None, "one of the first items of each set fits"
         return item
+
+    def _find_long(
+        self, items: Sequence[Item], first: Sequence[int], remaining: Iterable[int], lengths: ItemLengths[Item, Encoded]
+    ) -> list[int]:
+        """Return those of the remaining that may be too long: they have so many more bytes than the first ones."""
+        encoded = ((index, self._encoded(index)) for index in first)
+        added = [lengths.num_tokens(item) - lengths.text_bytes(items[index]) for index, item in encoded if item]
+        most_added = max(added, default=lengths.limit)
+        return [index for index in remaining if lengths.text_bytes(items[index]) + most_added > lengths.limit]
 
     def _check_sets(self) -> None:
         """Raise `DataError` if none of a set's first items fits; they stand for all of it."""

@@ -20,6 +20,7 @@ from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets.chat import ChatEncoder
+from tandem.samples.data_sets.order import ItemLengths
 from tandem.samples.data_sets.questions import as_messages, read_message, rewrite_user_text
 from tandem.samples.images.markers import OPENING, split_front_markers
 from tandem.samples.tokenizer import Messages, Tokenizer
@@ -119,6 +120,14 @@ class PromptEncoder:
 
     def _messages(self, prompted: PromptedProblem) -> Messages:
         return self._writers[id(prompted.data)].messages(prompted.problem)
+
+    def lengths(self) -> ItemLengths[PromptedProblem, EncodedProblem]:
+        """Return how problems are measured, by their messages as JSON."""
+        return ItemLengths(
+            text_bytes=lambda prompted: len(msgspec.json.encode(self._messages(prompted))),
+            num_tokens=lambda encoded: len(encoded.prompt_ids),
+            limit=self._chat.prompt_limit,
+        )
 
     def encode(self, prompted: PromptedProblem) -> EncodedProblem | None:
         """Tokenise a problem's prompt; return None if it does not fit the context and is left out.

@@ -9,16 +9,13 @@ from typing import Any
 from tandem.common.errors import DataError
 from tandem.common.kept_inputs import path_of
 from tandem.common.regular_files import irregular
+from tandem.config.named import HUB_FILES, TEXT_FILES
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets import sources
 
 Text = tuple[str, str]
 """A text, after the place of its first row, for errors."""
 
-ON_THE_HUB = "hf://datasets/"
-"""Beginning of the path of files on the Hub."""
-SUFFIXES = (".arrow", ".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv", ".txt")
-"""Endings of files of raw text."""
 _LOADERS = {".arrow": "arrow", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 """Loaders of `datasets` by ending; any other is JSON."""
 
@@ -58,7 +55,7 @@ def local_files(place: str) -> list[str] | None:
 
     A path without a match is returned as it is.
     """
-    if place.startswith(ON_THE_HUB) or not place.endswith(SUFFIXES):
+    if place.startswith(HUB_FILES) or not place.endswith(TEXT_FILES):
         return None
     return sorted(glob.glob(place, recursive=True)) or [place]
 
@@ -67,7 +64,7 @@ def _rows(data: DataConfig, place: str) -> sources.Rows:
     files = local_files(place)
     if files is not None:
         return [row for file in files for row in _file_rows(file)]
-    if place.startswith(ON_THE_HUB):
+    if place.startswith(HUB_FILES):
         return _fetch_rows(place)
     return sources.hub(place, data.split, data.subset, data.commit)
 

@@ -1,15 +1,26 @@
-"""Tasks of reasoning-gym with their parameters: they generate problems, and score answers."""
+"""Tasks of reasoning-gym with their parameters: they generate problems, and score answers.
+
+The package imports all its tasks, and with them sympy and matplotlib: over a second in each process. So a task is
+imported without the others where it has a file of its name.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import msgspec
 
 from tandem.common.errors import ConfigError, nearest
 
-_COMPOSITE = "composite"
+_PACKAGE = "reasoning_gym"
+COMPOSITE = "composite"
 """The task that mixes others; its parameter is a list of these."""
 
 
@@ -19,6 +30,8 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     config: dict[str, Any] = {}
+    level: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Level of the task's curriculum in reasoning-gym; `config` has the parameters that differ from it."""
 
 
 class _Mixture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,16 +45,65 @@ def task_dataset(task: str, parameters: Mapping[str, Any], *, size: int, seed: i
 
     Raise `ConfigError` for an unknown task or parameter, naming the valid ones.
     """
-    import reasoning_gym
+    dataset_class, config_class = _import_task(task)
+    converted = _mixture(parameters) if task == COMPOSITE else parameters
+    try:
+        settings = config_class(size=size, seed=seed, **converted)
+        if hasattr(settings, "validate"):  # not all have it
+            settings.validate()
+        return dataset_class(config=settings)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ConfigError(_refusal(task, parameters, config_class, error)) from error
+
+
+@functools.cache
+def _import_task(task: str) -> tuple[Any, Any]:
+    """Return the classes of a task and of its parameters. Raise `ConfigError` for an unknown task."""
+    classes = import_task_alone(task) if _PACKAGE not in sys.modules else None
+    if classes is not None:
+        return classes
+    import reasoning_gym  # noqa: F401  # it registers all tasks
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
         raise ConfigError(f"data.task: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
-    converted = _mixture(parameters) if task == _COMPOSITE else parameters
+    classes = DATASETS[task]
+    return classes[0], classes[1]
+
+
+def import_task_alone(task: str) -> tuple[Any, Any] | None:
+    """Return the classes of a task and of its parameters, importing no other task; None if that is impossible.
+
+    The modules are forgotten again, so that a later import of the package brings all of it.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)
+    folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    if folder is None or not task.isidentifier() or task == COMPOSITE:
+        return None
+    file = next(iter(sorted(folder.glob(f"*/{task}.py"))), None)
+    if file is None:
+        return None
+    group = f"{_PACKAGE}.{file.parent.name}"
+    modules = _forget_package()
     try:
-        return reasoning_gym.create_dataset(task, size=size, seed=seed, **converted)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise ConfigError(_refusal(task, parameters, DATASETS[task][1], error)) from error
+        for name, path in ((_PACKAGE, folder), (group, file.parent)):
+            package = ModuleType(name)
+            package.__path__ = [str(path)]
+            sys.modules[name] = package
+        importlib.import_module(f"{group}.{task}")
+        classes = importlib.import_module(f"{_PACKAGE}.factory").DATASETS.get(task)
+    except Exception:  # whatever it needs of the others: they are all imported then
+        return None
+    finally:
+        _forget_package()
+        sys.modules.update(modules)
+    return None if classes is None else (classes[0], classes[1])
+
+
+def _forget_package() -> dict[str, ModuleType]:
+    """Take the package's modules from those that are imported, and return them."""
+    names = [name for name in sys.modules if name == _PACKAGE or name.startswith(f"{_PACKAGE}.")]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _mixture(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,9 +116,32 @@ def _mixture(parameters: Mapping[str, Any]) -> dict[str, Any]:
         example = "datasets: [{name: chain_sum, weight: 1, config: {max_terms: 4}}, ...]"
         raise ConfigError(f"data.task_params: {error} (the task composite has {example})") from error
     for part in mixture.datasets:
-        if part.name not in DATASETS or part.name == _COMPOSITE:
+        if part.name not in DATASETS or part.name == COMPOSITE:
             raise ConfigError(f"data.task_params: composite has no task {part.name!r}{nearest(part.name, DATASETS)}")
-    return {"datasets": [DatasetSpec(part.name, part.weight, part.config) for part in mixture.datasets]}
+    return {"datasets": [DatasetSpec(part.name, part.weight, _configure(part)) for part in mixture.datasets]}
+
+
+def _configure(part: _Part) -> dict[str, Any]:
+    """Return the parameters of one task. Raises `ConfigError` if its curriculum has no such level."""
+    if part.level is None:
+        return part.config
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(part.name):
+        raise ConfigError(f"data.task_params: {part.name} has no curriculum in reasoning-gym, so it takes no level")
+    curriculum = create_curriculum(part.name)
+    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if part.level > highest:
+        raise ConfigError(f"data.task_params: {part.name} has the levels 0 to {highest}, not {part.level}")
+    for name, attribute in curriculum.attributes.items():
+        curriculum.set_attr_level(name, min(part.level, len(attribute.levels) - 1))
+    parameters = vars(curriculum.generate_configuration())
+    return {name: value for name, value in parameters.items() if name not in ("seed", "size")} | part.config
+
+
+def name_task(task: str | None, metadata: Mapping[str, Any]) -> str:
+    """Return the task within a composite that a problem is of, for metrics; empty if there is one task."""
+    return str(metadata.get("source_dataset", "")) if task == COMPOSITE else ""
 
 
 def _refusal(task: str, parameters: Mapping[str, Any], config_class: Any, error: Exception) -> str:

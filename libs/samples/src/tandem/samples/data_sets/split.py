@@ -9,29 +9,94 @@ SFT and the GRPO stage of one example are such runs. Where the split is given, a
 
 Problems that a task generates are identified by their prompt: a task repeats itself as often as it is asked, and
 numbers each problem.
+
+Pictures of coloured shapes and questions about them, drawn from a seed, for vision models.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from tandem.common.errors import DataError
+from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
 from tandem.common.values.json_values import encode_json
 from tandem.common.values.templates import fill_template
 from tandem.common.values.texts import text_of
 from tandem.config import Config
 from tandem.config.schema import DataConfig
+from tandem.config.schema.packaged import PACKAGED
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items
 from tandem.samples.data_sets.prompts import PromptedProblem
-from tandem.samples.data_sets.shapes import shapes
+from tandem.samples.data_sets.reasoning_tasks import name_task
 from tandem.samples.images.rows import ImageRows
+
+COLOURS = ("red", "green", "blue", "black")
+_CELLS = 4
+"""Cells across a picture, and down; each has one shape at most."""
+
+
+class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Value of ``data.task_params`` for shapes."""
+
+    size: Annotated[int, msgspec.Meta(ge=16, le=1024)] = 32
+    max_shapes: Annotated[int, msgspec.Meta(ge=1, le=9)] = 4
+    blank: bool = False
+    """Whether pictures show a few grey dots instead: a control, whose questions can only be guessed."""
+
+
+def shapes(data: DataConfig, seed: int, images: ImageRows) -> Iterator[Problem]:
+    """Yield questions about pictures without end; `images` keeps the pictures.
+
+    A picture has up to ``max_shapes`` shapes of one colour. The question is how many there are, or of which colour.
+    Raise `ConfigError` for a parameter that is unknown or out of bounds.
+    """
+    try:
+        parameters = msgspec.convert(data.task_params, _Parameters)
+    except msgspec.ValidationError as error:
+        valid = ", ".join(_Parameters.__struct_fields__)
+        raise ConfigError(f"data.task_params: {error} (parameters of shapes are {valid})") from error
+    generator = random.Random(seed)
+    for index in itertools.count():
+        num, colour = generator.randint(1, parameters.max_shapes), generator.choice(COLOURS)
+        picture = _draw(generator, parameters, num, colour)
+        question, answer = generator.choice((("how many?", str(num)), ("which colour?", colour)))
+        name = f"shapes-{seed}-{index}"
+        yield Problem(
+            problem_id=name,
+            question=images.mark_image(name, picture) + question,
+            answer=answer,
+            metadata={"number": num, "colour": colour},
+        )
+
+
+def _draw(generator: random.Random, parameters: _Parameters, num: int, colour: str) -> bytes:
+    """Return a picture as PNG."""
+    from PIL import Image, ImageDraw
+
+    size = parameters.size
+    image = Image.new("RGB", (size, size), "white")
+    draw = ImageDraw.Draw(image)
+    cell = size // _CELLS
+    for place in generator.sample(range(_CELLS * _CELLS), num):
+        x, y = cell * (place % _CELLS), cell * (place // _CELLS)
+        shape = draw.rectangle if generator.random() < 0.5 else draw.ellipse
+        if parameters.blank:
+            draw.point([(generator.randrange(size), generator.randrange(size)) for _ in range(4)], fill="lightgrey")
+        else:
+            shape([x + cell // 8, y + cell // 8, x + cell - cell // 8 - 1, y + cell - cell // 8 - 1], fill=colour)
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG")
+    return encoded.getvalue()
+
 
 Item = TypeVar("Item")
 
@@ -77,7 +142,7 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
     def list_train(self, data: DataConfig) -> list[PromptedProblem]:
         """Return the training problems, each with its settings; `data` is the section of the run."""
         if not self.sources:
-            return [PromptedProblem(problem, data) for problem in self.train]
+            return [PromptedProblem(each, data, name_task(data.task, each.metadata)) for each in self.train]
         ways = [(source.data, source.name if len(self.sources) > 1 else "") for source in self.sources]
         repeated = [way for way, source in zip(ways, self.sources, strict=True) for _ in range(source.num_problems)]
         return [PromptedProblem(problem, *way) for problem, way in zip(self.train, repeated, strict=True)]
@@ -85,7 +150,10 @@ class ProblemSets(msgspec.Struct, frozen=True, kw_only=True):
     def list_held_out(self, data: DataConfig) -> dict[str, list[PromptedProblem]]:
         """Return the held-out problems, each with its settings, by the names of the sets."""
         return {
-            name: [PromptedProblem(problem, self.views.get(name, data), name) for problem in problems]
+            name: [
+                PromptedProblem(each, self.views.get(name, data), name or name_task(data.task, each.metadata))
+                for each in problems
+            ]
             for name, problems in self.held_out.items()
         }
 
@@ -111,6 +179,8 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
             return _draw_generated(data, sources.reasoning_gym(data, seed))
         case "sliding_puzzle":
             return _draw_generated(data, sources.sliding_puzzle(data, seed))
+        case name if name in PACKAGED:
+            return _load_packaged(config)
         case "shapes":
             if images is None:
                 raise DataError("data.dataset_name: shapes are pictures, but policy.model_name is a text model")
@@ -128,6 +198,19 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
     if apart and config.evaluates:
         return ProblemSets(train=[], held_out=_take_held_out(data, apart, identity))
     sides = hold_out(data, problems(train_rows), apart, identity, keep_prompts_together=False)
+    return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
+
+
+def _load_packaged(config: Config) -> ProblemSets:
+    """Load the tasks of a packaged environment."""
+    from tandem.samples.packaged_environments.tasks import list_tasks
+
+    train, validation = list_tasks(config)
+    apart = {} if validation is None else {"": validation}
+    identity = _identity(partial(_prompt, config.data))
+    if apart and config.evaluates:
+        return ProblemSets(train=[], held_out=_take_held_out(config.data, apart, identity))
+    sides = hold_out(config.data, train, apart, identity, keep_prompts_together=False)
     return ProblemSets(train=sides.train, held_out=sides.held_out, num_set_aside=sides.num_set_aside)
 
 

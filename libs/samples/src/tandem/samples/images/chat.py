@@ -1,4 +1,4 @@
-"""Conversations with images as tokens: the tokenizer of a model that sees."""
+"""Conversations with images as tokens: the tokenizer of a vision model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tandem.samples.tokenizer import Tokenizer
 
 
 class VisionTokenizer(Tokenizer):
-    """The tokenizer of a model that sees: markers in texts become the tokens of their images.
+    """The tokenizer of a vision model: markers in texts become the tokens of their images.
 
     A rendered conversation still has its markers, where the template writes its placeholders.
     """

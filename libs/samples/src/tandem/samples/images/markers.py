@@ -1,7 +1,7 @@
 """Images within the text of a message: a marker stands for each, and says which it is and how large.
 
 So a message stays a text on its whole way, from a data set, an environment or a client to the tokenizer. Only the
-tokenizer of a model that sees (`tandem.samples.images.chat`) turns markers into tokens.
+tokenizer of a vision model (`tandem.samples.images.chat`) turns markers into tokens.
 """
 
 from __future__ import annotations

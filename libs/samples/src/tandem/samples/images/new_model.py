@@ -1,4 +1,4 @@
-"""The files of a new model that sees: configuration with tokens, template, image processor."""
+"""The files of a new vision model: configuration with tokens, template, image processor."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _PLACEHOLDER = "<image>"
 
 
 class ImageRows:
-    """A reader of rows with images, for a model that sees."""
+    """A reader of rows with images, for a vision model."""
 
     def __init__(self, config: Config) -> None:
         self._key = config.data.image_key

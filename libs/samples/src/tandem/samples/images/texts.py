@@ -19,7 +19,7 @@ _MAX_SIZES = 4096
 
 
 class MarkedTexts:
-    """A decoder of sequences with images, for a model that sees."""
+    """A decoder of sequences with images, for a vision model."""
 
     def __init__(self, tokenizer: VisionTokenizer, images: ImageFolder) -> None:
         """`images` are those of the run: their files say how large they are."""

@@ -7,7 +7,7 @@ templates write a tool's answer only after its call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.samples.turns.rendering import Message, Render, append_mark, mark_of
@@ -15,10 +15,20 @@ from tandem.samples.turns.rendering import Message, Render, append_mark, mark_of
 _TURN, _REPLY = mark_of(0), mark_of(1)
 
 
+class RenderedContinuation(NamedTuple):
+    """The text that a template writes after a turn's content."""
+
+    text: str
+    call_tail: str
+    """The end of a call in that turn; the text may begin with it."""
+    content_end: int | None
+    """Where the content of the first message ends, before which the turn has ended; None if it is not shown there."""
+
+
 def render_after_turn(
     render: Render, messages: Sequence[Message], turn: Message | None, source: str
-) -> tuple[str, str]:
-    """Return what a template writes after a turn's content, and how much of it belongs to a call in that turn.
+) -> RenderedContinuation:
+    """Return what a template writes after a turn's content, when `messages` follow it.
 
     Args:
         render: the chat template, from the folder `source`.
@@ -32,31 +42,55 @@ def render_after_turn(
     """
     question = {"role": "user", "content": "?"}
     refusal: TandemError | None = None
-    is_turn_dropped = True
+    dropped: Message | None = None
     for stand_in in _stand_ins(messages, turn):
         conversation = [question, stand_in, *messages]
         try:
             text = render(conversation, True)
             if _TURN not in text:
                 continue
-            is_turn_dropped = False
-            if not _shows_last(render, conversation):
+            dropped = _find_dropped(render, conversation)
+            if dropped is not None:
                 continue
             tail = render(conversation[:2], False).partition(_TURN)[2] if stand_in.get("tool_calls") else ""
         except TandemError as error:
             refusal = refusal or error
             continue
-        return text.partition(_TURN)[2], tail
+        return RenderedContinuation(text.partition(_TURN)[2], tail, _find_content_end(render, conversation))
     if refusal is not None:
         raise refusal
-    part = "earlier turns" if is_turn_dropped else f"messages of the role {messages[-1]['role']}"
+    part = "earlier turns" if dropped is None else f"messages of the role {dropped['role']} after a turn"
     raise ConfigError(f"policy.tokenizer.chat_template: the chat template of {source} drops {part}")
 
 
-def _shows_last(render: Render, messages: Sequence[Message]) -> bool:
-    """Tell whether the template writes the last message."""
-    last = append_mark(messages[-1], _REPLY)
-    return last is None or _REPLY in render([*messages[:-1], last], True)
+def _find_dropped(render: Render, conversation: Sequence[Message]) -> Message | None:
+    """Return a message that the template does not write, or, but for a tool's, writes before the turn that it follows.
+
+    Several answers of tools may be written as one.
+    """
+    for number in range(2, len(conversation)):
+        message = conversation[number]
+        is_last = number == len(conversation) - 1
+        marked = append_mark(message, _REPLY) if is_last or message["role"] != "tool" else None
+        if marked is None:
+            continue
+        text = render([*conversation[:number], marked, *conversation[number + 1 :]], True)
+        if _REPLY not in (text if message["role"] == "tool" else text.partition(_TURN)[2]):
+            return message
+    return None
+
+
+def _find_content_end(render: Render, conversation: Sequence[Message]) -> int | None:
+    """Return where the content of the first message after the turn ends, in the text after the turn's content."""
+    first = append_mark(conversation[2], _REPLY)
+    if first is None:
+        return None
+    try:
+        text = render([*conversation[:2], first, *conversation[3:]], True).partition(_TURN)[2]
+    except TandemError:
+        return None
+    place = text.find(_REPLY)
+    return place if place >= 0 else None
 
 
 def _stand_ins(messages: Sequence[Message], turn: Message | None) -> Iterator[dict[str, Any]]:

@@ -67,16 +67,21 @@ def read_turn_ends(render: Render | None, tokens: Mapping[str, int], eos_id: int
 
 
 def _file_ends(folder: Path) -> list[int]:
-    """Return the tokens that end a response by the model's own files."""
-    ends: list[int] = []
+    """Return the tokens that end a response by the model's own files.
+
+    As in Transformers and vLLM, `config.json` only counts where `generation_config.json` does not say: Transformers
+    writes the default of a model's class there, which may be any token of another vocabulary.
+    """
     for name in _FILES:
         try:
             value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue  # what is wrong with a model's files is said where they are checked
         ids = value if isinstance(value, list) else [value]
-        ends += [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
-    return ends
+        ends = [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
+        if ends:
+            return ends
+    return []
 
 
 def _closing_token(

@@ -69,7 +69,7 @@ class FlawFinder:
         markers = chat_markers(parser.markers, tool_call_parser, may_call=True)
         self._parser = parser.replace_markers(markers)
         begin, end = (*markers.reasoning, THINKING_TAGS)[0]
-        opens = () if markers.tool_format is None else markers.tool_format.opens
+        opens = () if markers.tool_format is None else markers.tool_format.distinct_opens
         self._tags = (begin, end)
         self._patterns = tuple(dict.fromkeys((*CALL_PATTERNS, *opens)))
 

@@ -23,6 +23,8 @@ Render = Callable[[Sequence[Message], bool], str]
 _ANY_MARK = re.compile(r"q7zq(\d+)x")
 _BOUNDARY = re.compile(r"[>\]\n:]\s?")
 """Pattern of where a header may end, if only its beginning is written."""
+_MARKER_BEGIN = re.compile(r"[<\[]")
+"""Pattern of where a marker of a header may begin."""
 
 
 class TurnSpan(NamedTuple):
@@ -37,7 +39,7 @@ class TurnSpan(NamedTuple):
     end: int
     """Where the turn ends, after the token that ends it, if there is one."""
     is_closed: bool
-    """Whether it ends with a token that ends a turn."""
+    """Whether it ends with a token that ends a turn, or before other messages where the template's own mark ends."""
     is_as_prompted: bool = True
     """Whether it begins as the generation prompt does, at least: a response would follow what stands before it."""
 
@@ -47,7 +49,7 @@ class RenderedConversation(NamedTuple):
 
     text: str
     turns: tuple[TurnSpan, ...]
-    """The assistant's turns that it shows, in order."""
+    """The assistant's turns that it shows, in order. A message of which a text follows its calls' results has two."""
 
 
 def mark_of(number: int) -> str:
@@ -71,6 +73,7 @@ def locate_turns(
     messages: Sequence[Message],
     ends: Sequence[str],
     generated: Sequence[tuple[int, int]] = (),
+    markers: Sequence[str] = (),
 ) -> RenderedConversation:
     """Return a conversation as text, and where the assistant's turns are.
 
@@ -79,6 +82,7 @@ def locate_turns(
         messages: the conversation.
         ends: texts of the tokens that end a turn.
         generated: the parts of the text that the template marks as generated, if it does.
+        markers: where the marker of the next message ends a turn, such as GLM's ``<|user|>``: all markers.
 
     Raises:
         ConfigError: the template refuses the conversation, or shows a turn in a way that cannot be followed.
@@ -86,12 +90,40 @@ def locate_turns(
     """
     text = render(messages, False)
     content_ends = _find_content_ends(render, messages, text)
-    turns = (
-        _locate_turn(render, messages, number, text, content_ends, ends, generated)
-        for number, message in enumerate(messages)
-        if message["role"] == "assistant" and number in content_ends
-    )
+    turns = list[TurnSpan]()
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or number not in content_ends:
+            continue
+        turn = _locate_turn(render, messages, number, text, content_ends, ends, generated, markers)
+        if turns and turn.begin <= turns[-1].begin:
+            turns.pop()  # a text after results with which the template begins this turn
+        elif turns:
+            turn = turn._replace(header=max(turn.header, turns[-1].end))
+        turns.append(turn)
+        late = _find_text_after_results(render, messages, number, text, turn.end, ends)
+        turns += [] if late is None else [late]
     return RenderedConversation(text, tuple(turns))
+
+
+def _find_text_after_results(
+    render: Render, messages: Sequence[Message], number: int, text: str, turn_end: int, ends: Sequence[str]
+) -> TurnSpan | None:
+    """Return where a message's text is that the template writes after the results of its calls; None if elsewhere.
+
+    Gemma 4's and DiffusionGemma's templates do so, and TRL's for training marks it as learned.
+    """
+    message, mark = messages[number], mark_of(number)
+    content = message.get("content")
+    if not message.get("tool_calls") or not isinstance(content, str) or not content.strip():
+        return None
+    marked = append_mark({"role": message["role"], "content": content}, mark) or {}
+    rendered = render([*messages[:number], {**message, **marked}, *messages[number + 1 :]], False)
+    place = rendered.find(mark)
+    begin = place - len(content.strip())
+    if begin < turn_end or rendered.replace(mark, "", 1) != text or text[begin:place] != content.strip():
+        return None
+    end = find_end(text, ends, place)
+    return TurnSpan(number, begin, begin, end[1] if end is not None and end[0] == place else place, is_closed=True)
 
 
 def _locate_turn(
@@ -102,35 +134,111 @@ def _locate_turn(
     content_ends: Mapping[int, int],
     ends: Sequence[str],
     generated: Sequence[tuple[int, int]],
+    markers: Sequence[str],
 ) -> TurnSpan:
     """Return where one turn is in the rendered text."""
     content_end = content_ends[number]
     before = max((end for index, end in content_ends.items() if index < number), default=0)
-    after = min((end for index, end in content_ends.items() if index > number), default=len(text))
+    # A later message may stand before this one: some templates move all system messages to the beginning.
+    later = [index for index, end in content_ends.items() if index > number and end >= content_end]
+    after = min((content_ends[index] for index in later), default=len(text))
     if content_end < before:
         raise ConfigError(f"the chat template writes message {number + 1} before the one that it answers")
-    previous = max((index for index in content_ends if index < number), default=None)
+    # A system message before this one may stand at the beginning, too: the one that is shown last counts.
+    earlier = [index for index in content_ends if index < number]
+    previous = max(earlier, key=lambda index: (content_ends[index], index), default=None)
     (prompt_length, is_whole_prompt), (header_length, _) = (
         _measure_header(render, messages[:number], previous, text[before:], add_generation_prompt=is_prompt)
         for is_prompt in (True, False)
     )
     is_after_turn = number > 0 and messages[number - 1]["role"] == "assistant"
     begin = min(before + prompt_length, content_end)
+    answered_begin = _find_begin_after_tool(render, messages[: number + 1], text, begin, content_end)
+    if answered_begin is not None:
+        begin = answered_begin
     end, is_closed = _find_turn_end(render, messages[: number + 1], text, content_end, after, ends)
-    is_before_turn = number + 1 < len(messages) and messages[number + 1]["role"] == "assistant"
-    limit = content_end + 1 if is_before_turn else max(after, content_end + 1)
-    parts = [(first, last) for first, last in generated if before <= first < limit]
+    marker = find_end(text, markers, end, after) if later and not is_closed else None
+    if marker is not None and not text[end : marker[0]].strip():
+        end, is_closed = marker[1], True  # a later system message's, for example, as TRL's template marks it
+    # What the template drops does not stand between two turns.
+    is_before_turn = bool(later) and messages[min(later)]["role"] == "assistant"
+    limit = content_end if is_before_turn else max(after, content_end + 1)
+    parts = [
+        (first, last)
+        for first, last in generated
+        if before <= first < min(limit, last) or (first == content_end and text[first:last].startswith(tuple(ends)))
+    ]
     if parts:
         first, end, is_closed = _span_of_parts(parts, text, ends)
         begin = max(begin, first)  # a generation prompt's part of a turn is never generated
+        following = find_end(text, ends, end)
+        if not is_closed and following is not None and not text[end : following[0]].strip():
+            # The marks leave out what ends the turn, and nothing else may end it a second time.
+            end, is_closed = following[1], True
+        is_closed |= number + 1 < len(messages)
     return TurnSpan(
         message=number,
         header=min(before + header_length, begin),
         begin=begin,
         end=end,
         is_closed=is_closed,
-        is_as_prompted=is_whole_prompt or prompt_length > header_length or is_after_turn,
+        is_as_prompted=is_whole_prompt or prompt_length > header_length or is_after_turn or answered_begin is not None,
     )
+
+
+def _find_begin_after_tool(
+    render: Render, messages: Sequence[Message], text: str, begin: int, content_end: int
+) -> int | None:
+    """Return where the last message begins if it answers a tool and more than its prompt stands before it.
+
+    Between a tool's answer and the next turn, Gemma 4's template writes the text that came with the call, and
+    DiffusionGemma's a header, which its generation prompt has only after a user's message. None if there is neither.
+    """
+    message = messages[-1]
+    content = message.get("content")
+    if len(messages) < 2 or messages[-2]["role"] != "tool":
+        return None
+    if any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking")):
+        return _find_begin_after_header(render, messages, text, begin, content_end)
+    if not isinstance(content, str) or not content.strip():
+        return None
+    content_begin = content_end - len(content.strip())
+    between = text[begin:content_begin]
+    if text[content_begin:content_end] != content.strip() or not between:
+        return None
+    header = between.removeprefix(_words_with_call(messages))
+    if not header:
+        return begin  # only the assistant's own words
+    mark = mark_of(len(messages))
+    try:
+        prompt = render([{"role": "user", "content": mark}], True).partition(mark)[2]
+    except TandemError:
+        return None
+    return content_begin if header.strip() and prompt.endswith(header) else None
+
+
+def _words_with_call(messages: Sequence[Message]) -> str:
+    """Return the text that came with the call which the last message follows."""
+    caller = next((earlier for earlier in reversed(messages[:-1]) if earlier["role"] == "assistant"), {})
+    content = caller.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _find_begin_after_header(
+    render: Render, messages: Sequence[Message], text: str, begin: int, content_end: int
+) -> int | None:
+    """Return where the last message begins if the end of a user's generation prompt stands before it, too."""
+    words = _words_with_call(messages)
+    if text.startswith(words, begin, content_end):
+        begin += len(words)
+    mark = mark_of(len(messages))
+    try:
+        prompt = render([{"role": "user", "content": mark}], True).partition(mark)[2]
+    except TandemError:
+        return None
+    headers = (prompt[match.start() :] for match in _MARKER_BEGIN.finditer(prompt))
+    header = next((header for header in headers if text.startswith(header, begin, content_end)), "")
+    return begin + len(header) if header else None
 
 
 def _span_of_parts(parts: Sequence[tuple[int, int]], text: str, ends: Sequence[str]) -> tuple[int, int, bool]:

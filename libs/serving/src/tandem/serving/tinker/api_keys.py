@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -32,16 +33,30 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ApiKeys:
-    """The keys that are admitted, none of which is kept itself."""
+    """The keys that are admitted, none of which is kept itself: those of the file as it is now."""
 
-    def __init__(self, hashed: dict[str, str]) -> None:
+    def __init__(self, path: Path, hashed: dict[str, str]) -> None:
+        self._path = path
         self._hashed = hashed
+        self._state: tuple[int, int, int] | None = None
 
     def owner_of(self, key: str) -> str | None:
         """Return the owner of a key; None if it is none of these."""
+        self._read_again()
         digest = hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
         owners = [name for name, hashed in self._hashed.items() if hmac.compare_digest(hashed, digest)]
         return owners[0] if owners else None
+
+    def _read_again(self) -> None:
+        """Read the file if it has changed. One that cannot be read changes nothing."""
+        state = _state_of(self._path)
+        if state in (None, self._state):
+            return
+        self._state = state
+        with contextlib.suppress(ConfigError):
+            key_file = _read(self._path)
+            if key_file is not None:
+                self._hashed = key_file.keys
 
 
 def read_keys(path: Path) -> ApiKeys:
@@ -49,7 +64,7 @@ def read_keys(path: Path) -> ApiKeys:
     key_file = _read(path)
     if key_file is None or not key_file.keys:
         raise ConfigError(f"--keys {path}: there is no key yet; make one: coordinator tinker keys NAME --keys {path}")
-    return ApiKeys(key_file.keys)
+    return ApiKeys(path, key_file.keys)
 
 
 def add_key(path: Path, name: str) -> str:
@@ -65,6 +80,15 @@ def add_key(path: Path, name: str) -> str:
     except OSError as error:
         raise ConfigError(f"--keys {path}: cannot write it: {error.strerror}") from error
     return key
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file's content; None if there is none."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns, state.st_size
 
 
 def _read(path: Path) -> _Kept | None:

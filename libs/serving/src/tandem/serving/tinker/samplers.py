@@ -91,13 +91,13 @@ class ClientSamplers:
                 "prompt_logprobs_last_n: must be from 1 to below the prompt's tokens, with prompt_logprobs"
             )
         question = self._engines.question(body, token_ids)
-        places = self._engines.questions_of_prompt(body, token_ids)
+        scoring = self._engines.question_of_prompt(body, token_ids)
         about = RequestSummary(
             kind="sample",
             model=sampler.sampler_id,
             num_sequences=body.num_samples,
             num_tokens=body.num_samples * (len(token_ids) + question["max_tokens"])
-            + sum(len(begin) + 1 for each in places for begin in each["prompt"]),
+            + (0 if scoring is None else len(token_ids)),
         )
         if about.num_tokens > self._limits.most_tokens:
             raise TinkerRefused(
@@ -105,7 +105,7 @@ class ClientSamplers:
             )
         self._check_room(owner, about)
         self._futures.begin(request_id, owner, about, _batch_of(sampler, body.seq_id // _SAMPLES_OF_A_CLIENT))
-        task = asyncio.create_task(self._sample(sampler, request_id, [question, *places], token_ids, body))
+        task = asyncio.create_task(self._sample(sampler, request_id, question, scoring, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return reply
@@ -114,19 +114,21 @@ class ClientSamplers:
         self,
         sampler: SamplingSession,
         request_id: str,
-        questions: list[dict[str, Any]],
-        token_ids: list[int],
+        question: dict[str, Any],
+        scoring: dict[str, Any] | None,
         body: requests.SampleRequest,
     ) -> None:
+        (token_ids,) = question["prompt"]
         try:
             async with self._places.place(sampler, body.num_samples) as (number, ask):
                 prompt_logprobs = await self._scores_of(token_ids, number) if body.prompt_logprobs else None
                 if prompt_logprobs is not None and body.prompt_logprobs_last_n is not None:
                     prompt_logprobs[: -body.prompt_logprobs_last_n] = np.nan
-                samples, *places = [await ask(question) for question in questions]
+                samples = await ask(question)
+                likeliest = [] if scoring is None else (await ask(scoring)).sequences[0].likeliest
             num_tokens = sum(len(token_ids) + len(each.token_ids) for each in samples.sequences)
-            likeliest = [each.likeliest[0] for place in places for each in place.sequences]
-            likeliest = [()] * (len(token_ids) - len(likeliest)) + likeliest
+            num_unscored = len(token_ids) - (body.prompt_logprobs_last_n or len(token_ids))
+            likeliest[:num_unscored] = [()] * num_unscored
             num = body.topk_prompt_logprobs
             output = proto.sample_output(
                 samples.sequences, prompt_logprobs, (likeliest, num) if num else None, body.topk_sample_logprobs

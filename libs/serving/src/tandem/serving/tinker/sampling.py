@@ -22,16 +22,15 @@ from tandem.serving.upstream import BROKEN, UpstreamServers
 
 _LOOK_S = 0.2
 _MOST_STOPS = 64
-_PLACES_AT_ONCE = 256
 _NOT_HELD = 409
 _AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "detokenize": False}
 _HEADERS = {"content-type": "application/json", "accept": "*/*"}
 
 
 class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    """The likeliest tokens in the place of each; empty if none were asked for."""
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """The likeliest tokens in the place of each; empty if none were asked for. The first token of a prompt has none."""
 
 
 class _Choice(msgspec.Struct):
@@ -104,13 +103,12 @@ class SamplingEngines:
         return body
 
     @staticmethod
-    def questions_of_prompt(sample: SampleRequest, token_ids: list[int]) -> list[dict[str, Any]]:
-        """Return the bodies that ask for the likeliest tokens in the place of a prompt's: what may follow the rest."""
-        first = max(1, len(token_ids) - (sample.prompt_logprobs_last_n or len(token_ids)))
-        begins = [token_ids[:place] for place in range(first, len(token_ids))] if sample.topk_prompt_logprobs else []
-        settings = {"model": "policy", "max_tokens": 1, "logprobs": sample.topk_prompt_logprobs, **_AS_IDS}
-        parts = [begins[at : at + _PLACES_AT_ONCE] for at in range(0, len(begins), _PLACES_AT_ONCE)]
-        return [{**settings, "prompt": part} for part in parts]
+    def question_of_prompt(sample: SampleRequest, token_ids: list[int]) -> dict[str, Any] | None:
+        """Return the body that asks for the likeliest tokens in the place of a prompt's, if they are wanted."""
+        if not sample.topk_prompt_logprobs:
+            return None
+        scores = {"echo": True, "max_tokens": 0, "logprobs": sample.topk_prompt_logprobs}
+        return {"model": "policy", "prompt": [token_ids], **scores, **_AS_IDS}
 
     async def sample(self, question: dict[str, Any]) -> VersionedSamples:
         """Return samples. Raises `NoAnswer`."""
@@ -158,9 +156,9 @@ def _read(text: bytes) -> VersionedSamples:
     sequences = [
         SampledSequence(
             token_ids=choice.token_ids,
-            logprobs=choice.logprobs.token_logprobs,
+            logprobs=[0.0 if logprob is None else logprob for logprob in choice.logprobs.token_logprobs],
             stop_reason="length" if choice.finish_reason == "length" else "stop",
-            likeliest=[_likeliest(logprobs) for logprobs in choice.logprobs.top_logprobs],
+            likeliest=[_likeliest(logprobs or {}) for logprobs in choice.logprobs.top_logprobs],
         )
         for choice in answer.choices
     ]

@@ -17,6 +17,7 @@ from tandem.samples.data_sets import (
     ChatEncoder,
     ConversationRow,
     ConversationWriter,
+    ItemLengths,
     LazyDataset,
     describe_capped_steps,
     describe_left_out,
@@ -75,7 +76,7 @@ class DataSetAlgorithm(WithoutGeneration):
         self._chat.check_characters(
             ((c.name, (c.prompt, *c.answers)) for c in conversations), ConversationWriter.literals(config)
         )
-        self._train = LazyDataset(config, sets.train, self._encode, sets.sizes)
+        self._train = LazyDataset(config, sets.train, self._encode, sets.sizes, self._lengths())
         self._validation = {name: encode_now(part, self._encode) for name, part in held_out.items()}
         num_held_out, num_kept = (sum(map(len, parts.values())) for parts in (held_out, self._validation))
         num_too_long = self._train.num_too_long + num_held_out - num_kept
@@ -118,6 +119,16 @@ class DataSetAlgorithm(WithoutGeneration):
     def conversations(self, step: int, count: int) -> list[Sequences]:
         """Return this many conversations in the order of training, from the first one of `step` on."""
         return self._train.draw((step - 1) * self._config.policy.train_global_batch_size, count)
+
+    def _lengths(self) -> ItemLengths[ConversationRow, Sequences] | None:
+        """Return how conversations are measured; None where images have tokens that no text has."""
+        if self.images is not None:
+            return None
+        return ItemLengths(
+            text_bytes=lambda conversation: conversation.text_bytes,
+            num_tokens=lambda sequences: max(len(sequence.token_ids) for sequence in sequences),
+            limit=self._chat.prompt_limit,
+        )
 
     def _encode(self, conversation: ConversationRow) -> Sequences | None:
         """Return the conversation's sequences; None if one of them is too long."""

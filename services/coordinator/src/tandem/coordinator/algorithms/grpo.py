@@ -2,6 +2,8 @@
 
 A step's samples become its batch in `step_batch`. The formulas are in `rewards` and `advantages`, the loss is in
 `tandem.trainer.losses.policy_gradient`.
+
+`validation_metrics` and `describe_validation` are of validation by generating.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import numpy as np
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
+from tandem.common.values.texts import question_text
 from tandem.config import Config
 from tandem.config.schema.columns import TEACHER
-from tandem.coordinator.algorithms.extra_metrics import metrics_by_origin
+from tandem.coordinator.algorithms.extra_metrics import failure_metrics, metrics_by_origin, turn_metrics
 from tandem.coordinator.algorithms.places import StreamPlaces
 from tandem.coordinator.algorithms.step_batch import training_batch
-from tandem.coordinator.algorithms.validation import describe_validation, validation_metrics
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch
 from tandem.samples.data_sets import (
@@ -35,8 +37,53 @@ from tandem.samples.data_sets import (
     sample_seed,
 )
 from tandem.samples.data_sets.step_size import check_step_size
+from tandem.samples.images.markers import shown
 from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import Tokenizer
+
+
+def validation_metrics(
+    config: Config, problems: Sequence[EncodedProblem], samples: Sequence[SampleScored]
+) -> dict[str, float]:
+    """Return the metrics of a validation's samples of these problems."""
+    if not samples:
+        return {}
+    counted = [sample for sample in samples if not sample.dropped]
+    scores: dict[str, float] = {}
+    if counted:
+        scores["val_reward"] = float(np.mean([sample.reward for sample in counted]))
+        scores["val_accuracy"] = float(np.mean([sample.correct for sample in counted]))
+        if config.rollout_section.num_val_generations_per_prompt > 1:
+            scores["val_pass_k"] = _pass_k(counted)
+        drawn = dict(enumerate(problems))
+        scores |= metrics_by_origin("validate", samples, drawn, by_environment=len(config.environments) > 1)
+    extra_scores = turn_metrics(config, samples)
+    if any(sample.failure for sample in samples):
+        extra_scores |= failure_metrics(samples)
+    return {
+        **scores,
+        "val_mean_generation_length": float(np.mean([sample.response_length for sample in samples])),
+        **{f"val_{name}": value for name, value in extra_scores.items()},
+    }
+
+
+def describe_validation(problems: Sequence[EncodedProblem], samples: Sequence[SampleScored]) -> list[str]:
+    """Describe samples of these problems by prompt, response and reward."""
+    return [f"validation: {_question(problems[s.group])!r} -> {s.response!r} (reward {s.reward:g})" for s in samples]
+
+
+def _pass_k(samples: Sequence[SampleScored]) -> float:
+    """Return the share of problems that any of their samples solves (pass@k for k samples of each)."""
+    solved: dict[int, bool] = {}
+    for sample in samples:
+        solved[sample.group] = solved.get(sample.group, False) or sample.correct
+    return float(np.mean([*solved.values()]))
+
+
+def _question(encoded: EncodedProblem) -> str:
+    """Return the question of a problem, with labels for its images."""
+    question = question_text(encoded.problem.question)
+    return question if encoded.images is None else shown(question)
 
 
 class _Drawn(NamedTuple):
@@ -72,7 +119,8 @@ class GrpoAlgorithm:
         encoder.check_characters([*train, *held_out])
         check_answers(config, [*train, *held_out])
         sizes = () if config.evaluates else [source.num_problems for source in problems.sources]
-        self._train = LazyDataset(config, train, encoder.encode, sizes)
+        lengths = encoder.lengths() if self.images is None else None
+        self._train = LazyDataset(config, train, encoder.encode, sizes, lengths)
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
         self.places = StreamPlaces(config) if config.rollout_section.use_dynamic_sampling else None
         """Places that dynamic sampling draws from; None where each step has those after the step before it."""

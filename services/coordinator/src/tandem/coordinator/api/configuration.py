@@ -13,9 +13,9 @@ from tandem.common.errors import ConfigError
 from tandem.common.returned import shown
 from tandem.config import Config
 from tandem.config.checks.data import PYTHON_REWARDS
-from tandem.config.derive import GENERATED
 from tandem.config.layers import ConfigLayers
 from tandem.config.load import build, lay_over, make_layers
+from tandem.config.named import GENERATED
 from tandem.coordinator.api.rewards import RewardFunction
 from tandem.coordinator.api.rows import ANSWER, QUESTION
 

@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
         action="append",
         dest="images",
         metavar="PATH",
-        help="a picture for the first question, to a model that sees; may be given several times",
+        help="a picture for the first question, to a vision model; may be given several times",
     )
     from_0 = number("from 0 on", lambda number: number >= 0)
     chat.add_argument("--temperature", type=from_0, help="0 is greedy (default: 1)")

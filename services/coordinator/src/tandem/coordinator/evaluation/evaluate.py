@@ -6,6 +6,7 @@ ends. One fork server forks the processes of all runs, one run after another.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.evaluation.models import EvaluatedModel
 from tandem.coordinator.loop.opening import CommandInvocation
 from tandem.coordinator.loop.run import run
+from tandem.coordinator.model_folders.checking import model_vocabulary
 from tandem.coordinator.preparing.preflight import preflight
 from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.scheduler.events import FinishRun
@@ -24,7 +26,7 @@ from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.preparing.beginning import set_aside
 from tandem.observe.evaluation.results import EvaluatedProblem, results_of, scores_of, write_results
 from tandem.observe.evaluation.table import INTERVAL, EvaluationResults, write_table
-from tandem.refit.model_folders.checking import model_vocabulary
+from tandem.observe.run_folder.journal_file import hold_folder, list_runs_in
 from tandem.samples.model_files import load_tokenizer
 
 RUNS = "runs"
@@ -124,7 +126,10 @@ def prepare_folder(folder: Path, say: Say) -> None:
         if any(folder.iterdir()):
             if not (folder / RUNS).is_dir():
                 raise RunFolderError(f"eval.save_path: {str(folder)!r} holds something else; choose another folder")
-            set_aside(folder, say)
+            with contextlib.ExitStack() as stack:
+                for run in list_runs_in(folder / RUNS):  # not those of an evaluation in progress
+                    stack.enter_context(hold_folder(run))
+                set_aside(folder, say)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,8 +12,8 @@ import msgspec
 
 from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
 from tandem.config.models import hub
+from tandem.coordinator.model_folders.checking import read_json, refuse_unknown_type
 from tandem.observe.run_folder.found_models import Which, models_in
-from tandem.refit.model_folders.checking import read_json, refuse_unknown_type
 
 _CONFIG = "config.json"
 

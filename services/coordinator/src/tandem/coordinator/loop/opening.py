@@ -35,7 +35,7 @@ from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM, new_run_id, refuse_journal
+from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM, hold_folder, new_run_id, refuse_journal
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 
@@ -226,9 +226,10 @@ def _name_run(config: Config, mode: Mode, say: Say) -> str:
     if mode == "restart" and (folder / JOURNAL_NAME).exists():
         checkpoints = Path(config.checkpointing.checkpoint_dir)
         _refuse_to_move_the_model(config, folder, checkpoints)
-        _bring_back_data(config, folder, set_aside(folder, say))
-        if checkpoints.exists():  # it may lie within the run folder, which has just moved
-            set_aside(checkpoints, say)
+        with hold_folder(folder):  # not that of a run in progress
+            _bring_back_data(config, folder, set_aside(folder, say))
+            if checkpoints.exists():  # it may lie within the run folder, which has just moved
+                set_aside(checkpoints, say)
     refuse_journal(folder)
     return new_run_id()
 

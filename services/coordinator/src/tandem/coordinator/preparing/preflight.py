@@ -2,6 +2,12 @@
 
 They write no lasting file, and start no service. Data is read, and a few of its items are tokenised. Custom code is
 imported in a process of its own, within a deadline.
+
+The number of steps that schedules span is decided once, when a run begins. Megatron-Core's schedules span it, and
+warm-ups that are a share of the run. It is the run's own: the smaller of
+``max_num_steps`` and ``max_num_epochs``, as in NeMo-RL v0.7, which writes it to ``megatron_cfg.train_iters`` too, and
+in Transformers. A run that was resumed with another ``max_num_steps`` keeps it, unless
+``override_opt_param_scheduler`` says otherwise, and keeps its warm-up in any case.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -21,16 +28,21 @@ from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.common.programs import search_path
-from tandem.config import Config, about_learning_rate, load_config, notices
+from tandem.config import Config, about_learning_rate, config_from_json, load_config, notices
 from tandem.config.checks.data import PYTHON_REWARDS
+from tandem.config.derive import compute_warmup_length, make_linear_warmup
 from tandem.config.installed.sources import find_package
 from tandem.config.models.model_sizes import read_model_config
+from tandem.config.schema import ModelConfig, SchedulerEntry
 from tandem.config.threads import refuse_threads
 from tandem.coordinator.algorithms import make_algorithm
 from tandem.coordinator.algorithms.running import RunningAlgorithm
+from tandem.coordinator.model_folders.checking import check_model
+from tandem.coordinator.model_folders.reward_models import check_reward_models
+from tandem.coordinator.model_folders.teachers import check_teachers
+from tandem.coordinator.model_folders.value_model import check_value_model
 from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
-from tandem.coordinator.preparing.run_length import set_run_length
 from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
 from tandem.launch.page_process import open_page_socket
@@ -40,13 +52,60 @@ from tandem.launch.preparing.hub_data import find_data
 from tandem.launch.preparing.hub_models import find_on_hub
 from tandem.launch.preparing.needed_models import list_missing_models
 from tandem.launch.preparing.new_model import find_model_differences, find_model_problem
-from tandem.refit.model_folders.checking import check_model
-from tandem.refit.model_folders.reward_models import check_reward_models
-from tandem.refit.model_folders.teachers import check_teachers
-from tandem.refit.model_folders.value_model import check_value_model
+from tandem.observe.run_folder.journal import read_journal
 from tandem.samples.model_files import check_new_model_type, inline_templates, load_tokenizer, write_new_model
 from tandem.samples.routed_experts import replayed_experts
 from tandem.samples.tokenizer import Tokenizer
+
+Section = TypeVar("Section", bound=ModelConfig)
+
+
+def set_run_length(config: Config, num_steps: int, mode: Mode) -> Config:
+    """Return the configuration with the steps of the run in the schedules of the models that are trained.
+
+    They are in ``train_iters`` where Megatron-Core trains, and in warm-ups that are a share of the run. A replay keeps
+    what its run had.
+    """
+    trained = [section for section in (config.policy, config.value) if section is not None]
+    if config.replay is not None or not any(_spans_run(section) for section in trained):
+        return config
+    recorded, steps = _find_recorded(config, mode), (max(1, num_steps), config.num_passes)
+    policy = _set_steps(config.policy, *steps, None if recorded is None else recorded.policy)
+    value = config.value
+    if value is not None:
+        value = _set_steps(value, *steps, None if recorded is None else recorded.value)
+    return msgspec.structs.replace(config, policy=policy, value=value)
+
+
+def _spans_run(section: ModelConfig) -> bool:
+    return section.megatron_cfg.enabled or 0 < section.warmup_steps < 1
+
+
+def _set_steps(section: Section, num_steps: int, num_passes: int, recorded: ModelConfig | None) -> Section:
+    megatron = section.megatron_cfg
+    warmup = compute_warmup_length(section.warmup_steps, num_steps, num_passes) if 0 < section.warmup_steps < 1 else 0
+    if not megatron.enabled:
+        if not warmup:
+            return section
+        scheduler = (SchedulerEntry(**make_linear_warmup(warmup)),) if recorded is None else recorded.scheduler
+        return msgspec.structs.replace(section, scheduler=scheduler)
+    schedule = megatron.scheduler
+    if recorded is not None and not schedule.override_opt_param_scheduler:
+        num_steps = recorded.megatron_cfg.train_iters or num_steps  # an earlier release recorded none
+    if warmup:
+        warmup = warmup if recorded is None else recorded.megatron_cfg.scheduler.lr_warmup_iters
+        schedule = msgspec.structs.replace(schedule, lr_warmup_iters=warmup)
+    megatron = msgspec.structs.replace(megatron, train_iters=num_steps, scheduler=schedule)
+    return msgspec.structs.replace(section, megatron_cfg=megatron)
+
+
+def _find_recorded(config: Config, mode: Mode) -> Config | None:
+    """Return the configuration that a run to be resumed has had so far."""
+    if mode != "resume" or not has_begun(config):
+        return None
+    with read_journal(Path(config.logger.log_dir)) as journal:
+        return config_from_json(journal.config_json)
+
 
 MakeAlgorithm = Callable[[Config, Tokenizer], RunningAlgorithm]
 """Loads the data of an algorithm."""

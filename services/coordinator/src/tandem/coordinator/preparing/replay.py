@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.errors import ConfigError, RunFolderError, nearest
+from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import ChangedConfig, Config, change_config
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.coordinator.algorithms.recorded import is_whole
@@ -22,7 +22,7 @@ from tandem.coordinator.preparing.resuming import StartingPoint, check_checkpoin
 from tandem.observe.run_folder.calls import journal_has_calls
 from tandem.observe.run_folder.journal import JournalReader, read_journal
 from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM
+from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM, list_runs_in
 from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_in_words
 from tandem.samples import recorded_shards, sample_files
 
@@ -113,7 +113,7 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
     Raises:
         TandemError: the replay is impossible; a `ConfigError` if the command line is the reason.
     """
-    with journal_of(run) as journal:
+    with read_journal(run) as journal:
         recorded = _read_recorded_run(run, journal)
         end = _end(recorded, to_step)
         start = _start(recorded, from_step, end)
@@ -142,13 +142,13 @@ def begin_replay(run: Path, from_step: int | None, to_step: int | None, override
 
 def continue_replay(folder: Path, overrides: Sequence[str]) -> Config:
     """Return the configuration of the replay in a folder, to resume it. Raise `TandemError` if it is no replay."""
-    with journal_of(folder) as journal:
+    with read_journal(folder) as journal:
         config = config_of(journal)
     if config.replay is None:
-        replays = [str(path) for path in _runs_beside(folder) if path.name.startswith(f"{folder.name}-replay")]
+        replays = [str(path) for path in list_runs_in(folder.parent) if path.name.startswith(f"{folder.name}-replay")]
         hint = f"; its replays: {', '.join(replays)}" if replays else ""
         raise RunFolderError(f"{folder} is not a replay: --resume takes the run folder of one{hint}")
-    with journal_of(Path(config.replay.run)) as journal:
+    with read_journal(Path(config.replay.run)) as journal:
         if journal.run_id != config.replay.run_id:
             raise RunFolderError(
                 f"{config.replay.run} holds the run {journal.run_id}, and {folder} is a replay of "
@@ -170,7 +170,7 @@ def origin_of(config: Config) -> StartingPoint:
 
 def is_driven(run: Path) -> bool:
     """Tell whether clients have driven the run in a folder. Raises `RunFolderError`."""
-    with journal_of(run) as journal:
+    with read_journal(run) as journal:
         return journal_has_calls(journal)
 
 
@@ -197,20 +197,6 @@ def describe_start(config: Config) -> Iterator[str]:
 
 
 # --- what can be replayed --------------------------------------------------------------------------------------------
-
-
-def journal_of(run: Path) -> JournalReader:
-    """Open the journal of a run. Raise `RunFolderError`, with the runs beside it, if there is none."""
-    if not (run / JOURNAL_NAME).is_file():
-        runs = [str(path) for path in _runs_beside(run)]
-        choices = f"; there are {', '.join(runs)}{nearest(str(run), runs)}" if runs else ""
-        defect = f"there is no {JOURNAL_NAME} in it" if run.is_dir() else "there is no such folder"
-        raise RunFolderError(f"{run} holds no run: {defect}{choices}")
-    return read_journal(run)
-
-
-def _runs_beside(run: Path) -> list[Path]:
-    return sorted(path.parent for path in run.parent.glob(f"*/{JOURNAL_NAME}"))
 
 
 def _read_recorded_run(run: Path, journal: JournalReader) -> RecordedRun:

@@ -53,7 +53,7 @@ class KnownState(msgspec.Struct):
     num_tensors: tuple[int, ...] = ()
     """Numbers of tensors in the layouts of its shards."""
     versions: list[int] = []
-    """Versions that it was given, in ascending order."""
+    """Versions that it was given and may still answer with, in ascending order."""
     version: int = 0
     """Version that it last reported."""
 

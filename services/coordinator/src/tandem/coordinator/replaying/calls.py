@@ -26,7 +26,6 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.preparing.replay import (
     REFUSED,
     is_within,
-    journal_of,
     new_folder,
     refuse_folders,
     source_of,
@@ -38,6 +37,7 @@ from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
+from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME
 from tandem.observe.run_folder.recorded import config_of
 from tandem.serving.tinker import call_files
@@ -68,7 +68,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
 def replay_calls(run: Path, overrides: Sequence[str]) -> int:
     """Replay the calls of a run; return the exit code. Raises `TandemError`."""
-    with journal_of(run) as journal:
+    with read_journal(run) as journal:
         before, run_id = config_of(journal), journal.run_id
     records = read_records(run, run_id)
     settings = {

@@ -48,7 +48,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
     geometry: DecoderGeometry | None
     """Sizes of a known architecture; None for others, which Megatron-Core and vLLM cannot lay out."""
     family: str = ""
-    """The ``model_type`` of a model that sees, if it is known here; empty for any other."""
+    """The ``model_type`` of a vision model, if it is known here; empty for any other."""
     language: DecoderGeometry | None = None
     """Sizes of the language model of one that sees; None for any other."""
 
@@ -182,7 +182,7 @@ class ModelShape(msgspec.Struct, frozen=True, eq=False, dict=True):
 def make_shape(config: Mapping[str, Any], dtype: str | None = None) -> ModelShape:
     """Return the shape of the model described by a ``config.json``.
 
-    A model that sees has its tensors by the names that they have in memory, and no geometry.
+    A vision model has its tensors by the names that they have in memory, and no geometry.
 
     Args:
         config: the file's content.

@@ -131,12 +131,12 @@ class DTensor(ParallelDeployment, frozen=True):
 
         The axes are those of the mesh, then the two that `shard` is made of for experts. Every rank holds buffers
         whole. If tensor parallelism cuts a layer, it cuts the adapter matrix on the same side; the other matrix stays
-        whole. It does not cut the tower of a model that sees.
+        whole. It does not cut the tower of a vision model.
         """
         if name.endswith(BIAS):
             return ()
-        if self.expert > 1 and _EXPERTS in name:
-            return (4, 0), (3, 0)
+        if _EXPERTS in name:  # tensor parallelism does not cut them
+            return ((4, 0), (3, 0)) if self.expert > 1 else ((1, 0),)
         is_adapter = lora.is_adapter(name)
         of = f"{lora.find_layer(name)}.weight" if is_adapter else name
         dim = None if huggingface.is_of_tower(name) else self.plan.get(".".join(of.rsplit(".", 2)[-2:]))

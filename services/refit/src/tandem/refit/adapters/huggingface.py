@@ -2,7 +2,8 @@
 
 Since version 5, transformers fuses the experts of a layer in memory: ``experts.gate_up_proj`` of shape (experts, 2 ×
 intermediate, hidden) and ``experts.down_proj`` of shape (experts, hidden, intermediate). Checkpoints still have three
-tensors for each expert.
+tensors for each expert. Adapters of the fused parameters are divided likewise: those of an expert's gate and up
+projection have one ``lora_A``, in the same memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 import msgspec
 
+from tandem.config.models import lora
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.deployment import ParallelDeployment
 from tandem.refit.adapters.geometry import LAYER
@@ -22,7 +24,7 @@ from tandem.refit.layout import Box, Layout, LayoutBuilder, LayoutPiece, Tensor,
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.")
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _OF_TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|connector|multi_modal_projector)\.")
-_FUSED = re.compile(r"^(.*\.mlp\.experts\.)(gate_up_proj|down_proj)$")
+_FUSED = re.compile(r"^(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(\.lora_[AB]\.weight)?$")
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -77,6 +79,19 @@ def _list_fused(model: ModelShape) -> Iterator[Parameter]:
     fused = tuple(msgspec.structs.replace(part, at=(0, *part.at)) for part in parts)
     yield Parameter(prefix + "gate_up_proj", (experts.num_experts, 2 * gate_up[0], hidden), fused, of_layer)
     yield Parameter(prefix + "down_proj", (experts.num_experts, *gate_up[::-1]), (down,), of_layer)
+    for name, projections in ("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)):
+        for kind in (lora.A, lora.B):
+            tensors = [f"{prefix}{{expert}}.{projection}.{kind}" for projection in projections]
+            shape = model.shape_of(tensors[0])
+            if shape is not None:
+                # All projections in a fused parameter have one lora_A.
+                rows = 0 if kind == lora.A else shape[0]
+                places = [(0, number * rows, 0) for number in range(len(tensors))]
+                adapter = tuple(
+                    ParameterFill(*each) for each in zip(tensors, [whole(shape)] * len(tensors), places, strict=True)
+                )
+                num_rows = rows * len(tensors) or shape[0]
+                yield Parameter(f"{prefix}{name}.{kind}", (experts.num_experts, num_rows, shape[1]), adapter, of_layer)
 
 
 def is_of_tower(name: str) -> bool:
@@ -115,8 +130,8 @@ def as_checkpoint(layout: Layout) -> Layout:
     """Return a layout of transformers' parameters, or shards of them, with experts named as in a checkpoint.
 
     ``experts.gate_up_proj`` becomes ``experts.<n>.gate_proj.weight`` and ``experts.<n>.up_proj.weight`` for each
-    expert, and ``experts.down_proj`` becomes ``experts.<n>.down_proj.weight``. The memory stays the same. Experts that
-    are fused in another way are left alone.
+    expert, and ``experts.down_proj`` becomes ``experts.<n>.down_proj.weight``. So it is with adapters of them. The
+    memory stays the same. Experts that are fused in another way are left alone.
     """
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     fused = {index for index, tensor in enumerate(layout.tensors) if _is_fused(tensor.name, shapes)}
@@ -150,14 +165,17 @@ def _is_fused(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def _experts_in(tensor: Tensor) -> Iterator[tuple[Tensor, Box]]:
     """Yield each checkpoint tensor inside a fused one, with its slice of it."""
-    prefix, part = tensor.name.rsplit(".", 1)
+    match = _FUSED.match(tensor.name)
+    assert match is not None, "only called for fused tensors"
+    prefix, part, kind = match[1], match[2], match[3] or ".weight"
     num_experts, num_rows, num_columns = tensor.shape
     names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-    num_each = num_rows // len(names)
+    # All projections in a fused parameter have the rows of one lora_A.
+    num_each = num_rows if kind == f".{lora.A}" else num_rows // len(names)
     for expert in range(num_experts):
         for index, name in enumerate(names):
-            box = Box((expert, index * num_each, 0), (1, num_each, num_columns))
-            yield Tensor(f"{prefix}.{expert}.{name}.weight", (num_each, num_columns), tensor.dtype), box
+            box = Box((expert, index * num_each % num_rows, 0), (1, num_each, num_columns))
+            yield Tensor(f"{prefix}{expert}.{name}{kind}", (num_each, num_columns), tensor.dtype), box
 
 
 def _add_common(

@@ -146,7 +146,7 @@ class Megatron(ParallelDeployment, frozen=True):
     def parameters(self, model: ModelShape, rank: int) -> Layout:
         """Return a rank's layout without its host. Raises `RefitError` for an unknown family.
 
-        Of a model that sees, the first stage has the tower, whole on every tensor-parallel rank.
+        Of a vision model, the first stage has the tower, whole on every tensor-parallel rank.
         """
         text = model.as_text
         if text.required_geometry.model_type not in MEGATRON:
@@ -227,7 +227,7 @@ class _Rank:
                 self._vocabulary(self._prefixes[-1] + "output_layer.weight", num_rows, output, box)
 
     def _tower(self) -> None:
-        """Add the tower and the projector of a model that sees, under their own names."""
+        """Add the tower and the projector of a vision model, under their own names."""
         if self._model.family:
             family = VISION[self._model.family]
             for tensor in self._model.tensors:

@@ -1,4 +1,4 @@
-"""The tensors of models that see, by their names in memory: the language model's and the tower's.
+"""The tensors of vision models, by their names in memory: the language model's and the tower's.
 
 Checkpoints of some families have older names, which Transformers translates as it reads them.
 """
@@ -25,7 +25,7 @@ _Parts = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def tensors_of_seeing(config: Mapping[str, Any], dtype: str) -> Iterator[Tensor]:
-    """Yield the tensors of a model that sees, from its ``config.json``. Raises `KeyError` if a size is missing."""
+    """Yield the tensors of a vision model, from its ``config.json``. Raises `KeyError` if a size is missing."""
     family, text, vision = VISION[config["model_type"]], language_config(config), config["vision_config"]
     tower = _qwen(vision, family) if family.is_qwen else _siglip(vision, family)
     for name, shape in tower:
@@ -38,7 +38,7 @@ def tensors_of_seeing(config: Mapping[str, Any], dtype: str) -> Iterator[Tensor]
 
 
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a ``config.json`` of the language model alone would say, from that of a model that sees."""
+    """Return what a ``config.json`` of the language model alone would say, from that of a vision model."""
     text = {**config, **(config.get("text_config") or {}), "model_type": _LANGUAGE[config["model_type"]]}
     if "tie_word_embeddings" in config:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
@@ -52,13 +52,13 @@ def as_text(name: str, family: VisionFamily) -> str:
 
 
 def as_seeing(name: str, family: VisionFamily) -> str:
-    """Return the name in a model that sees of a tensor, or a layer, of its language model."""
+    """Return the name in a vision model of a tensor, or a layer, of its language model."""
     suffix = name.removeprefix("model.")
     return name if suffix == name else family.language_prefix + suffix
 
 
 def is_of_tower(name: str, family: VisionFamily) -> bool:
-    """Return whether a tensor of a model that sees is of its tower or of its projector."""
+    """Return whether a tensor of a vision model is of its tower or of its projector."""
     return name.startswith((family.tower_prefix, family.projector_prefix))
 
 

@@ -1,4 +1,4 @@
-"""The towers of models that see in vLLM: its names, and the layers that it fuses.
+"""The towers of vision models in vLLM: its names, and the layers that it fuses.
 
 Names and shapes are those of vLLM 0.32 with ``mm_encoder_tp_mode="data"``: each rank has the tower whole. vLLM does not
 do that for SmolVLM and Idefics3, whose towers are cut over the ranks.
@@ -46,7 +46,7 @@ def add_tower(builder: RankBuilder, model: ModelShape, rank: int, size: int) -> 
 
 
 def rename_for_vllm(layout: Layout, model: ModelShape) -> Layout:
-    """Return a layout with the parameters of a model that sees under vLLM's names."""
+    """Return a layout with the parameters of a vision model under vLLM's names."""
     prefixes = tuple(_prefixes(VISION[model.family]))
 
     def renamed(name: str) -> str:

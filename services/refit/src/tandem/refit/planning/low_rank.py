@@ -4,12 +4,14 @@ Trainers of adapters describe a layer's ``lora_A`` and ``lora_B`` beside its wei
 slice of such a weight, an engine gets staging memory for the trainer's base, for the rows of ``lora_B`` and for the
 columns of ``lora_A``. `Merging` writes the place that the engine named. So any engine that can describe its weights can
 be given adapters, however it shards and fuses the weights.
+
+The adapter of a weight of three dimensions, which is named without ``.weight``, is one of each of its matrices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -22,6 +24,8 @@ from tandem.refit.planning.names import CONVERTIBLE
 from tandem.refit.program import AdapterProducts, Merging, Staging
 
 _WEIGHT, _A, _B = ".weight", f".{lora.A}", f".{lora.B}"
+_MATRIX = 2
+"""Dimensions of a matrix."""
 _DTYPE = "float32"
 """Element type of adapters in engines: they are small, and their product is rounded only once, when it is added."""
 
@@ -75,7 +79,8 @@ def _adapters(sources: Mapping[str, Layout]) -> dict[str, _Adapter]:
         for tensor in tensors:
             for kind in (_A, _B):
                 if tensor.name.endswith(kind):
-                    weight = tensor.name.removesuffix(kind) + _WEIGHT
+                    is_stack = len(tensor.shape) > _MATRIX
+                    weight = tensor.name.removesuffix(kind) + ("" if is_stack else _WEIGHT)
                     first_tensor, who = matrices.setdefault(weight, {}).setdefault(kind, (tensor, member))
                     if first_tensor.product_scale != tensor.product_scale:
                         scales = f"{first_tensor.product_scale:g}, {member} by {tensor.product_scale:g}"
@@ -90,7 +95,8 @@ def _check(weight: str, of: Mapping[str, Tensor]) -> _Adapter:
         if kind not in of:
             raise CoverageError(f"the adapter of {weight} has no {kind.strip('.')}, which no trainer holds")
     a, b = of[_A], of[_B]
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+    shapes = len(a.shape), len(b.shape)
+    if shapes not in ((2, 2), (3, 3)) or a.shape[-2] != b.shape[-1] or a.shape[:-2] != b.shape[:-2]:
         raise RefitError(f"{a.name} of shape {a.shape} and {b.name} of shape {b.shape} have no product")
     return _Adapter(a, b)
 
@@ -135,44 +141,59 @@ class _Rewriting:
         """Receive base and adapter of a weight, for the pieces at `rows` that the engine wants."""
         tensor = self._layout.tensors[index]
         adapter = self._adapters[tensor.name]
-        if tensor.shape != (adapter.b.shape[0], adapter.a.shape[1]):
-            product = f"{adapter.b.name} and {adapter.a.name} of shape {(adapter.b.shape[0], adapter.a.shape[1])}"
+        product_shape = (*adapter.b.shape[:-1], adapter.a.shape[-1])
+        if tensor.shape != product_shape:
+            product = f"{adapter.b.name} and {adapter.a.name} of shape {product_shape}"
             raise RefitError(f"{self._engine} wants {tensor.name} of shape {tensor.shape}, the product of {product}")
         if tensor.dtype not in CONVERTIBLE:
             raise RefitError(
                 f"{self._engine} wants {tensor.name} as {tensor.dtype}: no adapter can be merged into that"
             )
-        boxes = [self._layout.piece(row).box for row in rows]
-        low = [min(box.start[dim] for box in boxes) for dim in range(2)]
-        high = [max(box.stop[dim] for box in boxes) for dim in range(2)]
-        rank = adapter.a.shape[0]
-        a = self._receive(adapter.a, Box((0, low[1]), (rank, high[1] - low[1])))
-        b = self._receive(adapter.b, Box((low[0], 0), (high[0] - low[0], rank)))
+        matrices = [matrix for row in rows for matrix in self._matrices(row)]
+        boxes = [box for _, box, _, _ in matrices]
+        stack = range(len(tensor.shape) - _MATRIX)
+        low = [min(box.start[dim] for box in boxes) for dim in range(len(tensor.shape))]
+        high = [max(box.stop[dim] for box in boxes) for dim in range(len(tensor.shape))]
+        rank, leading = adapter.a.shape[-2], low[: len(stack)]
+        num_leading = [high[dim] - low[dim] for dim in stack]
+        num_rows, num_columns = (high[dim] - low[dim] for dim in (-2, -1))
+        a = self._receive(adapter.a, Box((*leading, 0, low[-1]), (*num_leading, rank, num_columns)))
+        b = self._receive(adapter.b, Box((*leading, low[-2], 0), (*num_leading, num_rows, rank)))
         self._names.append(tensor.name)
         self._scales.append(adapter.b.product_scale)
         size, item_size = ITEM_SIZES[tensor.dtype], ITEM_SIZES[_DTYPE]
-        for row, box in zip(rows, boxes, strict=True):
-            piece = self._layout.piece(row)
+        for storage, box, offset, strides in matrices:
             base = self._stage(f"base of {tensor.name}{box}", box, tensor.dtype)
             self._builder.add(index, box, base, 0, contiguous_strides(box.shape, size))
-            a_stride = (high[1] - low[1]) * item_size
+            number = box.start[0] - low[0] if stack else 0  # of the matrix, among those of the engine
             self._rows.append(
                 (
                     len(self._names) - 1,
                     DTYPES.index(tensor.dtype),
-                    box.shape,
-                    int(self._layout.pieces.storage_P[row]),
-                    piece.offset,
-                    piece.strides,
+                    box.shape[-2:],
+                    storage,
+                    offset,
+                    strides[-2:],
                     base,
                     rank,
                     a,
-                    (box.start[1] - low[1]) * item_size,
-                    a_stride,
+                    (number * rank * num_columns + box.start[-1] - low[-1]) * item_size,
+                    num_columns * item_size,
                     b,
-                    (box.start[0] - low[0]) * rank * item_size,
+                    (number * num_rows + box.start[-2] - low[-2]) * rank * item_size,
                 )
             )
+
+    def _matrices(self, row: int) -> Iterator[tuple[int, Box, int, tuple[int, ...]]]:
+        """Yield each matrix in a piece that the engine wants: its storage, box, offset and strides."""
+        piece, storage = self._layout.piece(row), int(self._layout.pieces.storage_P[row])
+        box = piece.box
+        if len(box.shape) == _MATRIX:
+            yield storage, box, piece.offset, piece.strides
+            return
+        for number in range(box.start[0], box.stop[0]):
+            inner = Box((number, *box.start[1:]), (1, *box.shape[1:]))
+            yield storage, inner, piece.offset_of(inner), piece.strides
 
     def _receive(self, tensor: Tensor, box: Box) -> int:
         """Receive a slice of a matrix; return the number of its storage."""

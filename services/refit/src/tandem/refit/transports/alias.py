@@ -1,21 +1,23 @@
 """Zero-copy: an engine's parameter points at the trainer's shared memory.
 
 This needs a whole parameter of the engine in one range of shared memory, in the same element type and order.
+
+One round's zero-copy transfers are held by their receiver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.errors import RefitError
+from tandem.common.worker_shards import process_of
 from tandem.refit.columns import Ints
 from tandem.refit.layout import ITEM_SIZE_OF_CODE, ITEM_SIZES, Address
 from tandem.refit.transfer import CopyColumns, LinkTransfer
-from tandem.refit.transports.aliases import AliasTransfers
 from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.shm import ShmTransport
 from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
@@ -24,6 +26,28 @@ if TYPE_CHECKING:
     import torch
 
     from tandem.refit.transports.memory import NamedStorages
+
+
+class AliasTransfers:
+    """The zero-copy transfers of one round at their receiver."""
+
+    def __init__(
+        self, links: Sequence[str], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], end: TransferEnd
+    ) -> None:
+        """Hold each parameter with the range that it is to point at."""
+        self.num_copies = self.num_bytes = 0
+        self._links, self._pairs, self._end = links, pairs, end
+
+    def install(self) -> None:
+        """Point the parameters at the sources' memory; from now on each optimizer step is visible immediately."""
+        for parameter, range_ in self._pairs:
+            parameter.data = range_
+
+    def run(self, deadline: float, only: Collection[str] | None, counted: dict[str, int]) -> None:
+        """Count the links; there is nothing to move."""
+        if only is None or process_of(self._end.member) in only:
+            for link in self._links:
+                counted.setdefault(link, 0)
 
 
 class AliasTransport(Transport):

@@ -87,7 +87,7 @@ class RolloutAgents:
         self._wanted: set[int] = set()
         """Numbers of the episodes that the service still waits for."""
         # Before any thread starts.
-        self._launcher = ProgramLauncher() if self._settings.command is not None else None
+        self._launcher = ProgramLauncher() if self._settings.url is None else None
         self._player = make_player(self._settings, self._launcher)
         self._open: dict[str, Episode] = {}
         """Episodes in play, by their secrets. This and the fields below belong to the event loop."""

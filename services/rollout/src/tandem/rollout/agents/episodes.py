@@ -164,7 +164,7 @@ class Episode(ServedModel):
                 drawn = f"training samples are drawn with policy.generation.{name}, {configured:g}"
                 raise OpenAIRefused(f"{name}: {requested:g}, but {drawn}: leave it out", param=name, code="unsupported")
         if isinstance(sampling, ServedSampling):
-            fields = "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs"
+            fields = "presence_penalty, frequency_penalty, repetition_penalty, response_format, top_logprobs, echo"
             reason = f"{fields}: training samples are drawn without, and keep the drawn token's probability only"
             raise OpenAIRefused(f"{reason}: leave them out", code="unsupported")
         return msgspec.structs.replace(

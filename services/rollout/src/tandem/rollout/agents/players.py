@@ -46,18 +46,22 @@ def make_player(settings: EnvironmentConfig, launcher: ProgramLauncher | None) -
     """Return the player that the configuration asks for."""
     if settings.url is not None:
         return ByServer(settings.url)
-    assert launcher is not None, "made where there is a command"
+    assert launcher is not None, "made where there is no server"
+    if settings.packaged is not None:
+        from tandem.samples.packaged_environments.tasks import play_command
+
+        return ByStayingPrograms(play_command(settings.packaged), settings.num_workers, launcher)
+    assert settings.command is not None, "a program, or a server"
     if settings.persistent:
-        return ByStayingPrograms(settings, launcher)
-    return ByPrograms(settings, launcher)
+        return ByStayingPrograms(settings.command, settings.num_workers, launcher)
+    return ByPrograms(settings.command, launcher)
 
 
 class ByPrograms:
     """A program for each episode, which reads what to play from its standard input."""
 
-    def __init__(self, settings: EnvironmentConfig, launcher: ProgramLauncher) -> None:
-        assert settings.command is not None
-        self._command = settings.command
+    def __init__(self, command: tuple[str, ...], launcher: ProgramLauncher) -> None:
+        self._command = command
         self._launcher = launcher
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
@@ -81,11 +85,10 @@ class ByPrograms:
 class ByStayingPrograms:
     """Programs that stay, read one line an episode, and may play several episodes at once."""
 
-    def __init__(self, settings: EnvironmentConfig, launcher: ProgramLauncher) -> None:
-        assert settings.command is not None
-        self._command = settings.command
+    def __init__(self, command: tuple[str, ...], num_programs: int, launcher: ProgramLauncher) -> None:
+        self._command = command
         self._launcher = launcher
-        self._programs: list[_Staying | None] = [None] * settings.num_workers
+        self._programs: list[_Staying | None] = [None] * num_programs
 
     async def play(self, episode: Episode, described: Mapping[str, Any]) -> Score | Failure:
         """Send the episode to the program with the fewest, and wait for that program's end."""

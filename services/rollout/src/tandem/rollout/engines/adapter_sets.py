@@ -1,7 +1,8 @@
 """The adapters of several versions over one base: copies, the layers that add them, and digests.
 
 The layers of a model hold the base. Of each version there is a copy of the adapters. In a step, a layer adds to its
-output ``scale * B @ A @ x``, for the tokens of each version with that version's matrices.
+output ``scale * B @ A @ x``, for the tokens of each version with that version's matrices. A module whose parameters are
+adapted otherwise, such as experts or a router, runs once for each version, with that version's parameters.
 
 One worker of an engine has `AdapterSets`. Which versions it keeps is decided for all workers at once, by `VersionUses`.
 
@@ -141,9 +142,13 @@ class _Set:
 class AdapterSets:
     """The versions that a worker of an engine holds, and the layers of its model that add them."""
 
-    def __init__(self, attach: Attach) -> None:
-        """Hold nothing; `attach` has a layer of this engine's kind add adapters."""
+    def __init__(self, attach: Attach, *, takes_parameters: bool = False) -> None:
+        """Hold nothing; `attach` has a layer of this engine's kind add adapters.
+
+        `takes_parameters`: whether other modules than layers are those of Transformers, and can have adapters.
+        """
         self._attach = attach
+        self._takes_parameters = takes_parameters
         self._products: list[AdapterProduct] = []
         self._detach: list[Callable[[], None]] = []
         self._held: dict[int, _Set] = {}
@@ -163,7 +168,8 @@ class AdapterSets:
     def install(self, model: torch.nn.Module, products: Sequence[AdapterProduct]) -> None:
         """Hold nothing yet, and have the layers of products add them.
 
-        Raises `RefitError` if a product does not belong to a linear layer.
+        Raises `RefitError` if a product does not belong to a linear layer, or to a parameter of another module that
+        this engine can adapt.
         """
         self.clear()
         modules = dict(model.named_modules())
@@ -171,12 +177,19 @@ class AdapterSets:
         for number, product in enumerate(products):
             numbers.setdefault(product.weight, []).append(number)
         self._products = [*products]
+        of_modules: dict[str, dict[str, list[int]]] = {}
         for weight, product_numbers in numbers.items():
             layer = modules.get(weight.removesuffix(".weight"))
             undo = None if layer is None else self._attach(layer, functools.partial(self._added, product_numbers))
-            if undo is None:
+            if undo is not None:
+                self._detach.append(undo)
+                continue
+            owner, _, name = weight.rpartition(".")
+            if not self._takes_parameters or name not in dict(modules[owner].named_parameters(recurse=False)):
                 raise _refused(weight)
-            self._detach.append(undo)
+            of_modules.setdefault(owner, {})[name] = product_numbers
+        for owner, of_parameters in of_modules.items():
+            self._detach.append(self._follow(modules[owner], of_parameters))
 
     def clear(self) -> None:
         """Drop all versions, and let layers be as they were."""
@@ -256,6 +269,72 @@ class AdapterSets:
 
         return _SetsDigest(task, adapter_set, weights.digest_task(again.sampling, again.storages), compare)
 
+    def _follow(self, module: Any, of_parameters: Mapping[str, Sequence[int]]) -> Callable[[], None]:
+        """Have a module run with each version's parameters for the tokens of that version; return how to undo it."""
+        forward = module.forward
+        module.forward = functools.partial(self._run_versions, module, forward, of_parameters)
+
+        def undo() -> None:
+            module.forward = forward
+
+        return undo
+
+    def _run_versions(
+        self, module: Any, forward: Callable[..., Any], of_parameters: Mapping[str, Sequence[int]], *args: torch.Tensor
+    ) -> Any:
+        """Return what a module makes of the tokens of a step, each with its version's parameters."""
+        num_tokens = args[0].numel() // args[0].shape[-1]
+        if num_tokens < self._num_tokens:
+            raise ModelError("a module with the adapters of several models is not given all tokens of a step")
+        results: Any = None
+        for adapter_set, row_M in self._step:
+            its_args = args if row_M is None else tuple(_rows(arg, row_M, num_tokens) for arg in args)
+            adapted = {
+                name: self._adapted(adapter_set, getattr(module, name), numbers)
+                for name, numbers in of_parameters.items()
+                if any(adapter_set.matrices[number] is not None for number in numbers)
+            }
+            vars(module).update(adapted)  # they hide the parameters
+            try:
+                its_results = forward(*its_args)
+            finally:
+                for name in adapted:
+                    del vars(module)[name]
+            if row_M is None:
+                return its_results
+            results = _put(results, its_results, row_M, num_tokens)
+        return results
+
+    def _adapted(self, adapter_set: _Set, parameter: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+        """Return a parameter with a version's adapters merged into it, as `tandem.refit.merging` merges them."""
+        merged = parameter.clone()
+        rows = merged.view(-1, merged.shape[-1])
+        for number in numbers:
+            matrices, product = adapter_set.matrices[number], self._products[number]
+            if matrices is not None:
+                a, b = matrices
+                its_rows = rows.narrow(0, product.first, product.shape[0])
+                its_rows.copy_(torch.add(its_rows, (b @ a).mul_(product.scale)))
+        return merged
+
+
+def _rows(arg: torch.Tensor, row_M: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the rows of some tokens; all dimensions but the last count tokens."""
+    rows = arg.reshape(num_tokens, -1).index_select(0, row_M)
+    return rows if arg.dim() <= 2 else rows[None]
+
+
+def _put(results: Any, its_results: Any, row_M: torch.Tensor, num_tokens: int) -> Any:
+    """Return results for all tokens, with those of some put in their places; zeros where there are none yet."""
+    if isinstance(its_results, tuple):
+        before = results or (None,) * len(its_results)
+        return tuple(_put(*pair, row_M, num_tokens) for pair in zip(before, its_results, strict=True))
+    dim = its_results.shape.index(len(row_M))
+    if results is None:
+        shape = (*its_results.shape[:dim], num_tokens, *its_results.shape[dim + 1 :])
+        results = its_results.new_zeros(shape)
+    return results.index_copy_(dim, row_M, its_results)
+
 
 class _SetsDigest:
     """The digests of a version, and then those of another to compare with what they were."""
@@ -302,4 +381,7 @@ def attach_to_linear(layer: torch.nn.Module, add: Add) -> Callable[[], None] | N
 
 
 def _refused(name: str) -> RefitError:
-    return RefitError(f"{name}: only linear layers, or whole rows of them, can have the adapters of several models")
+    return RefitError(
+        f"{name}: only linear layers, or whole rows of them, can have the adapters of several models here; experts can "
+        "in the embedded engine"
+    )

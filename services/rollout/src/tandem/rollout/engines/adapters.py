@@ -29,7 +29,7 @@ from tandem.refit.program import TransferProgram
 from tandem.refit.weights import Weights
 from tandem.rollout.engine import EngineCompletion, SequenceRequest, VersionNotHeld
 from tandem.rollout.engines.adapter_sets import AdapterSets, VersionUses, attach_to_linear, products_of
-from tandem.rollout.engines.attention import AttentionStep
+from tandem.rollout.engines.attention import AttentionStep, KeyValueCache
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.slots import EngineSequence as Running
@@ -128,14 +128,17 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
 
     def __init__(self, *args: Any, num_sets: int, **kwargs: Any) -> None:
         """Take what `TransformersEngine` takes. `num_sets` versions are held."""
-        self._sets = AdapterSets(attach_to_linear)
+        self._sets = AdapterSets(attach_to_linear, takes_parameters=True)
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parts of the parameters of experts, each with the base that is received for it."""
         self._staging: Mapping[str, torch.Tensor] = {}
         self._broken: list[int] = []
         """Requests whose weights have just given something that is no number."""
         super().__init__(*args, num_sets=num_sets, **kwargs)
-        if isinstance(self._cache, StatefulCache):  # whose layers see the tokens of a step in parts
+        if type(self._cache) is not KeyValueCache:  # layers see the tokens of a step in parts
+            reason = "layers with a state" if isinstance(self._cache, StatefulCache) else "a cache of its own"
             model_type = self._model.config.model_type
-            raise ModelError(f"{model_type} has layers with a state: engines hold one version of adapters at a time")
+            raise ModelError(f"{model_type} has {reason}: engines hold one version of adapters at a time")
 
     def install(self, programs: Sequence[TransferProgram]) -> BoundProgram:
         """Bind the program without its merge, and point the adapted layers at the received base. Raises
@@ -148,9 +151,18 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         self._staging = installed.staging
         products = products_of(program)
         self._sets.install(self._model, products)
+        if self._routing is not None and any(
+            each.weight.endswith((".gate.weight", ".router.weight")) for each in products
+        ):
+            raise RefitError("a router with the adapters of several models: the experts that it chose are not recorded")
         parameters = dict(self._model.named_parameters())
+        self._parts = []
         for product in products:
             weight = parameters[product.weight]
+            if weight.dim() > len(product.shape):  # experts are received one by one
+                rows = weight.data.view(-1, weight.shape[-1]).narrow(0, product.first, product.shape[0])
+                self._parts.append((rows, installed.staging[product.base].view(product.shape)))
+                continue
             if tuple(weight.shape) != product.shape:
                 raise RefitError(f"{product.weight}: it is received in parts, and has the adapters of several models")
             weight.data = installed.staging[product.base].view(product.shape)
@@ -195,6 +207,9 @@ class AdaptersEngine(SeveralVersions, TransformersEngine):
         return self._sets.versions
 
     def _keep(self, version: int, dropped: Iterable[int]) -> None:
+        for rows, base in self._parts:  # the base never changes after the first version
+            rows.copy_(base)
+        self._parts = []
         self._sets.keep(version, self._staging, dropped)
 
     def _requests(self) -> list[SequenceRequest]:

@@ -21,15 +21,22 @@ import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 
-from tandem.common.attention.segments import attend
+from tandem.common.attention.chunks import find_chunk_size, split_segments
+from tandem.common.attention.segments import attend, attend_capped
 from tandem.common.errors import ModelError
 
 ATTENTION_NAME = "tandem_slots"
 BLOCKS_ATTENTION_NAME = "tandem_slots_with_blocks"
 """Name for models whose images are blocks of attention in both directions."""
+CHUNKS_ATTENTION_NAME = "tandem_slots_in_chunks"
+"""Name for models some of whose layers attend within chunks."""
 _HUGE_PAGES_UP_TO = 2**24
 """Bytes of a layer's keys up to which huge pages are used. They are allocated five times as fast after every sleep,
 but take memory even where only a few tokens lie. A small cache can afford that."""
+
+
+class NotCausalError(ModelError):
+    """A model attends to later tokens."""
 
 
 class KeyValueCache:
@@ -119,6 +126,8 @@ class AttentionStep:
     prompts: tuple[SlotPrompt, ...]
     window_masks: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The same masks by width of a layer's sliding window, with minus infinity before the window; made once a step."""
+    chunk_masks: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The same masks by size of a layer's chunks, with minus infinity before the chunk; made once a step."""
 
     def mask_of(self, window: int) -> torch.Tensor:
         """Return the mask of a layer with this sliding window."""
@@ -130,6 +139,19 @@ class AttentionStep:
             self.window_masks[window] = self.mask_R11L.masked_fill(is_before_RL[:, None, None, :], -torch.inf)
         return self.window_masks[window]
 
+    def mask_of_chunk(self, size: int) -> torch.Tensor:
+        """Return the mask of a layer with chunks of this size."""
+        if size not in self.chunk_masks:
+            key_L = torch.arange(self.length, device=self.position_R.device)
+            is_before_RL = key_L < (self.position_R // size * size)[:, None]
+            self.chunk_masks[size] = self.mask_R11L.masked_fill(is_before_RL[:, None, None, :], -torch.inf)
+        return self.chunk_masks[size]
+
+    def positions(self) -> torch.Tensor:
+        """Return the position of each token of the row within its sequence, ``[1, N]``."""
+        prompts = [torch.arange(prompt.length, device=self.position_R.device) for prompt in self.prompts]
+        return torch.cat((self.position_R, *prompts))[None]
+
 
 def slot_attention(
     module: torch.nn.Module,
@@ -140,6 +162,8 @@ def slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
     slot_step: AttentionStep | None = None,
     told_windows: dict[int, int | None] | None = None,
     **kwargs: Any,
@@ -147,14 +171,17 @@ def slot_attention(
     """Store the new keys and values in the cache and attend from each token to its own sequence.
 
     The signature is that of `transformers.AttentionInterface`, which calls sinks `s_aux`; returns ``[1, N, H, D]``.
-    `told_windows` collects the sliding windows that layers report. Raises `ModelError` if the architecture's attention
-    differs from scaled dot products, when a model is tried out (`tandem.rollout.engines.skeleton`).
+    `softcap` limits scores; `chunk_size` comes from `slot_attention_in_chunks`. `told_windows` collects the sliding
+    windows that layers report. Raises `ModelError` if the architecture's attention differs from scaled dot products,
+    when a model is tried out (`tandem.rollout.engines.skeleton`).
     """
     if slot_step is None or told_windows is not None:  # the engine tries the model out
-        _refuse_unknown(module, kwargs, passes_on=slot_step is not None)
+        _refuse_unknown(module, kwargs, attention_mask, passes_on=slot_step is not None)
     assert slot_step is not None, "refused"
     step, layer = slot_step, int(module.layer_idx)  # type: ignore[arg-type]
     if told_windows is not None:
+        if layer in told_windows:
+            raise ModelError(f"{type(module).__name__} attends twice in a layer")
         told_windows[layer] = sliding_window
     keys_SHLD, values_SHLD = step.cache.layer(layer, key_1HND, value_1HND)
     outputs_NHD: list[torch.Tensor] = []
@@ -167,7 +194,12 @@ def slot_attention(
         query_RHGD = query_1HND[0, :, :num].transpose(0, 1).reshape(num, keys_SHLD.shape[1], -1, head_dim)
         keys_RHLD, values_RHLD = keys_SHLD[:num, :, : step.length], values_SHLD[:num, :, : step.length]
         mask_R11L = step.mask_R11L if sliding_window is None else step.mask_of(sliding_window)
-        if s_aux is None:
+        if chunk_size is not None:
+            mask_R11L = step.mask_of_chunk(chunk_size)
+        if softcap is not None:
+            query_RH1D, mask_R111L = query_1HND[0, :, :num].transpose(0, 1)[:, :, None], mask_R11L[:, None]
+            attended_RHGD = attend_capped(query_RH1D, keys_RHLD, values_RHLD, mask_R111L, scaling, softcap, s_aux)
+        elif s_aux is None:
             attended_RHGD = F.scaled_dot_product_attention(
                 query_RHGD, keys_RHLD, values_RHLD, attn_mask=mask_R11L, scale=scaling
             )
@@ -182,18 +214,33 @@ def slot_attention(
         values_SHLD[slots, :, : prompt.length] = value_1HTD
         query_THD = query_1HND[0, :, tokens].transpose(0, 1)
         key_THD, value_THD = key_1HTD[0].transpose(0, 1), value_1HTD[0].transpose(0, 1)
-        segment = prompt.length, prompt.length
-        outputs_NHD.append(attend(query_THD, key_THD, value_THD, [segment], scaling, sliding_window, s_aux))
+        segments = [(prompt.length, prompt.length)]
+        if chunk_size is not None:
+            segments = split_segments(segments, chunk_size)
+        outputs_NHD.append(attend(query_THD, key_THD, value_THD, segments, scaling, sliding_window, s_aux, softcap))
     output_NHD = outputs_NHD[0] if len(outputs_NHD) == 1 else torch.cat(outputs_NHD)
-    return output_NHD[None], None
+    return output_NHD[None].contiguous(), None  # some models view it as they would the library's own
 
 
-def _refuse_unknown(module: torch.nn.Module, arguments: Mapping[str, Any], *, passes_on: bool) -> None:
+def slot_attention_in_chunks(module: Any, *tensors: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Attend as `slot_attention` does, within chunks where the layer's type says so."""
+    kwargs["chunk_size"] = find_chunk_size(module)
+    return slot_attention(module, *tensors, **kwargs)
+
+
+def _refuse_unknown(
+    module: torch.nn.Module, arguments: Mapping[str, Any], mask: torch.Tensor | None, *, passes_on: bool
+) -> None:
     """Raise `ModelError` for an architecture whose attention is another."""
-    unknown = [name for name in ("softcap", "position_bias") if arguments.get(name) is not None]
-    if unknown or not passes_on:
-        reason = f"its attention needs {unknown[0]}" if unknown else "it does not pass arguments on to its attention"
-        raise ModelError(f"{type(module).__name__}: the embedded engine cannot run this architecture: {reason}")
+    name = type(module).__name__
+    if getattr(module, "is_causal", True) is False:
+        raise NotCausalError(f"the embedded engine cannot run this architecture: the attention of {name} is not causal")
+    if arguments.get("position_bias") is not None:
+        raise ModelError(f"{name} adds a bias of positions")
+    if mask is not None:  # the library makes none for attention of this name
+        raise ModelError(f"{name} adds to its scores by a mask of its own")
+    if not passes_on:
+        raise ModelError(f"{name} passes no arguments on to its attention")
 
 
 def _attend_with_sinks(
@@ -213,3 +260,4 @@ def _attend_with_sinks(
 
 
 transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
+transformers.AttentionInterface.register(CHUNKS_ATTENTION_NAME, slot_attention_in_chunks)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.common.errors import ModelError
 from tandem.common.routers import intercept
 from tandem.rollout.engines.attention import SlotPrompt
 from tandem.rollout.engines.slots import EngineSlots
@@ -22,6 +23,8 @@ class RoutingRecord:
 
     def __init__(self, model: torch.nn.Module, experts: RoutedExperts) -> None:
         """Begin to listen; `experts` describe the routing that samples of the model carry for each token."""
+        if "forward" in vars(model):  # `tandem.rollout.engines.own_caches`: in several passes a step
+            raise ModelError("router replay needs a model that runs in slots, not one with a cache of its own")
         self._experts = experts
         self._chosen: dict[int, torch.Tensor] = {}
         """Experts chosen by each layer, ``[N, K]``."""

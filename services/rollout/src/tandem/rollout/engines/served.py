@@ -1,4 +1,4 @@
-"""Sampling options that served requests have beyond training's: penalties, alternatives, a grammar.
+"""Options of served requests beyond training's: penalties, alternatives, a grammar, scores of prompts.
 
 They wrap an engine's forward pass, which knows nothing of them. An engine that was never asked for any is not wrapped,
 and training never asks.
@@ -16,11 +16,13 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from tandem.common.messages import SamplingParameters
-from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, SequenceRequest
+from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, PromptScores, SequenceRequest
 from tandem.rollout.engines.masks import restrict
 from tandem.rollout.engines.slots import EngineSlots
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+_MOST_LOGITS = 1 << 27
+"""Logits of a prompt that are computed at once to score it: half a gigabyte of them."""
 Factor = Annotated[float, Meta(gt=0.0, le=100.0)]
 
 
@@ -55,6 +57,8 @@ class ServedSampling(SamplingParameters, frozen=True, kw_only=True):
     """Factor that divides positive logits and multiplies negative ones, for tokens of the prompt or the response."""
     num_alternatives: int = 0
     """Number of likeliest tokens to return at each position, with their log-probabilities."""
+    scores_prompt: bool = False
+    """Whether the probabilities of the prompt's tokens are asked for, with as many alternatives."""
     grammar: ResponseGrammar | None = None
     """Grammar of the response; None allows anything."""
     weight_version: int | None = None
@@ -65,7 +69,7 @@ class ServedSampling(SamplingParameters, frozen=True, kw_only=True):
     @property
     def changes_logits(self) -> bool:
         """Whether logits have to be looked at, or changed."""
-        return self.has_penalties or self.num_alternatives > 0 or self.grammar is not None
+        return self.has_penalties or self.num_alternatives > 0 or self.grammar is not None or self.scores_prompt
 
     @property
     def has_penalties(self) -> bool:
@@ -107,9 +111,24 @@ def alternatives_in(logits_V: torch.Tensor, sampling: ServedSampling) -> Alterna
 class ServedForward:
     """A forward pass with the options of served requests, which keeps the alternatives that it sees."""
 
-    def __init__(self, forward: Callable[[], torch.Tensor], slots: EngineSlots) -> None:
-        """`forward` returns a row of logits for each running sequence of `slots`."""
+    def __init__(
+        self,
+        forward: Callable[[], torch.Tensor],
+        slots: EngineSlots,
+        compute_prompt: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Wrap a forward pass.
+
+        Args:
+            forward: returns a row of logits for each running sequence of `slots`.
+            slots: those of the engine.
+            compute_prompt: returns the logits ``[K, V]`` after these ``K`` tokens of a slot's prompt.
+
+        """
         self._forward = forward
+        self._compute_prompt = compute_prompt
+        self._prompt_scores: dict[int, PromptScores] = {}
+        """Scores of prompts by request."""
         self._slots = slots
         self._alternatives: dict[int, list[Alternatives]] = {}
         """Alternatives by request."""
@@ -124,25 +143,48 @@ class ServedForward:
             request = sequence.request
             if isinstance(request.sampling, ServedSampling) and request.sampling.changes_logits:
                 logits_RV[row] = self._served(logits_RV[row], row, request, request.sampling)
+                if request.sampling.scores_prompt and request.request_id not in self._prompt_scores:
+                    scores = self._score_prompt(row, request, request.sampling, logits_RV.shape[-1])
+                    self._prompt_scores[request.request_id] = scores
         return logits_RV
 
-    def add_alternatives(self, new_tokens: Mapping[int, NewTokens], starts: Mapping[int, int]) -> dict[int, NewTokens]:
-        """Add the alternatives to what requests have made from these tokens on."""
-        alternatives = self._alternatives
+    def complement(self, new_tokens: Mapping[int, NewTokens], starts: Mapping[int, int]) -> dict[int, NewTokens]:
+        """Add alternatives, and with a first token the prompt's scores, to what requests have made since `starts`."""
         return {
-            number: msgspec.structs.replace(tokens, alternatives=alternatives[number][starts[number] :])
-            if number in alternatives
-            else tokens
+            number: msgspec.structs.replace(
+                tokens,
+                alternatives=self._alternatives[number][starts[number] :] if number in self._alternatives else None,
+                prompt_scores=None if starts[number] else self._prompt_scores.get(number),
+            )
             for number, tokens in new_tokens.items()
         }
 
     def finish(self, completion: EngineCompletion) -> EngineCompletion:
-        """Add the alternatives to a finished request, and forget it."""
+        """Add alternatives and the prompt's scores to a finished request, and forget it."""
         self._matchers.pop(completion.request_id, None)
         alternatives = self._alternatives.pop(completion.request_id, None)
-        if alternatives is None:
+        scores = self._prompt_scores.pop(completion.request_id, None)
+        if alternatives is None and scores is None:
             return completion
-        return msgspec.structs.replace(completion, alternatives=alternatives)
+        return msgspec.structs.replace(completion, alternatives=alternatives, prompt_scores=scores)
+
+    def _score_prompt(
+        self, row: int, request: SequenceRequest, sampling: ServedSampling, vocabulary: int
+    ) -> PromptScores:
+        """Return the probabilities of a prompt's tokens. It is computed once more, for few logits at a time."""
+        token_T = torch.tensor(request.prompt_ids)
+        parts: list[NDArray[np.float32]] = []
+        alternatives: list[Alternatives] = []
+        num_at_once = max(1, _MOST_LOGITS // vocabulary)
+        for start in range(0, len(token_T) - 1, num_at_once):
+            place_K = torch.arange(start, min(start + num_at_once, len(token_T) - 1))
+            logprobs_KV = self._compute_prompt(row, place_K).float().log_softmax(dim=-1)
+            next_K = token_T[place_K + 1].to(logprobs_KV.device)
+            parts.append(logprobs_KV.gather(1, next_K[:, None])[:, 0].cpu().numpy())
+            logprob_KN, token_KN = logprobs_KV.topk(min(sampling.num_alternatives, vocabulary))
+            pairs = zip(token_KN.tolist(), logprob_KN.tolist(), strict=True)
+            alternatives += [[*zip(token_N, logprob_N, strict=True)] for token_N, logprob_N in pairs]
+        return PromptScores(logprobs_P=np.concatenate([*parts, np.zeros(0, np.float32)]), alternatives=alternatives)
 
     def _served(
         self, logits_V: torch.Tensor, row: int, request: SequenceRequest, sampling: ServedSampling

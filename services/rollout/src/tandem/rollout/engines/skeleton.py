@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,20 @@ import transformers
 from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
+from tandem.common.attention.chunks import find_chunk_sizes, give_positions
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
 from tandem.common.attention.stateful import ATTENTION_TYPES, STATEFUL_TYPES, find_unknown_layer_type
 from tandem.common.errors import ModelError
-from tandem.config.models.hf_config import find_model_class, load_config
+from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
 from tandem.config.models.vision_families import VISION
-from tandem.rollout.engines.attention import ATTENTION_NAME, BLOCKS_ATTENTION_NAME, AttentionStep, SlotPrompt
+from tandem.rollout.engines.attention import (
+    ATTENTION_NAME,
+    BLOCKS_ATTENTION_NAME,
+    CHUNKS_ATTENTION_NAME,
+    AttentionStep,
+    NotCausalError,
+    SlotPrompt,
+)
 from tandem.rollout.engines.states import StatefulCache, make_cache
 
 
@@ -39,50 +49,115 @@ def load_skeleton(
     try:
         config = load_config(str(model_folder), config_overrides)
         _refuse_unsupported(config.get_text_config(), max_length)
-        if with_weights:
-            model = _load_with_weights(model_folder, config, dtype)
-        else:
-            with no_init_weights():
-                model = find_model_class(config).from_config(
-                    config, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
-                )
+        attention = None if find_unknown_layer_type(config.get_text_config()) else _attention(config)
+        build = functools.partial(_build, model_folder, config, dtype, with_weights=with_weights)
+        try:
+            model = build(attention)
+        except KeyError as error:
+            if error.args != (attention,):
+                raise
+            attention = None  # it looks its own kinds of attention up
+            model = build(attention)
     except (ValueError, KeyError, OSError) as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # it looks its own kinds of attention up
-            reason = f"the embedded engine cannot run {config.model_type}: it takes no attention but its own"
-        raise ModelError(f"{model_folder}: {reason}") from error
+        raise ModelError(f"{model_folder}: {' '.join(str(error).split())}") from error
     model.tie_weights()
+    if attention is None:
+        _run_apart(model)
+    elif any(find_chunk_sizes(model.config.get_text_config())):
+        give_positions(model, _find_positions)
     return model.eval().requires_grad_(False)
 
 
 def try_out(model: Any, model_folder: Path, max_length: int) -> None:
-    """Run two tokens through a skeleton. Raise `ModelError` if slots cannot run the architecture."""
+    """Run a few tokens through a skeleton in slots, or else with its own caches (`tandem.rollout.engines.own_caches`).
+
+    Raises `ModelError` if neither can run the architecture.
+    """
+    obstacle = None
+    if "forward" not in vars(model):
+        obstacle = _try_slots(model, max_length)
+        if obstacle is None:
+            return
+    cannot = f"{model_folder}: the embedded engine cannot run {model.config.model_type}"
+    try:
+        if obstacle is not None:
+            _run_apart(model)
+        cache = make_cache(model, 2, 3)
+        slot_R, mask = torch.arange(2), torch.zeros(2, 1, 1, 3)
+        no_rows = slot_R[:0]
+        prompt = AttentionStep(cache, 0, no_rows, no_rows, 0, mask[:0], (SlotPrompt(0, 2, 0, 2),))
+        tokens = AttentionStep(cache, 2, slot_R, torch.full((2,), 2), 3, mask, ())
+        with torch.inference_mode():
+            for step in (prompt, tokens):
+                model(input_ids=torch.zeros((1, 2), dtype=torch.int64), slot_step=step)
+    except Exception as error:  # each architecture fails in ways of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        slots = "" if obstacle is None else f"{obstacle}, and "
+        raise ModelError(f"{cannot}: {slots}with a cache of its own it fails: {reason}") from error
+
+
+def _try_slots(model: Any, max_length: int) -> str | None:
+    """Run two tokens through a skeleton in slots; return why slots cannot run it, None if they can.
+
+    Raises `ModelError` for an architecture that attends to later tokens.
+    """
     config = model.config.get_text_config()
     windows = find_sliding_windows(config)
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(windows)
+    num_attending = sum(layer_type in ATTENTION_TYPES for layer_type in types)
+    if num_attending and "position_ids" not in inspect.signature(model.forward).parameters:
+        return "it takes no positions"
     cache = make_cache(model, 1, 2)
     no_rows = torch.zeros(0, dtype=torch.int64)
     step = AttentionStep(cache, 0, no_rows, no_rows, 0, torch.zeros(0, 1, 1, 0), (SlotPrompt(0, 2, 0, 1),))
     inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64), "position_ids": torch.arange(2)[None]}
     told_windows: dict[int, int | None] = {}
-    with torch.inference_mode():
-        model(**inputs, use_cache=False, slot_step=step, told_windows=told_windows)
-    cannot = f"{model_folder}: the embedded engine cannot run {model.config.model_type}"
-    num_attending = sum(layer_type in ATTENTION_TYPES for layer_type in types)
+    try:
+        with torch.inference_mode():
+            model(**inputs, use_cache=False, slot_step=step, told_windows=told_windows)
+    except NotCausalError:
+        raise
+    except Exception as error:  # each architecture fails in ways of its own
+        return " ".join(str(error).split())
     if cache.num_layers != num_attending:
-        raise ModelError(
-            f"{cannot}: only {cache.num_layers} of its {num_attending} layers use the attention interface of "
-            "transformers"
-        )
+        return f"only {cache.num_layers} of its {num_attending} layers use the attention interface of transformers"
     stateful_layers = {layer for layer, layer_type in enumerate(types) if layer_type in STATEFUL_TYPES}
     if stateful_layers - (cache.stateful_layers if isinstance(cache, StatefulCache) else set()):
-        raise ModelError(f"{cannot}: its {types[min(stateful_layers)]} layers keep no states in transformers' caches")
+        return f"its {types[min(stateful_layers)]} layers keep no states in transformers' caches"
     for layer, window in enumerate(windows):
         if window is not None and window < max_length and told_windows.get(layer) != window:
-            raise ModelError(f"{cannot}: layer {layer} does not tell attention of its window of {window} tokens")
+            return f"layer {layer} does not tell attention of its window of {window} tokens"
+    return None
 
 
-def _load_with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def _run_apart(model: Any) -> None:
+    """Have a model run with caches of its own. Raises `ModelError` if that takes less than it is given."""
+    if model.config.model_type in VISION:
+        raise ModelError("only slots take features of images")
+    from tandem.rollout.engines.own_caches import run_apart  # most models need none of it
+
+    run_apart(model)
+
+
+def _find_positions(inputs: dict[str, Any]) -> torch.Tensor | None:
+    step: AttentionStep | None = inputs.get("slot_step")
+    return None if step is None else step.positions()
+
+
+def _build(model_folder: Path, config: Any, dtype: torch.dtype, attention: Any, *, with_weights: bool) -> Any:
+    """Return a model with this attention, None for its own."""
+    config, renamed = describe_text_part(config)
+    if with_weights:
+        return _load_with_weights(model_folder, config, renamed, dtype, attention)
+    with no_init_weights():
+        return find_model_class(config).from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+
+
+def _load_with_weights(
+    model_folder: Path, config: Any, renamed: Mapping[str, str], dtype: torch.dtype, attention: Any
+) -> Any:
     """Load a whole model. Raises `ModelError` if a tensor is missing, and what the library raises."""
     transformers.utils.logging.disable_progress_bar()
     verbosity = transformers.utils.logging.get_verbosity()
@@ -91,8 +166,9 @@ def _load_with_weights(model_folder: Path, config: Any, dtype: torch.dtype) -> A
         model, loading_info = find_model_class(config).from_pretrained(
             model_folder,
             config=config,
+            key_mapping=dict(renamed) or None,
             dtype=dtype,
-            attn_implementation=_attention(config),
+            attn_implementation=attention,
             use_safetensors=True,  # the other format is unpickled
             local_files_only=True,
             trust_remote_code=False,
@@ -115,20 +191,15 @@ def _attention(config: Any) -> str | dict[str, str]:
     """Return what to call the attention of slots by: only the language model's, if the model also has a tower."""
     family = VISION.get(config.model_type)
     if family is None:
-        return ATTENTION_NAME
+        return CHUNKS_ATTENTION_NAME if any(find_chunk_sizes(config.get_text_config())) else ATTENTION_NAME
     return {"text_config": BLOCKS_ATTENTION_NAME if family.has_image_blocks else ATTENTION_NAME}
 
 
 def _refuse_unsupported(config: Any, max_length: int) -> None:
     """Raise `ModelError` if slots would compute this model wrongly."""
     name = config.model_type
-    unknown_type = find_unknown_layer_type(config)
-    if unknown_type is not None:
-        raise ModelError(f"the embedded engine cannot run {name}: it has layers of type {unknown_type}")
     unstable = find_unstable_rotation(config, max_length)
     if unstable is not None:
         raise ModelError(f"the embedded engine cannot run {name}: rotary embeddings of type {unstable}")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ModelError(f"the embedded engine cannot run {name}: its attention caps its logits")
     if getattr(config, "use_bidirectional_attention", None):
         raise ModelError(f"the embedded engine cannot run {name}: its attention is not causal")

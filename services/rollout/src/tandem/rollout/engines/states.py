@@ -74,8 +74,7 @@ class _SteppedModel:
 
     def __init__(self, model: Any) -> None:
         self._step: AttentionStep | None = None
-        for module in find_stateful_modules(model).values():
-            _limit_time_steps(module)
+        limit_time_steps(model)
         replace_forward(model, self._run_row)
         model.register_forward_pre_hook(self._note_step, with_kwargs=True)
 
@@ -98,6 +97,12 @@ class _SteppedModel:
             for kind, state_1 in take_states(states):
                 step.cache.keep(module.layer, prompt.first_slot, prompt.num_slots, kind, state_1)
         return torch.cat(outputs)[None]
+
+
+def limit_time_steps(model: Any) -> None:
+    """Have the state-space modules of a model limit their time steps in passes over single tokens, too."""
+    for module in find_stateful_modules(model).values():
+        _limit_time_steps(module)
 
 
 def _limit_time_steps(module: Any) -> None:
@@ -126,6 +131,10 @@ def _inverse_of_softplus(value: float) -> float:
 
 def make_cache(model: Any, num_slots: int, max_length: int) -> KeyValueCache:
     """Return the cache of a model's slots; have its stateful modules, if it has some, use the states in it."""
+    own_forward = vars(model).get("forward")
+    if own_forward is not None:  # `tandem.rollout.engines.own_caches`
+        cache: KeyValueCache = own_forward.make_cache(num_slots, max_length)
+        return cache
     if not find_stateful_modules(model):
         return KeyValueCache(num_slots, max_length)
     if not is_replaced(model):

@@ -17,6 +17,7 @@ from tandem.rollout.engine import EngineCompletion, NewTokens, SequenceRequest
 from tandem.rollout.engines.attention import AttentionStep, SlotPrompt
 from tandem.rollout.engines.forbidding import ForbiddingForward
 from tandem.rollout.engines.masks import note_masks
+from tandem.rollout.engines.own_caches import BatchedForward
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.routing import RoutingRecord
 from tandem.rollout.engines.sampling import draw, uniforms
@@ -76,6 +77,7 @@ class TransformersEngine(RefittedEngine):
         )
         length_key = "policy.max_total_sequence_length"
         super().__init__(model_folder, weights_of(self._model), max_total_sequence_length, length_key)
+        try_out(self._model, model_folder, max_total_sequence_length)
         self._cache = make_cache(self._model, num_slots, max_total_sequence_length)
         self._slots = self._slots_kind(num_slots, max_total_sequence_length, experts)
         self._routing = None if experts is None else RoutingRecord(self._model, experts)
@@ -88,7 +90,6 @@ class TransformersEngine(RefittedEngine):
         """Set once a request has asked for more than training does."""
         self._has_stale_keys = False
         """Whether running sequences must compute their keys and values anew."""
-        try_out(self._model, model_folder, max_total_sequence_length)
         if with_weights:
             self.version = 0
 
@@ -103,7 +104,7 @@ class TransformersEngine(RefittedEngine):
         if isinstance(request.sampling, ServedSampling):
             self._require_held(request)
             if self._served is None and request.sampling.changes_logits:
-                self._served = ServedForward(lambda: self._logits(), self._slots)
+                self._served = ServedForward(lambda: self._logits(), self._slots, self._compute_prompt)
         if request.sampling.bad_token_ids and not isinstance(self._logits, ForbiddingForward):
             self._logits = ForbiddingForward(self._forward, self._slots)
         sequence = EngineSequence(
@@ -156,7 +157,7 @@ class TransformersEngine(RefittedEngine):
         new_tokens = {
             number: self._slots.read_tokens(slot, starts[number]) for slot, number in numbers if number in starts
         }
-        return new_tokens if self._served is None else self._served.add_alternatives(new_tokens, starts)
+        return new_tokens if self._served is None else self._served.complement(new_tokens, starts)
 
     def abort(self, request_id: int) -> EngineCompletion | None:
         """Stop a request and return what it has made; None if it is unknown."""
@@ -266,6 +267,14 @@ class TransformersEngine(RefittedEngine):
             position_parts = [np.arange(len(tokens)) for tokens in token_parts]
             self._run(token_parts, position_parts, self._plan(no_rows, tuple(prompts)), torch.tensor([0]))
         self._has_stale_keys = False
+
+    def _compute_prompt(self, slot: int, place_K: torch.Tensor) -> torch.Tensor:
+        """Compute a running slot's prompt once more; return the logits ``[K, V]`` after these of its tokens."""
+        token_T = np.array(self._slots.sequences[slot].request.prompt_ids, np.int64)
+        if isinstance(self._model.forward, BatchedForward):
+            return self._model.forward.compute_prompt(token_T, place_K)
+        plan = self._plan(np.zeros(0, np.int64), (SlotPrompt(0, len(token_T), slot, 1),))
+        return self._run([token_T], [np.arange(len(token_T))], plan, place_K)
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""The embedded engine of models that see: an image becomes features once, and stands in its prompts.
+"""The embedded engine of vision models: an image becomes features once, and stands in its prompts.
 
 It is attached to the model by two hooks. Before a forward pass one adds the features of the step's images and, for
 families whose positions are three numbers, their positions. After it the other one takes all probability from tokens
@@ -89,7 +89,7 @@ class VisionSlots(EngineSlots):
 
 
 class VisionEngine(TransformersEngine):
-    """The embedded engine of a model that sees."""
+    """The embedded engine of a vision model."""
 
     _slots_kind = VisionSlots
     _slots: VisionSlots
@@ -111,7 +111,7 @@ class VisionEngine(TransformersEngine):
         config_overrides: Mapping[str, Any] | None = None,
         max_feature_bytes: int = MAX_FEATURE_BYTES,
     ) -> None:
-        """Build the engine of a model that sees; see `TransformersEngine` for what is not said here.
+        """Build the engine of a vision model; see `TransformersEngine` for what is not said here.
 
         `read_image` returns an image's encoded bytes by its digest, or raises `DataError`; `undrawable` are the tokens
         that are never drawn (`tandem.samples.images.families.undrawable_ids`); larger images than `limits` allow are

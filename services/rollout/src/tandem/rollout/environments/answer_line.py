@@ -43,7 +43,7 @@ _CHOICE_ANYWHERE = re.compile(
     rf"{_ANNOUNCED}[\s*$(（]*([{''.join(_LETTERS)}])(?![^\W\d_])",
     re.IGNORECASE,
 )
-_MARKUP = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)?[({]|\*\*")
+_MARKUP = re.compile(r"\\(?:boxed|textbf|text|mathrm|mathbf)|\\?\{|\\\(|\}?\$|\\\$|\*\*")
 
 # The normalisation of Lewkowycz et al. 2022 (Minerva, arXiv:2206.14858), appendix D.1, as DAPO's verifier has it.
 _REPLACED = (

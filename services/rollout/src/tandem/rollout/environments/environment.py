@@ -47,8 +47,8 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     """Reward added to the sample's; a number from -1e12 to 1e12."""
 
 
-HEAVY = ("math", "reasoning_gym", *IMAGE_ENVIRONMENTS)
-"""Built-in environments that the rollout process does not import: they take a second, and may be stuck in C."""
+HEAVY = ("math", "reasoning_gym", "python_code", *IMAGE_ENVIRONMENTS)
+"""Built-in environments that the rollout process does not import: they take a second, may be stuck in C, or wait."""
 RunsIn = Literal["processes", "threads"]
 Reads = Literal["answer", "text"]
 Step = Callable[[Problem, Messages], Score | Turn | Awaitable[Score | Turn]]

@@ -111,6 +111,12 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             settings.class_path, f"env.{name}.class"
         )
         return environment_class
+    return _built_in_factory(name, settings, config)
+
+
+def _built_in_factory(
+    name: str, settings: Settings, config: Config
+) -> Callable[..., Environment | ConversingEnvironment]:
     match name:
         case "reasoning_gym":
             from tandem.rollout.environments.reasoning_gym import ReasoningGym
@@ -136,6 +142,10 @@ def _factory(name: str, settings: Settings, config: Config) -> Callable[..., Env
             from tandem.rollout.environments.math_multi_reward import MathMultiReward
 
             return MathMultiReward
+        case "python_code":
+            from tandem.rollout.environments.python_code import PythonCode
+
+            return PythonCode
         case "exact_match":
             from tandem.rollout.environments.exact_match import ExactMatch
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,8 +38,17 @@ _MOST_DECIMALS = 1000
 _HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
 """Factor by which math-verify marks percentages."""
 
-_MIXED = re.compile(r"(?<![\w.,/^\\])(\d{1,9})[ \u00a0](\d{1,9})/(\d{1,9})(?![\w/]|\.\d)")
+_SPACE = r"(?:[ \t\u00a0\u2000-\u200a\u202f\u205f~]|\\[ ,:;!])"
+"""Pattern of a space between the parts of a mixed number, in a text or in LaTeX."""
+_MIXED = re.compile(
+    rf"(?<![\w.,/^\\])(\d{{1,9}})"
+    rf"(?:{_SPACE}+(\d{{1,9}})/(\d{{1,9}})(?![\w/]|\.\d)"
+    rf"|{_SPACE}*\\[tdc]?frac(?:\{{(\d{{1,9}})\}}\{{(\d{{1,9}})\}}|(\d)(\d))(?![\w\\({{^]))"
+)
+_VULGAR_FRACTION = re.compile(r"(?<![^\W\d]|[\^}\\)])[¼-¾⅐-⅞]")
 _DOLLAR = re.compile(r"\\\$\s?(?=[\d.-])")
+_ESCAPED_PERCENT = re.compile(r"(?<=\d)\s?\\%")
+_BASE = re.compile(r"(?<=\d)_\{?(\d+)")
 _PERCENT = re.compile(
     r"%|per ?cent|prozent|pourcent|por ?cento|por ciento|процент|百分|パーセント|퍼센트", re.IGNORECASE
 )
@@ -82,10 +92,11 @@ def parse_response(response: str) -> Parsed:
 
 
 def is_equal(expected: Parsed, actual: Parsed, *, asks_percent: bool = False) -> bool:
-    """Return whether two answers are equal: by math-verify, and by four rules where that is too generous.
+    """Return whether two answers are equal: by math-verify, and by five rules where that is too generous.
 
     Decimals agree in four significant digits, not only in six decimals. A point is not a set. Letters that are a word
     or a choice keep their order. ``9%`` is 0.09, and 9 only if the question asks for a percentage (`asks_percent`).
+    Numbers of two bases differ; a number may lack its base.
     """
     if not _verify(expected, actual, _DECIMALS):
         return False
@@ -97,7 +108,10 @@ def is_equal(expected: Parsed, actual: Parsed, *, asks_percent: bool = False) ->
     if decimals > _DECIMALS and not _verify(expected, actual, decimals):
         return False
     texts = _text(expected), _text(actual)
-    return {_bracket(text) for text in texts} != {"(", "{"} and not _is_other_word(*texts)
+    bases = [_BASE.findall(text) for text in texts]
+    if {_bracket(text) for text in texts} == {"(", "{"} or (all(bases) and bases[0] != bases[1]):
+        return False
+    return not _is_other_word(*texts)
 
 
 def _verify(expected: Parsed, actual: Parsed, decimals: int) -> bool:
@@ -106,14 +120,25 @@ def _verify(expected: Parsed, actual: Parsed, decimals: int) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a text with what the library does not read in forms that it reads: mixed numbers, ``\\$18``, a true
-    minus."""
-    return _MIXED.sub(_improper, _DOLLAR.sub("", comparable(text).replace("\u2212", "-")))
+    """Return a text with what the library does not read in forms that it reads: mixed numbers, fractions of one
+    character, ``\\$18``, ``9\\%`` outside formulas, a true minus."""
+    text = _ESCAPED_PERCENT.sub("%", comparable(text).replace("\u2212", "-"))
+    text = _VULGAR_FRACTION.sub(_spell_fraction, text).replace("\u2044", "/")
+    return _MIXED.sub(_improper, _DOLLAR.sub("", text))
+
+
+def _spell_fraction(fraction: re.Match[str]) -> str:
+    follows_digit = fraction.string[: fraction.start()][-1:].isdigit()
+    return " " * follows_digit + unicodedata.normalize("NFKC", fraction[0])
 
 
 def _improper(mixed: re.Match[str]) -> str:
-    integer, numerator, denominator = map(int, mixed.groups())
-    return f"{integer * denominator + numerator}/{denominator}" if numerator < denominator else mixed[0]
+    """Return a mixed number as a fraction, in the form that its own fraction has."""
+    integer, numerator, denominator = (int(part) for part in mixed.groups() if part is not None)
+    if numerator >= denominator:
+        return mixed[0]
+    numerator += integer * denominator
+    return f"\\frac{{{numerator}}}{{{denominator}}}" if "frac" in mixed[0] else f"{numerator}/{denominator}"
 
 
 def _text(parsed: Parsed) -> str:
@@ -162,11 +187,13 @@ def _bracket(text: str) -> str:
 
 
 def _is_other_word(expected: str, actual: str) -> bool:
-    """Return whether the reference is a word, or a sequence of capital letters, and the answer is another."""
-    letters, actual_letters = (_WRAPPER.sub(r"\1", text).strip() for text in (expected, actual))
-    if len(letters) < 2 or not letters.isalpha() or not actual_letters.isalpha():
+    """Return whether the reference is words, or a sequence of capital letters and digits, and the answer is another."""
+    plain, actual_plain = (_WRAPPER.sub(r"\1", text).strip() for text in (expected, actual))
+    letters, actual_letters = ("".join(text.split()) for text in (plain, actual_plain))
+    if len(letters) < 2 or not letters[0].isalpha() or not letters.isalnum() or not actual_letters.isalnum():
         return False
-    is_word = letters != expected.strip() or letters.isupper() or len(letters) > _LONGEST_PRODUCT
+    is_text = plain != expected.strip() or letters.isupper()
+    is_word = is_text or any(len(word) > _LONGEST_PRODUCT and word.isalpha() for word in plain.split())
     return is_word and letters.casefold() != actual_letters.casefold()
 
 

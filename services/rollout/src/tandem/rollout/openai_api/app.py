@@ -26,7 +26,7 @@ from tandem.rollout.openai_api.choices import (
     ChatView,
     CompletionView,
     GenerationJob,
-    View,
+    ResponseView,
     chat_job,
     collect,
     completion_job,
@@ -38,16 +38,16 @@ from tandem.rollout.openai_api.protocol import (
     CompletionRequest,
     ModelCard,
     ModelList,
-    no_such_model,
     read_request,
 )
 from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response, too_late, unauthorised
+from tandem.rollout.openai_api.tokenizing import TokenizerPath, describe_tokenizer, detokenize, tokenize
 
 Find = Callable[[Request], ServedModel]
 """Function that returns the model of a request, whatever name it gives; raises `OpenAIRefused` for a wrong token."""
 _JSON = "application/json"
 T = TypeVar("T")
-Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, GenerationJob, View]]
+Begin = Callable[[ServedModel, bytes], tuple[ChatRequest | CompletionRequest, GenerationJob, ResponseView]]
 """Function that reads a request's body."""
 
 
@@ -62,9 +62,13 @@ def api_routes(find: Find, *, deadline_s: float, prefix: str = "") -> list[Route
     paths = OpenaiPaths(find, deadline_s)
     return [
         Route(f"{prefix}/v1/chat/completions", paths.chat, methods=["POST"]),
+        Route(f"{prefix}/v1/responses", paths.responses, methods=["POST"]),
         Route(f"{prefix}/v1/completions", paths.completions, methods=["POST"]),
         Route(f"{prefix}/v1/models", paths.models, methods=["GET"]),
         Route(f"{prefix}/v1/models/{{name:path}}", paths.model, methods=["GET"]),
+        Route(f"{prefix}/tokenize", TokenizerPath(find, tokenize).respond, methods=["POST"]),
+        Route(f"{prefix}/detokenize", TokenizerPath(find, detokenize).respond, methods=["POST"]),
+        Route(f"{prefix}/tokenizer_info", TokenizerPath(find, describe_tokenizer).respond, methods=["GET"]),
     ]
 
 
@@ -91,20 +95,34 @@ class OpenaiPaths:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, GenerationJob, View]:
+        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, GenerationJob, ResponseView]:
             chat_request = read_request(body, ChatRequest)
-            _check_name(model, chat_request.model)
+            model.check_name(chat_request.model)
             job = chat_job(model, chat_request)
             return chat_request, job, ChatView(model, chat_request, job)
+
+        return await self._carry_out(request, begin)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation in the form of the Responses API."""
+        from tandem.rollout.openai_api.responses_request import chat_fields_renamed, read_responses_request
+        from tandem.rollout.openai_api.responses_view import ResponsesView
+
+        def begin(model: ServedModel, body: bytes) -> tuple[ChatRequest, GenerationJob, ResponseView]:
+            responses_request, chat_request = read_responses_request(body)
+            model.check_name(chat_request.model)
+            with chat_fields_renamed():
+                job = chat_job(model, chat_request)
+            return chat_request, job, ResponsesView(model, responses_request, chat_request, job)
 
         return await self._carry_out(request, begin)
 
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
 
-        def begin(model: ServedModel, body: bytes) -> tuple[CompletionRequest, GenerationJob, View]:
+        def begin(model: ServedModel, body: bytes) -> tuple[CompletionRequest, GenerationJob, ResponseView]:
             completion_request = read_request(body, CompletionRequest)
-            _check_name(model, completion_request.model)
+            model.check_name(completion_request.model)
             job = completion_job(model, completion_request)
             return completion_request, job, CompletionView(model, completion_request, job)
 
@@ -123,7 +141,7 @@ class OpenaiPaths:
         """Describe one of them."""
         try:
             model, name = self._find(request), request.path_params["name"]
-            _check_name(model, name)
+            model.check_name(name)
         except OpenAIRefused as error:
             return as_response(error)
         return _json(_card(model, name))
@@ -135,7 +153,8 @@ class OpenaiPaths:
                 model = self._find(request)
                 generation_request, job, view = begin(model, await read_body(request))
                 if generation_request.stream:
-                    return EventStream(_events(model, generation_request, job, view), self._deadline_s)
+                    events = _events(model, generation_request, job, view)
+                    return EventStream(events, self._deadline_s, view.encode_error)
                 pieces = await _while_there(request.receive, collect(model, generation_request, job))
         except TimeoutError:
             return as_response(too_late(self._deadline_s))
@@ -150,12 +169,15 @@ class OpenaiPaths:
 class EventStream(Response):
     """Server-sent events, until the client closes its connection or the deadline passes."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], deadline_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], deadline_s: float, encode_error: Callable[[OpenAIRefused], bytes]
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
         self._events = events
         self._deadline_s = deadline_s
+        self._encode_error = encode_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -168,7 +190,7 @@ class EventStream(Response):
                 async for event in self._events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except TimeoutError:
-            await send({"type": "http.response.body", "body": _event(too_late(self._deadline_s).encode())})
+            await send({"type": "http.response.body", "body": self._encode_error(too_late(self._deadline_s))})
             return
         finally:
             await self._events.aclose()
@@ -176,25 +198,25 @@ class EventStream(Response):
 
 
 async def _events(
-    model: ServedModel, request: ChatRequest | CompletionRequest, job: GenerationJob, view: View
+    model: ServedModel, request: ChatRequest | CompletionRequest, job: GenerationJob, view: ResponseView
 ) -> AsyncGenerator[bytes, None]:
     """Yield a stream; an error after its beginning becomes one of its events."""
     shows_tokens = request.return_token_ids or request.wants_logprobs
     num_tokens = 0
     try:
         for first in view.begin():
-            yield _event(msgspec.json.encode(first))
+            yield view.encode(first)
         async with contextlib.aclosing(grow(model, request, job)) as growing:
             async for number, piece in growing:
                 num_tokens += len(piece.token_ids)
                 if piece.text or piece.reasoning or piece.tool_calls or piece.finish_reason or shows_tokens:
                     for chunk in view.chunks(number, piece):
-                        yield _event(msgspec.json.encode(chunk))
+                        yield view.encode(chunk)
         for last in view.end(num_tokens):
-            yield _event(msgspec.json.encode(last))
-        yield b"data: [DONE]\n\n"
+            yield view.encode(last)
+        yield view.closing
     except OpenAIRefused as error:
-        yield _event(error.encode())
+        yield view.encode_error(error)
 
 
 async def _while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -214,24 +236,12 @@ async def _until_disconnected(receive: Receive) -> None:
         pass
 
 
-def _check_name(model: ServedModel, name: str | None) -> None:
-    names = (model.name, *model.aliases)
-    if name is None:
-        return
-    if name not in names:
-        raise no_such_model(name, names)
-
-
 def _card(model: ServedModel, name: str) -> ModelCard:
     return ModelCard(id=name, created=model.created, root=model.name, max_model_len=model.max_length)
 
 
 def _json(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type=_JSON)
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
 
 
 async def _as_openai(request: Request, error: Exception) -> Response:

@@ -8,13 +8,13 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.common.messages import ImageRef, SamplingParameters
-from tandem.rollout.engine import Alternatives
+from tandem.rollout.engine import Alternatives, PromptScores
 from tandem.rollout.openai_api.generator import ResponseChunk, ServedModel
 from tandem.rollout.openai_api.protocol import (
     MAX_CHOICES,
@@ -48,6 +48,8 @@ from tandem.samples.responses import chat_markers
 Chosen = tuple[int, "ResponsePiece"]
 _PROMPT_TAIL = 32
 """Tokens at the end of a prompt that tell whether a response begins within reasoning."""
+_MOST_SCORES = 1 << 20
+"""Log-probabilities of prompts in one answer, with their alternatives: some hundred bytes of memory each."""
 
 
 class WantedResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,8 @@ class ResponsePiece(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     versions: list[int] = []
     alternatives: list[Alternatives] | None = None
+    prompt_scores: PromptScores | None = None
+    """Probabilities of the prompt's tokens, in the first piece."""
     finish_reason: FinishReason | None
     tool_calls: list[ToolCall] = []
 
@@ -99,6 +103,11 @@ def completion_job(model: ServedModel, request: CompletionRequest) -> Generation
         model.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         for prompt in request.prompts()
     ]
+    if request.scores_prompt:
+        num_scores = sum(map(len, prompts)) * (request.n or 1) * (request.num_alternatives + 1)
+        if num_scores > _MOST_SCORES:
+            message = f"logprobs: the prompts would have {num_scores} with their alternatives, at most {_MOST_SCORES}"
+            raise OpenAIRefused(message, param="logprobs")
     return _job(model, request, prompts, request.max_response_tokens)
 
 
@@ -166,7 +175,12 @@ class ResponseBuilder:
                 key = f"{seed}/{len(prompt_ids)}"
                 self._reader = ChatReader(markers, key, prompt=prompt, tools=request.offered_tools)
         shows_special = request.skip_special_tokens is False
-        self._stream = TextStream(model.tokenizer, skip_special_tokens=not shows_special, shown_ids=marker_ids)
+        self._stream = TextStream(
+            model.tokenizer,
+            skip_special_tokens=not shows_special,
+            shown_ids=marker_ids,
+            before_ids=() if isinstance(request, ChatRequest) else prompt_ids[-_PROMPT_TAIL:],
+        )
         self._stopped = StoppedText(request.stop_strings)
 
     def add(self, chunk: ResponseChunk) -> ResponsePiece:
@@ -200,6 +214,19 @@ class WithoutText:
         return _piece(chunk, ChatPart("", "", []), chunk.finish_reason)
 
 
+class WithoutResponse:
+    """A builder of pieces for a request that wants its prompt only."""
+
+    @staticmethod
+    def add(chunk: ResponseChunk) -> ResponsePiece:
+        """Return what a chunk says of the prompt."""
+        reason: FinishReason | None = None if chunk.finish_reason is None else "length"
+        prompt = ResponseChunk(
+            token_ids=[], logprobs=[], versions=chunk.versions, prompt_scores=chunk.prompt_scores, alternatives=[]
+        )
+        return _piece(prompt, ChatPart("", "", []), reason)
+
+
 def _piece(chunk: ResponseChunk, part: ChatPart, reason: FinishReason | None) -> ResponsePiece:
     return ResponsePiece(
         text=part.text,
@@ -208,6 +235,7 @@ def _piece(chunk: ResponseChunk, part: ChatPart, reason: FinishReason | None) ->
         logprobs=chunk.logprobs,
         versions=chunk.versions,
         alternatives=chunk.alternatives,
+        prompt_scores=chunk.prompt_scores,
         finish_reason=reason,
         tool_calls=part.tool_calls,
     )
@@ -228,8 +256,13 @@ async def grow(model: ServedModel, request: GenerationFields, job: GenerationJob
     async def follow(number: int, response: WantedResponse) -> None:
         try:
             prompt_ids = job.prompts[response.prompt]
-            has_text = _has_text(request)
-            growing = ResponseBuilder(model, request, prompt_ids, response.seed) if has_text else WithoutText()
+            growing: ResponseBuilder | WithoutText | WithoutResponse
+            if isinstance(request, CompletionRequest) and request.wants_prompt_only:
+                growing = WithoutResponse()
+            elif _has_text(request):
+                growing = ResponseBuilder(model, request, prompt_ids, response.seed)
+            else:
+                growing = WithoutText()
             chunks = model.generator.generate(
                 prompt_ids, response.sampling, response.seed, job.images, is_streamed=is_streamed
             )
@@ -274,6 +307,7 @@ def joined(pieces: Sequence[ResponsePiece]) -> ResponsePiece:
         logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
         versions=[version for piece in pieces for version in piece.versions],
         alternatives=_joined_alternatives(pieces),
+        prompt_scores=pieces[0].prompt_scores,
         finish_reason=pieces[-1].finish_reason,
         tool_calls=[call for piece in pieces for call in piece.tool_calls],
     )
@@ -288,7 +322,58 @@ def _joined_alternatives(pieces: Sequence[ResponsePiece]) -> list[Alternatives] 
 # --- how it is shown -------------------------------------------------------------------------------------------------
 
 
-class ChatView:
+class ServerEvents:
+    """Server-sent events without names, as chats and completions have them."""
+
+    closing = b"data: [DONE]\n\n"
+    """The end of a complete stream."""
+
+    def encode(self, chunk: Any) -> bytes:
+        """Return a part of a stream as an event."""
+        return encode_event(msgspec.json.encode(chunk))
+
+    def encode_error(self, error: OpenAIRefused) -> bytes:
+        """Return an error after the beginning of a stream as an event."""
+        return encode_event(error.encode())
+
+
+def encode_event(data: bytes, name: str | None = None) -> bytes:
+    """Return a server-sent event."""
+    header = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return header + b"data: " + data + b"\n\n"
+
+
+class ResponseView(Protocol):
+    """The form in which an endpoint shows responses."""
+
+    closing: bytes
+
+    def answer(self, pieces: Sequence[ResponsePiece]) -> Any:
+        """Return the whole answer."""
+        ...
+
+    def begin(self) -> Iterator[Any]:
+        """Yield the start of a stream."""
+        ...
+
+    def chunks(self, number: int, piece: ResponsePiece) -> Iterator[Any]:
+        """Yield the parts of a stream that a piece of a response makes."""
+        ...
+
+    def end(self, num_tokens: int) -> Iterator[Any]:
+        """Yield the end of a stream of so many tokens."""
+        ...
+
+    def encode(self, chunk: Any) -> bytes:
+        """Return a part of a stream as an event."""
+        ...
+
+    def encode_error(self, error: OpenAIRefused) -> bytes:
+        """Return an error after the beginning of a stream as an event."""
+        ...
+
+
+class ChatView(ServerEvents):
     """The form of a chat's responses."""
 
     def __init__(self, model: ServedModel, request: ChatRequest, job: GenerationJob) -> None:
@@ -319,7 +404,7 @@ class ChatView:
             choices=choices,
             usage=_usage(self._job, sum(len(piece.token_ids) for piece in pieces)),
             prompt_token_ids=_shown_ids(self._request, self._job.prompts[0]),
-            weight_versions=_versions(self._model, pieces),
+            weight_versions=versions_of(self._model, pieces),
         )
 
     def begin(self) -> Iterator[ChatChunk]:
@@ -339,7 +424,7 @@ class ChatView:
             finish_reason=None if calls else piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
         )
-        yield self._chunk([choice], weight_versions=_versions(self._model, [piece]))
+        yield self._chunk([choice], weight_versions=versions_of(self._model, [piece]))
         for call in calls:
             for delta in _deltas(self._num_calls[number], call):
                 yield self._chunk([ChatChunkChoice(index=number, delta=MessageDelta(tool_calls=[delta]))])
@@ -373,26 +458,10 @@ class ChatView:
     def _logprobs(self, piece: ResponsePiece) -> ChatLogprobs | None:
         if not self._request.wants_logprobs:
             return None
-        alternatives = piece.alternatives or [[]] * len(piece.token_ids)
-        return ChatLogprobs(
-            content=[
-                TokenLogprob(
-                    **self._described(token_id, logprob),
-                    top_logprobs=[TopLogprob(**self._described(*alternative)) for alternative in token_alternatives],
-                )
-                for token_id, logprob, token_alternatives in zip(
-                    piece.token_ids, piece.logprobs, alternatives, strict=True
-                )
-            ]
-        )
-
-    def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self._model.tokenizer
-        text = _named(self._model, self._request, token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
+        return ChatLogprobs(content=describe_tokens(self._model, self._request, piece))
 
 
-class CompletionView:
+class CompletionView(ServerEvents):
     """The form of completions."""
 
     def __init__(self, model: ServedModel, request: CompletionRequest, job: GenerationJob) -> None:
@@ -403,12 +472,15 @@ class CompletionView:
         self._created = int(time.time())
         self._num_characters = [0] * len(job.responses)
         """Characters of each choice's tokens so far."""
+        self._prompt_texts = request.prompts() if request.echo else []
+        self._echoed: set[int] = set()
+        """Choices whose prompt has been shown."""
 
     def answer(self, pieces: Sequence[ResponsePiece]) -> CompletionAnswer:
         """Return the whole answer."""
         choices = [self._choice(number, piece, is_first=True) for number, piece in enumerate(pieces)]
         usage = _usage(self._job, sum(len(piece.token_ids) for piece in pieces))
-        return self._answer(choices, usage, _versions(self._model, pieces))
+        return self._answer(choices, usage, versions_of(self._model, pieces))
 
     def begin(self) -> Iterator[CompletionAnswer]:
         """Yield the start of a stream: nothing, unless token ids are asked for."""
@@ -419,7 +491,7 @@ class CompletionView:
 
     def chunks(self, number: int, piece: ResponsePiece) -> Iterator[CompletionAnswer]:
         """Yield a part of a stream."""
-        yield self._part([self._choice(number, piece, is_first=False)], _versions(self._model, [piece]))
+        yield self._part([self._choice(number, piece, is_first=False)], versions_of(self._model, [piece]))
 
     def end(self, num_tokens: int) -> Iterator[CompletionAnswer]:
         """Yield the end of a stream."""
@@ -450,45 +522,85 @@ class CompletionView:
         prompt_ids = self._job.prompts[self._job.responses[number].prompt]
         return CompletionChoice(
             index=number,
-            text=piece.text,
+            text=self._echo(number, piece) + piece.text,
             logprobs=self._logprobs(number, piece),
             finish_reason=piece.finish_reason,
             token_ids=_shown_ids(self._request, piece.token_ids),
             prompt_token_ids=_shown_ids(self._request, prompt_ids) if is_first else UNSET,
         )
 
+    def _echo(self, number: int, piece: ResponsePiece) -> str:
+        """Return the text of a choice's prompt before what it generates, once."""
+        if not self._prompt_texts or not _has_text(self._request) or number in self._echoed:
+            return ""
+        if not piece.versions and piece.finish_reason is None:  # the beginning of a stream, with token ids alone
+            return ""
+        self._echoed.add(number)
+        prompt = self._prompt_texts[self._job.responses[number].prompt]
+        if isinstance(prompt, str):
+            return prompt
+        shows_special = self._request.skip_special_tokens is False
+        return self._model.tokenizer.decode(prompt, skip_special_tokens=not shows_special)
+
     def _logprobs(self, number: int, piece: ResponsePiece) -> CompletionLogprobs | None:
         if not self._request.wants_logprobs:
             return None
-        if not _has_text(self._request) and piece.alternatives is None:
-            return CompletionLogprobs(tokens=[], token_logprobs=piece.logprobs, top_logprobs=[], text_offset=[])
-        tokens = [self._text_of(token_id) for token_id in piece.token_ids]
-        alternatives = piece.alternatives or [[]] * len(tokens)
+        token_ids, token_logprobs = piece.token_ids, list[float | None](piece.logprobs)
+        alternatives = piece.alternatives or [[]] * len(token_ids)
+        if piece.prompt_scores is not None:
+            token_ids = [*self._job.prompts[self._job.responses[number].prompt], *token_ids]
+            token_logprobs = [None, *piece.prompt_scores.logprobs_P.tolist(), *token_logprobs]
+            alternatives = [[], *piece.prompt_scores.alternatives, *alternatives]
+        if not _has_text(self._request) and not self._request.num_alternatives:
+            return CompletionLogprobs(tokens=[], token_logprobs=token_logprobs, top_logprobs=[], text_offset=[])
+        tokens = [self._text_of(token_id) for token_id in token_ids]
         offsets = []
         for token in tokens:
             offsets.append(self._num_characters[number])
             self._num_characters[number] += len(token)
         return CompletionLogprobs(
             tokens=tokens,
-            token_logprobs=piece.logprobs,
+            token_logprobs=token_logprobs,
             top_logprobs=[
-                {
-                    **{
-                        self._text_of(alternative_id): alternative_logprob
-                        for alternative_id, alternative_logprob in reversed(token_alternatives)
-                    },
-                    token: logprob,
-                }
-                for token, logprob, token_alternatives in zip(tokens, piece.logprobs, alternatives, strict=True)
+                None if logprob is None else self._top_logprobs(token_id, logprob, token_alternatives)
+                for token_id, logprob, token_alternatives in zip(token_ids, token_logprobs, alternatives, strict=True)
             ],
             text_offset=offsets,
         )
+
+    def _top_logprobs(self, token_id: int, logprob: float, alternatives: Alternatives) -> dict[str, float]:
+        """Return a token and its alternatives by their texts, the likeliest of those that have the same text.
+
+        Parts of characters look alike: an alternative that looks like the token itself goes by its id, since clients
+        compare the token with all that are here to learn whether it was the likeliest.
+        """
+        text = self._text_of(token_id)
+        top: dict[str, float] = {}
+        for alternative_id, alternative_logprob in reversed(alternatives):
+            name = self._text_of(alternative_id)
+            is_other = name == text and alternative_id != token_id
+            top[f"token_id:{alternative_id}" if is_other else name] = alternative_logprob
+        return {**top, text: logprob}
 
     def _text_of(self, token_id: int) -> str:
         return _named(self._model, self._request, token_id)
 
 
-View = ChatView | CompletionView
+def describe_tokens(model: ServedModel, request: GenerationFields, piece: ResponsePiece) -> list[TokenLogprob]:
+    """Return the log-probability of each token of a piece, in the form of chats."""
+
+    def describe(token_id: int, logprob: float) -> dict[str, Any]:
+        text = _named(model, request, token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(model.tokenizer.token_bytes(token_id))}
+
+    alternatives = piece.alternatives or [[]] * len(piece.token_ids)
+    return [
+        TokenLogprob(
+            **describe(token_id, logprob),
+            top_logprobs=[TopLogprob(**describe(*alternative)) for alternative in token_alternatives],
+        )
+        for token_id, logprob, token_alternatives in zip(piece.token_ids, piece.logprobs, alternatives, strict=True)
+    ]
 
 
 def _named(model: ServedModel, request: GenerationFields, token_id: int) -> str:
@@ -523,7 +635,7 @@ def _shown_ids(request: GenerationFields, token_ids: list[int]) -> list[int] | U
     return token_ids if request.return_token_ids else UNSET
 
 
-def _versions(model: ServedModel, pieces: Sequence[ResponsePiece]) -> list[int] | UnsetType:
+def versions_of(model: ServedModel, pieces: Sequence[ResponsePiece]) -> list[int] | UnsetType:
     """Return the weight versions that made these tokens, in a run with refits."""
     return sorted({version for piece in pieces for version in piece.versions}) if model.shows_versions else UNSET
 

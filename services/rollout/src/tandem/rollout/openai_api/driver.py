@@ -349,6 +349,8 @@ class EngineDriver:
         sampling = msgspec.structs.replace(
             request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens
         )
+        if isinstance(sampling, ServedSampling) and sampling.scores_prompt:  # its scores came with the first token
+            sampling = msgspec.structs.replace(sampling, scores_prompt=False)
         return msgspec.structs.replace(
             request,
             request_id=next(self._numbers),
@@ -388,6 +390,7 @@ def _chunk(tokens: NewTokens | EngineCompletion, start: int = 0) -> ResponseChun
         versions=tokens.versions_T[start:].tolist(),
         alternatives=None if tokens.alternatives is None else tokens.alternatives[start:],
         masks=None if tokens.masks is None else tokens.masks.slice_from(start),
+        prompt_scores=None if start else tokens.prompt_scores,
     )
 
 
@@ -401,6 +404,7 @@ def _last_chunk(completion: EngineCompletion, start: int) -> ResponseChunk:
         masks=None if completion.masks is None else completion.masks.slice_from(start),
         finish_reason=completion.finish_reason,
         routed_experts_TX=completion.routed_experts_TX,
+        prompt_scores=None if start else completion.prompt_scores,
     )
 
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from tandem.common.messages import ImageRef, SamplingParameters
 from tandem.config.schema.generation import ToolCallParser
-from tandem.rollout.engine import Alternatives
+from tandem.rollout.engine import Alternatives, PromptScores
 from tandem.rollout.engines.served import ResponseGrammar
 from tandem.rollout.openai_api.images import RequestImages
-from tandem.rollout.openai_api.protocol import ChatRequest
+from tandem.rollout.openai_api.protocol import ChatRequest, no_such_model
 from tandem.rollout.openai_api.refusals import OpenAIRefused
 from tandem.samples.responses import ResponseMarkers
 from tandem.samples.sampling_masks import SamplingMasks
@@ -38,6 +38,8 @@ class ResponseChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Reason in the last chunk, None in all others. A token that ends the response is one of its tokens."""
     masks: SamplingMasks | None = None
     """Sampling mask of each token, if the engine notes them."""
+    prompt_scores: PromptScores | None = None
+    """Probabilities of the prompt's tokens, in the first chunk, if the request asked for them."""
     routed_experts_TX: NDArray[np.uint8] | None = None
     """Expert routing of the whole sequence, as in `tandem.rollout.engine.EngineCompletion`; in the last chunk only."""
 
@@ -108,6 +110,12 @@ class ServedModel:
         self.created = int(time.time())
         self._grammar_tokenizer: Any = None
         """The tokenizer for grammars, once a response has asked for JSON."""
+
+    def check_name(self, name: str | None) -> None:
+        """Raise `OpenAIRefused` for a request that names another model."""
+        names = (self.name, *self.aliases)
+        if name is not None and name not in names:
+            raise no_such_model(name, names)
 
     def messages_of(self, request: ChatRequest) -> list[dict[str, Any]]:
         """Return the messages in the form of chat templates, with markers for images. Raises `OpenAIRefused`."""

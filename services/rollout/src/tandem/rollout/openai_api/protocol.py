@@ -153,6 +153,11 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's tokens are asked for."""
+        return False
+
+    @property
     def response_schema(self) -> dict[str, Any] | None:
         """Schema of the response's JSON; None if it may be any text."""
         return None if self.response_format is None else self.response_format.schema
@@ -165,6 +170,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             num_alternatives=self.num_alternatives,
+            scores_prompt=self.scores_prompt,
             grammar=grammar,
             weight_version=self.weight_version,
             kept_versions=tuple(self.kept_versions or ()),
@@ -308,7 +314,11 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[Any]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    """0 scores the prompt alone."""
     logprobs: NumAlternatives | None = None
+    echo: bool | None = None
+    """Whether the prompt, and its log-probabilities if these are asked for, come before the response."""
     add_special_tokens: bool | None = None
     """vLLM's field: false omits what the tokenizer adds to a text, such as the beginning of a sequence."""
     detokenize: bool | None = None
@@ -316,8 +326,18 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
     @property
     def max_response_tokens(self) -> int:
-        """Longest response asked for; the default is as short as OpenAI's."""
-        return self.max_tokens or 16
+        """Longest response to generate; the default is as short as OpenAI's, and an engine makes at least one."""
+        return 16 if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def wants_prompt_only(self) -> bool:
+        """Whether the answer has no response."""
+        return self.max_tokens == 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's tokens are asked for."""
+        return bool(self.echo) and self.wants_logprobs
 
     @property
     def wants_logprobs(self) -> bool:
@@ -349,22 +369,38 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
+Fields = TypeVar("Fields", bound=Struct)
 
 
 def read_request(body: bytes, kind: type[Request]) -> Request:
     """Read a request. Raises `OpenAIRefused` if it is no JSON, has a wrong type, or asks for something unsupported."""
+    return convert_request(read_fields(body), kind)
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    """Return the fields of a request. Raises `OpenAIRefused` unless it is a JSON object."""
     try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
+        return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:
         raise OpenAIRefused(f"the body is not a JSON object: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OpenAIRefused(f"the body is not JSON: {error}") from error
-    for name, neutral in _CHANGES_NOTHING.items():
+
+
+def refuse_effects(fields: Mapping[str, Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `OpenAIRefused` for fields that this server does not support, unless their values have no effect."""
+    for name, values in neutral_values.items():
         value = fields.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in values:
             raise OpenAIRefused(
                 f"{name}: this server does not support it: leave it out", param=name, code="unsupported"
             )
+
+
+def convert_request(fields: dict[str, Any], kind: type[Request]) -> Request:
+    """Return the request that fields describe. Raises `OpenAIRefused` as `read_request` does."""
+    supported = kind.__struct_fields__
+    refuse_effects(fields, {name: values for name, values in _CHANGES_NOTHING.items() if name not in supported})
     if fields.get("tool_choice") not in (None, "none", "auto"):
         message = "tool_choice: the model cannot be forced to call a tool: it may be 'auto' or 'none'"
         raise OpenAIRefused(message, param="tool_choice", code="unsupported")
@@ -372,18 +408,27 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
         _check_messages(fields.get("messages"))
         unknown = fields.keys() - ChatRequest.__struct_fields__ - _CHANGES_NOTHING.keys()
         fields["unknown_fields"] = sorted(name for name in unknown if fields[name] is not None)
-    try:
-        request: Request = msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise _ill_typed(error) from error
-    except RecursionError as error:
-        raise OpenAIRefused("the body is nested too deeply") from error
+    request = convert_fields(fields, kind)
+    if isinstance(request, CompletionRequest) and request.wants_prompt_only and not request.scores_prompt:
+        raise OpenAIRefused(
+            "max_tokens: 0 only scores a prompt, with echo: true and logprobs; give at least 1", param="max_tokens"
+        )
     if request.num_alternatives and not request.wants_logprobs:
         raise OpenAIRefused("top_logprobs: give logprobs: true as well", param="top_logprobs")
     response_format = request.response_format
     if response_format is not None and response_format.type == "json_schema" and response_format.json_schema is None:
         raise OpenAIRefused("response_format.json_schema: it is missing", param="response_format")
     return request
+
+
+def convert_fields(fields: dict[str, Any], kind: type[Fields]) -> Fields:
+    """Return fields as a struct. Raises `OpenAIRefused`, with the path of what has a wrong type."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _ill_typed(error) from error
+    except RecursionError as error:
+        raise OpenAIRefused("the body is nested too deeply") from error
 
 
 def _check_messages(messages: Any) -> None:
@@ -476,9 +521,10 @@ class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     """Log-probabilities of a completion."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    """Log-probabilities of the likeliest tokens at each position, and of the drawn token."""
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt that comes with it: it follows nothing."""
+    top_logprobs: list[dict[str, float] | None]
+    """Log-probabilities of the likeliest tokens at each position, and of the token itself."""
     text_offset: list[int]
 
 

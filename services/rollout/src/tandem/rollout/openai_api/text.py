@@ -23,9 +23,18 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+        before_ids: Sequence[int] = (),
     ) -> None:
-        """Begin an empty response. `shown_ids` are special tokens that are shown even where others are not."""
+        """Begin an empty response.
+
+        `shown_ids` are special tokens that are shown even where others are not. `before_ids` are tokens of a text that
+        the response continues: tokenizers of SentencePiece leave out the space before a text's first token.
+        """
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
         self._shown_ids = shown_ids
@@ -33,6 +42,9 @@ class TextStream:
         self._num_before = 0
         """Tokens of the window that have their text returned already."""
         self._before = ""
+        before = self._decode(before_ids)
+        if before and not before.endswith(_HALF):
+            self._window, self._num_before, self._before = [*before_ids], len(before_ids), before
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that is complete now."""

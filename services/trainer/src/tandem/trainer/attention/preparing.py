@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.common.attention.chunks import find_chunk_sizes, give_positions
 from tandem.common.attention.settings import find_sliding_windows, find_unstable_rotation
-from tandem.common.attention.stateful import find_unknown_layer_type
+from tandem.common.attention.stateful import INDEXED_TYPE, find_stateful_modules, find_unknown_layer_type
 from tandem.config.models.vision_families import VISION
-from tandem.trainer.attention.rows import ATTENTION_NAME
+from tandem.trainer.attention.rows import ATTENTION_NAME, CHUNKS_ATTENTION_NAME
 from tandem.trainer.attention.states import separate_sequences
 from tandem.trainer.batching.packing import pack_row
 from tandem.trainer.batching.shared_prompts import share_prompts
@@ -30,7 +31,76 @@ def prepare_to_pack(model: Any, max_length: int) -> str | None:
 
     The model is tried out: two sequences in one row must have the same logits as each sequence alone.
     """
+    config = model.config.get_text_config()
+    if _is_indexed(config) and find_unknown_layer_type(config, INDEXED_TYPE) is None:
+        return _prepare_indexers(model)
     return _prepare(model, max_length, _PACKED)
+
+
+def explain_undivided(model: Any) -> str | None:
+    """Return why ranks cannot share the sequences of a model that takes packed rows; None if they can."""
+    config = model.config.get_text_config()
+    if find_stateful_modules(model):
+        return "it has layers that carry a state from token to token"
+    if any(find_chunk_sizes(config)):
+        return "it has attention in chunks"
+    return f"it has layers of type {INDEXED_TYPE}" if _is_indexed(config) else None
+
+
+def _is_indexed(config: Any) -> bool:
+    return INDEXED_TYPE in (getattr(config, "layer_types", None) or ())
+
+
+def _prepare_indexers(model: Any) -> str | None:
+    """Have a model whose indexers choose keys take packed rows. Return None, or why it cannot.
+
+    It keeps its own attention. Transformers makes the mask that keeps sequences apart, by positions that begin anew,
+    and indexers choose keys within it. The model is tried out with indexers that choose fewer keys than there are.
+    """
+    indexers = [module for module in model.modules() if isinstance(getattr(module, "index_topk", None), int)]
+    if not indexers:
+        return f"it has layers of type {INDEXED_TYPE}, whose indexers choose no single keys"
+    num_keys = {module: module.index_topk for module in indexers}
+    pool_size = max(getattr(module, "index_kpool", 1) for module in indexers)
+    length = 6 * pool_size + 1
+    config = model.config.get_text_config()
+    tokens = [token for token in range(min(config.vocab_size, 64)) if token != config.pad_token_id]
+    samples_BT = np.random.default_rng(0).choice(tokens, (2, length))
+    counted_BT = np.arange(length)[None].repeat(2, axis=0) > 0
+    row = pack_row(samples_BT, np.full(2, length), counted_BT, divisible_by=1, row_divisible_by=1, device=_CPU)
+    scored_model = model if model.can_generate() else model.base_model
+    try:
+        for module in indexers:
+            module.index_topk = 2 * pool_size
+        separate_sequences(model)
+        inputs = {"input_ids": row.token_ids_1N, "position_ids": row.position_ids_1N, "row": row}
+        with torch.no_grad():
+            expected_KV = scored_model(input_ids=torch.from_numpy(samples_BT), use_cache=False)[0][:, :-1].flatten(0, 1)
+            packed_KV = scored_model(**inputs, use_cache=False)[0][0, row.predictor_K]
+    except Exception as error:  # each architecture fails in ways of its own
+        return f"it does not take them: {type(error).__name__}: {error}".split("\n")[0]
+    finally:
+        for module, number in num_keys.items():
+            module.index_topk = number
+    if torch.allclose(packed_KV, expected_KV, rtol=1e-3, atol=1e-4):
+        return None
+    return "its tokens meet outside of attention"
+
+
+def explain_lookahead(model: Any) -> str | None:
+    """Return why a whole model on the CPU cannot be trained on sequences in rows of any width; None if it can.
+
+    Rows are padded at their ends and have no mask, so no token may look ahead. Two rows that begin alike are tried out.
+    Some models attend to later tokens unless a mask forbids it (`findings/doge_experts_of_other_tokens.sh`).
+    """
+    try:
+        first_V, _, second_V, _ = _logits(model).float()
+    except Exception:  # a custom architecture may take no rows as short as these
+        return None
+    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.03
+    if (first_V - second_V).abs().max() <= tolerance * first_V.abs().max():
+        return None
+    return "the logits of a token depend on the tokens after it"
 
 
 def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
@@ -45,7 +115,11 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
     told_windows: dict[int, int | None] = {}
     try:
         expected_KV = _logits(model)
-        use_attention(model, ATTENTION_NAME)
+        if any(find_chunk_sizes(config)):
+            use_attention(model, CHUNKS_ATTENTION_NAME)
+            give_positions(model, _find_positions)
+        else:
+            use_attention(model, ATTENTION_NAME)
         separate_sequences(model)
         found_KV = _logits(model, told_windows, row)
     except Exception as error:  # a custom architecture fails in ways of its own
@@ -64,6 +138,11 @@ def _prepare(model: Any, max_length: int, row: TokenRow) -> str | None:
             reason = "its tokens meet outside of attention"
     use_attention(model, before)
     return reason
+
+
+def _find_positions(inputs: dict[str, Any]) -> torch.Tensor | None:
+    row: TokenRow | None = inputs.get("row")
+    return None if row is None else row.position_ids_1N
 
 
 def use_attention(model: Any, name: str) -> None:

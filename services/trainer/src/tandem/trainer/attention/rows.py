@@ -1,8 +1,8 @@
 """Attention over rows of several sequences, in Hugging Face models.
 
 A model takes a `TokenRow`, packed or with shared prompts, through `transformers.AttentionInterface`, by the name
-`ATTENTION_NAME`. Without a row this is the library's own attention, to the bit. Layers with sliding attention or sinks
-differ, because the library needs a mask for them, and there is none.
+`ATTENTION_NAME`. Without a row this is the library's own attention, to the bit. Layers with sliding attention, chunks,
+sinks or capped scores differ, because the library needs a mask or other kernels for them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import torch
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tandem.common.attention.chunks import find_chunk_size, split_segments
 from tandem.common.attention.on_gpu import attend_on_gpu
 from tandem.common.attention.segments import attend as attend_within
 from tandem.trainer.micro_batches import TokenRow
 
 ATTENTION_NAME = "tandem_rows"
+CHUNKS_ATTENTION_NAME = "tandem_rows_in_chunks"
+"""Name for models some of whose layers attend within chunks."""
 
 
 def attend(
@@ -29,6 +32,7 @@ def attend(
     row: TokenRow | None = None,
     told_windows: dict[int, int | None] | None = None,
     ends_2S: torch.Tensor | None = None,
+    chunk_size: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally, within each sequence of a row: ``[1, H, N, D]`` in, ``[1, N, H, D]`` out.
@@ -37,11 +41,13 @@ def attend(
     attention apply. Gradients of all samples add up in the prompt. `told_windows` collects the window that each layer
     gives for its sliding attention. `ends_2S` stands for a packed row on a GPU
     (`tandem.common.attention.on_gpu.find_boundaries`): unlike its lengths it is an input of a compiled graph.
+    `chunk_size` comes from `attend_in_chunks`.
     """
-    window, sinks_H = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    window, sinks_H, cap = kwargs.get("sliding_window"), kwargs.get("s_aux"), kwargs.get("softcap")
     if ends_2S is not None:
-        if sinks_H is not None:
-            raise ValueError("attention with sinks cannot be compiled: set policy.compile to false")
+        if sinks_H is not None or cap is not None or chunk_size is not None:
+            kind = "in chunks" if chunk_size is not None else "with sinks" if cap is None else "with capped scores"
+            raise ValueError(f"attention {kind} cannot be compiled: set policy.compile to false")
         query_NHD, key_NGD, value_NGD = (each[0].transpose(0, 1) for each in (query_BHTD, key_BHTD, value_BHTD))
         longest = (query_NHD.shape[0], key_NGD.shape[0])
         scaling = kwargs.get("scaling")
@@ -52,23 +58,32 @@ def attend(
     is_packed = row is not None and source_BW is None
     if source_BW is not None:
         query_BHTD, key_BHTD, value_BHTD = (_spread(each, source_BW) for each in (query_BHTD, key_BHTD, value_BHTD))
-    if not is_packed and window is None and sinks_H is None:
+    is_plain = window is None and sinks_H is None and cap is None and chunk_size is None
+    if is_plain and not is_packed:
         attended_BTHD, _ = sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **kwargs)
     else:
-        unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
-        if unknown:
-            raise ValueError(f"its attention needs {unknown[0]}")
+        if kwargs.get("position_bias") is not None:
+            raise ValueError("its attention needs position_bias")
         num_rows, _, width, _ = query_BHTD.shape
         lengths = row.lengths if row is not None and is_packed else (width,) * num_rows
         query_NHD, key_NGD, value_NGD = (
             each.transpose(1, 2).flatten(0, 1) for each in (query_BHTD, key_BHTD, value_BHTD)
         )
         segments = [(length, length) for length in lengths]
-        attended_NHD = attend_within(query_NHD, key_NGD, value_NGD, segments, kwargs.get("scaling"), window, sinks_H)
+        if chunk_size is not None:
+            segments = split_segments(segments, chunk_size)
+        scaling = kwargs.get("scaling")
+        attended_NHD = attend_within(query_NHD, key_NGD, value_NGD, segments, scaling, window, sinks_H, cap)
         attended_BTHD = attended_NHD.view(num_rows, width, *attended_NHD.shape[1:])
     if row is not None and row.taken_N is not None:
         attended_BTHD = attended_BTHD.flatten(0, 1).index_select(0, row.taken_N)[None]
     return attended_BTHD, None
+
+
+def attend_in_chunks(module: Any, *tensors: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Attend as `attend` does, within chunks where the layer's type says so."""
+    kwargs["chunk_size"] = find_chunk_size(module)
+    return attend(module, *tensors, **kwargs)
 
 
 def _spread(tensor_1HND: torch.Tensor, source_BW: torch.Tensor) -> torch.Tensor:
@@ -78,3 +93,4 @@ def _spread(tensor_1HND: torch.Tensor, source_BW: torch.Tensor) -> torch.Tensor:
 
 
 transformers.AttentionInterface.register(ATTENTION_NAME, attend)
+transformers.AttentionInterface.register(CHUNKS_ATTENTION_NAME, attend_in_chunks)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.common.attention.settings import find_sliding_windows
-from tandem.common.attention.stateful import find_stateful_modules
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config
 from tandem.config.models.lora import is_adapter
 from tandem.config.models.vision_families import family_of
@@ -23,7 +22,13 @@ from tandem.config.schema.adapters import LoraCfg
 from tandem.samples.model_files import load_tokenizer
 from tandem.samples.routed_experts import replayed_experts
 from tandem.trainer import context
-from tandem.trainer.attention.preparing import prepare_to_pack, prepare_to_share, use_attention
+from tandem.trainer.attention.preparing import (
+    explain_lookahead,
+    explain_undivided,
+    prepare_to_pack,
+    prepare_to_share,
+    use_attention,
+)
 from tandem.trainer.backends.scores import function_of_scores
 from tandem.trainer.backends.sharding import RankMesh
 from tandem.trainer.batching.masks import compares_whole
@@ -80,6 +85,8 @@ class ModelBuilder:
         source = settings.model_name if checkpoint is None or not trains_all else str(checkpoint / self.name)
         # Trained parameters are float32, whatever the precision of the passes.
         model = self.load(source, torch.float32 if trains_all else getattr(torch, settings.precision))
+        if (reason := explain_lookahead(model)) is not None:
+            raise ModelError(f"{settings.model_name}: {type(model).__name__} cannot be trained: {reason}")
         linear_head = self._head == "vocabulary" and has_linear_head(model)
         shares_prompts = self._prepare_attention(model)
         if not self._is_trained:
@@ -152,8 +159,7 @@ class ModelBuilder:
         """Give a whole model adapters, from a checkpoint, from ``restore_from``, or new; describe them."""
         from tandem.trainer import lora  # PEFT takes seconds to import
 
-        linear = lora.linear_layers(model)
-        layers = lora.inject(model, adapters, self._config.algorithm_section.seed)
+        described = lora.inject(model, adapters, self._config.algorithm_section.seed, self._settings.model_name)
         if adapters.dropout:
             ranks = self._ranks
             self._place = DropoutPlace(
@@ -164,13 +170,12 @@ class ModelBuilder:
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         keeps_start = self._config.needs_reference and adapter_files.change_start(adapters)
         if adapters.restore_from is not None and (checkpoint is None or keeps_start):
-            lora.fill(model, adapter_files.read(Path(adapters.restore_from), adapters, shapes))
+            lora.fill(model, adapter_files.read(Path(adapters.restore_from), described, shapes))
         if keeps_start:
             self._start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         if checkpoint is not None:
-            lora.fill(model, adapter_files.read(checkpoint / self.name, adapters, shapes))
-        has_experts = lora.has_experts(model)
-        return adapter_files.AdapterDescription(self._settings.model_name, adapters, layers, linear, has_experts)
+            lora.fill(model, adapter_files.read(checkpoint / self.name, described, shapes))
+        return described
 
     def _prepare_attention(self, model: Any) -> bool:
         """Make the model take packed rows, its share of each sequence, or shared prompts, as configured.
@@ -185,8 +190,8 @@ class ModelBuilder:
         section = "policy" if self.name == "reference" else self.name
         if is_shared or settings.sequence_packing.enabled:
             reason = prepare_to_pack(model, longest)
-            if is_shared and reason is None and find_stateful_modules(model):
-                reason = "it has layers that carry a state from token to token"
+            if is_shared and reason is None:
+                reason = explain_undivided(model)
             if reason is not None:
                 key, input_form = "sequence_packing.enabled", "packed rows"
                 if is_shared:

@@ -1,4 +1,4 @@
-"""The images of micro-batches: pixels for a model that sees, and gradients to its tower.
+"""The images of micro-batches: pixels for a vision model, and gradients to its tower.
 
 With FSDP2 every rank takes part in gathering each layer of the tower, in each forward and backward pass. So the tower
 always runs: in a micro-batch without images it encodes a small blank one, of which the language model gets nothing, and

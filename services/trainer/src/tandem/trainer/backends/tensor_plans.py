@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tandem.common.errors import ConfigError, nearest
+from tandem.config.installed.model_fields import is_cut_like_llama
 from tandem.config.models.families import FUSED_HEADS, TENSOR_PLANS
 from tandem.config.models.vision_families import VISION
 from tandem.trainer.models import scalar_head
@@ -198,21 +199,30 @@ def cut(
 
 
 def plan_of(model: Any, size: int, *, sequence_parallel: bool) -> Plan:
-    """Return the plan for a model of a known architecture on `size` ranks. Raises `ConfigError` for any other.
+    """Return the plan for a model of a known architecture on `size` ranks, or of one that is cut like Llama.
+
+    Raises `ConfigError` for any other.
 
     With `sequence_parallel`, activations outside of attention and feed-forward layers are split along the sequence
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Experts are whole on every rank, and each rank then
     computes its own tokens. If one layer makes queries, keys and values, it is split by rows in any order, and its
-    output is gathered: every rank attends with all heads. Of a model that sees, only the language model is split.
+    output is gathered: every rank attends with all heads. Of a vision model, only the language model is split.
     Experts that are shared out already stay as they are.
     """
     key, family = "policy.dtensor_cfg.tensor_parallel_size", VISION.get(model.config.model_type)
     config = model.config if family is None else model.config.get_text_config()
     if family is None and config.model_type not in TENSOR_PLANS:
         supported = ", ".join(TENSOR_PLANS)
-        raise ConfigError(
-            f"{key}: {size}, but there is no plan for {config.model_type}, only for {supported}; {_CUSTOM} may name one"
-        )
+        if not is_cut_like_llama(config.model_type):
+            raise ConfigError(
+                f"{key}: {size}, but there is no plan for {config.model_type}, only for {supported}, and those that "
+                f"Transformers cuts like Llama; {_CUSTOM} may name one"
+            )
+        if sequence_parallel:
+            raise ConfigError(
+                f"policy.dtensor_cfg.sequence_parallel: true, but the norms of {config.model_type} are not known to be "
+                f"those of {supported}"
+            )
     fuses_heads = config.model_type in FUSED_HEADS
     for heads in () if fuses_heads else (config.num_attention_heads, config.num_key_value_heads):
         if heads % size:

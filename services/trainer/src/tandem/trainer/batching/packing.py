@@ -48,11 +48,13 @@ def pack_row(
     *,
     divisible_by: int,
     row_divisible_by: int,
+    filler: int = 0,
     device: torch.device,
 ) -> TokenRow:
     """Lay the sequences end to end. The length of each segment, and of the row, is a multiple of its divisor.
 
-    Sequences of length zero have no segment. An empty row is one segment of padding.
+    A segment of padding consists of the token `filler`. Sequences of length zero have no segment. An empty row is one
+    segment of padding.
     """
     segments_B = -(-lengths_B // divisible_by) * divisible_by
     firsts_B = np.cumsum(segments_B) - segments_B
@@ -65,6 +67,7 @@ def pack_row(
 
     row_K, position_K = np.nonzero(valid_BT)
     token_ids_N = np.zeros(num_tokens, dtype=np.int64)
+    token_ids_N[used:] = filler
     filled_BT = np.arange(token_ids_BT.shape[1]) < lengths_B[:, None]
     place_V = (firsts_B[:, None] + np.arange(token_ids_BT.shape[1]))[filled_BT]
     token_ids_N[place_V] = token_ids_BT[filled_BT]

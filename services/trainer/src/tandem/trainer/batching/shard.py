@@ -296,6 +296,9 @@ def pad(
         return values_BT
 
     token_ids_BT = padded(batch.token_ids_T, np.int64)
+    # A real token: the embedding of padding may be zero, where the norms of some models (Gemma 3n) have no gradient.
+    filler = int(batch.token_ids_T[0]) if len(batch.token_ids_T) and image_settings is None else 0
+    token_ids_BT[lengths_B == 0] = filler
     valid_BT = padded(batch.valid(), np.bool_)
     routed_BTX = routed_BTLK = None
     if experts is not None and COLUMN in batch.columns:  # an empty shard has no columns
@@ -305,7 +308,7 @@ def pad(
     row = None
     if row_divisible_by is not None:
         divisors = {"divisible_by": divisible_by, "row_divisible_by": row_divisible_by}
-        row = pack_row(token_ids_BT, lengths_B, valid_BT, **divisors, device=device)
+        row = pack_row(token_ids_BT, lengths_B, valid_BT, **divisors, filler=filler, device=device)
     elif shares_prompts:
         row = shared_row(batch, rows, token_ids_BT, valid_BT, routed_BTX, divisible_by=divisible_by, device=device)
     return MicroBatch(

@@ -145,7 +145,8 @@ def save(
     """
     is_first = dist.get_rank() == 0
     writers = {
-        name: _writer(folder / name, state, max_file_bytes) if is_first else None for name, state in states.items()
+        name: _writer(folder / name, state, max_file_bytes, config.settings_of(name).model_name) if is_first else None
+        for name, state in states.items()
     }
     needed = sum(
         sum(part.elements.nbytes for part in state.optimizer()) + (state.num_bytes if is_first else 0)
@@ -163,11 +164,11 @@ def save(
 
 
 def _writer(
-    folder: Path, state: ModelState, max_file_bytes: int
+    folder: Path, state: ModelState, max_file_bytes: int, source: str
 ) -> policy_files.PolicyWriter | adapter_files.AdapterWriter:
     if state.adapters is not None:
         return adapter_files.AdapterWriter(folder, state.adapters)
-    return policy_files.PolicyWriter(folder, state.model, max_file_bytes)
+    return policy_files.PolicyWriter(folder, state.model, max_file_bytes, source)
 
 
 def _copy(

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from tandem.common.errors import CheckpointError, ModelError, TandemError
 from tandem.config.models import hub
-from tandem.config.models.hf_config import find_model_class, load_config
-from tandem.config.models.lora import CONFIG
+from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
+from tandem.config.models.lora import CONFIG, TENSORS
+from tandem.refit.adapters import headers
 from tandem.samples import manifest
-from tandem.samples.unchanged_files import copy_generation_config
-from tandem.trainer.files import adapter_files
-from tandem.trainer.files.model_folder import save_config
+from tandem.trainer.files import adapter_files, policy_files
 
-_NOT_COPIED = {adapter_files.TENSORS, CONFIG, "README.md"}
+_MAX_FILE_BYTES = 5 * 10**9
+_NOT_COPIED = {TENSORS, CONFIG, "README.md"}
 
 
 def merge(adapters: Path, target: Path, base: str | None) -> None:
@@ -34,8 +34,8 @@ def merge(adapters: Path, target: Path, base: str | None) -> None:
     """
     if target.exists():
         raise ModelError(f"{target} exists: name another folder")
-    if not (adapters / adapter_files.TENSORS).is_file():  # PEFT would look for a pickle
-        raise CheckpointError(f"{adapters} has no {adapter_files.TENSORS}")
+    if not (adapters / TENSORS).is_file():  # PEFT would look for a pickle
+        raise CheckpointError(f"{adapters} has no {TENSORS}")
     written = manifest.of_model(adapters)
     if written is not None:
         manifest.check_files(written[0], written[1].files)
@@ -53,12 +53,20 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT imports names that transformers will drop
-            kind = find_model_class(load_config(str(source), None))
-            model = kind.from_pretrained(source, dtype="auto", trust_remote_code=False, use_safetensors=True)
+            described, renamed = describe_text_part(load_config(str(source), None), headers.read_headers(source))
+            model = find_model_class(described).from_pretrained(
+                source,
+                config=described,
+                key_mapping=renamed or None,
+                dtype="auto",
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
             merged = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
-            merged.save_pretrained(temporary)
-            save_config(merged.config, temporary)
-            copy_generation_config(source, temporary)
+            writer = policy_files.PolicyWriter(temporary, merged, _MAX_FILE_BYTES, str(source))
+            tensors = {**dict(merged.named_parameters()), **policy_files.saved_buffers(merged)}  # tied ones once
+            writer.add(policy_files.convert_names(merged, {name: each.detach() for name, each in tensors.items()}))
+            writer.finish()
         for path in sorted(adapters.iterdir()):
             if path.name not in _NOT_COPIED:
                 shutil.copy2(path, temporary)

@@ -14,6 +14,8 @@ from typing import Any
 from tandem.config.models.hf_config import load_config
 
 _CONFIG = "config.json"
+_OF_WHOLE = ("architectures", "dtype", "transformers_version", "_name_or_path")
+"""Settings that the whole of a model has, and a part of it does not need."""
 
 
 def save_config(config: Any, folder: Path) -> Path | None:
@@ -29,9 +31,28 @@ def save_config(config: Any, folder: Path) -> Path | None:
     else:
         source_settings = json.loads((source / _CONFIG).read_text())
         same = json.loads(load_config(str(source), None).to_json_string())
-        settings, source_folder = _apply_changes(source_settings, same, written), source
+        settings, source_folder = _apply_to_source(source_settings, same, written), source
     (folder / _CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return source_folder
+
+
+def _apply_to_source(
+    original: Mapping[str, Any], source: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return given settings with what differs, which may be of the text part alone of a vision model."""
+    text = source.get("text_config")
+    if (
+        not isinstance(text, dict)
+        or not isinstance(original.get("text_config"), dict)
+        or not written.get("model_type") == text.get("model_type") != source.get("model_type")
+    ):
+        return _apply_changes(original, source, written)
+    part = {key: value for key, value in written.items() if key not in _OF_WHOLE}
+    settings = {**original, "text_config": _apply_changes(original["text_config"], text, part)}
+    for key in ("dtype", "torch_dtype"):
+        if key in original and "dtype" in written:
+            settings[key] = written["dtype"]
+    return settings
 
 
 def _apply_changes(

@@ -17,6 +17,7 @@ from tandem.samples.unchanged_files import copy_generation_config
 from tandem.trainer.exposed_weights import gather_whole
 from tandem.trainer.files import model_folder
 from tandem.trainer.files.box_files import digests_of
+from tandem.trainer.files.carried_tensors import CarriedTensors
 from tandem.trainer.models import decoder_layers
 
 _WHOLE = "model.safetensors"
@@ -70,8 +71,10 @@ class PolicyWriter:
     when the writer is made, so it may train while another thread writes.
     """
 
-    def __init__(self, folder: Path, model: Any, max_file_bytes: int) -> None:
+    def __init__(self, folder: Path, model: Any, max_file_bytes: int, source: str = "") -> None:
+        """Write to `folder`. What the model does not load comes from `source`, or from where it was loaded."""
         self._folder = folder
+        self._carried = CarriedTensors(model, (source, model.config.name_or_path or ""))
         self._max_file_bytes = max_file_bytes
         self._config = copy.deepcopy(model.config)
         self._config.dtype = str(model.dtype).removeprefix("torch.")
@@ -96,6 +99,9 @@ class PolicyWriter:
 
         Return the files of tensors with their digests.
         """
+        trained = {*self._waiting, *(name for file in self._files for name in file)}
+        for name, tensor in self._carried.read(trained):
+            self.add({name: tensor})
         self._write()
         names = [_WHOLE]
         if len(self._files) == 1:

@@ -201,7 +201,8 @@ export class Chart {
           values: (_, places) => places.map(this.look.mark ?? stepLabel),
         },
         {
-          ...axis, grid, size: 46, gap: 4, space: 30,
+          // Wide enough for what the other axis counts, whose name is below it.
+          ...axis, grid, size: Math.max(46, 7 * (this.look.along ?? "").length + 8), gap: 4, space: 30,
           values: (_, values, _axis, _space, increment) =>
             values.map((value) => (value === null ? "" : this.tick(value, increment))),
         },

@@ -342,7 +342,7 @@ class Card {
       : place;
     const several = this.curves.ctx.shown().length > 1 && this.id !== PHASES;
     const what = this.id === PHASES ? phase.replaceAll("_", " ") : title(name);
-    return { run: run.index, name, label: several ? `${run.name}: ${what}` : what, colour: own,
+    return { run: run.index, runName: run.name, name, label: several ? `${run.name}: ${what}` : what, colour: own,
       dashed: place > 0 && this.id !== PHASES,
       ...series, step: series.x ?? series.step };
   }
@@ -354,12 +354,14 @@ class Card {
     this.labels = labels;
     this.values = this.lines.map((line) => el("b", { data: { line: line.label } }));
     this.step = el("span.step");
-    // The heading already names a single line.
+    // The heading already names a single line, and the metric of several runs.
     const isNamed = this.id === PHASES || this.lines.length > 1;
+    const isOneMetric = this.id !== PHASES && new Set(this.lines.map((line) => line.name)).size === 1;
     const order = this.id === PHASES ? [...this.lines.keys()].reverse() : [...this.lines.keys()];
     fill(this.readout, this.step, order.map((i) => el("span.value", { title: this.lines[i].label },
       el(this.lines[i].dashed ? "i.swatch.dashed" : "i.swatch", { style: { "--c": colour(this.lines[i].colour) } }),
-      isNamed ? el("span.label", null, this.lines[i].label) : null, /** @type {HTMLElement[]} */ (this.values)[i])));
+      isNamed ? el("span.label", null, isOneMetric ? this.lines[i].runName : this.lines[i].label) : null,
+      /** @type {HTMLElement[]} */ (this.values)[i])));
   }
 
   /** @param {number | null} index where the cursor is */

@@ -201,8 +201,13 @@ class Timeline {
     this.data.lanes.forEach((lane, i) => {
       context.fillStyle = css("--grid");
       context.fillRect(0, i * LANE + LANE - 1, width, 1);
-      for (const { span, isBeside } of inOrder(lane.spans)) {
+      const spans = inOrder(lane.spans);
+      for (const { span, isBeside } of spans) {
         paintSpan(context, span, x(span.start), x(endOf(span)), i * LANE, width, isBeside);
+      }
+      const lower = spans.filter((each) => each.isBeside).map(({ span }) => [x(span.start), x(endOf(span))]);
+      for (const { span, isBeside } of spans) {
+        if (!isBeside) paintLabel(context, span, x(span.start), x(endOf(span)), i * LANE, width, lower);
       }
     });
     context.fillStyle = css("--line");
@@ -364,11 +369,19 @@ function paintSpan(context, span, from, to, top, limit, isBeside) {
   context.fillStyle = painted(own);
   context.fillRect(a + (width > 3 ? 0.5 : 0), top + (isBeside ? LANE - 11 : 4), width - (width > 3 ? 1 : 0),
     isBeside ? 6 : LANE - 9);
-  const room = isBeside ? 0 : width - 10;
-  if (room > context.measureText(span.what).width) {
-    context.fillStyle = ink(own);
-    context.fillText(span.what, a + 5, top + LANE / 2 - 0.5);
-  }
+}
+
+/** Name a span in its bar, where it has room: above those beside it, which are drawn lower.
+ * @param {CanvasRenderingContext2D} context @param {Span} span @param {number} from @param {number} to
+ * @param {number} top @param {number} limit @param {number[][]} lower left and right ends of what is drawn lower */
+function paintLabel(context, span, from, to, top, limit, lower) {
+  const own = activityColour(span.what);
+  const [a, b] = [Math.max(0, from), Math.min(limit, to)];
+  const length = context.measureText(span.what).width;
+  if (own === null || b - a - 10 <= length) return;
+  const isCrowded = lower.some(([left, right]) => (left ?? 0) < a + 5 + length && (right ?? 0) > a + 5);
+  context.fillStyle = ink(own);
+  context.fillText(span.what, a + 5, top + LANE / 2 - (isCrowded ? 3 : 0.5));
 }
 
 /** @param {{end: number | null}} span an unfinished one ends now */

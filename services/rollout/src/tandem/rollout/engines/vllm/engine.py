@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from tandem.common.errors import DataError, ModelError, TandemError
 from tandem.config.installed.speculation import KEY
 from tandem.config.installed.vllm_arguments import select_forwarded
 from tandem.config.schema.generation import VllmCfg
-from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, SequenceRequest
+from tandem.rollout.engine import Alternatives, EngineCompletion, NewTokens, PromptScores, SequenceRequest
 from tandem.rollout.engines.refitted import RefittedEngine
 from tandem.rollout.engines.served import ServedSampling
 from tandem.rollout.engines.stopping import StopStrings
@@ -47,6 +47,7 @@ class RunningSequence(msgspec.Struct):
     logprobs: list[float] = []
     versions: list[int] = []
     alternatives: list[Alternatives] | None = None
+    prompt_scores: PromptScores | None = None
 
     @property
     def num_computed(self) -> int:
@@ -60,6 +61,7 @@ class RunningSequence(msgspec.Struct):
             logprobs_T=np.array(self.logprobs[start:], np.float32),
             versions_T=np.array(self.versions[start:], np.int32),
             alternatives=None if self.alternatives is None else self.alternatives[start:],
+            prompt_scores=None if start else self.prompt_scores,
         )
 
     def completion(
@@ -76,6 +78,7 @@ class RunningSequence(msgspec.Struct):
             routed_experts_TX=routed_TX,
             alternatives=tokens.alternatives,
             masks=masks,
+            prompt_scores=tokens.prompt_scores,
         )
 
 
@@ -185,6 +188,8 @@ class VllmEngine(RefittedEngine):
             if sequence is None:
                 continue
             (sequence_output,) = output.outputs
+            if output.prompt_logprobs:
+                sequence.prompt_scores = _read_prompt_scores(sequence.request, output.prompt_logprobs)
             reason = self._record(sequence, sequence_output, version)
             if reason is not None:
                 finished.append((sequence, reason))
@@ -280,6 +285,9 @@ class VllmEngine(RefittedEngine):
             if sampling.grammar is not None:
                 raise DataError("response_format: vLLM has no tokenizer here, so it cannot follow a grammar")
             params.logprobs = sampling.num_alternatives
+            if sampling.scores_prompt:
+                params.prompt_logprobs = sampling.num_alternatives
+                params.skip_reading_prefix_cache = True  # what is not computed has no scores
             params.presence_penalty = sampling.presence_penalty
             params.frequency_penalty = sampling.frequency_penalty
             params.repetition_penalty = sampling.repetition_penalty
@@ -360,6 +368,17 @@ def _record(sequence: RunningSequence, output: Any, version: int) -> FinishReaso
             raise ModelError(f"vLLM ended request {sequence.request.request_id} with {ending!r}")
 
 
+def _read_prompt_scores(
+    request: SequenceRequest, logprobs_by_place: Sequence[Mapping[int, Any] | None]
+) -> PromptScores:
+    """Return the probabilities of a prompt's tokens; vLLM has none of the first."""
+    pairs = [(token, each) for token, each in zip(request.prompt_ids, logprobs_by_place, strict=True) if each]
+    return PromptScores(
+        logprobs_P=np.array([logprobs[token].logprob for token, logprobs in pairs], np.float32),
+        alternatives=[_likeliest(logprobs, request) for _, logprobs in pairs],
+    )
+
+
 def _likeliest(logprobs: Mapping[int, Any], request: SequenceRequest) -> Alternatives:
     """Return the alternatives at a position, the drawn token among them."""
     assert isinstance(request.sampling, ServedSampling), "no other asks for them"
@@ -392,7 +411,8 @@ def engine_arguments(model_folder: Path, settings: VllmCfg, extra: Mapping[str, 
         "max_model_len": settings.max_model_len,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_dtype": settings.kv_cache_dtype,
-        "enable_prefix_caching": True,
+        # States are not kept by prefix without partial prompts.
+        "enable_prefix_caching": not insides.carries_state(model_folder),
         # A partial prompt would draw a token to no purpose, which vLLM cannot undo with a seed on a CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(settings.max_model_len, _FEWEST_TOKENS_PER_STEP),

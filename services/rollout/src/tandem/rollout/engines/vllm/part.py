@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from tandem.common.errors import ModelError
 from tandem.common.memory import MemoryMeter
 from tandem.refit import layout, program
 from tandem.refit.adapters.vllm import Vllm
@@ -25,6 +25,7 @@ from tandem.refit.digests.task import DigestTask
 from tandem.refit.digests.version import VersionDigest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.insides import SEES
+from tandem.rollout.engines.vllm.learned import LearnedParameters, ParameterViews
 from tandem.rollout.engines.vllm.masks import KEPT, MaskRecord
 from tandem.rollout.engines.vllm.routing import ASKED, ExpertRoutes
 from tandem.rollout.engines.vllm.weights import weights_of
@@ -57,18 +58,28 @@ class PackedExperts(msgspec.Struct, frozen=True, eq=False):
 _KEEP_WEIGHTS = 1
 """Level of vLLM's sleep. Weights wait in host memory, because an engine may be asked once more for the same version."""
 _EXPERTS = ("w13_weight", "w2_weight")
+_ABSORBED = ("W_UV", "W_UK_T")
+"""Matrices that latent attention multiplies by, computed from its projection of latent keys and values."""
 
 
 class WorkerPart:
     """One worker's layers, or its slices of them."""
 
-    def __init__(self, runner: Any, packed: Sequence[PackedExperts], rank: int, sleeper: Any = None) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        packed: Sequence[PackedExperts],
+        rank: int,
+        learned: LearnedParameters | ModelError | None = None,
+        sleeper: Any = None,
+    ) -> None:
         """Inspect the model of a vLLM model runner.
 
         Args:
             runner: of vLLM.
             packed: what `keep_parameters` gave while the model was loaded.
             rank: of the worker in its engine.
+            learned: what `learn_layout` gave while the model was loaded; None for a family that has a table.
             sleeper: on a GPU, the worker, which can release and retake all of vLLM's memory.
 
         """
@@ -79,6 +90,11 @@ class WorkerPart:
         module_ids = {id(module) for module in runner.get_model().modules()}
         self._packed = [each for each in packed if id(each.layer) in module_ids]  # others are of a model that drafts
         self._rank = rank
+        self._learned = learned
+        self._views = ParameterViews(runner.get_model())
+        if isinstance(learned, LearnedParameters):
+            learned.note_derived(runner.get_model())
+        self._absorbing = [module for module in runner.get_model().modules() if hasattr(module, _ABSORBED[0])]
         self._weights: Weights | None = None
         sizes = runner.vllm_config.additional_config.get(ASKED)
         self.routes = None if sizes is None else ExpertRoutes(runner, *sizes)
@@ -103,10 +119,20 @@ class WorkerPart:
         for packed in self._packed:
             for name in _EXPERTS:
                 parameters[f"{names[id(packed.layer)]}.{name}"] = getattr(packed.plain, name)
+        for module in self._absorbing:
+            for name in _ABSORBED:
+                del parameters[f"{names[id(module)]}.{name}"]
         return parameters
+
+    def is_learned(self) -> bool:
+        """Return whether its layout was learned from vLLM's loader, rather than read from a table."""
+        return self._learned is not None
 
     def describe(self) -> bytes:
         """Return the encoded layout; the weights are zero from here on. Raises `ModelError` or `RefitError`."""
+        if self._learned is not None:
+            self._weights = self._describe_learned()
+            return layout.encode(self._weights.layout)
         config = self._runner.vllm_config
         sizes = Vllm(
             tp=config.parallel_config.tensor_parallel_size,
@@ -138,8 +164,13 @@ class WorkerPart:
 
     def pack(self) -> None:
         """Have kernels compute with the current weights."""
+        if isinstance(self._learned, LearnedParameters):
+            self._views.follow()
+            self._learned.compute(self.parameters())
         for packed in self._packed:
             packed.pack()
+        for module in self._absorbing:
+            module.process_weights_after_loading(self._runner.vllm_config.model_config.dtype)
 
     def begin_digest(self, sampling: ElementSampling | None) -> float:
         """Begin to digest its weights; return roughly how many seconds that takes."""
@@ -164,7 +195,9 @@ class WorkerPart:
         if self._sleeper is not None:
             self._sleeper.sleep(_KEEP_WEIGHTS)
             return
-        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self._runner.kv_caches}
+        # A layer that carries a state has several caches.
+        layers = (layer if isinstance(layer, list | tuple) else (layer,) for layer in self._runner.kv_caches)
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for layer in layers for cache in layer}
         for storage in storages.values():
             _give_back(storage.data_ptr(), storage.nbytes())
 
@@ -201,6 +234,13 @@ class WorkerPart:
         """Release the program and leave all transfer groups."""
         if self._weights is not None:
             self._weights.close()
+
+    def _describe_learned(self) -> Weights:
+        assert self._learned is not None, "it was learned while the model was loaded"
+        if isinstance(self._learned, ModelError):
+            raise self._learned
+        buffers = dict(self._runner.get_model().named_buffers())
+        return self._learned.weights(self.parameters(), buffers)
 
     def _described(self) -> Weights:
         assert self._weights is not None, "parts are described first"
@@ -257,30 +297,3 @@ def keep_parameters() -> Iterator[list[PackedExperts]]:
     finally:
         ops._supports_onednn, utils.check_cpu_sgl_kernel = former
         CPUUnquantizedExperts.process_weights_after_loading = process
-
-
-@functools.cache
-def map_experts() -> None:
-    """Have a worker's experts skip tokens of other workers' experts.
-
-    vLLM's kernel for CPUs takes a token's global expert numbers for its own, and reads beyond its weights.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    apply = CPUUnquantizedExperts.apply
-
-    def apply_own(
-        experts: Any,
-        *,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> None:
-        if expert_map is not None:
-            local_ids = expert_map[topk_ids.long()]  # -1: an expert of another worker
-            topk_weights = topk_weights.masked_fill(local_ids < 0, 0.0)
-            topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)
-        apply(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **kwargs)
-
-    CPUUnquantizedExperts.apply = apply_own

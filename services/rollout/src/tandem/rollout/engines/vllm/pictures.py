@@ -1,4 +1,4 @@
-"""Images as vLLM's models that see take them: pixels of ours, at the image tokens of our prompts.
+"""Images as vLLM's vision models take them: pixels of ours, at the image tokens of our prompts.
 
 vLLM's own processors are not used. They tokenize prompts anew, resize images with whatever is installed, and need
 packages that a vLLM for CPUs lacks. So vLLM is given what they would make: the prompt with all of its image tokens, and
@@ -63,7 +63,7 @@ class PreparedImage(NamedTuple):
 
 
 class SeeingVllmEngine(VllmEngine):
-    """`VllmEngine` of a model that sees."""
+    """`VllmEngine` of a vision model."""
 
     def __init__(
         self,

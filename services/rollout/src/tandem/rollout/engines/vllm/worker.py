@@ -9,7 +9,7 @@ import contextlib
 import glob
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
 from tandem.common import signals
-from tandem.common.errors import TandemError
+from tandem.common.errors import ModelError, TandemError
 from tandem.common.process_lifetime import die_with
+from tandem.config.models.families import VLLM, VLLM_SEEING
 from tandem.rollout.engines.vllm import float8
+from tandem.rollout.engines.vllm.cpu_repairs import map_experts, repair_models
 from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
-from tandem.rollout.engines.vllm.part import WorkerPart, keep_parameters, map_experts
+from tandem.rollout.engines.vllm.learned import LearnedParameters, learn_layout
+from tandem.rollout.engines.vllm.part import WorkerPart, keep_parameters
 from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
 
 
@@ -69,23 +72,24 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM's worker does, with parameters that refits can write."""
         if not current_platform.is_cpu():
-            with draft_with_weights(self.vllm_config):
+            with draft_with_weights(self.vllm_config), self._learn() as learned:
                 super().load_model(*args, **kwargs)
             draw_at_once(self.model_runner)
-            self.part = self._part_kind()(self.model_runner, (), self.rank, sleeper=self)
+            self.part = self._part_kind()(self.model_runner, (), self.rank, next(iter(learned), None), sleeper=self)
             return
         if self.model_config.quantization:
             float8.install_cpu_kernels()
+        repair_models()
         if self.parallel_config.enable_expert_parallel:
             map_experts()
         if self.vllm_config.speculative_config is not None:
             mend_for_cpus()
             if self.vllm_config.speculative_config.method == "ngram":
                 start_numba()
-        with keep_parameters() as packed, draft_with_weights(self.vllm_config):
+        with keep_parameters() as packed, draft_with_weights(self.vllm_config), self._learn() as learned:
             super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self.part = self._part_kind()(runner, packed, self.rank)
+        self.part = self._part_kind()(runner, packed, self.rank, next(iter(learned), None))
         if not get_pp_group().is_first_rank:
             # The input of a stage. vLLM allocates it in a warm-up, which it skips on a CPU.
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -98,6 +102,11 @@ class SliceWorker(VllmWorker):  # type: ignore[misc]
         if self.part.routes is not None:
             self.part.routes.keep(scheduler_output.total_num_scheduled_tokens)
         return output
+
+    def _learn(self) -> contextlib.AbstractContextManager[Sequence[LearnedParameters | ModelError]]:
+        """Return a block that learns the layout of what is loaded in it, for a family without a table."""
+        has_table = self.model_config.hf_config.model_type in (*VLLM, *VLLM_SEEING)
+        return contextlib.nullcontext(()) if has_table else learn_layout(self.vllm_config, self.rank)
 
     def _part_kind(self) -> type[WorkerPart]:
         if ADAPTERS not in self.vllm_config.additional_config:

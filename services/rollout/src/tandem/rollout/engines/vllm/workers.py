@@ -20,6 +20,7 @@ from tandem.refit.program import TransferProgram
 from tandem.refit.transfer import TransferGroup
 from tandem.refit.transports.meeting import GroupStore
 from tandem.rollout.engines.vllm.insides import InProcessLlm
+from tandem.rollout.engines.vllm.landed_slices import check_all_is_held
 
 _NO_REFITS = "the engine has loaded its weights itself, and takes no others"
 
@@ -74,6 +75,8 @@ class EngineWorkers:
     def __init__(self, llm: InProcessLlm) -> None:
         self._llm = llm
         self.layouts = tuple(map(layout.decode, llm.ask("describe")))
+        if any(llm.ask("is_learned")):
+            check_all_is_held(self.layouts)
 
     def install(self, programs: Sequence[TransferProgram]) -> WorkersInstalled:
         """Bind the program of each worker."""

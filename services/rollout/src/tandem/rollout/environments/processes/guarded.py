@@ -28,6 +28,8 @@ from tandem.rollout.environments.processes.starting import ClassImported
 
 _MAIN = "import sys; sys.path[:] = sys.argv[4:]; from {module} import main; main(*map(int, sys.argv[1:4]))"
 _GUARDIAN_S = 8.0
+_CONTINUE_S = 0.5
+"""How often a guardian that owes an answer is continued, should it be stopped."""
 STOPPED = "it was stopped from outside"
 _LOOK_S = 10.0
 """How often to look whether a process that imports is stopped."""
@@ -216,14 +218,19 @@ class WorkerForkServer:
 
 
 def ask_guardian(lifeline: socket.socket, guardian: int | None, patience_s: float = _GUARDIAN_S) -> str:
-    """Ask a guardian how the process behind it has ended; one that is known is continued if it is stopped."""
-    if guardian is not None:
-        continue_stopped(guardian)
-    try:
-        lifeline.settimeout(max(0.001, patience_s))
-        return describe_exit(int(lifeline.recv(16) or b"-9"))
-    except (OSError, ValueError):
-        return "nobody knows how"
+    """Ask a guardian how the process behind it has ended; one that is known is continued whenever it is stopped."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        if guardian is not None:
+            continue_stopped(guardian)
+        try:
+            lifeline.settimeout(max(0.001, min(_CONTINUE_S, deadline - time.monotonic())))
+            return describe_exit(int(lifeline.recv(16) or b"-9"))
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                return "nobody knows how"
+        except (OSError, ValueError):
+            return "nobody knows how"
 
 
 def describe_exit(code: int) -> str:

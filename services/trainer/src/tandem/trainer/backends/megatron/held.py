@@ -77,7 +77,7 @@ class ModelDescription:
         self.model: dict[str, Any] = self.hugging_face.config.to_dict()
         self.shape = catalogue.make_shape(self.model)
         self.family = family_of(self.section)
-        """Family of a model that sees; None for a model of text."""
+        """Family of a vision model; None for a model of text."""
         self.linear_in_tower: tuple[str, ...] = ()
         """The tower's linear layers, which have no adapters."""
         if self.family is not None:
@@ -257,9 +257,7 @@ class MegatronHeldModel:
         if self._described.adapters is None:
             self._load_model(folder)
         else:
-            self.weights.load_adapters(
-                TensorsInMemory(self._read_adapters(self._described.adapters, folder / self.name))
-            )
+            self.weights.load_adapters(TensorsInMemory(self._read_adapters(folder / self.name)))
         self._load_optimizer(folder)
 
     def _load_optimizer(self, folder: Path) -> None:
@@ -349,9 +347,9 @@ class MegatronHeldModel:
         """Fill it with the model in ``model_name``, and with adapters from a checkpoint, from a folder, or new."""
         keeps_start = self._config.needs_reference and adapter_files.change_start(adapters)
         if checkpoint is not None and not keeps_start:
-            values = self._read_adapters(adapters, checkpoint / self.name)
+            values = self._read_adapters(checkpoint / self.name)
         elif adapters.restore_from is not None:
-            values = self._read_adapters(adapters, Path(adapters.restore_from))
+            values = self._read_adapters(Path(adapters.restore_from))
         else:
             shapes, parts = self.weights.adapter_shapes, self._described.layers
             values = new_values(shapes, parts, adapters, self._config.algorithm_section.seed)
@@ -360,16 +358,17 @@ class MegatronHeldModel:
             parameters = (each for each in self.weights.parameters.values() if each.requires_grad)
             self._start = {parameter: parameter.detach().clone() for parameter in parameters}
             if checkpoint is not None:
-                self.weights.load_adapters(TensorsInMemory(self._read_adapters(adapters, checkpoint / self.name)))
+                self.weights.load_adapters(TensorsInMemory(self._read_adapters(checkpoint / self.name)))
 
     def _as_at_the_start(self) -> AbstractContextManager[None]:
         """Let the chunks compute as the policy that training starts from, as long as the context lasts."""
         return switched_off(self.chunks) if self._start is None else exchanged(self._start)
 
-    def _read_adapters(self, adapters: PeftConfig, folder: Path) -> dict[str, torch.Tensor]:
+    def _read_adapters(self, folder: Path) -> dict[str, torch.Tensor]:
         """Return whole adapters from their folder. Raises `CheckpointError`."""
-        shapes, parts = self.weights.adapter_shapes, self._described.layers
-        return agree(lambda: as_fused(adapter_files.read(folder, adapters, shapes), parts))
+        shapes, parts, described = self.weights.adapter_shapes, self._described.layers, self._written()
+        assert described is not None, "only called for a model with adapters"
+        return agree(lambda: as_fused(adapter_files.read(folder, described, shapes), parts))
 
     def _see(self) -> MegatronImageInputs | None:
         """Return what gives the chunks images; None for a model of text."""

@@ -55,7 +55,7 @@ class ModelPipeline:
             judged_by: with likeliest tokens, what the model's trustworthiness is judged by; empty for nothing.
             learns_entropy: whether the entropy has a gradient.
             needs_whole: whether the loss also reads log-probabilities without sampling masks where there are any.
-            pictures: what gives a chunk of a model that sees its inputs beside a row's tokens.
+            pictures: what gives a chunk of a vision model its inputs beside a row's tokens.
             undrawable: tokens that have no probability, as in engines.
             score: `score_tokens`, or what does the same.
             row_divisor: divisor of the length of rows, as in `rows_of`.

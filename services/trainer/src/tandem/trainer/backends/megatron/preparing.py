@@ -19,12 +19,10 @@ import torch
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import ModelError
+from tandem.config.installed.megatron_arguments import RELEASES
 from tandem.trainer.backends.megatron import insides
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
-
-VERSIONS = ("0.16",)
-"""Supported releases of Megatron-Core, by their first two numbers."""
 
 _GRADIENT_CALLS = {
     "ColumnParallelLinear.__init__": "_grad_accum_fusion_available",
@@ -90,8 +88,8 @@ def _require_version() -> None:
         raise ModelError(
             f"policy.megatron_cfg needs Megatron-Core, `{install_command('megatron')}`: {error}"
         ) from error
-    if not core.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
-        raise ModelError(f"Megatron-Core {core.__version__} is installed, Tandem knows {', '.join(VERSIONS)}")
+    if not core.__version__.startswith(tuple(f"{version}." for version in RELEASES)):
+        raise ModelError(f"Megatron-Core {core.__version__} is installed, and known releases are {', '.join(RELEASES)}")
 
 
 def _do_without_transformer_engine() -> None:

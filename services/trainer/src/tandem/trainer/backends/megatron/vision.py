@@ -1,4 +1,4 @@
-"""Models that see under Megatron-Core: Transformers' tower before the first stage of a language model.
+"""Vision models under Megatron-Core: Transformers' tower before the first stage of a language model.
 
 Every tensor-parallel rank of the first stage has the whole tower and encodes the same images, so its gradients are
 equal on all of them, and are not summed. Features replace embeddings of image tokens before activations are split

@@ -1,0 +1,1 @@
+"""Programs that play packaged environments, on any interpreter: they import nothing of Tandem's."""

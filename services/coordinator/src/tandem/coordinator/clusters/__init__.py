@@ -1,0 +1,1 @@
+"""Commands that run a configuration on a cluster: Slurm, Kubernetes, Ray."""

@@ -1,0 +1,17 @@
+"""The ``coordinator`` command as it is installed: Ctrl-C during its imports is one line, too."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Import the command line and run it; return the exit code."""
+    try:
+        from tandem.coordinator.cli import main as run_command_line
+    except KeyboardInterrupt:
+        from tandem.launch.exit_codes import INTERRUPTED
+
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return run_command_line()

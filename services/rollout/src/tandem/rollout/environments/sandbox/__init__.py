@@ -1,0 +1,1 @@
+"""Untrusted programs, shut in: the starter's side, and the program that shuts itself in."""

@@ -1,0 +1,1 @@
+"""Environments of other packages, behind their own servers, which are installed apart."""

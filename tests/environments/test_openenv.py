@@ -1,0 +1,262 @@
+"""Environments of OpenEnv 0.10 behind their own server: one that its own template makes, and one with tools.
+
+`tox -e families` installs OpenEnv apart; `TANDEM_OPENENV` names the interpreter there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from tandem.common.errors import ConfigError
+from tandem.common.messages import Problem
+from tandem.config import build_config
+from tandem.samples.batch import SampleBatch
+from tandem.samples.data_sets import load_problems
+from tandem.samples.packaged_environments.programs import play_openenv
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+from agents_harness import assert_probable  # type: ignore[import-not-found]
+from rollout_harness import Rollout  # type: ignore[import-not-found]
+
+pytest.importorskip("websockets", reason="websockets is not installed")
+PYTHON = os.environ.get("TANDEM_OPENENV", "")
+pytestmark = pytest.mark.skipif(not Path(PYTHON).is_file(), reason="OpenEnv is not installed: tox -e families")
+WAIT_S = 300.0
+ECHO = {"package": "my_echo.server.app:app", "python": PYTHON, "observation": "message_length", "max_turns": 2}
+TOOLS = '''
+"""An environment with one tool, and a reward for each call."""
+
+from fastmcp import FastMCP
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import Observation, State
+
+
+class Adder(MCPEnvironment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        server = FastMCP("adder")
+
+        @server.tool
+        def add(x: int, y: int) -> int:
+            """Add two numbers."""
+            return x + y
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return Observation(done=False, reward=0.0)
+
+    def _step_impl(self, action, timeout_s=None, **kwargs):
+        raise ValueError("only tools")
+
+    @property
+    def state(self):
+        return State()
+
+
+app = create_app(Adder, CallToolAction, CallToolObservation, env_name="adder", max_concurrent_envs=2)
+'''
+OWN_REWARDS = """
+import json, sys
+from my_echo.models import MyEchoAction
+from my_echo.server.my_echo_environment import MyEchoEnvironment
+rewards = []
+for replies in json.load(sys.stdin):
+    environment = MyEchoEnvironment()
+    environment.reset()
+    rewards.append(sum(environment.step(MyEchoAction(message=reply)).reward for reply in replies))
+print(json.dumps(rewards))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with both environments; the first is what OpenEnv's own template makes."""
+    made = tmp_path_factory.mktemp("environments")
+    command = [str(Path(PYTHON).with_name("openenv")), "init", "my_echo"]
+    subprocess.run(command, cwd=made, check=True, capture_output=True, timeout=WAIT_S)
+    (made / "adder.py").write_text(TOOLS)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def list_problems(**settings: Any) -> list[Problem]:
+    config = build_config(
+        {
+            "grpo": {},
+            "policy": {"model_name": "model"},
+            "data": {"num_train": 3, "num_validation": 1},
+            "env": {"theirs": {"openenv": settings}},
+        }
+    )
+    sets = load_problems(config)
+    return sorted([*sets.train, *sets.validation], key=lambda problem: problem.problem_id)
+
+
+@contextlib.contextmanager
+def rollout_of(place: Path, num_at_once: int = 16, on_error: str = "fail", **settings: Any) -> Iterator[Any]:
+    entry = {"openenv": settings, "timeout_s": WAIT_S, "max_concurrency": num_at_once, "on_error": on_error}
+    rollout = Rollout(place, None, data={"dataset_name": "openenv"}, **entry)
+    try:
+        yield rollout
+    finally:
+        rollout.service.close()
+
+
+def find_server() -> psutil.Process:
+    """Return the server that a program has started, once it is there."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "uvicorn" in process.cmdline():
+                    return process
+        time.sleep(0.05)
+    raise AssertionError("no server")
+
+
+def replies_of(rollout: Any, arrays: SampleBatch) -> list[str]:
+    """Return the texts of an episode's responses, in order."""
+    replies, reply = [], []
+    for token, counts in zip(arrays.token_ids_T.tolist(), arrays.loss_mask_T.tolist(), strict=True):
+        if counts and token != rollout.tokenizer.eos_id:
+            reply.append(token)
+        if not counts or token == rollout.tokenizer.eos_id:
+            replies += [rollout.tokenizer.decode(reply)] if reply or counts else []
+            reply = []
+    return replies + ([rollout.tokenizer.decode(reply)] if reply else [])
+
+
+def test_its_episodes_have_the_rewards_of_the_package_and_are_repeated(tmp_path: Path) -> None:
+    problems = list_problems(**ECHO)
+    assert [problem.metadata["reset"] for problem in problems] == [{"seed": seed} for seed in range(4)]
+    with rollout_of(tmp_path, num_at_once=1, **ECHO) as rollout:
+        groups = [rollout.group(number, [7, 8], problem) for number, problem in enumerate(problems[:2])]
+        samples, again = rollout.run(*groups), rollout.run(*groups)
+        replies = [replies_of(rollout, arrays) for _, arrays in samples.values()]
+        for _, arrays in samples.values():
+            assert_probable(arrays, {0: rollout.model})
+    text = json.dumps(replies)
+    ended = subprocess.run([PYTHON, "-c", OWN_REWARDS], input=text, capture_output=True, text=True, timeout=WAIT_S)
+    assert ended.returncode == 0, ended.stderr
+    assert [scored.reward for scored, _ in samples.values()] == pytest.approx(json.loads(ended.stdout))
+    assert {scored.num_turns for scored, _ in samples.values()} == {2}
+    for key, (scored, arrays) in samples.items():
+        assert again[key][0].reward == scored.reward
+        for name in ("token_ids_T", "generation_logprobs_T"):
+            assert getattr(again[key][1], name).tobytes() == getattr(arrays, name).tobytes()
+
+
+def test_a_server_that_is_killed_or_hangs_costs_nothing_and_takes_no_more_sessions_than_it_may(tmp_path: Path) -> None:
+    """The template's server takes one session at a time; six episodes are played at once."""
+    problem = Problem(problem_id="p", question="?", answer="", metadata={"reset": {}})
+    with rollout_of(tmp_path, **ECHO, step_timeout_s=10) as rollout:
+        for number, kind in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+            harming = threading.Thread(target=lambda kind=kind: find_server().send_signal(kind))  # type: ignore[misc]
+            harming.start()
+            samples = rollout.run(*(rollout.group(6 * number + place, [7], problem) for place in range(6)))
+            harming.join()
+            assert {scored.failure for scored, _ in samples.values()} == {""}
+            assert all(scored.num_turns == 2 for scored, _ in samples.values())
+    assert not [child for child in psutil.Process().children(recursive=True) if "uvicorn" in child.cmdline()]
+
+
+def test_a_late_answer_is_a_failure_of_its_episode(tmp_path: Path) -> None:
+    problem = Problem(problem_id="p", question="?", answer="", metadata={"reset": {}})
+    with rollout_of(tmp_path, on_error="zero", **{**ECHO, "observation": "nothing"}) as rollout:
+        ((scored, _),) = rollout.run(rollout.group(0, [7], problem)).values()
+    assert "an observation has no field 'nothing'" in scored.failure
+
+
+def test_tools_are_the_environments(tmp_path: Path) -> None:
+    settings = {"package": "adder:app", "python": PYTHON, "url": None, "variables": {}, "action": None}
+
+    async def call() -> tuple[Any, ...]:
+        server = play_openenv.OpenEnvServer(settings)
+        try:
+            await server.start(tmp_path / "server.txt")
+            form = play_openenv.choose_form(settings, await server.ask_schema())
+            player = play_openenv.OpenEnvPlayer({**settings, "step_timeout_s": 60.0}, server, form)
+            async with player._session() as session:
+                await session.reset({})
+                tools = await play_openenv.list_tools(session)
+                function = {"name": "add", "arguments": json.dumps({"x": 20, "y": 3})}
+                messages: list[dict[str, Any]] = []
+                reply = {"tool_calls": [{"id": "1", "function": function}]}
+                return form, tools, await player._answer(session, reply, messages), messages
+        finally:
+            await server.close()
+
+    form, tools, outcome, messages = asyncio.run(call())
+    assert form == play_openenv.TOOLS
+    assert [tool["function"]["name"] for tool in tools] == ["add"]
+    assert tools[0]["function"]["parameters"]["required"] == ["x", "y"]
+    assert messages == [{"role": "tool", "tool_call_id": "1", "content": "23"}]
+    assert outcome == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"package": "nothing:app", "python": PYTHON}, "the server of nothing:app ended: "),
+        ({**ECHO, "action": "massage"}, "action: 'massage' is not json, tools or a field of an action (message)"),
+        ({"url": "http://127.0.0.1:9"}, "no server answers at http://127.0.0.1:9"),
+        ({"package": "a:b", "url": "http://127.0.0.1:9"}, "needs either package, which is served here, or the url"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_in_one_line(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        list_problems(**settings)
+    assert "env.theirs.openenv" in str(refused.value)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class AnotherKind(BaseHTTPRequestHandler):
+    """A server that is well, and of another kind."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"status": "healthy"}).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def test_a_server_of_another_kind_is_refused() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), AnotherKind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(ConfigError, match="describes no actions at /schema: it is not of OpenEnv"):
+            list_problems(url=f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
+def test_settings_reach_the_program_whole() -> None:
+    settings = build_config(
+        {"grpo": {}, "policy": {"model_name": "m"}, "env": {"e": {"openenv": {"url": "http://h:1"}}}}
+    ).env["e"]
+    assert msgspec.to_builtins(settings.packaged)["max_turns"] == 32
