@@ -321,7 +321,6 @@ def test_turns_of_two_responses_are_two_messages() -> None:
         ({"extra_body": {"n": 2}}, "n", "does not support it"),
         ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
         ({"tool_choice": {"type": "function", "name": "calc"}}, "tool_choice", "'auto' or 'none'"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not support it"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading", "not searched for"),
         ({"input": []}, "input", "length >= 1"),

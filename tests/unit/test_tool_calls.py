@@ -154,7 +154,6 @@ def test_what_is_no_call_or_is_not_to_be_one_is_text(tmp_path: Path) -> None:
     [
         ({"tool_choice": "required"}, "tool_choice", "it may be 'auto' or 'none'"),
         ({"tool_choice": {"type": "function", "function": {"name": "calc"}}}, "tool_choice", "'auto' or 'none'"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not support it"),
     ],
 )
 def test_a_call_cannot_be_demanded(tmp_path: Path, change: dict[str, Any], param: str, words: str) -> None:
@@ -163,6 +162,26 @@ def test_a_call_cannot_be_demanded(tmp_path: Path, change: dict[str, Any], param
             made.chat.completions.create(**ASK, **change)
         assert (raised.value.status_code, raised.value.param) == (400, param)
         assert words in raised.value.message
+
+
+def test_without_parallel_calls_the_first_is_shown_and_all_tokens_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.32 shows them (``maybe_filter_parallel_tool_calls``)."""
+    first, second = spoken(f"{CALL}\n{CALL}"), spoken("36")
+    with episode(tmp_path, monkeypatch, first, second) as (made, played, policy):
+        alone: dict[str, Any] = {**ASK, "model": "policy", "parallel_tool_calls": False}
+        (choice,) = made.chat.completions.create(**alone, stream=False).choices
+        assert choice.finish_reason == "tool_calls"
+        assert len(choice.message.tool_calls) == 1
+        messages = [*QUESTION, choice.message, *results(*choice.message.tool_calls, texts=("36",))]
+        made.chat.completions.create(**{**alone, "messages": messages})
+        assert policy.prompts[1][: len(policy.prompts[0]) + len(first)] == [*policy.prompts[0], *first]
+        assert played.session.exchanges[1].parent == 0
+    with asked(tmp_path, first) as made:
+        chunks = [*made.chat.completions.create(**ASK, parallel_tool_calls=False, stream=True)]
+        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
+        assert {delta.index for delta in deltas} == {0}
 
 
 def results(*calls: Any, texts: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -173,7 +173,9 @@ class ResponseBuilder:
                 prompt = model.tokenizer.decode(prompt_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
                 # A conversation grows, and its turns may be asked for with the same seed.
                 key = f"{seed}/{len(prompt_ids)}"
-                self._reader = ChatReader(markers, key, prompt=prompt, tools=request.offered_tools)
+                self._reader = ChatReader(
+                    markers, key, prompt=prompt, tools=request.offered_tools, most_calls=request.most_calls
+                )
         shows_special = request.skip_special_tokens is False
         self._stream = TextStream(
             model.tokenizer,
@@ -390,7 +392,7 @@ class ChatView(ServerEvents):
         choices = [
             ChatChoice(
                 index=number,
-                message=_message(piece),
+                message=self._message(number, piece),
                 logprobs=self._logprobs(piece),
                 finish_reason=_ended(piece),
                 token_ids=_shown_ids(self._request, piece.token_ids),
@@ -453,6 +455,17 @@ class ChatView(ServerEvents):
             usage=usage if self._request.wants_usage else UNSET,
             prompt_token_ids=prompt_token_ids,
             weight_versions=weight_versions,
+        )
+
+    def _message(self, number: int, piece: ResponsePiece) -> AnswerMessage:
+        message = _message(piece)
+        if not self._request.shows_sampled_ids:
+            return message
+        return msgspec.structs.replace(
+            message,
+            prompt_token_ids=self._job.prompts[self._job.responses[number].prompt],
+            generation_token_ids=piece.token_ids,
+            generation_log_probs=piece.logprobs,
         )
 
     def _logprobs(self, piece: ResponsePiece) -> ChatLogprobs | None:

@@ -134,9 +134,30 @@ class ServedModel:
     def chat_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens that the model is to answer: the whole conversation, rendered by the chat template.
 
-        `messages` are those of the request. Raises `OpenAIRefused` and what `Tokenizer.encode_chat` raises.
+        `messages` are those of the request. Tokens that it gives for the first of them stay as they are. Raises
+        `OpenAIRefused` and what `Tokenizer.encode_chat` raises.
         """
+        given_ids = self.given_ids(request, messages)
+        if given_ids is not None:
+            return given_ids
         return self.tokenizer.encode_chat(messages, add_generation_prompt=True, variables=self.variables_of(request))
+
+    def given_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int] | None:
+        """Return the tokens of a conversation that continues tokens in the request; None if it gives none.
+
+        Only the messages after those are rendered. Raises what `chat_ids` raises.
+        """
+        prefix = request.given_prefix
+        if prefix is None or not prefix[1] or prefix[0] == len(messages):
+            return None
+        num_given, prefix_ids = prefix
+        if max(prefix_ids) >= self.vocabulary:
+            raise OpenAIRefused(f"the token id {max(prefix_ids)} must be less than {self.vocabulary}", param="messages")
+        variables, turn = self.variables_of(request), messages[num_given - 1]
+        return [
+            *prefix_ids,
+            *self.tokenizer.encode_continuation(messages[num_given:], prefix_ids[-1], variables, turn),
+        ]
 
     def grammar_of(self, schema: Mapping[str, Any]) -> ResponseGrammar:
         """Return the grammar of a schema's JSON. Raises `OpenAIRefused` if the model cannot keep to it."""

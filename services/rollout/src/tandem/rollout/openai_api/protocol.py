@@ -36,7 +36,6 @@ _CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "functions": ([],),
     "function_call": ("none",),
-    "parallel_tool_calls": (True,),
     "web_search_options": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -233,6 +232,10 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     """GPT-OSS's name of `reasoning_content`."""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    """NeMo Gym's field: tokens of the prompt that this message answered. They and the next are not rendered anew."""
+    generation_token_ids: list[TokenId] | None = None
+    """NeMo Gym's field: tokens of this message, as they were sampled."""
 
     def text(self, mark: Callable[[str], str]) -> str:
         """Return the text of the message; `mark` turns an image's address into the marker that stands for it."""
@@ -280,6 +283,11 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """How much to think, for chat templates that tell the model."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's field: variables of the chat template."""
+    parallel_tool_calls: bool | None = None
+    """False shows the first call of a response only; the others were made all the same, and are not hidden from what
+    is trained on."""
+    required_prefix_token_ids: list[TokenId] | None = None
+    """NeMo-RL's field: tokens of the conversation up to its last assistant message."""
     unknown_fields: tuple[str, ...] = ()
     """Names of the fields that are no field of requests; set by the server."""
 
@@ -308,6 +316,31 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     def may_call(self) -> bool:
         """Whether to separate tool calls from text."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def most_calls(self) -> int | None:
+        """Most calls to show of a response; None means all."""
+        return 1 if self.parallel_tool_calls is False else None
+
+    @property
+    def shows_sampled_ids(self) -> bool:
+        """Whether a message has its own token ids, which NeMo Gym's model server would otherwise ask for."""
+        return self.wants_logprobs and bool(self.return_tokens_as_token_ids)
+
+    @property
+    def given_prefix(self) -> tuple[int, list[int]] | None:
+        """The number of messages whose tokens the request gives, and these tokens; None if it gives none.
+
+        The last message that has tokens decides, unless ``required_prefix_token_ids`` does, as in NeMo-RL.
+        """
+        ends = [place for place, message in enumerate(self.messages, 1) if message.role == "assistant"]
+        if self.required_prefix_token_ids is not None and ends:
+            return ends[-1], self.required_prefix_token_ids
+        for end in reversed(ends):
+            message = self.messages[end - 1]
+            if message.prompt_token_ids and message.generation_token_ids:
+                return end, [*message.prompt_token_ids, *message.generation_token_ids]
+        return None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
@@ -538,6 +571,10 @@ class AnswerMessage(Struct, frozen=True, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     """Reasoning before the text, in models that mark it."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Tokens before the message, if it shows its own."""
+    generation_token_ids: list[int] | UnsetType = UNSET
+    generation_log_probs: list[float] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):

@@ -211,7 +211,7 @@ class ResponsesView:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model.name,
             "output": [*self._output],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self._chat_request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": self._chat_request.temperature,

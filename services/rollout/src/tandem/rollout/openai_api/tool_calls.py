@@ -28,15 +28,23 @@ class ChatReader:
     """The text, the reasoning and the calls of one response; each call gets an id by which its result is sent back."""
 
     def __init__(
-        self, markers: ResponseMarkers, key: str, *, prompt: str = "", tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        markers: ResponseMarkers,
+        key: str,
+        *,
+        prompt: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        most_calls: int | None = None,
     ) -> None:
         """Begin an empty response to a prompt, of which the end is enough.
 
-        `key` distinguishes it from all others, of any conversation, and `tools` are those on offer.
+        `key` distinguishes it from all others, of any conversation, and `tools` are those on offer. Calls after the
+        first `most_calls` are left out, as vLLM leaves out all but the first without ``parallel_tool_calls``.
         """
         self._stream = ResponseStream(markers.reader(prompt, tools))
         self._key = key
         self._num_calls = 0
+        self._most_calls = most_calls
 
     @property
     def has_calls(self) -> bool:
@@ -54,6 +62,8 @@ class ChatReader:
     def _part(self, delta: ResponseDelta) -> ChatPart:
         calls = []
         for call in delta.tool_calls:
+            if self._most_calls is not None and self._num_calls >= self._most_calls:
+                continue
             arguments = msgspec.json.encode(call.arguments).decode()
             function = CalledFunction(name=call.name, arguments=arguments)
             calls.append(ToolCall(id=self._next_id(call.id), function=function))
