@@ -111,7 +111,7 @@ class Episode(ServedModel):
         Raises what `ServedModel.chat_ids` raises.
         """
         variables = self.variables_of(request)
-        prompt_ids = self.given_ids(request, messages) or self.session.prompt_of(messages, variables)
+        prompt_ids = self.encode_given(request, messages) or self.session.prompt_of(messages, variables)
         images = self.tokenizer.images_in(messages) or ()
         self._asked[tuple(prompt_ids), images] = _Asked(request, messages, variables)
         return prompt_ids

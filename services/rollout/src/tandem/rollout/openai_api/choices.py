@@ -174,7 +174,7 @@ class ResponseBuilder:
                 # A conversation grows, and its turns may be asked for with the same seed.
                 key = f"{seed}/{len(prompt_ids)}"
                 self._reader = ChatReader(
-                    markers, key, prompt=prompt, tools=request.offered_tools, most_calls=request.most_calls
+                    markers, key, prompt=prompt, tools=request.offered_tools, call_limit=request.call_limit
                 )
         shows_special = request.skip_special_tokens is False
         self._stream = TextStream(

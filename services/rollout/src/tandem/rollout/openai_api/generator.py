@@ -137,17 +137,17 @@ class ServedModel:
         `messages` are those of the request. Tokens that it gives for the first of them stay as they are. Raises
         `OpenAIRefused` and what `Tokenizer.encode_chat` raises.
         """
-        given_ids = self.given_ids(request, messages)
+        given_ids = self.encode_given(request, messages)
         if given_ids is not None:
             return given_ids
         return self.tokenizer.encode_chat(messages, add_generation_prompt=True, variables=self.variables_of(request))
 
-    def given_ids(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    def encode_given(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[int] | None:
         """Return the tokens of a conversation that continues tokens in the request; None if it gives none.
 
         Only the messages after those are rendered. Raises what `chat_ids` raises.
         """
-        prefix = request.given_prefix
+        prefix = request.sampled_prefix
         if prefix is None or not prefix[1] or prefix[0] == len(messages):
             return None
         num_given, prefix_ids = prefix

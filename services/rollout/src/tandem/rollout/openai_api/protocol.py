@@ -318,7 +318,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
-    def most_calls(self) -> int | None:
+    def call_limit(self) -> int | None:
         """Most calls to show of a response; None means all."""
         return 1 if self.parallel_tool_calls is False else None
 
@@ -328,7 +328,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         return self.wants_logprobs and bool(self.return_tokens_as_token_ids)
 
     @property
-    def given_prefix(self) -> tuple[int, list[int]] | None:
+    def sampled_prefix(self) -> tuple[int, list[int]] | None:
         """The number of messages whose tokens the request gives, and these tokens; None if it gives none.
 
         The last message that has tokens decides, unless ``required_prefix_token_ids`` does, as in NeMo-RL.

@@ -34,17 +34,17 @@ class ChatReader:
         *,
         prompt: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
-        most_calls: int | None = None,
+        call_limit: int | None = None,
     ) -> None:
         """Begin an empty response to a prompt, of which the end is enough.
 
         `key` distinguishes it from all others, of any conversation, and `tools` are those on offer. Calls after the
-        first `most_calls` are left out, as vLLM leaves out all but the first without ``parallel_tool_calls``.
+        first `call_limit` are left out, as vLLM leaves out all but the first without ``parallel_tool_calls``.
         """
         self._stream = ResponseStream(markers.reader(prompt, tools))
         self._key = key
         self._num_calls = 0
-        self._most_calls = most_calls
+        self._call_limit = call_limit
 
     @property
     def has_calls(self) -> bool:
@@ -62,7 +62,7 @@ class ChatReader:
     def _part(self, delta: ResponseDelta) -> ChatPart:
         calls = []
         for call in delta.tool_calls:
-            if self._most_calls is not None and self._num_calls >= self._most_calls:
+            if self._call_limit is not None and self._num_calls >= self._call_limit:
                 continue
             arguments = msgspec.json.encode(call.arguments).decode()
             function = CalledFunction(name=call.name, arguments=arguments)
