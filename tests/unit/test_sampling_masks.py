@@ -193,6 +193,77 @@ def test_tokens_that_tie_with_the_likeliest_pass_any_min_p() -> None:
     assert (restrict(logits_BV, *ones) > -torch.inf).tolist() == [[False, True, True, False]]
 
 
+def restrict_by_full_sort(logits_BV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """The definition: a stable sort of all tokens of each row, as if nothing were known to be unlikely."""
+    num_tokens = logits_BV.shape[-1]
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+    cumulative_BV = logits_BV.softmax(dim=-1).gather(-1, order_BV).cumsum(dim=-1, dtype=torch.float64)
+    limit_B1 = torch.where(top_k_B > 0, top_k_B, num_tokens).clamp(max=num_tokens)[:, None]
+    total_B1 = torch.where(limit_B1 < num_tokens, cumulative_BV.gather(-1, limit_B1 - 1), 1.0)
+    before_BV = torch.cat([torch.zeros(len(logits_BV), 1), cumulative_BV[:, :-1] / total_B1], dim=-1).float()
+    is_beyond_BV = (before_BV >= top_p_B[:, None]) & (top_p_B[:, None] < 1)
+    is_beyond_BV |= torch.arange(num_tokens) >= limit_B1
+    sorted_BV = sorted_BV.masked_fill(is_beyond_BV, -torch.inf)
+    return torch.empty_like(logits_BV).scatter_(-1, order_BV, sorted_BV)
+
+
+def adversarial_logits(num_tokens: int) -> torch.Tensor:
+    """Return rows that are peaked, ordinary, flat, full of ties, flat but for one token, ruled out, and rounded."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    random_BV = torch.randn(3, num_tokens, generator=generator)
+    flat_V = torch.zeros(num_tokens)
+    one_likely_V = flat_V.clone()
+    one_likely_V[num_tokens // 2] = 9.0
+    few_left_V = torch.full((num_tokens,), -torch.inf)
+    few_left_V[num_tokens // 4 : num_tokens // 2] = random_BV[0, num_tokens // 4 : num_tokens // 2]
+    signed_zeros_V = torch.where(random_BV[0] > 0, 0.0, -0.0)
+    rows = [*(random_BV * torch.tensor([[8.0], [2.0], [0.01]])), flat_V, one_likely_V, few_left_V, signed_zeros_V]
+    rows += [(random_BV[1] * 2).round(), (random_BV[2] * 3).bfloat16().float(), random_BV[0].round() * 1e-6]
+    return torch.stack(rows)
+
+
+NEARLY_ONE = 1 - 2.0**-24
+TOP_PS = (1e-6, 0.1, 0.5, 0.9, 0.95, 0.99, 0.9999, 0.9999999, NEARLY_ONE, 1.0)
+
+
+@pytest.mark.parametrize("num_tokens", [12, 1_024, 8_192, 9_001, 70_003])
+def test_a_cut_among_the_likeliest_is_the_full_sorts_bit_for_bit(num_tokens: int) -> None:
+    logits_BV = adversarial_logits(num_tokens)
+    is_long = num_tokens > 9_000  # rounds among 1,024 and 8,192 candidates come before the sort there
+    top_ks = {0, 1, 1_024, 1_025, num_tokens - 1, num_tokens, num_tokens + 5} if num_tokens < 70_000 else {0, 8_193}
+    for top_k in sorted(top_ks):
+        limits = torch.full((len(logits_BV),), top_k), torch.tensor(TOP_PS)
+        for shift in range(2 if is_long else len(TOP_PS)):
+            shifted = limits[0], limits[1].roll(shift)
+            restricted_BV = restrict(logits_BV, *shifted)
+            expected_BV = restrict_by_full_sort(logits_BV, *shifted)
+            assert torch.equal(restricted_BV.view(torch.int32), expected_BV.view(torch.int32)), (top_k, shift)
+
+
+def test_ties_at_the_cut_go_to_the_lowest_ids() -> None:
+    logits_BV = torch.zeros(4, 50_000)
+    logits_BV[:, 40_000] = 1.0
+    limits = torch.tensor([3, 1, 0, 2_000]), torch.tensor([1.0, 1.0, 1e-7, 0.5])
+    kept = [row.nonzero()[:, 0].tolist() for row in restrict(logits_BV, *limits) > -torch.inf]
+    assert kept[:3] == [[0, 1, 40_000], [40_000], [40_000]]
+    # (e + n) / (e + 1,999) >= 0.5 from n = 999 on
+    assert kept[3] == [*range(999), 40_000]
+
+
+def test_rows_that_are_not_finite_stay_as_they_are() -> None:
+    logits_BV = torch.randn(3, 20_000, generator=torch.Generator().manual_seed(0))
+    logits_BV[0, 5], logits_BV[1, 6], logits_BV[2] = torch.nan, torch.inf, -torch.inf
+    restricted_BV = restrict(logits_BV, torch.tensor([5, 5, 5]), torch.tensor([0.5, 0.5, 0.5]))
+    assert torch.equal(restricted_BV.view(torch.int32), logits_BV.view(torch.int32))
+
+
+def test_a_row_is_cut_as_it_is_alone() -> None:
+    logits_BV = torch.randn(9, 20_000, generator=torch.Generator().manual_seed(4)) * 2
+    limits = torch.arange(9) * 300, torch.linspace(0.5, 1, 9)
+    rows = [restrict(row_V[None], k[None], p[None])[0] for row_V, k, p in zip(logits_BV, *limits, strict=True)]
+    assert torch.equal(restrict(logits_BV, *limits), torch.stack(rows))
+
+
 GROUP = PromptGroup(
     group=0,
     problem=Problem(problem_id="p", question="", answer="", metadata={}),
