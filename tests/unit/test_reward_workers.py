@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import itertools
 import json
 import os
 import random
@@ -15,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import pytest
 from environment_harness import WAIT_S, config, problem, results, said
 
+from tandem.common import process_lifetime
 from tandem.common.errors import ConfigError, RewardError
 from tandem.common.messages import Problem
 from tandem.config import Config, config_to_json
@@ -295,50 +298,167 @@ def test_nothing_outlives_a_rollout_process_that_is_killed(name: str) -> None:
 
 
 DAEMONIC = """
-import subprocess
+import os, subprocess, time
 from pathlib import Path
 from tandem.rollout.environments import Score
 
-def start_one():
-    # A program of its own session, as daemons are; its parent ends at once.
-    words = ["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]
-    started = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True, check=True)
+def note(pid):
     with Path("pids").open("a") as file:
-        file.write(started.stdout.decode())
+        file.write(f"{pid}\\n")
 
-start_one()  # by the process that imports this
+def start_one(**options):
+    # A program of its own session, as daemons are; its parent ends at once.
+    words = ["/bin/sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]
+    words = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True, check=True, **options
+    )
+    note(int(words.stdout))
+
+def fork_one():
+    # The same without a program.
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.closerange(0, 100)
+            note(os.getpid())
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
 
 class Daemonic:
     def score(self, problem, response):
         start_one()
+        fork_one()
+        start_one(env={})
         return Score(reward=1.0, correct=True)
+
+class DaemonicInThreads(Daemonic):
+    runs_in = "threads"
+
+start_one()  # by the process that imports this
 """
+_SCORERS = 2
 
 
-def test_nothing_outlives_a_rollout_process_that_is_killed_with_what_guards_its_environment() -> None:
-    """Also killed at once are the process that forks workers, and its guardian."""
-    Path("daemonic.py").write_text(DAEMONIC)
-    settings = config("mine", {"class": "daemonic.Daemonic", "num_workers": 2})
-    Path("config.json").write_bytes(config_to_json(settings))
-    Path("rollout.py").write_text(ROLLOUT)
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())]))
-    process = subprocess.Popen(
-        [sys.executable, "rollout.py", "config.json", "a", "b"], env=os.environ | {"PYTHONPATH": path}
-    )
-    victims: list[psutil.Process] = []
+@pytest.fixture
+def daemonic(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[subprocess.Popen[bytes], list[int]]]:
+    """Start rollout processes whose environments have started daemons, each in a folder of its own."""
+    # Production does without; then titles are written over what tells whose process it is.
+    monkeypatch.delenv("SPT_NOENV", raising=False)
+
+    def start_rollout(name: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+        Path("daemonic.py").write_text(DAEMONIC)
+        settings = config("mine", {"class": f"daemonic.{name}", "num_workers": _SCORERS})
+        Path("config.json").write_bytes(config_to_json(settings))
+        Path("rollout.py").write_text(ROLLOUT)
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())]))
+        process = subprocess.Popen(
+            [sys.executable, "rollout.py", "config.json", "a", "b"], env=os.environ | {"PYTHONPATH": path}
+        )
+        imports = 1 if name == "Daemonic" else 2  # with threads the rollout process imports it, too
+        return process, written(imports + 3 * _SCORERS)
+
+    return start_rollout
+
+
+def kill_at_once(victims: list[psutil.Process]) -> None:
+    """Kill processes so that none sees the end of another before its own."""
+    for victim in victims:
+        victim.suspend()
+    for victim in victims:
+        victim.kill()
+
+
+class EnvironmentTree(NamedTuple):
+    """What is below the guardian of an environment."""
+
+    server: psutil.Process
+    guardians: list[psutil.Process]
+    """Those of workers."""
+    sweeper: psutil.Process
+
+
+def parents_of(guardian: psutil.Process) -> EnvironmentTree:
+    """Return the processes below a guardian, whose first child forks workers."""
+    server, *others = guardian.children()
+    guardians = [child for child in server.children() if child.children()]
+    assert len(guardians) == _SCORERS
+    (sweeper,) = (child for child in others if os.getpgid(child.pid) == child.pid and child.ppid() == guardian.pid)
+    return EnvironmentTree(server=server, guardians=guardians, sweeper=sweeper)
+
+
+def end_all(process: subprocess.Popen[bytes], below: list[psutil.Process], pids: list[int]) -> None:
+    """Kill what a failing test has left."""
+    process.kill()
+    process.wait()
+    for pid in (*(child.pid for child in below if child.is_running()), *pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+_PARENTS = ("guardian", "fork server", "guardians of workers")
+
+
+@pytest.mark.parametrize(
+    "killed", [names for length in range(4) for names in itertools.combinations(_PARENTS, length)], ids=" and ".join
+)
+def test_nothing_outlives_a_rollout_process_that_is_killed_with_what_guards_its_environment(
+    daemonic: Callable[[str], tuple[subprocess.Popen[bytes], list[int]]], killed: tuple[str, ...]
+) -> None:
+    """Whatever of what forks workers, of its guardian, and of theirs is killed with it at once."""
+    process, pids = daemonic("Daemonic")
+    rollout = psutil.Process(process.pid)
+    below = rollout.children(recursive=True)
     try:
-        pids = written(3)
-        (guardian,) = psutil.Process(process.pid).children()
-        below = [child.pid for child in guardian.children(recursive=True)]
-        (server,) = [child for child in guardian.children() if "forks" in " ".join(child.cmdline())]
-        victims = [psutil.Process(process.pid), guardian, server]
-        for victim in victims:
-            victim.suspend()  # so that none sees the end of another before its own
-    finally:
-        for victim in victims or [psutil.Process(process.pid)]:
-            victim.kill()
+        (guardian,) = rollout.children()
+        tree = parents_of(guardian)
+        parents = {"guardian": [guardian], "fork server": [tree.server], "guardians of workers": tree.guardians}
+        if {"guardian", "guardians of workers"} <= {*killed}:
+            time.sleep(process_lifetime._SWEEPER_LOOK_S + 1)  # the sweeper has seen those without an environment
+        kill_at_once([rollout, *(parent for name in killed for parent in parents[name])])
         process.wait()
-    assert gone([*below, *pids])
+        assert gone([*(child.pid for child in below), *pids])
+    finally:
+        end_all(process, below, pids)
+
+
+def test_nothing_outlives_a_rollout_process_with_threads_that_is_killed_with_its_guardian(
+    daemonic: Callable[[str], tuple[subprocess.Popen[bytes], list[int]]],
+) -> None:
+    process, pids = daemonic("DaemonicInThreads")
+    rollout = psutil.Process(process.pid)
+    below = rollout.children(recursive=True)
+    try:
+        (guardian,) = (child for child in rollout.children() if child.children())
+        time.sleep(process_lifetime._SWEEPER_LOOK_S + 1)  # the sweeper has seen those without an environment
+        kill_at_once([rollout, guardian])
+        process.wait()
+        assert gone([*(child.pid for child in below), *pids])
+    finally:
+        end_all(process, below, pids)
+
+
+def test_a_sweeper_that_is_killed_is_replaced_and_sweeps_while_the_rollout_process_lives(
+    daemonic: Callable[[str], tuple[subprocess.Popen[bytes], list[int]]],
+) -> None:
+    process, pids = daemonic("Daemonic")
+    rollout = psutil.Process(process.pid)
+    below = rollout.children(recursive=True)
+    try:
+        (guardian,) = rollout.children()
+        tree = parents_of(guardian)
+        tree.sweeper.kill()
+        deadline = time.monotonic() + WAIT_S
+        while not (set(guardian.children()[1:]) - {tree.sweeper, *below}):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(process_lifetime._SWEEPER_LOOK_S + 1)
+        below = rollout.children(recursive=True)
+        kill_at_once([guardian, tree.server, *tree.guardians])
+        assert gone([*(child.pid for child in below), *pids])
+        assert process.poll() is None
+    finally:
+        end_all(process, below, pids)
 
 
 # --- what becomes of a failure ---------------------------------------------------------------------------------------

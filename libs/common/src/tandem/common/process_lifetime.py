@@ -19,6 +19,9 @@ WATCH = b"w"
 """Tells a guardian to end what its owner started, too; see `fork_guarded`."""
 _STARTED_BY = "TANDEM_STARTED_BY"
 """Environment variable with the id and start time of a process, for what it starts."""
+_TREE = "TANDEM_TREE"
+"""Environment variable that all processes below one guardian have in common, and no others."""
+_trees = itertools.count()
 TRACE = b"t"
 """Tells a guardian to have its child print its stack (SIGUSR1, if handled) and then to end it."""
 _SAYING_S = 0.5
@@ -32,6 +35,8 @@ _EXITING = 0x4
 _SOON_S = 0.05
 _LOOK_S = 1.0
 """How often a guardian lists its owner's descendants."""
+_SWEEPER_LOOK_S = 5.0
+"""How often a sweeper does, and its guardian's: few processes need it, those that forget their environment."""
 
 
 def die_with(parent_pid: int) -> None:
@@ -60,8 +65,15 @@ def be_named_by_descendants() -> None:
 
 
 def name_this_process() -> dict[str, str]:
-    """Return an environment that names this process, for one that it starts."""
-    return {**os.environ, _STARTED_BY: _read_name(os.getpid())}
+    """Return an environment that names this process, for a guardian that it starts, and all below that."""
+    name = _read_name(os.getpid())
+    # Or a title would be written over the environment, in which what only forks is found.
+    return {**os.environ, _STARTED_BY: name, _TREE: f"{name}-{next(_trees)}", "SPT_NOENV": "1"}
+
+
+def copy_names() -> dict[str, str]:
+    """Return the variables that name what has started this process, for a program with an environment of its own."""
+    return {name: os.environ[name] for name in (_STARTED_BY, _TREE) if name in os.environ}
 
 
 def list_descendants(pid: int) -> list[int]:
@@ -115,6 +127,10 @@ def fork_guarded(lifeline: int, owner: int) -> None:
     (`be_named_by_descendants`). It does the same for a dead process that it names in its own environment, if its owner
     was killed as well.
 
+    A guardian whose environment names its owner (`name_this_process`) has a sweeper: a process in a session of its own,
+    with nothing to do until the guardian is killed. It then ends what was below that, daemons included, also where the
+    owner and all other guardians were killed at the same instant.
+
     Args:
         lifeline: descriptor of one end of a stream socket; the owner holds the other.
         owner: this process's parent.
@@ -137,18 +153,19 @@ def fork_guarded(lifeline: int, owner: int) -> None:
         return
     try:
         _close_all_but(0, 1, 2, lifeline, woken, wakes)
-        _guard(child, owner, lifeline, woken)
+        _guard(child, owner, lifeline, woken, has_sweeper=os.environ.get(_STARTED_BY) == _read_name(owner))
     finally:
         os._exit(0)
 
 
-def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
+def _guard(child: int, owner: int, lifeline: int, woken: int, *, has_sweeper: bool) -> None:
     """Wait until the child, the owner or the lifeline ends, and end the others."""
     poll = select.poll()
     for descriptor in (lifeline, woken):
         poll.register(descriptor, select.POLLIN)
     of_owner: dict[int, str] = {}
     code, watches, name = None, False, _read_name(owner)
+    sweeper = _fork_sweeper(owner, watches=False) if has_sweeper else None
     while os.getppid() == owner and code is None:
         if lifeline in dict(poll.poll(_LOOK_S * 1000 if watches else None)):
             if (word := _read(lifeline)) != WATCH:
@@ -157,10 +174,16 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
                     time.sleep(_SAYING_S)
                 break
             watches = True
+            if sweeper is not None:
+                _kill(sweeper)  # another takes its place
         _read(woken)
-        code = _reap().codes.get(child)
+        codes = _reap().codes
+        code = codes.get(child)
+        if sweeper in codes and code is None:
+            time.sleep(_SOON_S)
+            sweeper = _fork_sweeper(owner, watches=watches)
         if watches:
-            seen = {pid: status.began for pid in list_descendants(owner) if (status := _read_status(pid)) is not None}
+            seen = _list_with_beginnings(owner)
             # While a process exits, its threads lose the children that they started, one thread after the other.
             if os.getppid() == owner and not _is_exiting(owner):
                 of_owner = seen
@@ -170,26 +193,77 @@ def _guard(child: int, owner: int, lifeline: int, woken: int) -> None:
     end_descendants()
     if watches and _is_orphaned_by(owner):
         _end_former(of_owner)
-        _end_started_by(name)
+        _end_marked(_STARTED_BY, name)
     elif os.getppid() != owner:
         _end_of_dead_starter()
 
 
-def _end_of_dead_starter() -> None:
+def _fork_sweeper(owner: int, *, watches: bool) -> int | None:
+    """Fork the sweeper of this process, which is a guardian; return its process id, or None if that is impossible."""
+    guardian = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError:  # processes or memory are short: the guardian does without
+        return None
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        _close_all_but(0, 1, 2)
+        os.setsid()  # what kills the group of its guardian must not kill this
+        _sweep_after(guardian, owner, watches=watches)
+    finally:
+        os._exit(0)
+
+
+def _sweep_after(guardian: int, owner: int, *, watches: bool) -> None:
+    """Wait until a guardian is killed, then end what was below it; if it has watched, all that its owner has started.
+
+    A guardian that ends in any other way has ended this process before.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAKING)
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    of_guardian, of_owner = dict[int, str](), dict[int, str]()
+    while os.getppid() == guardian:
+        of_guardian = _keep_running(of_guardian) | _list_with_beginnings(guardian)
+        if watches and not _is_exiting(owner):
+            of_owner = _keep_running(of_owner) | _list_with_beginnings(owner)
+        signal.sigtimedwait(_WAKING, _SWEEPER_LOOK_S)
+    _end_former(of_guardian)
+    if tree := os.environ.get(_TREE):
+        _end_marked(_TREE, tree)
+    if watches and _end_of_dead_starter():
+        _end_former(of_owner)
+
+
+def _keep_running(processes: dict[int, str]) -> dict[int, str]:
+    """Return those that have not ended, by their ids and start times."""
+    running = ((pid, began, _read_status(pid)) for pid, began in processes.items())
+    return {pid: began for pid, began, status in running if status is not None and status.began == began}
+
+
+def _list_with_beginnings(pid: int) -> dict[int, str]:
+    """Return the descendants of a process, with their start times."""
+    return {each: status.began for each in list_descendants(pid) if (status := _read_status(each)) is not None}
+
+
+def _end_of_dead_starter() -> bool:
     """Kill what the process has started that this one names, if that is dead, too, or dies within `_ENDED_S`.
 
-    Guardians between the two may have been killed with it, which would have ended what they started themselves.
+    Return whether it is dead. Guardians between the two may have been killed with it, which would have ended what they
+    started themselves.
     """
     name = os.environ.get(_STARTED_BY, "")
     pid = name.partition("-")[0]
     if not pid.isdecimal():
-        return
+        return False
     deadline = time.monotonic() + _ENDED_S
     while _read_name(int(pid)) == name and not _is_exiting(int(pid)):
         if time.monotonic() > deadline:
-            return
+            return False
         time.sleep(_SOON_S)
-    _end_started_by(name)
+    _end_marked(_STARTED_BY, name)
+    return True
 
 
 def _end_former(children: dict[int, str]) -> None:
@@ -200,23 +274,25 @@ def _end_former(children: dict[int, str]) -> None:
                 _kill(victim)
 
 
-def _end_started_by(name: str) -> None:
-    """Kill the processes that name this one in their environment, until none is left; give up after `_ENDED_S`.
+def _end_marked(variable: str, value: str) -> None:
+    """Kill the processes with a variable in their environment, until none is left; give up after `_ENDED_S`.
 
-    They may have been started since its descendants were last listed.
+    They may have been started since descendants were last listed. Guardians among them die with what they guard, which
+    may have another environment.
     """
     deadline = time.monotonic() + _ENDED_S
-    while (pids := _list_started_by(name)) and time.monotonic() < deadline:
-        for pid in pids:
-            _kill(pid)
+    while (pids := _list_marked(variable, value)) and time.monotonic() < deadline:
+        victims = {*pids, *(descendant for pid in pids for descendant in list_descendants(pid))}
+        for victim in victims - {os.getpid()}:
+            _kill(victim)
         time.sleep(0.001)
 
 
-def _list_started_by(name: str) -> list[int]:
-    pids, variable = [], f"{_STARTED_BY}={name}".encode()
+def _list_marked(variable: str, value: str) -> list[int]:
+    pids, line = [], f"{variable}={value}".encode()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            if variable in file.read().split(b"\0") and pid != os.getpid():
+            if line in file.read().split(b"\0") and pid != os.getpid():
                 pids.append(pid)
     return pids
 

@@ -18,7 +18,7 @@ import sys
 import msgspec
 from setproctitle import setproctitle
 
-from tandem.common.process_lifetime import fork_guarded
+from tandem.common.process_lifetime import copy_names, fork_guarded
 
 NUM_DESCRIPTORS = 5
 """Descriptors sent with each command: the lifeline, three standard streams, and the file with the `AgentProgram`."""
@@ -67,7 +67,7 @@ def _become(descriptors: list[int], launcher: int) -> None:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        os.execvpe(program.command[0], program.command, program.environment)
+        os.execvpe(program.command[0], program.command, program.environment | copy_names())
     except OSError as error:
         print(f"{program.command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     os._exit(EXIT_NOT_STARTED)
