@@ -309,9 +309,33 @@ def test_a_disk_that_fills_up_with_the_whole_run_on_it(small_disk: Path) -> None
     by_journal = f"cannot use {re.escape(str(small_disk / 'run' / 'journal.sqlite'))}"
     whoever_is_first = rf"error: ({by_trainer}: No space left on device|{by_journal}: database or disk is full)"
     assert re.match(whoever_is_first, line), line
+    assert re.search(r"continue with: coordinator up config\.yaml --resume$", ended.stdout), ended.stdout
     kept = [path for path in checkpoints.iterdir() if path.name.startswith("step_")]
     assert kept
     assert all((path / "training.json").stat().st_size for path in kept)
+
+
+@pytest.mark.parametrize("num_free_kib", [0, 4, 16, 64, 256])
+def test_a_run_on_a_full_disk_is_refused_in_a_line_and_continues_once_there_is_room(
+    small_disk: Path, num_free_kib: int
+) -> None:
+    """Whatever of the run is written when there is no room any more, from its folder to its journal."""
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space left"):
+        filler.write_bytes(bytes(2**21))
+    os.truncate(filler, filler.stat().st_size - 1024 * num_free_kib)
+    over = {"grpo": {"max_num_steps": 2}, "logger": {"log_dir": str(small_disk / "run"), "samples": "off"}}
+    config = write_config(merged(over, {"checkpointing": {"enabled": False}}))
+    ended = coordinator("up", config)
+    assert "Traceback" not in ended.stderr
+    if ended.returncode:
+        (line,) = ended.stderr.splitlines()
+        assert re.match(r"error: .*(No space left on device|disk is full)", line), line
+    filler.unlink()
+    to_continue = re.search(r"continue with: coordinator up \S*config\.yaml --resume", ended.stdout)
+    options = ["--resume"] if to_continue or not ended.returncode else []
+    again = coordinator("up", config, *options)
+    assert again.returncode == 0, (ended.stdout, ended.stderr, again.stderr)
 
 
 def commit_steps(journal: Journal, num: int) -> None:

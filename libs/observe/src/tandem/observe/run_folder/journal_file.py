@@ -112,8 +112,12 @@ def take_folder(folder: Path) -> int:
         raise RunFolderError(
             f"{folder} is in use{by}: stop that coordinator or choose another logger.log_dir"
         ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError as error:
+        os.close(lock)
+        raise RunFolderError(f"cannot write to the run folder {folder}: {error.strerror}") from error
     return lock
 
 

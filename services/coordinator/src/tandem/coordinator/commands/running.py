@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import signals
+from tandem.common.errors import DamagedCheckpoint, TandemError
+from tandem.common.shortages import is_shortage
 from tandem.config import notices
 from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
@@ -52,7 +54,26 @@ def run_to_end(
             return unfinished_code if finish.is_out_of_time else INTERRUPTED
         case "failed":
             print(f"error: {finish.error}", file=sys.stderr)
+            if supervision is None and finish.error is not None:
+                say_how_to_continue(finish.error, config, to_continue)
             return FAILED
+
+
+def say_how_to_continue(error: TandemError | OSError, config: Config, to_continue: Sequence[str]) -> None:
+    """Print the command line that continues a run after an error, if it has begun and the error names no other."""
+    from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+
+    if isinstance(error, DamagedCheckpoint) or "--resume" in str(error):
+        return
+    if not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
+        return
+    if is_shortage(error):
+        when = "once there is room, continue with"
+    elif isinstance(error, TandemError) and error.is_final:
+        when = "once that is mended, continue with"
+    else:
+        when = "continue with"
+    print(f"{when}: {shlex.join(to_continue)}", flush=True)
 
 
 def run_to_outcome(

@@ -15,7 +15,7 @@ from tandem.common.process_lifetime import die_with
 from tandem.common.shortages import is_shortage
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, load_configuration
-from tandem.coordinator.commands.running import run_to_end
+from tandem.coordinator.commands.running import run_to_end, say_how_to_continue
 from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.supervisor import Supervisor
 
@@ -92,13 +92,14 @@ def _up(arguments: argparse.Namespace) -> int:
         if supervision is not None and error.whole_step is not None and not error.config_file:
             supervision.go_back(error.whole_step)
         raise
-    except TandemError as error:
-        if supervision is None:
-            raise
+    except (TandemError, OSError) as error:
         if is_shortage(error):  # whatever its kind: the next coordinator may have what this one lacked
             print(f"error: {error}", file=sys.stderr)
+            if supervision is None:
+                say_how_to_continue(error, config, words)
             return FAILED
-        supervision.fail(error)
+        if supervision is not None and isinstance(error, TandemError):
+            supervision.fail(error)
         raise
 
 
