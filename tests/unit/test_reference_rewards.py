@@ -34,6 +34,13 @@ class Ending:
     def score(self, problem, response):
         import os
         os._exit(7)
+
+class Unlicensed:
+    def __init__(self):
+        raise OSError("no licence")
+
+    def score(self, problem, response):
+        return Score(reward=1.0, correct=True)
 """
 JUDGE = {
     "model": "judge",
@@ -134,6 +141,15 @@ def test_what_never_answers_and_what_ends_its_process_do_not_hold_up_the_check()
     assert "no reward in env.ending: it ended the process (exit code 7)" in ended.lines[1]
     stuck = rewards_of(config_of("stuck", join_s=0.5, **own), ("stuck", "7"))
     assert stuck.lines == ("row:0: no reward in env.stuck: that takes over 0.5 s (cluster.deadlines.join_s)",)
+
+
+def test_an_environment_that_cannot_be_made_is_a_problem_and_not_a_reward() -> None:
+    own = {"unlicensed": {"class": "own_rewards.Unlicensed"}}
+    answers = ("exact_match", "7"), ("unlicensed", "7"), ("unlicensed", "8")
+    rewards = rewards_of(config_of("exact_match", "unlicensed", **own), *answers)
+    assert rewards.problems == ("env.unlicensed: OSError: no licence",)
+    (line,) = rewards.lines
+    assert line.startswith("row:0: 1 (correct)")
 
 
 def test_nothing_is_scored_where_no_environment_scores() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.run_folder.journal import read_journal
+from tests.harness.leaks import gone
 from tests.harness.runs.running import Command, coordinator, joins, steps_of, write_config
 
 JUDGE = """
@@ -102,3 +103,41 @@ def test_a_class_that_cannot_be_found_is_said_in_one_line() -> None:
     assert ended.returncode == 2
     assert "launched" not in ended.stdout
     assert ended.stderr == "error: env.mine.class: cannot import 'judging.Judge': No module named 'judging'\n"
+
+
+STARTS_DAEMONS = """
+import subprocess
+from pathlib import Path
+
+def start_one():
+    with Path("pids").open("a") as file:
+        words, null = ["sleep", "600"], subprocess.DEVNULL
+        daemon = subprocess.Popen(words, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        file.write(f"{daemon.pid}\\n")
+
+start_one()
+
+class Unlicensed:
+    def __init__(self):
+        start_one()
+        raise OSError("no licence")
+
+    def score(self, problem, response):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(("options", "num_daemons"), [((), 1), (("--show",), 3)], ids=["plain", "show"])
+def test_a_check_that_shows_rewards_makes_the_environment_and_none_leaves_what_it_starts(
+    options: tuple[str, ...], num_daemons: int
+) -> None:
+    """The class is imported to be checked; to score reference answers, it is imported again and constructed."""
+    Path("starts.py").write_text(STARTS_DAEMONS)
+    checked = coordinator("check", write_config({"env": {"mine": {"class": "starts.Unlicensed"}}}), *options)
+    if options:
+        assert (checked.returncode, checked.stderr) == (2, "error: env.mine: OSError: no licence\n")
+    else:
+        assert checked.returncode == 0, checked.stderr
+    pids = [int(word) for word in Path("pids").read_text().split()]
+    assert len(pids) == num_daemons
+    assert gone(pids)

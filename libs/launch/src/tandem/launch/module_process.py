@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Self
 
+from tandem.common.process_lifetime import name_this_process
 from tandem.common.texts import read_last_lines
 from tandem.launch.child import KILLED_S
 
+_MAIN = """
+import runpy, sys
+from tandem.common.process_lifetime import fork_guarded
+fork_guarded(int(sys.argv[1]), int(sys.argv[2]))
+sys.argv = sys.argv[3:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
 
 class ModuleProcess:
-    """A process that runs ``python -m MODULE ORDER ANSWER WORDS...``, with all that it starts.
+    """A process that runs ``python -m MODULE ORDER ANSWER WORDS...``, behind a guardian.
 
-    It is killed at the end of the context.
+    At the end of the context it is killed with all that it has started, daemons included; and so it is with this
+    process.
     """
 
     def __init__(self, module: str, order: bytes, folder: Path, *words: str) -> None:
@@ -27,28 +36,39 @@ class ModuleProcess:
         self._output = folder / "output.txt"
         order_file = folder / "order"
         order_file.write_bytes(order)
+        self._lifeline, far = socket.socketpair()
         # -B: a check leaves no compiled files beside the user's.
-        command = [sys.executable, "-B", "-m", module, str(order_file), str(self.answer), *words]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        command = [sys.executable, "-B", "-c", _MAIN, str(far.fileno()), str(os.getpid())]
+        with far, self._output.open("wb") as output:
+            self._guardian = subprocess.Popen(
+                [*command, module, str(order_file), str(self.answer), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=[far.fileno()],
+                env=name_this_process(),
             )
 
     def wait(self, deadline_s: float) -> None:
         """Wait until it has ended. Raises `subprocess.TimeoutExpired`."""
-        self._process.wait(deadline_s)
+        self._guardian.wait(deadline_s)
 
     @property
     def ending(self) -> str:
         """The exit code of a process that has ended, and the last line that it printed."""
         last = (read_last_lines(self._output, 1) or ["nothing"])[-1]
-        return f"ended the process (exit code {self._process.returncode}); its last line: {last}"
+        # What its guardian says of it; of one that ends otherwise than by itself, the guardian's own code.
+        code = self._lifeline.recv(16).decode() or self._guardian.returncode
+        return f"ended the process (exit code {code}); its last line: {last}"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILLED_S)
+        self._lifeline.close()
+        try:
+            self._guardian.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            self._guardian.kill()
+            self._guardian.wait()

@@ -37,6 +37,8 @@ class ReferenceScore(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the answer that this is, in words; empty if it is the whole."""
     failure: str = ""
     """Reason why it has no score, on one line; empty if it has one."""
+    is_environment_made: bool = True
+    """Whether the environment exists; its constructor may have raised what `failure` says."""
 
 
 def encode_order(order: ScoringOrder) -> bytes:

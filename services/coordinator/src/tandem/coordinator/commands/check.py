@@ -96,7 +96,10 @@ def _show(num_rows: int) -> tuple[MakeAlgorithm, Callable[[], None]]:
 
 
 def _print_rewards(ready: CheckedConfig, num_rows: int) -> tuple[str, ...]:
-    """Print the rewards of the first reference answers, if the run has any; return what is wrong with them."""
+    """Print the rewards of the first reference answers, if the run has any; return what is wrong with them.
+
+    Raises `ConfigError` if an environment cannot be made.
+    """
     from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
     from tandem.coordinator.preparing.reference_rewards import reference_rewards
     from tandem.coordinator.preparing.shown_rows import draw_first_prompts
@@ -106,6 +109,8 @@ def _print_rewards(ready: CheckedConfig, num_rows: int) -> tuple[str, ...]:
     rewards = reference_rewards(ready.config, draw_first_prompts(ready.config, ready.algorithm, num_rows))
     if rewards.lines:
         print("\n".join(["rewards of the reference answers:", *(f"  {line}" for line in rewards.lines)]), end="\n\n")
+    if rewards.problems:
+        raise ConfigError(*rewards.problems)
     return rewards.notices
 
 

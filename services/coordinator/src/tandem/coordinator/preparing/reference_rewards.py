@@ -27,11 +27,13 @@ class ReferenceRewards(NamedTuple):
     """A line for each answer that has a reward, and one for each environment that gives none."""
     notices: tuple[str, ...]
     """A line for each answer that is worth less than the best."""
+    problems: tuple[str, ...] = ()
+    """A line for each environment that cannot be made, without which the run ends as soon as it has begun."""
 
 
 def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> ReferenceRewards:
     """Score the reference answers of prompts, in another process; empty where nothing scores responses."""
-    lines, notices = [], []
+    lines, notices, problems = [], [], []
     answers = [
         ReferenceAnswer(problem=group.problem, environment=group.environment or config.environments[0])
         for group in groups
@@ -43,6 +45,9 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Referenc
     answers = [answer for answer in answers if answer.environment not in unscored]
     for answer, score in zip(answers, _scores(config, answers) if answers else (), strict=True):
         row, key = answer.problem.problem_id, f"env.{answer.environment}"
+        if not score.is_environment_made:
+            problems.append(score.failure)
+            continue
         if score.failure:
             lines.append(f"{row}: no reward in {key}: {score.failure}")
             continue
@@ -54,7 +59,7 @@ def reference_rewards(config: Config, groups: Sequence[PromptGroup]) -> Referenc
         if score.reward < _BEST or not score.correct:
             but = "" if score.correct else ", not correct"
             notices.append(f"the reference answer of {row} scores {score.reward:g}{but} in {key}, {written}")
-    return ReferenceRewards(tuple(dict.fromkeys(lines)), tuple(notices))
+    return ReferenceRewards(tuple(dict.fromkeys(lines)), tuple(notices), tuple(dict.fromkeys(problems)))
 
 
 def _explain_unscored(config: Config, name: str) -> str:

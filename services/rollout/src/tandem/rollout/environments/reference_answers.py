@@ -37,7 +37,7 @@ def scorer_of(config: Config, name: str) -> _Scored:
         environment = make_environment(config.of_environment(name))
     except ConfigError as error:
         reason = str(error)
-        return lambda problem: ReferenceScore(failure=reason)
+        return lambda problem: ReferenceScore(failure=reason, is_environment_made=False)
     if is_multi_turn(environment):
         return lambda problem: ReferenceScore(failure="it plays several turns, so no single response has a score")
     step = step_of(environment)
