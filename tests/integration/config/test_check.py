@@ -54,6 +54,19 @@ def test_a_run_that_can_start_is_one_line() -> None:
     assert resolved[-1] == ended.stdout.strip()
 
 
+@pytest.mark.parametrize("command", ["check", "up", "doctor", "plan"])
+def test_a_configuration_for_clients_of_the_tinker_api_is_said_to_be_one(command: str) -> None:
+    path = Path(__file__).parents[3] / "examples" / "tinker.yaml"
+    refused = coordinator(command, path, "cluster.trainers=1")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith(f"error: {path}: it has neither an algorithm nor data")
+    assert line.endswith(f": coordinator tinker {path} cluster.trainers=1 serves them")
+    # One that has data is a run whose user has forgotten something.
+    Path("forgetful.yaml").write_text(path.read_text() + "data: {max_input_seq_length: 8}\n")
+    assert "algorithm: required" in coordinator(command, Path("forgetful.yaml")).stderr
+
+
 def test_problems_of_all_kinds_are_listed_together() -> None:
     Path("file").write_text("")
     over = {

@@ -15,6 +15,7 @@ from tandem.common import descriptors, gc_tuning, kept_inputs
 from tandem.common.distribution import version
 from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError, nearest
 from tandem.common.network import forget_empty_endpoint
+from tandem.common.shortages import is_shortage
 from tandem.coordinator.clusters import kubernetes, ray, slurm
 from tandem.coordinator.commands import (
     chat,
@@ -98,15 +99,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         carry_out: CarryOut = arguments.carry_out
         return carry_out(arguments)
     except ConfigError as error:
-        for line in error.problems:
+        problems = _name_other_command(arguments) or error.problems
+        for line in problems:
             print(f"error: {line}", file=sys.stderr)
-        if len(error.problems) > 1:
-            print(f"{len(error.problems)} problems", file=sys.stderr)
+        if len(problems) > 1:
+            print(f"{len(problems)} problems", file=sys.stderr)
         return BAD_INPUT
     except DamagedCheckpoint as error:
         print(f"error: {error}; {_way_out(error, arguments)}", file=sys.stderr)
         return FAILED
     except TandemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        if not is_shortage(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -183,6 +190,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _name_of(module: ModuleType) -> str:
     return module.__name__.rpartition(".")[2]
+
+
+def _name_other_command(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return what to say of a configuration that only ``coordinator tinker`` takes; nothing of any other."""
+    if arguments.command == _name_of(tinker) or "overrides" not in arguments or not hasattr(arguments, "config"):
+        return ()
+    from tandem.coordinator.tinker.driving import is_for_clients
+
+    if not is_for_clients(arguments.config, arguments.overrides):
+        return ()
+    words = ["coordinator", "tinker", arguments.config, *arguments.overrides]
+    return (
+        f"{arguments.config}: it has neither an algorithm nor data, which clients of the Tinker API bring: "
+        f"{shlex.join(words)} serves them",
+    )
 
 
 def _way_out(error: DamagedCheckpoint, arguments: argparse.Namespace) -> str:

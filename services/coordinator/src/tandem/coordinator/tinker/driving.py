@@ -72,6 +72,8 @@ class ApartLoop(CallLoop):
 _FOR_EVER_S = 1e9
 _NUM_STEPS = 10**9
 _SOURCE = "coordinator tinker"
+_OF_CLIENTS = {"policy", "cluster", "logger", "nemo_rl_version"}
+"""Sections of a configuration that says nothing of data, or of how to learn from it."""
 _SETS = "policy.generation.adapter_sets", "policy.generation.transformers_cfg.adapter_sets"
 """The key of the versions that an engine holds, and its earlier place."""
 _SPARE_SETS = 3
@@ -140,6 +142,16 @@ def load(path: str, overrides: Sequence[str], most_models: int = 1) -> Config:
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def is_for_clients(path: str, overrides: Sequence[str]) -> bool:
+    """Tell whether a configuration can be served to clients, and has no section that only a run needs."""
+    try:
+        sections = {*read_layers(Path(path), overrides).merged}
+        load(path, overrides)
+    except ConfigError:
+        return False
+    return "policy" in sections and sections <= _OF_CLIENTS
 
 
 def _of_optimizer(settings: Mapping[str, Any]) -> list[str]:
