@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import reasoning_gym
 import yaml
@@ -424,6 +426,46 @@ def test_splits_of_a_dataset_are_loaded(kind: str) -> None:
     assert [(p.question, p.answer) for p in problems.validation] == [(f"{i} + 1", i + 1) for i in (8, 9)]
     if kind == "parquet":
         assert problems.train[0].metadata == {"level": {"easy": True}}
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_short_floats_are_the_decimals_that_were_written(bits: int, is_folder: bool) -> None:
+    number = {16: pa.float16(), 32: pa.float32()}[bits]
+    numbers = [0.1, -2.5, 1e-4, 3.0]
+    schema = {
+        "input": pa.string(),
+        "output": number,
+        "list": pa.list_(number),
+        "deep": pa.struct({"of": pa.list_(pa.struct({"x": number, "n": pa.int64()})), "y": pa.float64()}),
+        "large": pa.large_list(number),
+    }
+    rows = [
+        {
+            "input": f"{value} =",
+            "output": value,
+            "list": [value, None, 0.3],
+            "deep": {"of": [{"x": 0.7, "n": 16777217}, None], "y": 0.1},
+            "large": None if value < 0 else [0.2],
+        }
+        for value in numbers
+    ]
+    table = pa.Table.from_arrays(
+        [pa.array([row[name] for row in rows], arrow_type) for name, arrow_type in schema.items()],
+        schema=pa.schema(schema),
+    )
+    os.mkdir("numbers")
+    pq.write_table(table, "numbers/train.parquet")
+    place = {"dataset_name": "numbers"} if is_folder else {"train_data_path": "numbers/train.parquet"}
+    config = data_config(**{"dataset_name": "jsonl", "num_validation": 0, **place})
+    problems = {problem.question: problem for problem in load_problems(config).train}
+    assert [problems[row["input"]].answer for row in rows] == numbers
+    kept = problems["0.1 ="].metadata
+    assert {name: kept[name] for name in ("list", "deep", "large")} == {
+        "list": [0.1, None, 0.3],
+        "deep": {"of": [{"x": 0.7, "n": 16777217}, None], "y": 0.1},
+        "large": [0.2],
+    }
 
 
 def test_a_repository_as_the_hub_holds_one_has_its_subsets() -> None:

@@ -611,10 +611,12 @@ class ResponseStream:
         self._reader = reader
         self._blanks: dict[Kind, str] = {"content": "", "reasoning": ""}
         """White space at the end so far, by kind of text."""
-        self._has_reasoning = False
+        self._has_text: dict[Kind, bool] = {"content": False, "reasoning": False}
         self._has_calls = False
         self._begins: dict[Kind, bool] = {"content": False, "reasoning": True}
         """Whether leading white space is left out, by kind of text."""
+        self._last: Kind | None = None
+        """Kind of the part before; None at the beginning."""
 
     def push(self, text: str) -> ResponseDelta:
         """Add text; return what is certain now."""
@@ -631,7 +633,7 @@ class ResponseStream:
         calls = list[FunctionCall]()
         for part in parts:
             if part.call is not None:
-                self._blanks["content"], self._has_calls = "", True
+                self._blanks["content"], self._has_calls, self._last = "", True, "call"
                 calls.append(part.call)
                 continue
             kind: Kind = "reasoning" if part.kind == "reasoning" else "content"
@@ -639,11 +641,15 @@ class ResponseStream:
         return ResponseDelta(content=texts["content"], reasoning=texts["reasoning"], tool_calls=tuple(calls))
 
     def _select_shown(self, kind: Kind, part: ResponsePart) -> str:
-        """Return the text to show of a part; white space at its end waits for more."""
+        """Return the text to show of a part; white space at its end waits for more.
+
+        Blocks are joined as those of a whole response are.
+        """
         if kind == "reasoning":
-            self._blanks["content"], self._begins["content"] = "", True
-        if kind == "reasoning" and part.is_first:
-            self._blanks["reasoning"], self._begins["reasoning"] = "\n" if self._has_reasoning else "", True
+            self._blanks["content"] = ""
+        if self._last is not None and (kind != self._last or part.is_first):
+            self._blanks[kind], self._begins[kind] = "\n" if self._has_text[kind] else "", True
+        self._last = kind
         text = part.text
         if self._begins[kind]:
             text = text.lstrip()
@@ -651,5 +657,5 @@ class ResponseStream:
         pending = self._blanks[kind] + text
         shown = pending.rstrip()
         self._blanks[kind] = pending[len(shown) :]
-        self._has_reasoning |= kind == "reasoning" and bool(shown)
+        self._has_text[kind] |= bool(shown)
         return shown

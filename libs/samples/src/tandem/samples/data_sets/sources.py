@@ -31,6 +31,7 @@ from tandem.config.models.hub import (
 from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, find_place, is_local
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import DataConfig
+from tandem.samples.data_sets.float_columns import restore_decimals
 from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.questions import read_question, rewrite_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
@@ -196,7 +197,8 @@ def parquet(path: str) -> Rows:
     if kind is not None:
         raise DataError(f"data: cannot read {path!r}: it is {kind}, not a Parquet file")
     try:
-        read = read_table(file_path).to_pylist()
+        table = read_table(file_path)
+        read = restore_decimals(table.to_pylist(), table.schema)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"data: cannot read {path!r}: {_first_line(error)}") from error
     if not read:
@@ -269,7 +271,8 @@ def hub(name: str, split: str, subset: str | None, commit: str | None = None) ->
                 loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
         columns = stored_columns(loaded)
         read = rows_of(loaded, columns) if columns else loaded
-        named_rows: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(read)]
+        rows = restore_decimals(read, loaded.features.arrow_schema)
+        named_rows: Rows = [(f"{name}[{split}]:{index}", row) for index, row in enumerate(rows)]
     except Exception as error:  # the library raises dozens of kinds, its own and the network's
         reason = (
             f"{unreachable}, and there is no copy here" if unreachable else _describe_load_error(error, name, commit)

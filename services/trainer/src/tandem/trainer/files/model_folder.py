@@ -27,7 +27,7 @@ def save_config(config: Any, folder: Path) -> Path | None:
     written = json.loads((folder / _CONFIG).read_text())
     source = Path(config.name_or_path or folder)
     if not (source / _CONFIG).is_file() or source.resolve() == folder.resolve():
-        settings, source_folder = _add_older_names(written), None
+        settings, source_folder = _add_older_names(written, config.attribute_map), None
     else:
         source_settings = json.loads((source / _CONFIG).read_text())
         same = json.loads(load_config(str(source), None).to_json_string())
@@ -75,9 +75,12 @@ def _apply_changes(
     return settings
 
 
-def _add_older_names(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the names that Transformers 4 has for some of them, besides those of Transformers 5."""
-    settings = dict(written)
+def _add_older_names(written: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings with the names that Transformers 4 has for some of them, besides those of Transformers 5.
+
+    `names` are those of settings by the names that a type has for them too, such as ``num_experts`` of Qwen3-MoE.
+    """
+    settings = {alias: written[name] for alias, name in names.items() if name in written} | dict(written)
     if "dtype" in written:
         settings["torch_dtype"] = written["dtype"]
     rope = written.get("rope_parameters")
