@@ -129,6 +129,26 @@ def test_a_composite_mixes_tasks_and_scores_each_by_its_own() -> None:
             r"^data\.task_params: composite has no task 'gcdd'; did you mean 'gcd'\?$",
         ),
         (
+            {"datasets": [{"name": "gcd", "level": 0}], "curriculum": {"success": 1}},
+            r"^data\.task_params: Object contains unknown field `success` - at `\$\.curriculum`",
+        ),
+        (
+            {"datasets": [{"name": "gcd", "level": 0}], "curriculum": {"success_threshold": 2}},
+            r"^data\.task_params: Expected `float` <= 1\.0 - at `\$\.curriculum\.success_threshold`",
+        ),
+        (
+            {"datasets": [{"name": "gcd", "level": 0}], "curriculum": {"failure_threshold": 0.7}},
+            r"^data\.task_params: curriculum\.failure_threshold, 0\.7, is not below success_threshold, 0\.7$",
+        ),
+        (
+            {"datasets": [{"name": "gcd"}], "curriculum": {}},
+            r"^data\.task_params: curriculum moves the tasks with a `level`, and none of `datasets` has one$",
+        ),
+        (
+            {"datasets": [{"name": "gcd", "level": 2}], "curriculum": {"max_level": 1}},
+            r"^data\.task_params: gcd begins at level 2, above the highest, 1$",
+        ),
+        (
             {"datasets": [{"name": "gcd", "config": {"nothing": 1}}]},
             r"composite refuses .* unexpected keyword .*nothing",
         ),

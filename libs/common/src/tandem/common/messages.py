@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from tandem.common.keys import Key, KeyPair
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 """The protocol version, raised whenever a message changes shape; both ends of a link must have the same."""
 
 ServiceKind = Literal["trainer", "rollout", "refit"]
@@ -608,6 +608,10 @@ class SampleScored(Message, frozen=True, kw_only=True):
     the tokens of all branches."""
     branches: Annotated[tuple[Branch, ...], Meta(max_length=MAX_BRANCHES)] = ()
     """Sequences of an agent's episode; empty for a sample of one sequence, which begins with its group's prompt."""
+    roles: Annotated[tuple[Count, ...], Meta(max_length=MAX_BRANCHES)] = ()
+    """Role that the policy plays in each of them, as its place in ``env.NAME.roles``; empty where that has none."""
+    role_rewards: tuple[Finite, ...] = ()
+    """Reward of each role; empty where there are none."""
     oldest_version: Count
     newest_version: Count
     """Oldest and newest weight version of the generated tokens."""

@@ -29,6 +29,8 @@ from tandem.samples.sample_record import (
     IMAGES,
     LOGPROBS_SCHEMA,
     NO_DIGEST,
+    ROLE_REWARDS,
+    ROLES,
     SAMPLING_MASKS,
     SCHEMA,
     UNREADABLE,
@@ -42,6 +44,8 @@ _FROM_ARROW: dict[str, Callable[[Any], Any]] = {
     "components": dict,
     "spent": dict,
     "tokens_by_version": tuple,
+    ROLES: tuple,
+    ROLE_REWARDS: tuple,
     "branches": lambda branches: tuple(Branch(**branch) for branch in branches),
 }
 """Conversions of a column's values to fields, where the two differ."""
@@ -144,7 +148,9 @@ def samples_of(table: pa.Table) -> list[RecordedSample]:
             step=row["step"],
             rollout=row["rollout"],
             command_id=row["command_id"],
-            scored=SampleScored(**{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED}),
+            scored=SampleScored(
+                **{name: _FROM_ARROW.get(name, _as_it_is)(row[name]) for name in _SCORED if name in row}
+            ),
             arrays=SampleBatch(
                 lengths_S=np.array(
                     [branch["num_tokens"] for branch in row["branches"]] or [len(row["token_ids"])], dtype=np.int32

@@ -80,12 +80,16 @@ _IMAGE = pa.struct([("digest", pa.binary()), ("grid", pa.list_(pa.int32())), ("b
 SAMPLING_MASKS = "sampling_masks"
 """Column of bytes with each token's sampling mask (`tandem.samples.sampling_masks`): the lengths of all, then their
 words."""
+ROLES, ROLE_REWARDS = "roles", "role_rewards"
+"""Columns with the role of each branch, and the reward of each role."""
 _OPTIONAL = {
     IMAGES: pa.field(IMAGES, pa.list_(_IMAGE)),
     SAMPLING_MASKS: pa.field(SAMPLING_MASKS, pa.large_binary()),
+    ROLES: pa.field(ROLES, pa.list_(pa.int32())),
+    ROLE_REWARDS: pa.field(ROLE_REWARDS, pa.list_(pa.float64())),
 }
 """Columns of some runs' samples: each sample's images, the branches' end to end, where the model sees; masks where
-engines cut distributions off."""
+engines cut distributions off; roles where the policy plays several."""
 
 
 def schema_with(optional: Mapping[str, bool]) -> pa.Schema:

@@ -33,6 +33,8 @@ from tandem.samples.sample_record import (
     IMAGES,
     LOGPROBS_SCHEMA,
     NO_DIGEST,
+    ROLE_REWARDS,
+    ROLES,
     RUN_ID,
     SAMPLING_MASKS,
     SCHEMA,
@@ -151,8 +153,10 @@ def read_unfinished(path: Path, run_id: str | None = None) -> pa.Table:
 def table_of(samples: Sequence[RecordedSample]) -> pa.Table:
     """Return samples as a table."""
     arrays, schema = samples[0].arrays.columns, SCHEMA
-    if "num_images_S" in arrays or "mask_lengths_T" in arrays:
-        schema = schema_with({IMAGES: "num_images_S" in arrays, SAMPLING_MASKS: "mask_lengths_T" in arrays})
+    has_roles = bool(samples[0].scored.role_rewards)
+    if has_roles or "num_images_S" in arrays or "mask_lengths_T" in arrays:
+        has_images, has_masks = "num_images_S" in arrays, "mask_lengths_T" in arrays
+        schema = schema_with({IMAGES: has_images, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles})
     offsets = pa.array([0, *accumulate(map(len, map(_READ["token_ids"], samples)))], pa.int32())
     columns = []
     for field in schema:
@@ -206,7 +210,7 @@ _READ: dict[str, Callable[[RecordedSample], Any]] = {
         if name in SampleScored.__struct_fields__
         else {"reference_answer": "answer"}.get(name, name)
     )
-    for name in SCHEMA.names
+    for name in (*SCHEMA.names, ROLES, ROLE_REWARDS)
 } | {"branches": _branches, EXPERTS: _experts, IMAGES: _images, SAMPLING_MASKS: _masks}
 """Reads a column's value of a sample."""
 

@@ -45,7 +45,7 @@ from tandem.samples.batch import SampleBatch
 from tandem.samples.recorded_shards import read_shard, samples_of
 from tandem.samples.routed_experts import RoutedExperts, as_trained_on
 from tandem.samples.sample_files import SHARD, STREAM, UNFINISHED, files, shard_path, unfinished_path
-from tandem.samples.sample_record import IMAGES, SAMPLING_MASKS, RecordedSample, schema_with
+from tandem.samples.sample_record import IMAGES, ROLE_REWARDS, ROLES, SAMPLING_MASKS, RecordedSample, schema_with
 from tandem.samples.sample_store import SampleStore
 from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinished, write_shard
 from tandem.samples.tokenizer import Tokenizer
@@ -183,7 +183,10 @@ class SampleRecorder:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         has_masks = context.config.replays_sampling_masks
-        self._schema = schema_with({IMAGES: tokenizer.sees, SAMPLING_MASKS: has_masks})
+        has_roles = context.config.agent is not None and bool(context.config.agent.roles)
+        self._schema = schema_with(
+            {IMAGES: tokenizer.sees, SAMPLING_MASKS: has_masks, ROLES: has_roles, ROLE_REWARDS: has_roles}
+        )
         self._queue: queue.SimpleQueue[_Finished | _Anew | RecordSamples | RestoreSamples | None] = queue.SimpleQueue()
         self._files: dict[tuple[int, Purpose], UnfinishedFile] = {}
         """Files that this process writes to, by step and purpose."""

@@ -70,6 +70,14 @@ def check_task_is_named(config: Config) -> None:
         )
 
 
+def check_curriculum_is_followed(config: Config) -> None:
+    """Check that levels of tasks follow accuracy only where there is one."""
+    has_curriculum = config.data.task == "composite" and config.data.task_params.get("curriculum") is not None
+    if has_curriculum and not config.declaration.rolls_out:
+        reason = f"levels follow the accuracy of responses, and {config.declaration.title} generates none"
+        raise InvalidValue("data.task_params.curriculum", reason)
+
+
 def check_file_is_named(config: Config) -> None:
     """Check that JSONL problems have a file; a training file is not needed if nothing is trained."""
     name = config.data.dataset_name
@@ -186,6 +194,10 @@ def check_environments_are_known(config: Config) -> None:
     for name, entry in config.env.items():
         if entry.persistent and entry.command is None:
             raise InvalidValue(f"env.{name}.persistent", f"only agents' programs persist: set env.{name}.command")
+        if entry.roles and (entry.packaged is not None or not entry.is_agent):
+            raise InvalidValue(
+                f"env.{name}.roles", f"only agents' requests name their role: set env.{name}.command or url"
+            )
         if entry.model_name is not None and not entry.is_reward_model:
             raise InvalidValue(
                 f"env.{name}.model_name", "a class, an agent or a judge is given too, which scores by itself"
@@ -239,7 +251,15 @@ def _check_packaged(name: str, entry: EnvironmentConfig) -> None:
 
 
 def _check_agent(name: str, entry: EnvironmentConfig) -> None:
-    """Raise `InvalidValue` unless an agent is either a program or a server, without a class."""
+    """Raise `InvalidValue` unless an agent is either a program or a server, without a class, and its roles differ."""
+    for index, role in enumerate(entry.roles):
+        if not re.fullmatch(r"[\w.-]+", role):
+            raise InvalidValue(
+                f"env.{name}.roles[{index}]",
+                f"{shown(role)} cannot name a metric: use letters, digits, '_', '.' and '-'",
+            )
+        if role in entry.roles[:index]:
+            raise InvalidValue(f"env.{name}.roles[{index}]", f"{shown(role)} is named twice")
     if entry.command is not None and entry.url is not None:
         raise InvalidValue(f"env.{name}.url", f"env.{name}.command is given too: an agent is a program or a server")
     key = f"env.{name}.{'url' if entry.command is None else 'command'}"
@@ -367,6 +387,7 @@ def check_conversations_have_turns(config: Config) -> None:
 
 RULES: tuple[Rule, ...] = (
     check_task_is_named,
+    check_curriculum_is_followed,
     check_file_is_named,
     check_several_validation_files_have_names,
     check_listed_sets_are_read,

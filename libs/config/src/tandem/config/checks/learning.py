@@ -106,11 +106,25 @@ def check_turns_are_an_agents(config: Config) -> None:
     raise InvalidValue(f"grpo.{key}", text)
 
 
+def check_roles_have_rewards(config: Config) -> None:
+    """Check that nothing else divides, or shapes, the rewards of an agent's roles."""
+    if config.agent is None or not config.agent.roles:
+        return
+    estimator = config.rollout_section.group_estimator
+    if estimator is not None and estimator.name in ("gdpo", "opd"):
+        key = f"{config.algorithm}.adv_estimator.name"
+        raise InvalidValue(key, f"{estimator.name} takes no rewards by role, which env.{config.data.environment} has")
+    if config.rollout_section.reward_shaping.enabled:
+        key = f"{config.algorithm}.reward_shaping.enabled"
+        raise InvalidValue(key, f"true, but env.{config.data.environment} has roles, whose lengths are no episode's")
+
+
 ROLLOUT_RULES: tuple[Rule, ...] = (
     check_samples_differ,
     check_dynamic_sampling_can_tell_groups_apart,
     check_rewards_can_be_scaled,
     check_rewards_can_be_shaped,
+    check_roles_have_rewards,
 )
 
 RULES: tuple[Rule, ...] = (

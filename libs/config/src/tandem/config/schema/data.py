@@ -455,6 +455,10 @@ class EnvironmentConfig(RewardModelKeys, frozen=True, kw_only=True):
     """New. Concurrent episodes of an agent in each rollout process."""
     max_completions: Annotated[int, Meta(ge=1, le=4096)] = 64
     """New. Most responses that one episode of an agent may request."""
+    roles: tuple[NonEmptyStr, ...] = ()
+    """New. Roles of an agent's episode that the policy plays, such as ``[first, second]``: requests name one as
+    ``policy:first``, rewards are given by role, and each role's baseline is over the same role in its group
+    (``docs/self_play.md``)."""
     judge: JudgeConfig | None = None
     """New. A language model that scores the responses."""
     verifiers: VerifiersConfig | None = None

@@ -22,6 +22,8 @@ from tandem.common.errors import ConfigError, nearest
 _PACKAGE = "reasoning_gym"
 COMPOSITE = "composite"
 """The task that mixes others; its parameter is a list of these."""
+LEVEL = "curriculum_level"
+"""Field of a problem's metadata: its level, where that is not the one that the file names."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,10 +36,28 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Level of the task's curriculum in reasoning-gym; `config` has the parameters that differ from it."""
 
 
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class CurriculumSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of a composite whose levels follow accuracy, named as in reasoning-gym's own trainers."""
+
+    last_k: Annotated[int, msgspec.Meta(ge=1)] = 10
+    """Steps at a level, those with problems of the task, whose mean accuracy decides about the next level."""
+    success_threshold: _Share = 0.7
+    """Accuracy from which the level rises by one."""
+    failure_threshold: _Share = 0.1
+    """Accuracy up to which it falls by one."""
+    max_level: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Level that no task exceeds; null means the highest of its curriculum."""
+
+
 class _Mixture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of a composite."""
 
     datasets: Annotated[list[_Part], msgspec.Meta(min_length=1)]
+    curriculum: CurriculumSettings | None = None
+    """How levels follow accuracy; without it they stay."""
 
 
 def task_dataset(task: str, parameters: Mapping[str, Any], *, size: int, seed: int) -> Any:
@@ -108,6 +128,15 @@ def _forget_package() -> dict[str, ModuleType]:
 
 def _mixture(parameters: Mapping[str, Any]) -> dict[str, Any]:
     from reasoning_gym.composite import DatasetSpec
+
+    mixture = _read_mixture(parameters)
+    if mixture.curriculum is not None:
+        _check_curriculum(mixture, mixture.curriculum)
+    return {"datasets": [DatasetSpec(part.name, part.weight, _configure(part)) for part in mixture.datasets]}
+
+
+def _read_mixture(parameters: Mapping[str, Any]) -> _Mixture:
+    """Return the parameters of a composite. Raise `ConfigError` for unknown ones, and for unknown tasks."""
     from reasoning_gym.factory import DATASETS
 
     try:
@@ -118,23 +147,71 @@ def _mixture(parameters: Mapping[str, Any]) -> dict[str, Any]:
     for part in mixture.datasets:
         if part.name not in DATASETS or part.name == COMPOSITE:
             raise ConfigError(f"data.task_params: composite has no task {part.name!r}{nearest(part.name, DATASETS)}")
-    return {"datasets": [DatasetSpec(part.name, part.weight, _configure(part)) for part in mixture.datasets]}
+    return mixture
+
+
+def _check_curriculum(mixture: _Mixture, settings: CurriculumSettings) -> None:
+    """Raise `ConfigError` if levels could not move, or would move both ways at once."""
+    if settings.failure_threshold >= settings.success_threshold:
+        raise ConfigError(
+            f"data.task_params: curriculum.failure_threshold, {settings.failure_threshold:g}, is not below "
+            f"success_threshold, {settings.success_threshold:g}"
+        )
+    if all(part.level is None for part in mixture.datasets):
+        raise ConfigError("data.task_params: curriculum moves the tasks with a `level`, and none of `datasets` has one")
+    for part in mixture.datasets:
+        if part.level is not None and part.level > find_highest_level(part.name, settings):
+            raise ConfigError(
+                f"data.task_params: {part.name} begins at level {part.level}, above the highest, "
+                f"{find_highest_level(part.name, settings)}"
+            )
+
+
+def read_curriculum(parameters: Mapping[str, Any]) -> tuple[CurriculumSettings, dict[str, int]] | None:
+    """Return the curriculum of a composite and the first level of each task that it moves; None if it has none.
+
+    Raise `ConfigError` as `task_dataset` does.
+    """
+    mixture = _read_mixture(parameters) if parameters.get("curriculum") is not None else None
+    if mixture is None or mixture.curriculum is None:
+        return None
+    _check_curriculum(mixture, mixture.curriculum)
+    return mixture.curriculum, {part.name: part.level for part in mixture.datasets if part.level is not None}
+
+
+def task_at_level(parameters: Mapping[str, Any], task: str, level: int) -> dict[str, Any]:
+    """Return the parameters of a composite of this task alone, at another level."""
+    (part,) = (part for part in _read_mixture(parameters).datasets if part.name == task)
+    return {"datasets": [msgspec.to_builtins(msgspec.structs.replace(part, level=level))]}
+
+
+@functools.cache
+def _count_levels(task: str) -> int:
+    """Return the number of levels of a task's curriculum. Raise `ConfigError` if it has none."""
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(task):
+        raise ConfigError(f"data.task_params: {task} has no curriculum in reasoning-gym, so it takes no level")
+    return max(len(attribute.levels) for attribute in create_curriculum(task).attributes.values())
+
+
+def find_highest_level(task: str, settings: CurriculumSettings) -> int:
+    """Return the highest level of a task. Raise `ConfigError` if it has no curriculum."""
+    highest = _count_levels(task) - 1
+    return highest if settings.max_level is None else min(highest, settings.max_level)
 
 
 def _configure(part: _Part) -> dict[str, Any]:
     """Return the parameters of one task. Raises `ConfigError` if its curriculum has no such level."""
     if part.level is None:
         return part.config
-    from reasoning_gym.factory import create_curriculum, has_curriculum
+    from reasoning_gym.factory import create_curriculum
 
-    if not has_curriculum(part.name):
-        raise ConfigError(f"data.task_params: {part.name} has no curriculum in reasoning-gym, so it takes no level")
-    curriculum = create_curriculum(part.name)
-    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    highest = _count_levels(part.name) - 1
     if part.level > highest:
         raise ConfigError(f"data.task_params: {part.name} has the levels 0 to {highest}, not {part.level}")
-    for name, attribute in curriculum.attributes.items():
-        curriculum.set_attr_level(name, min(part.level, len(attribute.levels) - 1))
+    curriculum = create_curriculum(part.name)
+    curriculum.set_global_level(part.level)
     parameters = vars(curriculum.generate_configuration())
     return {name: value for name, value in parameters.items() if name not in ("seed", "size")} | part.config
 

@@ -72,13 +72,22 @@ def reasoning_gym(data: DataConfig, seed: int) -> Iterator[Problem]:
     for first in itertools.count(start, _CHUNK):
         dataset = task_dataset(task, data.task_params, size=_CHUNK, seed=first)
         for index, entry in enumerate(dataset):
-            yield Problem(
-                problem_id=f"{task}-{first + index}",
-                question=str(entry["question"]),
-                # A problem with many right answers may show none; the scorer reads the metadata.
-                answer=make_plain_object({"answer": entry["answer"]})["answer"],
-                metadata=make_plain_object(entry["metadata"]),
-            )
+            yield _read_entry(f"{task}-{first + index}", entry)
+
+
+def reasoning_gym_problem(task: str, parameters: Mapping[str, Any], seed: int) -> Problem:
+    """Return the problem of a reasoning-gym task that a seed gives. Raise `ConfigError` as `reasoning_gym` does."""
+    return _read_entry(f"{task}-{seed}", task_dataset(task, parameters, size=1, seed=seed)[0])
+
+
+def _read_entry(problem_id: str, entry: Mapping[str, Any]) -> Problem:
+    return Problem(
+        problem_id=problem_id,
+        question=str(entry["question"]),
+        # A problem with many right answers may show none; the scorer reads the metadata.
+        answer=make_plain_object({"answer": entry["answer"]})["answer"],
+        metadata=make_plain_object(entry["metadata"]),
+    )
 
 
 class _PuzzleParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

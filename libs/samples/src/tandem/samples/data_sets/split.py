@@ -253,7 +253,7 @@ def _draw_generated(data: DataConfig, problems: Iterator[Problem]) -> ProblemSet
             f"data.num_train {num_train} and data.num_validation {num_validation}: {_name(data)} makes at most "
             f"{_MOST_MADE} problems for a run, all before it begins"
         )
-    share = num_validation / (num_train + num_validation)
+    share = _find_held_out_share(data)
     sizes = {True: num_validation, False: num_train}
     sides: dict[bool, list[Problem]] = {True: [], False: []}
     seen: dict[str, Problem] = {}
@@ -270,6 +270,16 @@ def _draw_generated(data: DataConfig, problems: Iterator[Problem]) -> ProblemSet
             if len(sides[is_held_out]) < sizes[is_held_out]:
                 sides[is_held_out].append(problem)
     return ProblemSets(train=sides[False], held_out={"": sides[True]})
+
+
+def is_held_out(data: DataConfig, problem: Problem) -> bool:
+    """Return whether a generated problem is among those that are held out, by its prompt; see `_draw_generated`."""
+    return _position(_prompt(data, problem)) < _find_held_out_share(data)
+
+
+def _find_held_out_share(data: DataConfig) -> float:
+    num_train, num_validation = data.num_train or 0, data.num_validation or 0
+    return num_validation / (num_train + num_validation)
 
 
 def _all_there_is(data: DataConfig, seen: Mapping[str, Problem]) -> ProblemSets:

@@ -18,6 +18,7 @@ from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingP
 from tandem.common.values.texts import question_text
 from tandem.config import Config
 from tandem.config.schema.columns import TEACHER
+from tandem.coordinator.algorithms.curriculum import Levels, make_curriculum
 from tandem.coordinator.algorithms.extra_metrics import failure_metrics, metrics_by_origin, turn_metrics
 from tandem.coordinator.algorithms.places import StreamPlaces
 from tandem.coordinator.algorithms.step_batch import training_batch
@@ -93,6 +94,8 @@ class _Drawn(NamedTuple):
     prompt_group: PromptGroup
     place: int
     """Place of the problem in the stream; of held-out problems, the number."""
+    levels: Levels | None
+    """Levels of the step's tasks, if they change."""
 
 
 class GrpoAlgorithm:
@@ -124,6 +127,8 @@ class GrpoAlgorithm:
         self._validation = [problem for part in parts.values() for problem in encode_now(part, encoder.encode)]
         self.places = StreamPlaces(config) if config.rollout_section.use_dynamic_sampling else None
         """Places that dynamic sampling draws from; None where each step has those after the step before it."""
+        self.curriculum = make_curriculum(config, encoder)
+        """Curriculum that decides about the problems' levels; None where these stay."""
         self._groups: dict[tuple[int, Purpose, int], _Drawn] = {}
         """Groups drawn so far, by step, purpose and number, without those of steps before the last batch."""
         self._has_several = len(config.environments) > 1
@@ -197,8 +202,10 @@ class GrpoAlgorithm:
         if purpose == "train":
             size = self._config.rollout_section.num_prompts_per_step
             place = (step - 1) * size + group if self.places is None else self.places.of(step, group)
+        levels = self.curriculum.levels.of(step) if self.curriculum is not None and purpose == "train" else None
         drawn = self._groups.get(key)
-        if drawn is not None and drawn.place == place:  # after a restart, earlier steps may draw more than before
+        # After a restart, earlier steps may draw more than before, or come to other levels.
+        if drawn is not None and (drawn.place, drawn.levels) == (place, levels):
             return drawn
         step = key[0]
         section = self._config.rollout_section
@@ -207,6 +214,8 @@ class GrpoAlgorithm:
             seed = section.seed if section.val_seed is None else section.val_seed
         else:
             encoded = self._train.get_item(place)
+            if self.curriculum is not None:
+                encoded = self.curriculum.draw(step, encoded)
             num_samples, seed = section.num_generations_per_prompt, section.seed
         prompt_group = PromptGroup(
             group=group,
@@ -216,7 +225,7 @@ class GrpoAlgorithm:
             environment=encoded.environment if self._has_several else "",
             images=encoded.images,
         )
-        self._groups[key] = _Drawn(encoded, prompt_group, place)
+        self._groups[key] = _Drawn(encoded, prompt_group, place, levels)
         return self._groups[key]
 
     def batch(
@@ -238,6 +247,8 @@ class GrpoAlgorithm:
         if self._has_origins:
             samples = [record.scored for record in records]
             metrics |= metrics_by_origin("train", samples, drawn, by_environment=self._has_several)
+        if self.curriculum is not None:
+            metrics |= self.curriculum.levels.finish(step, metrics)
         return batch, metrics
 
     def describe(self, samples: Sequence[SampleScored]) -> list[str]:

@@ -21,7 +21,7 @@ def has_spread(section: RolloutsConfig, samples: Sequence[SampleScored]) -> bool
     """Tell whether the rewards of a group differ by more than rounding, before shaping by length.
 
     If they do not, every advantage is zero (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 11), or comes from lengths
-    alone. Dropped samples do not count.
+    alone. Dropped samples do not count. Where the policy plays several roles, those of one role are enough.
     """
     samples = [sample for sample in samples if not sample.dropped]
     if not samples:
@@ -29,9 +29,20 @@ def has_spread(section: RolloutsConfig, samples: Sequence[SampleScored]) -> bool
     estimator = section.group_estimator
     if estimator is not None and estimator.name == "gdpo":
         values_SC = component_rewards(samples, section, component_names(samples))
+    elif samples[0].role_rewards:
+        return _has_spread_in_a_role(section, samples)
     else:
         values_SC = scale(np.array([[sample.reward] for sample in samples]), section.reward_scaling)
     return bool(differ(values_SC, axis=0).any())
+
+
+def _has_spread_in_a_role(section: RolloutsConfig, samples: Sequence[SampleScored]) -> bool:
+    """Tell whether the rewards of any role differ, of the samples in which the policy plays it."""
+    by_role = [
+        np.array([sample.role_rewards[role] for sample in samples if role in sample.roles])
+        for role in range(len(samples[0].role_rewards))
+    ]
+    return any(bool(differ(scale(rewards_S, section.reward_scaling))) for rewards_S in by_role if len(rewards_S))
 
 
 def component_names(samples: Sequence[SampleScored]) -> list[str]:

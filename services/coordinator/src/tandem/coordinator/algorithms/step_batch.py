@@ -26,6 +26,7 @@ from tandem.coordinator.algorithms.decoupled_advantages import clip, decouple_ad
 from tandem.coordinator.algorithms.extra_metrics import age_metrics, failure_metrics, name_metrics, turn_metrics
 from tandem.coordinator.algorithms.places import NUM_BATCHES
 from tandem.coordinator.algorithms.rewards import component_names, component_rewards, has_spread, scale, shape
+from tandem.coordinator.algorithms.roles import compare_roles
 from tandem.coordinator.scheduler.events import SampleRecord
 from tandem.samples.batch import SampleBatch
 from tandem.samples.batch_sharding import NO_PROMPT
@@ -195,17 +196,11 @@ def training_batch(
         if counts_S.any():
             metrics["training_reward"] = float(rewards_S[counts_S].mean())
     rewards_GN, counts_GN = rewards_S.reshape(-1, num_samples), counts_S.reshape(-1, num_samples)
-    if estimator is None or estimator.name == "opd":  # trainers make the advantages, or learn without any
-        advantages_GN = np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
+    by_role = compare_roles(grpo, samples) if samples[0].role_rewards else None
+    if by_role is not None:
+        advantages_GN = by_role.largest_S.reshape(-1, num_samples)
     else:
-        if estimator.name == "gdpo":
-            components_SC = gdpo_components(config, samples)
-            components_GNC = components_SC.reshape(-1, num_samples, components_SC.shape[1])
-            advantages_GN = decouple_advantages(components_GNC, estimator, counts_GN)
-        else:
-            advantages_GN = advantages(rewards_GN, estimator, counts_GN)
-        if grpo.advantage_bounds is not None:
-            advantages_GN = clip(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
+        advantages_GN = _compare_samples(config, samples, rewards_GN, counts_GN)
     kept_S = np.repeat((within(rewards_GN) & within(advantages_GN)).all(axis=1), num_samples)
     of_equal_rewards: set[int] = set()
     if grpo.leaves_out_equal_rewards:
@@ -232,7 +227,28 @@ def training_batch(
         set_aside={*np.flatnonzero(~kept_S).tolist()} | of_equal_rewards,
         notes=notes,
     )
-    return batch, metrics
+    return batch if by_role is None else by_role.put_into(batch, samples), metrics
+
+
+def _compare_samples(
+    config: Config,
+    samples: Sequence[SampleScored],
+    rewards_GN: NDArray[np.float64],
+    counts_GN: NDArray[np.bool_],
+) -> NDArray[np.float32]:
+    """Return the advantages of samples, or their rewards where trainers make the advantages, or learn without any."""
+    grpo, estimator = config.rollout_section, config.rollout_section.group_estimator
+    if estimator is None or estimator.name == "opd":
+        return np.where(counts_GN, rewards_GN, 0.0).astype(np.float32)
+    if estimator.name == "gdpo":
+        components_SC = gdpo_components(config, samples)
+        components_GNC = components_SC.reshape(*counts_GN.shape, components_SC.shape[1])
+        advantages_GN = decouple_advantages(components_GNC, estimator, counts_GN)
+    else:
+        advantages_GN = advantages(rewards_GN, estimator, counts_GN)
+    if grpo.advantage_bounds is not None:
+        advantages_GN = clip(advantages_GN, counts_GN, estimator, grpo.advantage_bounds)
+    return advantages_GN
 
 
 def sample_metrics(config: Config, columns: SampleColumns, samples: Sequence[SampleScored]) -> dict[str, float]:
@@ -259,11 +275,14 @@ def sample_metrics(config: Config, columns: SampleColumns, samples: Sequence[Sam
         rewarded = [sample for sample in samples if not sample.dropped]
         if any(map(_COMPONENTS, rewarded)) or any(map(_SPENT, rewarded)):
             metrics |= name_metrics(rewarded)
+    share_without_spread = float((most_G - least_G <= ROUNDING * size_G).mean())
+    if samples[0].role_rewards:
+        share_without_spread = len(rows_of_equal_rewards(config.rollout_section, samples)) / len(samples)
     metrics |= {
         "mean_generation_length": float(columns.response_lengths_S.mean()),
         "max_generation_length": float(columns.response_lengths_S.max()),
         "truncated_fraction": float(columns.is_truncated_S.mean()),
-        "groups_without_spread": float((most_G - least_G <= ROUNDING * size_G).mean()),
+        "groups_without_spread": share_without_spread,
     }
     if config.agent is not None or config.rollout_section.max_rollout_turns > 1:
         metrics |= turn_metrics(config, samples)

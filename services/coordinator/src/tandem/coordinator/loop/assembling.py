@@ -126,6 +126,8 @@ def assemble(
     spec = spec if front_end is None else front_end.spec(spec)
     if isinstance(algorithm, GrpoAlgorithm) and algorithm.places is not None:
         algorithm.places.resume(opened.journal.steps())
+    if isinstance(algorithm, GrpoAlgorithm) and algorithm.curriculum is not None:
+        algorithm.curriculum.levels.resume(opened.journal.steps())
     run_id = opened.journal.run_id
     sources = _serve_record(algorithm, lasting.registry, run_id, start.first_step, stack)
     live, observers = _observers(invocation, opened, lasting.observers, spec, snapshot)

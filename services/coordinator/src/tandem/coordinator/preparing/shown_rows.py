@@ -119,7 +119,8 @@ def draw_first_prompts(config: Config, algorithm: GrpoAlgorithm, num_rows: int) 
         return [*algorithm.prompt_groups(0, "validate", range(min(num_rows, algorithm.num_validation)))]
     section = config.rollout_section
     size = section.num_prompts_per_batch
-    if section.use_dynamic_sampling:  # what a later step draws depends on the rewards of this one
+    # What a later step draws may depend on the rewards of this one.
+    if section.use_dynamic_sampling or algorithm.curriculum is not None:
         num_rows = min(num_rows, size)
     places = (divmod(place, size) for place in range(num_rows))
     return [group for step, place in places for group in algorithm.prompt_groups(1 + step, "train", [place])]

@@ -350,6 +350,10 @@ def _check_episode(request: UnansweredRequest, row: int, sample: SampleScored) -
 
 def check_branches(limits: SampleLimits, row: int, sample: SampleScored) -> None:
     """Compare the sizes of an agent's episode with each other."""
+    num_roles, num_branches = limits.num_roles, len(sample.branches) if limits.num_roles else 0
+    has_roles = len(sample.roles) == num_branches and all(role < num_roles for role in sample.roles)
+    expect(has_roles, row, "roles", sample, "one of {} for each branch", num_roles)
+    expect(len(sample.role_rewards) == num_roles, row, "role_rewards", sample, "{} of them", num_roles)
     for branch in sample.branches:
         is_whole = branch.prompt_length + branch.num_made <= branch.num_tokens <= limits.max_tokens
         expect(is_whole, row, "branches", sample, "at most {} tokens each, and at least what counts", limits.max_tokens)

@@ -16,6 +16,8 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     """Most tokens of a whole sequence."""
     max_turns: int
+    num_roles: int = 0
+    """Roles that the policy plays in an agent's episode; zero where requests name none."""
     plays: bool = False
     """Whether an agent plays episodes, with prompts of its own."""
     speakers: frozenset[str] = frozenset({"trainer-0"})
@@ -34,6 +36,7 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
             vocabulary=vocabulary,
             max_tokens=policy.generation.kind.longest_sequence(config),
             max_turns=turns,
+            num_roles=0 if agent is None else len(agent.roles),
             plays=agent is not None,
             speakers=frozenset(f"trainer-{model_group.first}" for model_group in list_model_groups(config)),
         )

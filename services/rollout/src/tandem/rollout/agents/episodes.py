@@ -13,7 +13,7 @@ import numpy as np
 
 from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, ImageRef, PromptGroup, SamplingParameters
-from tandem.common.returned import line
+from tandem.common.returned import line, shown
 from tandem.common.values.json_values import LargeInteger, WrittenFloat
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
@@ -43,6 +43,15 @@ class _Asked(NamedTuple):
     request: ChatRequest
     messages: ChatMessages
     variables: dict[str, Any]
+    role: int
+
+
+class _RolePrompt(list[int]):
+    """A prompt of a role, with its chat: another role's may have the same tokens."""
+
+    def __init__(self, token_ids: Sequence[int], chat: _Asked) -> None:
+        super().__init__(token_ids)
+        self.chat = chat
 
 
 class Episode(ServedModel):
@@ -60,21 +69,24 @@ class Episode(ServedModel):
         images: RequestImages | None = None,
     ) -> None:
         assert config.agent is not None, "or nobody plays"
+        roles = config.agent.roles
+        self._role_of = {f"{MODEL}:{role}": place for place, role in enumerate(roles)}
+        """Place of each role by the name of the model in its requests."""
         super().__init__(
-            MODEL,
+            next(iter(self._role_of), MODEL),
             tokenizer,
             self,
             max_length=config.policy.max_total_sequence_length,
             vocabulary=vocabulary_size(config.policy),
             stop_token_ids=command.sampling.stop_token_ids,
-            aliases=[config.policy.model_name],
+            aliases=[*self._role_of][1:] or [config.policy.model_name],
             tool_call_parser=config.policy.generation.tool_call_parser,
             images=images,
         )
         self.number = number
         self.command = command
         self.session = EpisodeSession(
-            group, sample, tokenizer, replayed_experts(config), keeps_masks=config.replays_sampling_masks
+            group, sample, tokenizer, replayed_experts(config), keeps_masks=config.replays_sampling_masks, roles=roles
         )
         self.secret = secrets.token_urlsafe(24)
         self.told: asyncio.Future[Score | Failure] = asyncio.get_running_loop().create_future()
@@ -91,6 +103,7 @@ class Episode(ServedModel):
     def described(self, server: str) -> dict[str, Any]:
         """Return what the agent is told: where to send requests, and what to play."""
         url, group = f"{server}/sessions/{self.secret}", self.session.group
+        roles = self.session.roles
         return {
             "session_url": url,
             "base_url": f"{url}/v1",
@@ -100,6 +113,7 @@ class Episode(ServedModel):
             "step": self.command.step,
             "sample": self.session.sample,
             "seed": group.seeds[self.session.sample],
+            **({"roles": {self.session.roles[place]: name for name, place in self._role_of.items()}} if roles else {}),
             "problem": msgspec.to_builtins(group.problem, builtin_types=(WrittenFloat, LargeInteger)),
         }
 
@@ -111,10 +125,14 @@ class Episode(ServedModel):
         Raises what `ServedModel.chat_ids` raises.
         """
         variables = self.variables_of(request)
-        prompt_ids = self.encode_given(request, messages) or self.session.prompt_of(messages, variables)
+        if self._role_of and request.model is None:
+            names = ", ".join(self._role_of)
+            raise OpenAIRefused(f"model: the policy plays several roles; name one of {names}", param="model")
+        role = self._role_of.get(request.model or "", 0)
+        prompt_ids = self.encode_given(request, messages) or self.session.prompt_of(messages, variables, role)
         images = self.tokenizer.images_in(messages) or ()
-        self._asked[tuple(prompt_ids), images] = _Asked(request, messages, variables)
-        return prompt_ids
+        chat = self._asked[tuple(prompt_ids), images] = _Asked(request, messages, variables, role)
+        return _RolePrompt(prompt_ids, chat) if self._role_of else prompt_ids
 
     async def generate(
         self,
@@ -137,7 +155,13 @@ class Episode(ServedModel):
             raise OpenAIRefused(reason, status=403, kind="permission_error", code="too_many_completions")
         seed = turn_seed(self.session.group.seeds[self.session.sample], self._num_asked)
         self._num_asked += 1
-        asked_chat = self._asked.get((tuple(prompt_ids), images))
+        if isinstance(prompt_ids, _RolePrompt):
+            asked_chat: _Asked | None = prompt_ids.chat
+        elif self._role_of:
+            reason = "texts are of no role: the policy plays several here, and chats name theirs"
+            raise OpenAIRefused(reason, param="prompt", code="unsupported")
+        else:
+            asked_chat = self._asked.get((tuple(prompt_ids), images))
         response_chunks: list[ResponseChunk] = []
         try:
             async with aclosing(self._driver.generate(prompt_ids, sampling, seed, images)) as chunks:
@@ -204,7 +228,7 @@ class Episode(ServedModel):
             tool_calls=piece.tool_calls or None,
         )
         messages = [*asked_chat.messages, response.for_template(self._mark)]
-        self.session.add(prompt_ids, completion, messages, asked_chat.variables, images)
+        self.session.add(prompt_ids, completion, messages, asked_chat.variables, images, asked_chat.role)
 
     # --- what the agent says of it -----------------------------------------------------------------------------------
 
@@ -213,7 +237,7 @@ class Episode(ServedModel):
         if self.told.done():
             raise OpenAIRefused("this episode already has its reward", status=410, code="session_over")
         try:
-            score = read_reward(body)
+            score = read_reward(body, self.session.roles)
         except RewardError as error:
             self._why_refused = str(error)
             raise OpenAIRefused(str(error), status=422, param="reward") from error
@@ -231,25 +255,43 @@ class Episode(ServedModel):
         return Failure(line(f"{ending} without a reward{refusal}"), errors)
 
 
-def read_reward(body: bytes) -> Score:
+def read_reward(body: bytes, roles: Sequence[str] = ()) -> Score:
     """Read ``{"reward": 1.0, "correct": true, "components": {...}}``; `correct` defaults to a reward above zero.
 
-    Raises `RewardError`.
+    Where the policy plays `roles`, ``{"rewards": {"first": 1.0, "second": 0.0}}`` has the reward of each, which are
+    components as well, and ``reward`` defaults to their mean. Raises `RewardError`.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RewardError(f'the reward is not a JSON object such as {{"reward": 1.0}}: {error}') from error
-    unknown = fields.keys() - {"reward", "correct", "components"}
-    if "reward" not in fields or unknown:
-        fault = f"has {', '.join(map(repr, sorted(unknown)))}" if unknown else "has no 'reward'"
-        raise RewardError(f"the reward posted {fault}; it may have 'reward', 'correct' and 'components'")
-    reward = checked(Score(fields["reward"], correct=False), is_multi_turn=False)
+    names = ("rewards", "reward", "correct", "components") if roles else ("reward", "correct", "components")
+    unknown = fields.keys() - {*names}
+    if names[0] not in fields or unknown:
+        fault = f"has {', '.join(map(repr, sorted(unknown)))}" if unknown else f"has no {names[0]!r}"
+        may_have = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
+        raise RewardError(f"the reward posted {fault}; it may have {may_have}")
+    components = fields.get("components") or {}
+    if roles:
+        components = {**components, **_read_role_rewards(fields["rewards"], roles)}
+    values = [components[role] for role in roles]
+    reward = checked(Score(fields.get("reward", sum(values) / max(1, len(values))), correct=False), is_multi_turn=False)
     assert isinstance(reward, Score), "nothing else was made"
     correct = reward.reward > 0 if fields.get("correct") is None else fields["correct"]
-    score = checked(Score(reward.reward, correct, fields.get("components") or {}), is_multi_turn=False)
+    score = checked(Score(reward.reward, correct, components), is_multi_turn=False)
     assert isinstance(score, Score), "nothing else was made"
     return score
+
+
+def _read_role_rewards(rewards: object, roles: Sequence[str]) -> dict[str, float]:
+    """Return the reward of each role. Raise `RewardError` unless there is one number for each."""
+    if not isinstance(rewards, dict) or rewards.keys() != {*roles}:
+        named = ", ".join(map(repr, rewards)) if isinstance(rewards, dict) and rewards else shown(rewards)
+        raise RewardError(
+            f"the rewards posted are of {named}; there is one for each role: {', '.join(map(repr, roles))}"
+        )
+    checked(Score(0.0, correct=False, components=rewards), is_multi_turn=False)
+    return rewards
 
 
 def over() -> OpenAIRefused:

@@ -74,7 +74,7 @@ class ByPrograms:
         if not last.startswith("{"):
             return episode.unrewarded("its program ended", ended.errors)
         try:
-            return read_reward(last.encode())
+            return read_reward(last.encode(), episode.session.roles)
         except RewardError as error:
             return Failure(line(f"the last line of its program's output: {error}"), ended.errors)
 
@@ -176,9 +176,9 @@ class ByServer:
             return Failure(line(f"cannot ask {self._url}: {error or type(error).__name__}"))
         if not 200 <= status < 300:
             return Failure(line(f"{self._url} answered {status}: {body.decode(errors='replace')}"))
-        if b'"reward"' in body:
+        if b'"reward' in body:
             try:
-                return read_reward(body)
+                return read_reward(body, episode.session.roles)
             except RewardError as error:
                 return Failure(line(f"the answer of {self._url}: {error}"))
         await episode.told

@@ -46,6 +46,8 @@ class AgentExchange(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     completion: EngineCompletion
     images: tuple[ImageRef, ...] = ()
     """Images among its tokens, in order."""
+    role: int = 0
+    """Place of the role that the policy plays in it among the session's."""
 
 
 class EpisodeSession:
@@ -59,21 +61,26 @@ class EpisodeSession:
         experts: RoutedExperts | None = None,
         *,
         keeps_masks: bool = False,
+        roles: Sequence[str] = (),
     ) -> None:
-        """Begin an empty session. `experts` describe the routing that the engine reports for each token, if it does;
-        with `keeps_masks` sequences have sampling masks.
+        """Begin an empty session.
+
+        `experts` describe the routing that the engine reports for each token, if it does; with `keeps_masks` sequences
+        have sampling masks. The policy plays `roles`, if it plays several.
         """
         self._experts = experts
         self._keeps_masks = keeps_masks
+        self.roles = tuple(roles)
         self.group = group
         self.sample = sample
         self.exchanges: list[AgentExchange] = []
         """Exchanges, in the order in which they were answered."""
         self._tokenizer = tokenizer
 
-    def prompt_of(self, messages: ChatMessages, variables: Mapping[str, Any]) -> list[int]:
-        """Return the tokens from which a conversation continues. Raises what `Tokenizer.encode_chat` raises."""
-        exchange = self._continued(messages, variables)
+    def prompt_of(self, messages: ChatMessages, variables: Mapping[str, Any], role: int = 0) -> list[int]:
+        """Return the tokens from which a conversation of a role continues. Raises what `Tokenizer.encode_chat`
+        raises."""
+        exchange = self._continued(messages, variables, role)
         if exchange is None:
             return self._tokenizer.encode_chat(messages, add_generation_prompt=True, variables=variables)
         new_messages = messages[len(exchange.messages) :]
@@ -87,19 +94,21 @@ class EpisodeSession:
         messages: ChatMessages = (),
         variables: Mapping[str, Any] | None = None,
         images: tuple[ImageRef, ...] = (),
+        role: int = 0,
     ) -> None:
         """Note a response as the agent receives it. The prompt's tokens and images tell which exchange it continues.
 
         `messages` are those of the whole conversation, the response included, and `images` those of the prompt.
         """
         exchange = AgentExchange(
-            parent=self._parent(prompt_ids, images),
+            parent=self._parent(prompt_ids, images, role),
             messages=messages,
             variables=variables or {},
             token_ids=(*prompt_ids, *completion.token_ids_T.tolist()),
             num_given=len(prompt_ids),
             completion=completion,
             images=images,
+            role=role,
         )
         self.exchanges.append(exchange)
 
@@ -124,6 +133,8 @@ class EpisodeSession:
             response_length=sum(branch.num_made for branch in branches),
             num_tokens=len(arrays.token_ids_T),
             branches=branches,
+            roles=self._branch_roles() if self.roles else (),
+            role_rewards=tuple(score.components.get(name, 0.0) for name in self.roles),
             oldest_version=int(made_versions_T.min()),
             newest_version=int(made_versions_T.max()),
             tokens_by_version=tuple(counts.tolist()),
@@ -139,27 +150,34 @@ class EpisodeSession:
         )
         return sample, arrays
 
-    def _continued(self, messages: ChatMessages, variables: Mapping[str, Any]) -> AgentExchange | None:
+    def _continued(self, messages: ChatMessages, variables: Mapping[str, Any], role: int) -> AgentExchange | None:
         """Return the longest exchange that a conversation repeats and continues."""
         candidates = [
             exchange
             for exchange in self.exchanges
             if exchange.messages
+            and exchange.role == role
             and exchange.variables == variables
             and len(exchange.messages) < len(messages)
             and _repeats(messages[: len(exchange.messages)], exchange.messages)
         ]
         return max(candidates, key=lambda exchange: len(exchange.messages), default=None)
 
-    def _parent(self, prompt_ids: Sequence[int], images: tuple[ImageRef, ...]) -> int | None:
+    def _parent(self, prompt_ids: Sequence[int], images: tuple[ImageRef, ...], role: int) -> int | None:
         candidates = [
             (len(exchange.token_ids), number)
             for number, exchange in enumerate(self.exchanges)
             if len(exchange.token_ids) < len(prompt_ids)
+            and exchange.role == role
             and exchange.token_ids == tuple(prompt_ids[: len(exchange.token_ids)])
             and exchange.images == images[: len(exchange.images)]
         ]
         return max(candidates, key=lambda item: item[0], default=(0, None))[1]  # of several equal ones, the first
+
+    def _branch_roles(self) -> tuple[int, ...]:
+        """Return the role of each of `_branches`."""
+        followed = {exchange.parent for exchange in self.exchanges}
+        return tuple(exchange.role for leaf, exchange in enumerate(self.exchanges) if leaf not in followed)
 
     def _branches(self) -> list[tuple[SampleBatch, Branch]]:
         """Return a sequence for each response that nothing follows, in the order of these responses."""

@@ -18,7 +18,7 @@ from typing import Any
 from tandem.common.messages import Problem
 from tandem.rollout.environments.answers import answer_in
 from tandem.rollout.environments.environment import Score
-from tandem.samples.data_sets.reasoning_tasks import task_dataset
+from tandem.samples.data_sets.reasoning_tasks import LEVEL, task_at_level, task_dataset
 
 Entry = Mapping[str, Any]
 """A problem as reasoning-gym has it: question, answer, metadata."""
@@ -56,8 +56,8 @@ class ReasoningGym:
             partial_credit: whether a score below solved counts, or is zero.
 
         """
-        self._scorer = task_dataset(task, parameters, size=1, seed=0).score_answer
-        self._corrected = _corrected_scorer(task, self._scorer)
+        self._scorers = functools.cache(functools.partial(_make_scorers, task, parameters))
+        self._scorers()
         self._answer_after = answer_after
         self._partial_credit = partial_credit
 
@@ -66,15 +66,29 @@ class ReasoningGym:
         too."""
         answer = answer_in(response, self._answer_after)
         entry = {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
+        level = problem.metadata.get(LEVEL)
+        scorer, corrected = (
+            self._scorers() if level is None else self._scorers(problem.metadata["source_dataset"], level)
+        )
         try:
-            score = float(self._corrected(answer, entry))
+            score = float(corrected(answer, entry))
         except Exception:
             # Some scorers parse without a guard. If this raises too, the scorer or the problem is at fault.
-            self._scorer(problem.answer, entry)
+            scorer(problem.answer, entry)
             score = 0.0
         correct = score >= _SOLVED
         reward = score if correct or self._partial_credit else 0.0
         return Score(reward=reward, correct=correct, answer=answer or None)
+
+
+def _make_scorers(
+    task: str, parameters: Mapping[str, Any], part: str = "", level: int | None = None
+) -> tuple[Scorer, Scorer]:
+    """Return a task's own scorer and the corrected one; of a part of a composite at another level, if one is named."""
+    if level is not None:
+        parameters = task_at_level(parameters, part, level)
+    scorer = task_dataset(task, parameters, size=1, seed=0).score_answer
+    return scorer, _corrected_scorer(task, scorer)
 
 
 def _corrected_scorer(task: str, scorer: Scorer) -> Scorer:
