@@ -84,7 +84,7 @@ class Driving:
     def __exit__(self, *_: object) -> None:
         self._goes_on.set()
         self._is_over.set()
-        self._thread.join(30)
+        self._thread.join(120)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

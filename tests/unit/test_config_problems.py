@@ -266,6 +266,6 @@ def test_what_is_imported_before_trainers_are_forked_sees_their_environment(monk
         Path("out").open("wb") as out,
     ):  # type: ignore[list-item]
         monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-        assert fork_server.start("tandem.refit.cli", ["--help"], out).wait(30.0) == 0
+        assert fork_server.start("tandem.refit.cli", ["--help"], out).wait(120.0) == 0
     assert Path("seen").read_text() == "yes"
     assert "TANDEM_TOLD" not in os.environ

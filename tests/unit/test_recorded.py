@@ -130,11 +130,11 @@ def test_one_step_is_read_ahead_and_no_more(
     read_step = recorded_shards.read_step
     monkeypatch.setattr(recorded_shards, "read_step", reading)
     algorithm.serve("tcp://127.0.0.1:1234", RUN_ID, 1, TRAINERS)
-    assert is_read.acquire(timeout=10)
+    assert is_read.acquire(timeout=120)
     assert [step for step, _ in read] == [1], "before anybody asks"
     for step in (1, 2, 3):
         algorithm.batch(step, "train")
-        assert is_read.acquire(timeout=10)
+        assert is_read.acquire(timeout=120)
         assert [step for step, _ in read] == list(range(1, step + 2))
     algorithm.batch(4, "train")
     assert len(read) == 4, "the last one has no next"

@@ -127,15 +127,15 @@ def test_a_worker_that_is_killed_while_it_waits_is_replaced(start: Start) -> Non
 
 
 def test_the_rollout_process_keeps_running_while_a_worker_is_frozen(start: Start) -> None:
-    scorer = start(here("Misbehaves", on_error="zero", timeout_s=3.0))
+    scorer = start(here("Misbehaves", on_error="zero", timeout_s=8.0))
     scorer.submit(0, problem(), said("freeze"))
     began, longest = time.monotonic(), 0.0
     while not (found := scorer.poll()):
         before = time.monotonic()
         time.sleep(0.001)
         longest = max(longest, time.monotonic() - before)
-    assert 2.9 < time.monotonic() - began < 20
-    assert longest < 2.5
+    assert 7.9 < time.monotonic() - began < 60
+    assert longest < 7.0
     assert isinstance(found[0][1], UnscoredResponse)
 
 

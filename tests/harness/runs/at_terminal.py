@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tandem.common.descriptors import wait_to_read
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 500.0
 _ROWS, _COLUMNS = 50, 160
 
 

@@ -286,7 +286,7 @@ def test_a_message_that_is_lost_costs_the_deadline_and_a_whole_version(rendezvou
         started = time.monotonic()
         with pytest.raises(RefitError, match="trainer-0 failed while sending"):
             scene.own.bound.run(20.0)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 19
         assert "rollout-0 failed while receiving" in scene.others["rollout-0"].reply()["error"]
         scene.connect(rendezvous.port, epoch=1)
         assert scene.run(2) == {"rollout-0": whole}

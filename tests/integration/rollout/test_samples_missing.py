@@ -137,7 +137,7 @@ class Processes:
             with contextlib.suppress(OSError):
                 end.send(None)
         for process, end in self._started:
-            process.join(10.0)
+            process.join(60.0)
             if process.is_alive():
                 process.kill()
                 process.join()

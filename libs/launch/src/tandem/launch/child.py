@@ -14,8 +14,9 @@ import msgspec
 from tandem.common.messages import ServiceKind
 from tandem.common.texts import read_last_lines
 
-KILLED_S = 10.0
-"""Longest time that the kernel takes to end a killed process, and a supervisor to report it."""
+KILLED_S = 60.0
+"""Longest time that the kernel takes to end a killed process, and a supervisor to report it: on a machine with fifty
+processes for a core it was seen to take more than ten seconds."""
 _LOG_TAIL_LINES = 3
 
 

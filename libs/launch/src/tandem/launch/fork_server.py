@@ -30,7 +30,7 @@ from tandem.common import gc_tuning, signals
 from tandem.common.descriptors import wait_to_read
 from tandem.common.errors import DeadlineExceeded, ServiceLost
 from tandem.common.process_lifetime import count_processor_seconds, die_with, is_stopped, reaper
-from tandem.launch.child import ForkedChild
+from tandem.launch.child import KILLED_S, ForkedChild
 
 _NAME = "the process that forks services"
 _ATTEMPTS = 2
@@ -42,8 +42,6 @@ _BUSY_TIMES = 10
 """How many times as long an import may take on a machine that is busy with much else."""
 _LEAST_WORK_S = 1.0
 """Time in which a process that works gets a hundredth of a second of some processor, however busy all are."""
-_KILLED_S = 10.0
-"""Longest time that the kernel takes to end a killed process."""
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment of compute threads: they sleep when idle. Training and generation take turns on the same cores, and
 spinning threads would take those from the one at work. Read when torch is imported."""
@@ -198,7 +196,7 @@ class ServiceForkServer:
     def _end(self) -> int:
         self._orders.close()
         self._process.kill()
-        return self._process.wait(_KILLED_S)
+        return self._process.wait(KILLED_S)
 
     def _begin(self) -> tuple[ForkedChild | subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

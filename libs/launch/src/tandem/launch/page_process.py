@@ -13,14 +13,13 @@ from typing import Literal
 
 from tandem.common.errors import ConfigError
 from tandem.common.texts import read_last_lines
+from tandem.launch.child import KILLED_S
 from tandem.launch.restarts import select_within
 from tandem.observe.page.address import END, listen, url_of
 
 _HOST = "127.0.0.1"
 _END_S = 2.0
 """Time for it to show its viewers how the run ended, before it is killed."""
-_KILLED_S = 10.0
-"""Longest time that the kernel takes to end a killed process."""
 _TAIL_LINES = 2
 _MOST_STARTS, _WINDOW_S = 3, 600.0
 """Most starts of the process within the window; then it stays dead."""
@@ -90,5 +89,5 @@ class PageProcess:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait(_KILLED_S)
+                self._process.wait(KILLED_S)
             self._process = None
