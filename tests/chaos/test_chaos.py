@@ -56,8 +56,9 @@ CONFIG: dict[str, Any] = {
 }
 BY_HAND = "rollout by hand"
 LEAVES = f"{BY_HAND}, told to leave"
-SUPERVISOR, EDITS, DISK = "supervisor", "files that the run reads", "disk"
-"""The supervisor is only stopped, and continued; a file is edited or deleted; the disk is full for a while."""
+SUPERVISOR, EDITS, DISK, SEVERAL = "supervisor", "files that the run reads", "disk", "several at once"
+"""The supervisor is only stopped, and continued; a file is edited or deleted; the disk is full for a while; any number
+of the run's processes are killed at one instant."""
 SERVICES = ("coordinator", "trainer", "rollout", BY_HAND, "refit")
 OF_ENGINES = {
     "fork server of environments": "rollout: forks reward workers",
@@ -68,7 +69,7 @@ OF_ENGINES = {
 """Helpers of engines, and what their titles begin with; the guardian of a process has its title, or its parent's."""
 OF_COORDINATOR = {"fork server": "coordinator: forks services", "page": "page "}
 HELPERS = OF_COORDINATOR | OF_ENGINES
-KINDS = (*SERVICES, *OF_COORDINATOR, "fork server of environments", "reward worker", SUPERVISOR, EDITS)
+KINDS = (*SERVICES, *OF_COORDINATOR, "fork server of environments", "reward worker", SUPERVISOR, EDITS, SEVERAL)
 MAX_AGE = 2
 ASYNCHRONOUS: dict[str, Any] = {
     "grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": MAX_AGE}},
@@ -100,11 +101,11 @@ MATRICES = {
     "synchronous": Matrix(changes={}, kinds=KINDS),
     "asynchronous": Matrix(changes=ASYNCHRONOUS, kinds=(*KINDS, LEAVES), is_repeatable=False),
     "agents": Matrix(
-        changes=PLAYED, kinds=(*SERVICES, *OF_COORDINATOR, "what starts agents", "agent", SUPERVISOR, EDITS)
+        changes=PLAYED, kinds=(*SERVICES, *OF_COORDINATOR, "what starts agents", "agent", SUPERVISOR, EDITS, SEVERAL)
     ),
     "disks": Matrix(changes={}, kinds=(*SERVICES, DISK, EDITS, DISK, SUPERVISOR, DISK), has_small_disk=True),
 }
-NEVER_STOPPED, NEVER_KILLED = (LEAVES, EDITS, DISK), (SUPERVISOR, EDITS, DISK)
+NEVER_STOPPED, NEVER_KILLED = (LEAVES, EDITS, DISK, SEVERAL), (SUPERVISOR, EDITS, DISK)
 STOPS = 0.3
 """The share of those that are stopped, and only hang."""
 STAYS = 0.3
@@ -176,7 +177,7 @@ class Harried:
         """Return the processes of a kind."""
         if kind in (BY_HAND, LEAVES):
             return self._engines()
-        if kind in (SUPERVISOR, EDITS, DISK):
+        if kind in (SUPERVISOR, EDITS, DISK, SEVERAL):
             return [psutil.Process(self.run.process.pid)]
         processes = children_of(self.run)
         if kind in OF_ENGINES:
@@ -201,6 +202,9 @@ class Harried:
             assert self._disk is not None, "see `Matrix.has_small_disk`"
             self._disk.fill()
             self._wakes.append((time.monotonic() + dice.uniform(0.5, FULL_S), self._disk.free))
+            return
+        if kind == SEVERAL:
+            kill_at_once(children_of(self.run), dice)
             return
         if wakes_in_s is None:
             victim.kill()
@@ -264,6 +268,15 @@ def children_of(run: Command) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return run.children()
     return []
+
+
+def kill_at_once(processes: list[psutil.Process], dice: random.Random) -> None:
+    """Kill some processes, each of which is stopped first: none sees the end of another before its own."""
+    victims = dice.sample(processes, dice.randint(min(2, len(processes)), len(processes)))
+    for do in (psutil.Process.suspend, psutil.Process.kill):
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                do(victim)
 
 
 def _is_there(command: Command) -> bool:
