@@ -16,12 +16,15 @@ from environment_harness import WAIT_S, config, problem, results, said
 
 from tandem.common.errors import HelperLost
 from tandem.config import Config
+from tandem.rollout.agents.programs import ProgramLauncher
 from tandem.rollout.environments import Score
 from tandem.rollout.environments.faults import UnscoredResponse
 from tandem.rollout.environments.outcomes import EnvironmentCall, ScoringCall
 from tandem.rollout.environments.processes.guarded import GuardedProcess
 from tandem.rollout.environments.processes.workers import WorkerPool
 from tandem.rollout.environments.scorer import EnvironmentScorer
+from tests.harness.leaks import gone
+from tests.harness.runs.running import wait_until
 
 Start = Callable[..., EnvironmentScorer]
 
@@ -321,3 +324,30 @@ def test_a_wake_up_that_comes_while_another_is_heeded_is_kept(start: Start) -> N
     pool.submit(job)  # the thread has looked for jobs, and does not wait yet
     goes_on.set()
     assert pool.outcomes.get(timeout=WAIT_S) == (job, Score(3.0, True))
+
+
+def test_daemons_of_a_program_end_though_all_above_them_are_killed_at_once() -> None:
+    """A program has an environment of its own."""
+    launcher, pids = ProgramLauncher(), Path("pids")
+    script = "setsid sleep 600 & echo $! > pids; exec sleep 600"
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    try:
+        environment = {"PATH": os.environ["PATH"]}
+        lifeline = launcher.start(["/bin/sh", "-c", script], environment, (nowhere, nowhere, nowhere))
+        wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), lambda: "a daemon", timeout_s=WAIT_S)
+        daemon = psutil.Process(int(pids.read_text()))
+        guardian = psutil.Process(launcher._process._process.pid)
+        wait_until(lambda: daemon.name() == "sleep", lambda: "its program", timeout_s=WAIT_S)
+        below = guardian.children(recursive=True)
+        victims = [guardian, *(child for child in below if child.children() or child == daemon.parent())]
+        assert len(victims) >= 3, "also the launcher, and the guardian of the program"
+        for victim in victims:
+            victim.suspend()
+        for victim in victims:
+            victim.kill()
+        assert gone([child.pid for child in below])
+        assert gone([daemon.pid])
+        lifeline.close()
+    finally:
+        os.close(nowhere)
+        launcher.close()
