@@ -232,6 +232,14 @@ def test_the_chat_template_gets_its_variables(tokenizer: Tokenizer) -> None:
     assert str(caught.value) == message
 
 
+def test_a_template_is_not_blamed_for_a_machine_that_does_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with chat_templates._deadline(0.2):
+        time.sleep(1.0)  # no processor works for it
+    monkeypatch.setattr(chat_templates, "_BUSY_TIMES", 2)
+    with pytest.raises(chat_templates._TooSlow), chat_templates._deadline(0.2):
+        time.sleep(300.0)
+
+
 @pytest.mark.parametrize(
     ("template", "what"),
     [

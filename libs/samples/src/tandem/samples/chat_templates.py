@@ -26,7 +26,10 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning: DeepSeek's, vLLM's and GPT-OSS's. Templates read one, Transformers gives them all."""
 
 DEADLINE_S = 10.0
-"""Time limit of one conversation, in seconds. Most take less than a millisecond, the first takes 0.1 s."""
+"""Limit of one conversation, in seconds that a processor works for it: a machine may have much else to do. Most take
+less than a millisecond, the first takes 0.1 s."""
+_BUSY_TIMES = 30
+"""How many times as long it may take in all."""
 _MAX_MEMORY = 1 << 30
 """Memory limit of one conversation, in bytes beyond what the process has."""
 _MAX_TEXT = 1 << 26
@@ -256,14 +259,19 @@ def memory_limit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `_TooSlow` after this time. Only the main thread can be interrupted; in other threads there is no limit."""
+    """Raise `_TooSlow` once a processor has worked so long for this thread, or after `_BUSY_TIMES` that.
+
+    Only the main thread can be interrupted; in other threads there is no limit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _TooSlow
+        if time.thread_time() - worked_s >= seconds or time.monotonic() - begun >= _BUSY_TIMES * seconds:
+            raise _TooSlow
 
+    worked_s = time.thread_time()
     handler = signal.signal(signal.SIGALRM, interrupt)
     begun = time.monotonic()
     # Repeat the signal: the first exception may be lost, for example in an object's finalizer.
