@@ -90,10 +90,11 @@ def test_what_is_written_is_what_is_read_in_the_order_of_groups(tmp_path: Path) 
 
 def test_every_field_of_a_sample_is_a_column_of_its_own() -> None:
     """So that a batch can be computed again from the record."""
-    assert set(SampleScored.__struct_fields__) <= set(SCHEMA.names)
+    of_roles = {"roles", "role_rewards"}  # of some runs only; `test_roles.py` tries them
+    assert set(SampleScored.__struct_fields__) - of_roles <= set(SCHEMA.names)
     arrays = {name.removesuffix("_T") for name in SAMPLES if name.endswith("_T")}
     assert arrays <= set(SCHEMA.names)
-    full = {name: getattr(FULL, name) for name in SampleScored.__struct_fields__}
+    full = {name: getattr(FULL, name) for name in SampleScored.__struct_fields__ if name not in of_roles}
     defaults = {field.name: field.default for field in msgspec.structs.fields(SampleScored)}
     assert not [name for name, value in full.items() if value == defaults[name]], "the test above tries all of them"
 
