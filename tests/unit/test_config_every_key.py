@@ -106,10 +106,12 @@ OTHERWISE = {
                 "package url python variables reset resets system_prompt action observation max_turns step_timeout_s "
                 "correct_from",
             ),
+            ("nemo_gym", "config agent variables correct_from"),
         )
         for name in names.split()
     },
-    "env.verifiers.python": (f"{_PROGRAMS}/../tasks.py", "settings.python if isinstance"),
+    "env.verifiers.python": (f"{_PROGRAMS}/../tasks.py", "else settings.python"),
+    "env.nemo_gym.python": (f"{_PROGRAMS}/../tasks.py", "else settings.python"),
 }
 """Keys that are read by a name in a variable, or by another key that they set: the file, and the text that does it."""
 

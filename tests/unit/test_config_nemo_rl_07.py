@@ -29,10 +29,6 @@ REFUSED = {
         "policy.draft.enabled (true)",
         "policy.generation.backend (sglang)",
         "logger.swanlab_enabled (true)",
-        "env.nemo_gym",
-        "data.dataset_name (NemoGymDataset)",
-        "data.train[0].processor (nemo_gym_data_processor)",
-        "data.validation[0].processor (nemo_gym_data_processor)",
     ],
 }
 """Files that switch on what is not built, with its names."""
@@ -176,6 +172,10 @@ def test_a_key_that_only_interpolations_read_is_no_section(tmp_path: Path) -> No
 def test_nemo_gym_scores_everything_where_it_is_asked_for() -> None:
     config = load_config("grpo_nemo_gym.yaml", ["data.default.env_name=math"], to_run=False)
     assert config.environments == ("nemo_gym",)
+    (settings,) = (entry.nemo_gym for entry in config.env.values() if entry.nemo_gym is not None)
+    assert settings.config["code_gen"]["resources_servers"]["code_gen"]["num_processes"] == 1024
+    assert settings.config["config_paths"] == ["responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"]
+    assert settings.config["uv_venv_dir"] == "/opt/gym"
 
 
 def test_arguments_of_vllm_that_are_taken_and_not_handed_on() -> None:

@@ -243,7 +243,9 @@ def test_switches_of_nemo_gym_are_no_environments(value: str) -> None:
     given = ["env.exact_match={}", f"env.should_mask_flagged_samples={value}"]
     config = load_config("small.yaml", given)
     assert [*config.env] == ["exact_match"]
-    line = "env.should_mask_flagged_samples (true) has no effect: only NeMo Gym flags samples"
+    line = (
+        "env.should_mask_flagged_samples (true) has no effect: samples that agents of NeMo Gym flag count as others do"
+    )
     assert config.ignored == ((line,) if value == "true" else ())
 
 

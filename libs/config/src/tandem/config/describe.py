@@ -199,7 +199,7 @@ def _describe_not_built() -> str:
         "These keys of NeMo-RL are accepted while they are switched off, and refused with `not supported yet`\n"
         "otherwise. Keys of a section that not every run uses (`grpo`, `policy.generation` and the like) are refused\n"
         "only where it is used. Environments, data sets and processors of NeMo-RL that are not built (those for\n"
-        "pictures and sounds, `nemo_gym` and the like) are refused by name.\n\n"
+        "pictures and sounds and the like) are refused by name.\n\n"
         + _write_table(NOT_SUPPORTED_YET)
         + "\n\nThese are accepted with a notice and have no effect yet:\n\n"
         + _write_table(NO_EFFECT_YET)

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from tandem.config.schema.packaged import NEMO_GYM_ROWS
+
 Holds = Literal["problems", "conversations", "preferences", "texts"]
 """Contents of a data set: questions with answers, whole conversations, prompts with a better and a worse response, or
 raw texts."""
@@ -68,6 +70,7 @@ NAMED = {
     "jsonl": _make_named("problems"),
     "prompt_response_dataset": _make_named("problems"),
     "ResponseDataset": _make_named("problems"),
+    NEMO_GYM_ROWS: _make_named("problems"),
     "OpenMathInstruct-2": _OPEN_MATH,
     "openmathinstruct2": _OPEN_MATH,
     "DeepScaler": _make_named(

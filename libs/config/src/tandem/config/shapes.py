@@ -10,10 +10,11 @@ import re
 from typing import Any
 
 from tandem.config.conform import config_type, field_of, list_struct_types
+from tandem.config.problem import shown
 from tandem.config.schema import MODELS, EnvironmentConfig
 from tandem.config.schema.declarations import DISTILLATION, OFF_POLICY_DISTILLATION
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
-from tandem.config.schema.packaged import PACKAGED
+from tandem.config.schema.packaged import NEMO_GYM, PACKAGED, NemoGymConfig
 from tandem.config.schema.policy import PASSTHROUGH_TEMPLATE
 
 ELSEWHERE = (
@@ -21,7 +22,6 @@ ELSEWHERE = (
     "mmau",
     "mmpr-tiny",
     "daily-omni",
-    "nemo_gym",
     "dapo",
     "code",
     "code_jaccard",
@@ -32,9 +32,18 @@ ELSEWHERE = (
 
 _SWITCHES = {
     "should_log_nemo_gym_responses": "the rollout log and logger.num_val_samples_to_print keep responses",
-    "should_mask_flagged_samples": "only NeMo Gym flags samples",
+    "should_mask_flagged_samples": "samples that agents of NeMo Gym flag count as others do",
 }
 """NeMo-RL's settings of NeMo Gym in the section of the environments, with what makes them without effect."""
+
+_OF_NEMO_RL = {
+    "num_gpu_nodes": "its servers are started beside each rollout, and its models elsewhere",
+    "effort_levels": "the chat template's variables are those of the row",
+    "pad_dynamic_image_shapes": "images are processed as the model's own processor does",
+    "invalid_tool_call_patterns": "they are those of the model's own format",
+    "thinking_tags": "they are those of the model's own chat template",
+}
+"""NeMo-RL's keys below ``env.nemo_gym`` that NeMo Gym itself does not read, with what makes them without effect."""
 
 _EPISODE_S = 600.0
 """Timeout of an episode of a packaged environment, unless the file has one."""
@@ -43,6 +52,7 @@ EVERY_ONE = 1_000_000
 """Number of validation problems that means all of them."""
 
 _ENVIRONMENT_KEYS = frozenset(EnvironmentConfig.__struct_encode_fields__)
+_NEMO_GYM_KEYS = frozenset(NemoGymConfig.__struct_encode_fields__)
 _OF_BOTH_DISTILLATIONS = (
     "max_num_epochs",
     "max_num_steps",
@@ -66,6 +76,7 @@ def reshape(tree: dict[str, Any]) -> None:
             _reshape_validation(section)
     if isinstance(tree.get("env"), dict):
         _leave_out_switches(tree, tree["env"])
+        _reshape_nemo_gym(tree, tree["env"])
         _reshape_environments(tree["env"])
     checkpointing = tree.get("checkpointing")
     if isinstance(checkpointing, dict) and isinstance(checkpointing.get("metric_name"), str):
@@ -104,10 +115,10 @@ def choose_environment(tree: dict[str, Any]) -> None:
     if not isinstance(env, dict) or not isinstance(data, dict):
         return
     if env.pop("should_use_nemo_gym", False):
-        env.setdefault("nemo_gym", {})
-        data["environment"] = "nemo_gym"
+        env.setdefault(NEMO_GYM, {NEMO_GYM: {}})
+        data["environment"] = NEMO_GYM
         for data_set in (*data.get("train", ()), *data.get("validation", ())):
-            data_set["env_name"] = "nemo_gym"
+            data_set["env_name"] = NEMO_GYM
     if len(env) > 1 and data.get("environment") is None and data.get("dataset_name") in {*IMAGE_ENVIRONMENTS} & {*env}:
         data["environment"] = data["dataset_name"]
     if len(env) > 1 and data.get("environment") is None and "sliding_puzzle_game" in env:
@@ -193,6 +204,23 @@ def _leave_out_switches(tree: dict[str, Any], env: dict[str, Any]) -> None:
             tree["ignored"] = ignored = [*ignored, f"env.{name} (true) has no effect: {reason}"]
         if isinstance(env.get(name), bool):
             del env[name]
+
+
+def _reshape_nemo_gym(tree: dict[str, Any], env: dict[str, Any]) -> None:
+    """Collect NeMo Gym's own configuration, which stands directly below ``env.nemo_gym`` in NeMo-RL's files."""
+    entry = env.get(NEMO_GYM)
+    if not isinstance(entry, dict) or entry.get("class") is not None or isinstance(entry.get(NEMO_GYM), dict):
+        return
+    ignored = tree.get("ignored") or []
+    for name in [*_OF_NEMO_RL] if isinstance(ignored, list | tuple) else ():
+        if entry.get(name) not in (None, False, 0, [], {}):
+            value = shown(entry[name])
+            tree["ignored"] = ignored = [*ignored, f"env.nemo_gym.{name} ({value}) has no effect: {_OF_NEMO_RL[name]}"]
+        entry.pop(name, None)
+    settings = {key: entry.pop(key) for key in list(entry) if key in _NEMO_GYM_KEYS and key != "config"}
+    free = {key: entry.pop(key) for key in list(entry) if key not in _ENVIRONMENT_KEYS}
+    config = free.pop("config", None) or {}
+    entry[NEMO_GYM] = {**settings, "config": {**config, **free} if isinstance(config, dict) else config}
 
 
 def _reshape_environments(env: dict[str, Any]) -> None:

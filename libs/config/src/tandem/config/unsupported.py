@@ -142,11 +142,8 @@ _DATA_SETS = {
     "mmau": "mmau: audio",
     "daily-omni": "daily-omni: video and audio",
     "mmpr-tiny": "mmpr-tiny: an archive of images",
-    "NemoGymDataset": "NemoGymDataset",
 }
-"""NeMo-RL's data sets with video and audio, or for an environment that is not built, with what is not built."""
-_PROCESSORS = ("nemo_gym_data_processor",)
-"""NeMo-RL's functions that convert rows for features that are not built."""
+"""NeMo-RL's data sets with video and audio, with what is not built."""
 
 _ATTRIBUTES = {"_v2": "version_2"}
 """Names of fields in Python, where they differ from the key."""
@@ -191,7 +188,7 @@ def _list_of_engines(config: Config) -> Iterator[str]:
 
 
 def _list_not_built(config: Config) -> Iterator[str]:
-    """Yield environments, data sets and processors of NeMo-RL that the run needs and that are not built."""
+    """Yield environments and data sets of NeMo-RL that the run needs and that are not built."""
     yield from _list_of_engines(config)
     for environment in config.environments:
         entry = config.env.get(environment)
@@ -205,8 +202,6 @@ def _list_not_built(config: Config) -> Iterator[str]:
     for side in ("train", "validation"):
         for index, data_set in enumerate(getattr(config.data, side)):
             key = f"data.{side}[{index}]"
-            if data_set.processor in _PROCESSORS:
-                yield f"{key}.processor ({data_set.processor})"
             if data_set.dataset_name in _DATA_SETS and data_set.dataset_name != config.data.dataset_name:
                 yield f"{key}.dataset_name ({_DATA_SETS[data_set.dataset_name]})"
 

@@ -15,7 +15,7 @@ from tandem.config.schema import Config, EnvironmentConfig, JudgeConfig
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
-from tandem.config.schema.packaged import PACKAGED
+from tandem.config.schema.packaged import NEMO_GYM, NEMO_GYM_ROWS, PACKAGED
 from tandem.config.schema.reward_model import REWARD_MODEL
 from tandem.config.shapes import ELSEWHERE
 
@@ -336,7 +336,10 @@ def _check_scores(config: Config, key: str, environment: str, dataset_key: str, 
     if environment not in config.env:
         raise InvalidValue(key, f"{shown(environment)} is not an entry of env ({', '.join(config.env)})")
     packaged = next((kind for kind in PACKAGED if getattr(config.env[environment], kind) is not None), None)
-    if packaged is not None and dataset != packaged:
+    is_of_gym = packaged == NEMO_GYM and dataset == NEMO_GYM_ROWS
+    if dataset == NEMO_GYM_ROWS and not is_of_gym:
+        raise InvalidValue(dataset_key, f"{dataset}, but env.{environment} is not NeMo Gym's: give env.nemo_gym")
+    if packaged is not None and dataset != packaged and not is_of_gym:
         raise InvalidValue(key, f"{environment} plays the tasks of its package: {dataset_key} {dataset} is not for it")
     if dataset in PACKAGED and packaged != dataset:
         raise InvalidValue(dataset_key, f"{dataset}, but env.{environment}.{dataset} is not given")

@@ -23,11 +23,11 @@ from tandem.config.named import (
 from tandem.config.problem import describe_without_effect
 from tandem.config.schema import Config, DataConfig
 from tandem.config.schema.data import OF_EACH_SET
-from tandem.config.schema.packaged import PACKAGED
+from tandem.config.schema.packaged import NEMO_GYM_ROWS, PACKAGED
 
 RowKind = Literal["generated", "problems", "conversations", "preferences", "texts"]
 """The form of a data set's items. Generated problems have no rows."""
-_OWN_FORM = ("squad", "open_assistant", "HelpSteer3")
+_OWN_FORM = ("squad", "open_assistant", "HelpSteer3", NEMO_GYM_ROWS)
 """Data sets whose fields have names of their own."""
 
 

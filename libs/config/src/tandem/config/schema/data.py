@@ -19,7 +19,7 @@ from tandem.config.schema.base import (
     PositiveFloat,
     PositiveInt,
 )
-from tandem.config.schema.packaged import OpenEnvConfig, PackagedConfig, VerifiersConfig
+from tandem.config.schema.packaged import NemoGymConfig, OpenEnvConfig, PackagedConfig, VerifiersConfig
 from tandem.config.schema.reward_model import RewardModelKeys
 
 
@@ -430,7 +430,7 @@ class EnvironmentConfig(RewardModelKeys, frozen=True, kw_only=True):
     """New. Arguments of the class."""
     cfg: dict[str, Any] = msgspec.field(default_factory=dict)
     """Settings in the form of NeMo-RL's environments, passed to the class as its argument `cfg` if there are any.
-    Settings in NeMo-RL's files of environments that are not built (``nemo_gym``, ``avqa`` and the like) are collected
+    Settings in NeMo-RL's files of environments that are not built (``avqa``, ``dapo`` and the like) are collected
     here."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """For math: how an answer is compared with the reference. hf_math_verify: as expressions, by the library
@@ -465,6 +465,8 @@ class EnvironmentConfig(RewardModelKeys, frozen=True, kw_only=True):
     """New. An environment of the package verifiers, whose tasks are the problems of the run."""
     openenv: OpenEnvConfig | None = None
     """New. An environment of OpenEnv, whose episodes are the problems of the run."""
+    nemo_gym: NemoGymConfig | None = None
+    """New. Agents of NeMo Gym, in NeMo-RL's files ``env.nemo_gym`` itself."""
 
     @cached_property
     def longest_call_s(self) -> float:
@@ -479,7 +481,7 @@ class EnvironmentConfig(RewardModelKeys, frozen=True, kw_only=True):
     @cached_property
     def packaged(self) -> PackagedConfig | None:
         """Settings of the packaged environment, if it is one."""
-        return self.verifiers or self.openenv
+        return self.verifiers or self.openenv or self.nemo_gym
 
     @cached_property
     def is_reward_model(self) -> bool:

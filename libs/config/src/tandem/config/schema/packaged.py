@@ -12,7 +12,11 @@ VERIFIERS = "verifiers"
 """Value of ``data.dataset_name`` for the tasks of an environment of verifiers, and the key of its settings."""
 OPENENV = "openenv"
 """The same for the episodes of an environment of OpenEnv."""
-PACKAGED = (VERIFIERS, OPENENV)
+NEMO_GYM = "nemo_gym"
+"""The same for the rows that the agents of NeMo Gym name in their own configuration."""
+NEMO_GYM_ROWS = "NemoGymDataset"
+"""Value of ``data.dataset_name`` for files with rows of NeMo Gym, by NeMo-RL's name."""
+PACKAGED = (VERIFIERS, OPENENV, NEMO_GYM)
 """Data sets whose problems are the tasks of a packaged environment."""
 
 
@@ -68,4 +72,21 @@ class OpenEnvConfig(ConfigSection, frozen=True, kw_only=True):
     """New. Lowest reward of an episode that counts as solved, for the accuracy."""
 
 
-PackagedConfig = VerifiersConfig | OpenEnvConfig
+class NemoGymConfig(ConfigSection, frozen=True, kw_only=True):
+    """Agents and resources servers of NeMo Gym (``docs/packaged_environments.md``). In NeMo-RL's files all of this
+    stands directly below ``env.nemo_gym``, the keys of `config` among the others."""
+
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+    """NeMo Gym's own configuration: ``config_paths``, ``head_server``, ``uv_venv_dir``, and settings of its servers by
+    their names. NeMo-RL has these keys below ``env.nemo_gym`` itself."""
+    python: NonEmptyStr | None = None
+    """New. Interpreter that has the package ``nemo-gym``; null means the interpreter of the run."""
+    agent: NonEmptyStr | None = None
+    """New. The agent that plays rows without an ``agent_ref``; null means the only one that is configured."""
+    variables: dict[str, str] = msgspec.field(default_factory=dict)
+    """New. Environment variables of the servers."""
+    correct_from: float = 1.0
+    """New. Lowest reward of an episode that counts as solved, for the accuracy."""
+
+
+PackagedConfig = VerifiersConfig | OpenEnvConfig | NemoGymConfig

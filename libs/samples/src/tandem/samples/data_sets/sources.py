@@ -31,6 +31,7 @@ from tandem.config.models.hub import (
 from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, find_place, is_local
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import DataConfig
+from tandem.config.schema.packaged import NEMO_GYM_ROWS
 from tandem.samples.data_sets.float_columns import restore_decimals
 from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.questions import read_question, rewrite_user_text
@@ -340,6 +341,8 @@ def _describe_load_error(error: BaseException, name: str, commit: str | None) ->
 
 def problem(row_name: str, row: Row, data: DataConfig) -> Problem:
     """Read a row that holds a question and its answer, which keeps its type. Raise `DataError` if it lacks one."""
+    if data.dataset_name == NEMO_GYM_ROWS:
+        return _read_gym_row(row_name, row)
     row = _of_conversation(row, data)
     value = field(row_name, row, "input_key", data.input_key)
     if value is None:
@@ -358,6 +361,27 @@ def problem(row_name: str, row: Row, data: DataConfig) -> Problem:
     return Problem(
         problem_id=row_name, question=question, **make_plain_object({"answer": answer, "metadata": metadata})
     )
+
+
+def _read_gym_row(row_name: str, row: Row) -> Problem:
+    """Read a row of NeMo Gym. Its agent gets it as it is; the question is what a reader is shown of it."""
+    parameters = row.get("responses_create_params")
+    question = parameters.get("input") if isinstance(parameters, Mapping) else None
+    if isinstance(question, list | tuple):
+        contents = [item.get("content") for item in question if isinstance(item, Mapping)]
+        question = "\n".join(text for text in map(_read_item_text, contents) if text)
+    if not isinstance(question, str):
+        raise DataError(f"{row_name} has no responses_create_params.input: it is not a row of NeMo Gym")
+    return Problem(
+        problem_id=row_name, question=question, **make_plain_object({"answer": "", "metadata": {"row": row}})
+    )
+
+
+def _read_item_text(content: Any) -> str:
+    """Return the text of an item's content."""
+    if isinstance(content, list | tuple):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    return content if isinstance(content, str) else ""
 
 
 def _of_conversation(row: Row, data: DataConfig) -> Row:

@@ -170,6 +170,19 @@ def load_problems(config: Config, images: ImageRows | None = None) -> ProblemSet
         DataError: a source is missing, empty, malformed, or has too few distinct problems.
         ConfigError: the task or one of its parameters does not exist, or a template names a missing field.
     """
+    sets = _load_sets(config, images)
+    if (
+        any(config.env[name].nemo_gym is not None for name in config.environments)
+        and config.data.dataset_name not in PACKAGED
+    ):
+        from tandem.samples.packaged_environments.tasks import try_agents
+
+        try_agents(config, itertools.chain(sets.train, sets.validation))
+    return sets
+
+
+def _load_sets(config: Config, images: ImageRows | None = None) -> ProblemSets:
+    """Load or generate the problems of a run. Raises what `load_problems` raises."""
     data = config.data
     if data.train:
         return _load_listed(config, images)
@@ -217,7 +230,7 @@ def _load_packaged(config: Config) -> ProblemSets:
 def _load_listed(config: Config, images: ImageRows | None) -> ProblemSets:
     """Load the problems of several datasets."""
     is_alone = config.evaluates and bool(config.data.validation)
-    training, validation = load_parts(config, partial(load_problems, images=images), with_train=not is_alone)
+    training, validation = load_parts(config, partial(_load_sets, images=images), with_train=not is_alone)
     problem_lists: list[list[Problem]] = [take_items(part) for part in training]
     train = [problem for problems in problem_lists for problem in problems]
     held_sets: dict[str, HeldOut[Problem]] = collect_held_out(training, validation)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,20 @@ from tandem.common.programs import search_path
 from tandem.common.texts import read_last_lines, shorten
 from tandem.common.values.json_values import make_plain_object
 from tandem.config import Config
-from tandem.config.schema.packaged import OPENENV, VERIFIERS, OpenEnvConfig, PackagedConfig, VerifiersConfig
+from tandem.config.schema.packaged import (
+    NEMO_GYM,
+    OPENENV,
+    VERIFIERS,
+    NemoGymConfig,
+    OpenEnvConfig,
+    PackagedConfig,
+    VerifiersConfig,
+)
 
 PROGRAMS: dict[type[PackagedConfig], tuple[str, str]] = {
     VerifiersConfig: (VERIFIERS, "play_verifiers.py"),
     OpenEnvConfig: (OPENENV, "play_openenv.py"),
+    NemoGymConfig: (NEMO_GYM, "play_nemo_gym.py"),
 }
 """The key of each kind of packaged environment, and the program that plays it."""
 NOT_INSTALLED = 69
@@ -65,36 +75,52 @@ def list_tasks(config: Config) -> tuple[list[Problem], list[Problem] | None]:
 
     Raises `ConfigError` if the package is not installed, is of another release, or refuses its settings.
     """
-    name = str(config.data.environment)
-    settings = config.env[name].packaged
-    assert settings is not None, "a rule of the configuration"
     data = config.data
     num = (data.num_train or 0) + (data.num_validation or 0) if data.num_train is not None else _MOST_ENDLESS
-    kind, _ = PROGRAMS[type(settings)]
-    key = f"env.{name}.{kind}"
-    with tempfile.TemporaryDirectory() as folder:
-        answer, output = Path(folder, "tasks.json"), Path(folder, "output.txt")
-        words = ["list", msgspec.json.encode(settings).decode(), str(answer), str(num)]
-        code = _run([*_begin_command(settings), *words], output, key)
-        if code == NOT_INSTALLED:
-            package = (read_last_lines(output, 1) or [kind])[-1]
-            raise ConfigError(f"{key}: the package {package} is not installed; {install_command(kind)}")
-        if not answer.exists():
-            last = (read_last_lines(output, 1) or ["nothing"])[-1]
-            raise ConfigError(f"{key}: the program that lists tasks ended (exit code {code}); its last line: {last}")
-        tasks = msgspec.json.decode(answer.read_bytes(), type=ListedTasks)
-    if tasks.error:
-        raise ConfigError(f"{key}: {shorten(tasks.error)}")
+    key, tasks = _list(config, str(num))
     if not tasks.train:
         raise ConfigError(f"{key}: the environment has no tasks with these settings")
     apart = None if tasks.validation is None else [_make_problem(task, "validation-") for task in tasks.validation]
     return [_make_problem(task, "") for task in tasks.train], apart
 
 
+def try_agents(config: Config, problems: Iterable[Problem]) -> None:
+    """Start the servers of NeMo Gym once, which are to play rows from files. Raises `ConfigError` as `list_tasks`."""
+    rows = (problem.metadata["row"] for problem in problems)
+    agents = {str((row.get("agent_ref") or {}).get("name") or "") for row in rows}
+    _list(config, "0", msgspec.json.encode(sorted(agents)).decode())
+
+
+def _list(config: Config, *words: str) -> tuple[str, ListedTasks]:
+    """Have the program try a packaged environment; return the key of its settings, and the tasks."""
+    name = str(config.data.environment)
+    settings = config.env[name].packaged
+    assert settings is not None, "a rule of the configuration"
+    kind, _ = PROGRAMS[type(settings)]
+    key = f"env.{name}" if name == kind else f"env.{name}.{kind}"
+    with tempfile.TemporaryDirectory() as folder:
+        answer, output = Path(folder, "tasks.json"), Path(folder, "output.txt")
+        command = [*_begin_command(settings), "list", msgspec.json.encode(settings).decode(), str(answer), *words]
+        code = _run(command, output, key)
+        if code == NOT_INSTALLED:
+            package = (read_last_lines(output, 1) or [kind])[-1]
+            remedy = install_command(kind)
+            if isinstance(settings, NemoGymConfig):
+                remedy = f"install nemo-gym apart, on Python 3.12 or later, and name its interpreter: {key}.python"
+            raise ConfigError(f"{key}: the package {package} is not installed; {remedy}")
+        if not answer.exists():
+            last = (read_last_lines(output, 1) or ["nothing"])[-1]
+            raise ConfigError(f"{key}: the program that lists tasks ended (exit code {code}); its last line: {last}")
+        tasks = msgspec.json.decode(answer.read_bytes(), type=ListedTasks)
+    if tasks.error:
+        raise ConfigError(f"{key}: {shorten(tasks.error)}")
+    return key, tasks
+
+
 def _begin_command(settings: PackagedConfig) -> tuple[str, str]:
     _, file = PROGRAMS[type(settings)]
     # OpenEnv's program starts a server on that interpreter, and plays on this one.
-    python = settings.python if isinstance(settings, VerifiersConfig) else None
+    python = None if isinstance(settings, OpenEnvConfig) else settings.python
     return python or sys.executable, str(Path(__file__).with_name("programs") / file)
 
 

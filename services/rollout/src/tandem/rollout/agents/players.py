@@ -100,8 +100,11 @@ class ByStayingPrograms:
         program.num_episodes += 1
         try:
             program.send(encode_json(described) + b"\n")
-            ended = await asyncio.shield(program.running)
-            return _failure(episode, ended)
+            # Once it has told the reward, nothing of it is to be waited for: the program stays.
+            await asyncio.wait({program.running, episode.told}, return_when=asyncio.FIRST_COMPLETED)
+            if episode.told.done():
+                return episode.told.result()
+            return _failure(episode, program.running.result())
         finally:
             program.num_episodes -= 1
             if episode.told.done():

@@ -1,0 +1,123 @@
+"""Agents and resources servers of NeMo Gym 0.4.0, by its own servers, over a real engine.
+
+`tox -e families` installs NeMo Gym apart, on Python 3.12; `TANDEM_NEMO_GYM` names the interpreter there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.common.messages import Problem
+from tandem.samples.batch import SampleBatch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import rollout_harness  # type: ignore[import-not-found]
+from agents_harness import assert_probable  # type: ignore[import-not-found]
+
+PYTHON = os.environ.get("TANDEM_NEMO_GYM", "")
+pytestmark = [
+    pytest.mark.skipif(not Path(PYTHON).is_file(), reason="NeMo Gym is not installed: tox -e families"),
+    pytest.mark.timeout(900),
+]
+WAIT_S = 600.0
+MCQA = {"config_paths": ["resources_servers/mcqa/configs/mcqa.yaml"]}
+SETTINGS: dict[str, Any] = {"config": MCQA, "python": PYTHON}
+
+
+@pytest.fixture(autouse=True)
+def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rollout_harness, "WAIT_S", WAIT_S)  # three servers start, which takes half a minute of a core
+
+
+def row_of(question: str) -> dict[str, Any]:
+    """Return a row of mcqa: the last letter or digit of an answer is to be an a, or even; a tiny model writes these."""
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": question}], "temperature": 0.6},
+        "options": [{"A": digit} for digit in "02468"] + [{"B": digit} for digit in "13579"],
+        "expected_answer": "A",
+        "template_metadata": {"output_regex": "([au0-9])"},
+        "agent_ref": {"type": "responses_api_agents", "name": "mcqa_simple_agent"},
+    }
+
+
+def expect_reward(answer: str) -> float:
+    """Return the reward of an answer by the rule that the row states."""
+    choices = re.findall("[au0-9]", answer)
+    return float(bool(choices) and choices[-1] in "a02468")
+
+
+def problem_of(question: str, **changes: Any) -> Problem:
+    return Problem(problem_id="p", question=question, answer="", metadata={"row": {**row_of(question), **changes}})
+
+
+@contextlib.contextmanager
+def rollout_of(place: Path, num_at_once: int = 16, on_error: str = "fail", **settings: Any) -> Iterator[Any]:
+    entry = {"nemo_gym": {**SETTINGS, **settings}, "timeout_s": WAIT_S, "max_concurrency": num_at_once}
+    rollout = rollout_harness.Rollout(place, None, data={"dataset_name": "nemo_gym"}, on_error=on_error, **entry)
+    try:
+        yield rollout
+    finally:
+        rollout.service.close()
+
+
+def list_servers() -> list[psutil.Process]:
+    """Return the servers of NeMo Gym that this process has started, through others."""
+    servers = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(word.endswith("serve_nemo_gym.py") for word in process.cmdline()):
+                servers.append(process)
+    return servers
+
+
+def answer_of(rollout: Any, arrays: SampleBatch) -> str:
+    tokens = arrays.token_ids_T[arrays.loss_mask_T].tolist()
+    return str(rollout.tokenizer.decode([token for token in tokens if token != rollout.tokenizer.eos_id]))
+
+
+def test_episodes_have_the_rewards_of_its_server_and_are_repeated(tmp_path: Path) -> None:
+    with rollout_of(tmp_path, num_at_once=1) as rollout:
+        groups = [rollout.group(number, [7, 8, 9, 10], problem_of(str(number))) for number in range(2)]
+        samples, again = rollout.run(*groups), rollout.run(*groups)
+        for key, (scored, arrays) in samples.items():
+            assert_probable(arrays, {0: rollout.model})
+            assert scored.reward == expect_reward(answer_of(rollout, arrays)), scored
+            assert scored.correct == (scored.reward == 1)
+            assert scored.num_turns == 1
+            assert again[key][0].reward == scored.reward
+            for name in ("token_ids_T", "generation_logprobs_T"):
+                assert getattr(again[key][1], name).tobytes() == getattr(arrays, name).tobytes()
+    assert {scored.reward for scored, _ in samples.values()} == {0.0, 1.0}
+    assert not list_servers()
+
+
+def test_a_server_that_is_killed_costs_nothing_and_none_is_left(tmp_path: Path) -> None:
+    with rollout_of(tmp_path) as rollout:
+
+        def kill_one() -> None:
+            deadline = time.monotonic() + WAIT_S
+            while len(servers := list_servers()) < 3 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            servers[-1].send_signal(signal.SIGKILL)
+
+        killing = threading.Thread(target=kill_one)
+        killing.start()
+        samples = rollout.run(*(rollout.group(number, [7], problem_of(str(number))) for number in range(6)))
+        killing.join()
+        assert {scored.failure for scored, _ in samples.values()} == {""}
+        for scored, arrays in samples.values():
+            assert scored.reward == expect_reward(answer_of(rollout, arrays))
+    assert not list_servers()
