@@ -101,7 +101,8 @@ class ByStayingPrograms:
         try:
             program.send(encode_json(described) + b"\n")
             # Once it has told the reward, nothing of it is to be waited for: the program stays.
-            await asyncio.wait({program.running, episode.told}, return_when=asyncio.FIRST_COMPLETED)
+            endings: set[asyncio.Future[Any]] = {program.running, episode.told}
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             if episode.told.done():
                 return episode.told.result()
             return _failure(episode, program.running.result())

@@ -85,11 +85,11 @@ def read_config(settings: dict[str, Any], policy_port: int, judge_port: int) -> 
     from omegaconf import DictConfig, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    gym_settings = json.loads(json.dumps(settings["config"]))
+    gym_settings: dict[str, Any] = json.loads(json.dumps(settings["config"]))
     paths = list(gym_settings.get("config_paths") or [])
     if _POLICY not in gym_settings and not any(str(path).startswith(f"{_MODELS}/") for path in paths):
         paths.append(_MODEL_CONFIG)
-    policy = {
+    policy: dict[str, Any] = {
         "config_paths": paths,
         "policy_base_url": f"http://127.0.0.1:{policy_port}/v1",
         "policy_api_key": "none",
@@ -97,10 +97,11 @@ def read_config(settings: dict[str, Any], policy_port: int, judge_port: int) -> 
         "default_host": "127.0.0.1",
         "head_server": {"host": "127.0.0.1", "port": 0},
     }
+    initial_settings: dict[Any, Any] = gym_settings | policy
     try:
         config = global_config.GlobalConfigDictParser().parse(
             global_config.GlobalConfigDictParserConfig(
-                initial_global_config_dict=DictConfig({**gym_settings, **policy}), skip_load_from_cli=True
+                initial_global_config_dict=DictConfig(initial_settings), skip_load_from_cli=True
             )
         )
     except (Exception, SystemExit) as error:  # the package's own refusals have many types
@@ -398,7 +399,7 @@ class GymPlayer:
 
     async def _run(self, row: dict[str, Any], mark: str) -> Any:
         """Have the agent of a row play it; return its result."""
-        agent = (row.get("agent_ref") or {}).get("name") or self._agent
+        agent = str((row.get("agent_ref") or {}).get("name") or self._agent)
         async with self._http.post(f"{self._servers.address_of(agent)}/run", json=mark_row(row, mark)) as answer:
             text = await answer.text()
             if answer.status != 200:
