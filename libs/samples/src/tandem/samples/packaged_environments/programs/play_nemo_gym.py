@@ -1,4 +1,4 @@
-"""The program that tries the servers of NeMo Gym (0.4), lists rows of its agents, and plays episodes by them.
+"""The program that tries NeMo Gym's servers (0.4), lists its agents' rows, and plays episodes by them.
 
 It runs on the interpreter that has the package. ``play_nemo_gym.py list SETTINGS ANSWER NUM [AGENTS]`` starts the
 servers once and writes rows to a file; ``play_nemo_gym.py play SETTINGS`` reads a line of JSON for each episode, as any
