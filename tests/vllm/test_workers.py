@@ -38,7 +38,7 @@ OF_TWO = merged(
         "grpo": {"max_num_steps": 6},
         "policy": {"generation": {"backend": "vllm", "vllm_cfg": TWO}},
         # Beside another host, the loss of an engine is noticed by its silence.
-        "cluster": {"heartbeat_timeout_s": 6.0},
+        "cluster": {"heartbeat_timeout_s": 20.0},
     },
 )
 other_host = hosts_harness.other_host

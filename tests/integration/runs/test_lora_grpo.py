@@ -131,6 +131,9 @@ def test_adapters_beside_routed_experts_are_merged_where_tokens_go_where_the_eng
         peft = {"enabled": True, "dim": 2, "exclude_modules": ["*.mlp.experts.*"]}
         megatron = {**MEGATRON_TP2["policy"]["megatron_cfg"], "peft": peft}
         policy |= {"dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron, "optimizer": None}
+    else:
+        lora = {**SETTINGS["policy"]["dtensor_cfg"]["lora_cfg"], "exclude_modules": ["*.mlp.experts.*", "gate"]}
+        policy |= {"dtensor_cfg": {"lora_cfg": lora}}
     config = write_config({**SETTINGS, "policy": policy})
     done = coordinator("up", config, "grpo.max_num_steps=2", "grpo.val_period=2", "refit.alias=never")
     assert done.returncode == 0, done.stdout + done.stderr

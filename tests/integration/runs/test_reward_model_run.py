@@ -23,6 +23,7 @@ from tests.harness.runs.running import (
     merged,
     processes_of,
     steps_of,
+    titled,
     wait_until,
     weights_of,
     write_config,
@@ -77,7 +78,9 @@ def test_a_run_whose_reward_model_is_killed_and_that_is_resumed_is_the_same_to_t
     with Command("coordinator", "up", config, "cluster.deadlines.generate_s=200") as run:
         run.wait_for(r"step 1\b")
         rollout = processes_of(run, "rollout")[0]
-        scores_for(rollout).kill()
+        wait_until(lambda: bool(find_scores(rollout)), run.output)
+        (scores,) = find_scores(rollout)
+        scores.kill()
         wait_until(lambda: last_step() >= 3, run.output, died=lambda: run.process.poll() is not None)
         below = rollout.children(recursive=True)
         run.process.kill()
@@ -97,10 +100,9 @@ def last_step() -> int:
         return journal.last_step() or 0
 
 
-def scores_for(rollout: psutil.Process) -> psutil.Process:
-    """Return the process that has the reward model: the last of a chain of guardians and forks."""
-    (found,) = (each for each in rollout.children(recursive=True) if not each.children())
-    return found
+def find_scores(rollout: psutil.Process) -> list[psutil.Process]:
+    """Return the process that has the reward model, among guardians and processes that fork others."""
+    return titled(rollout.children(recursive=True), "rollout: scores with ")
 
 
 def test_what_is_no_reward_model_is_refused_before_anything_starts() -> None:

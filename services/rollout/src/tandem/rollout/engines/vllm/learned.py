@@ -104,9 +104,15 @@ class LearnedParameters:
         layout, storages = self._describe(live)
         self._proof = digest_layout(layout, storages).tolist()
 
-    def note_derived(self, model: Any) -> None:
-        """Note what vLLM has made of the weights of a model, just after it has processed them."""
-        self._derived = _list_attributes(model) - self._attributes
+    def note_derived(self, model: Any, *packed_layers: Any) -> None:
+        """Note what vLLM has made of the weights of a model, just after it has processed them.
+
+        What it made of `packed_layers` is made anew after each refit.
+        """
+        ids = {id(layer) for layer in packed_layers}
+        packed_names = tuple(f"{name}." for name, module in model.named_modules() if id(module) in ids)
+        derived = _list_attributes(model) - self._attributes
+        self._derived = {name for name in derived if not name.startswith(packed_names)}
 
     def weights(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Weights:
         """Return the parameters as weights of this worker, all zero.

@@ -6,13 +6,11 @@ It knows vLLM's internals, as some of its neighbours do. Everything here is call
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from tandem.common.errors import ModelError
@@ -27,6 +25,7 @@ from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.insides import SEES
 from tandem.rollout.engines.vllm.learned import LearnedParameters, ParameterViews
 from tandem.rollout.engines.vllm.masks import KEPT, MaskRecord
+from tandem.rollout.engines.vllm.packed import PackedModule
 from tandem.rollout.engines.vllm.routing import ASKED, ExpertRoutes
 from tandem.rollout.engines.vllm.weights import weights_of
 
@@ -36,28 +35,8 @@ if TYPE_CHECKING:
     from tandem.refit.weights import Weights
 
 
-class PackedExperts(msgspec.Struct, frozen=True, eq=False):
-    """The experts of one layer, which the CPU's kernels read from a packed copy."""
-
-    layer: Any
-    plain: Any
-    """A module like `layer`, with ``w13_weight`` and ``w2_weight`` as a checkpoint's loader fills them."""
-    process: Callable[[Any], None]
-    """Function that packs the weights of a module."""
-
-    def pack(self) -> None:
-        """Fill the packed copy from the plain module."""
-        module = torch.nn.Module()
-        for name in _EXPERTS:
-            module.register_parameter(name, torch.nn.Parameter(getattr(self.plain, name), requires_grad=False))
-        self.process(module)
-        for name in _EXPERTS:
-            getattr(self.layer, name).data.copy_(getattr(module, name).data)
-
-
 _KEEP_WEIGHTS = 1
 """Level of vLLM's sleep. Weights wait in host memory, because an engine may be asked once more for the same version."""
-_EXPERTS = ("w13_weight", "w2_weight")
 _ABSORBED = ("W_UV", "W_UK_T")
 """Matrices that latent attention multiplies by, computed from its projection of latent keys and values."""
 
@@ -68,7 +47,7 @@ class WorkerPart:
     def __init__(
         self,
         runner: Any,
-        packed: Sequence[PackedExperts],
+        packed: Sequence[PackedModule],
         rank: int,
         learned: LearnedParameters | ModelError | None = None,
         sleeper: Any = None,
@@ -93,7 +72,7 @@ class WorkerPart:
         self._learned = learned
         self._views = ParameterViews(runner.get_model())
         if isinstance(learned, LearnedParameters):
-            learned.note_derived(runner.get_model())
+            learned.note_derived(runner.get_model(), *(each.layer for each in self._packed))
         self._absorbing = [module for module in runner.get_model().modules() if hasattr(module, _ABSORBED[0])]
         self._weights: Weights | None = None
         sizes = runner.vllm_config.additional_config.get(ASKED)
@@ -117,8 +96,8 @@ class WorkerPart:
         parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         names = {id(module): name for name, module in model.named_modules()}
         for packed in self._packed:
-            for name in _EXPERTS:
-                parameters[f"{names[id(packed.layer)]}.{name}"] = getattr(packed.plain, name)
+            for name, parameter in packed.plain.named_parameters():
+                parameters[f"{names[id(packed.layer)]}.{name}"] = parameter
         for module in self._absorbing:
             for name in _ABSORBED:
                 del parameters[f"{names[id(module)]}.{name}"]
@@ -266,34 +245,3 @@ def _give_back(address: int, num_bytes: int) -> None:
     advise(*pages, mmap.MADV_HUGEPAGE)
     if advise(*pages, mmap.MADV_DONTNEED):
         raise OSError(ctypes.get_errno(), "the memory of the key-value cache cannot be given back")
-
-
-@contextlib.contextmanager
-def keep_parameters() -> Iterator[list[PackedExperts]]:
-    """Have models loaded in this block keep real parameters; give the packed copies that kernels read."""
-    import vllm._custom_ops as ops
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    packed: list[PackedExperts] = []
-    former = ops._supports_onednn, utils.check_cpu_sgl_kernel
-    process = CPUUnquantizedExperts.process_weights_after_loading
-
-    def keep_and_process(experts: Any, layer: Any) -> None:
-        plain_module = torch.nn.Module()
-        for name in _EXPERTS:
-            plain_module.register_parameter(
-                name, torch.nn.Parameter(getattr(layer, name).data.clone(), requires_grad=False)
-            )
-        process(experts, layer)
-        packed.append(PackedExperts(layer=layer, plain=plain_module, process=lambda module: process(experts, module)))
-
-    # Both would pack the weights of linear layers and leave parameters without elements.
-    ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *_: False
-    CPUUnquantizedExperts.process_weights_after_loading = keep_and_process
-    try:
-        yield packed
-    finally:
-        ops._supports_onednn, utils.check_cpu_sgl_kernel = former
-        CPUUnquantizedExperts.process_weights_after_loading = process

@@ -26,7 +26,8 @@ from tandem.rollout.engines.vllm.cpu_repairs import map_experts, repair_models
 from tandem.rollout.engines.vllm.drawing import draw_at_once
 from tandem.rollout.engines.vllm.insides import ADAPTERS, SEES
 from tandem.rollout.engines.vllm.learned import LearnedParameters, learn_layout
-from tandem.rollout.engines.vllm.part import WorkerPart, keep_parameters
+from tandem.rollout.engines.vllm.packed import keep_parameters
+from tandem.rollout.engines.vllm.part import WorkerPart
 from tandem.rollout.engines.vllm.speculation import draft_with_weights, mend_for_cpus, spare_llvmlite, start_numba
 
 
