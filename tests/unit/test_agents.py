@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
 import json
@@ -19,7 +18,8 @@ import msgspec
 import psutil
 import pytest
 import torch
-from agents_harness import PRELUDE, assert_probable, assert_recorded_as_seen, seen, sequences, write_agent
+from agent_rollouts_harness import rollout_of
+from agents_harness import PRELUDE, assert_probable, assert_recorded_as_seen, seen, sequences
 from environment_harness import config, problem
 from own_environments import WAIT_S
 from rollout_harness import Rollout
@@ -46,17 +46,6 @@ f = ask([*first, {"role": "assistant", "content": text(a) + "0"}, user("3")])  #
 note(a, b, c, d, e, f)
 reward(0.5, correct=True, components={"half": 0.25})
 """
-
-
-@contextlib.contextmanager
-def rollout_of(folder: Path, source: str = "", *, command: Any = (), **settings: Any) -> Iterator[Rollout]:
-    """A rollout whose episodes a program plays; in its folder."""
-    agent = {} if "url" in settings else {"command": [*(command or write_agent(source))]}
-    rollout = Rollout(folder, None, **{"timeout_s": WAIT_S, **agent, **settings})
-    try:
-        yield rollout
-    finally:
-        rollout.service.close()
 
 
 @pytest.fixture(autouse=True)

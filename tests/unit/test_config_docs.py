@@ -102,6 +102,7 @@ NEW_KEYS = [
     "data.solution_template",
     "data.environment",
     "data.train[].weight",
+    "env.NAME.roles",
     "env.NAME.timeout_s",
     "env.NAME.on_error",
     "env.NAME.max_failures",

@@ -24,6 +24,7 @@ from tandem.rollout.environments.making import make_reward_model
 from tandem.rollout.environments.reward_model import RewardModel
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.reward_models import plain_reward, write_reward_model
+from tests.harness.runs.running import titled
 
 ASKED = "3 + 4"
 SUM = Problem(problem_id="p1", question="unused", answer="7", metadata={}, prompt=({"role": "user", "content": ASKED},))
@@ -105,21 +106,15 @@ def test_a_conversation_that_is_too_long_is_not_scored(folder: Path) -> None:
 
 
 def worker(others: set[psutil.Process]) -> psutil.Process:
-    """Wait for the process that has the model: the last of the chain of guardians and forks that came to `others`.
+    """Wait for the process that has the model, among the guardians and forks that came to `others`.
 
     One that is replaced may be there for a moment beside the other.
     """
     deadline = time.monotonic() + WAIT_S
-    while len(found := [each for each in below() - others if is_last(each)]) != 1:
+    while len(found := titled(below() - others, "rollout: scores with ")) != 1:
         assert time.monotonic() < deadline, found
         time.sleep(0.02)
     return found[0]
-
-
-def is_last(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return not process.children()
-    return False
 
 
 def below() -> set[psutil.Process]:

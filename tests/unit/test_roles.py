@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_rollouts_harness import rollout_of
 from agents_harness import seen
 from rollout_harness import WAIT_S
 from samples_harness import scored
-from test_agents import rollout_of
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Branch, SampleScored

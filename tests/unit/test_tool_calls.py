@@ -29,7 +29,7 @@ TEXTS: dict[str, tuple[ToolCallParser, str, str, list[tuple[str, dict[str, Any]]
         "I add.",
         [ADDED, ADDED],
     ),
-    "text behind": ("hermes", f"<tool_call>{ADD}</tool_call>\n Done. ", "\n Done.", [ADDED]),
+    "text behind": ("hermes", f"<tool_call>{ADD}</tool_call>\n Done. ", "Done.", [ADDED]),
     "no end": ("hermes", f"So: <tool_call>\n{ADD}\n", "So:", [ADDED]),
     "cut": ("hermes", f"So: <tool_call>\n{ADD[:-1]}", f"So: <tool_call>\n{ADD[:-1]}", []),
     "no JSON": ("hermes", "<tool_call>add(1)</tool_call>!", "<tool_call>add(1)</tool_call>!", []),

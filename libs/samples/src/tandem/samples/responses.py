@@ -603,7 +603,7 @@ class MessagesReader:
 class ResponseStream:
     """A response as it comes: what is certain of its content, reasoning and calls.
 
-    White space around reasoning and before calls is left out.
+    White space around reasoning and calls is left out.
     """
 
     def __init__(self, reader: ResponseReader) -> None:

@@ -194,7 +194,7 @@ def _name_of(module: ModuleType) -> str:
 
 def _name_other_command(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return what to say of a configuration that only ``coordinator tinker`` takes; nothing of any other."""
-    if arguments.command == _name_of(tinker) or "overrides" not in arguments or not hasattr(arguments, "config"):
+    if arguments.command == _name_of(tinker) or "overrides" not in arguments or not getattr(arguments, "config", None):
         return ()
     from tandem.coordinator.tinker.driving import is_for_clients
 
