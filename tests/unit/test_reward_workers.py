@@ -237,7 +237,7 @@ def test_a_worker_that_is_killed_takes_all_that_it_has_started_along(
     assert isinstance(late, UnscoredResponse)
     assert gone(written())
     stack = capfd.readouterr().err  # which is printed before anything is killed
-    assert re.search(r'own_environments\.py", line \d+ in score', stack), "where it was stuck"
+    assert re.search(r'own_environments\.py", line \d+ in score', stack), stack  # where it was stuck
     if not all(map(is_alive, others)):  # it was the same one, which may be alive for a moment longer
         assert gone([worker])
     scorer.close()
