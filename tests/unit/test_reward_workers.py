@@ -367,7 +367,8 @@ def kill_at_once(victims: list[psutil.Process]) -> None:
     for victim in victims:
         victim.suspend()
     for victim in victims:
-        victim.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends with one that was killed before
+            victim.kill()
 
 
 class EnvironmentTree(NamedTuple):
