@@ -167,7 +167,9 @@ class Machine:
             tox,
             f'echo "tox $*" >> {folder}/calls\n'
             f'seconds=$(cat "{folder}/seconds/${{*: -1}}" 2> /dev/null || echo 0)\n'
-            f"echo $(($(cat {folder}/now) + seconds)) > {folder}/now\n"
+            # One may run in the background, and a file is empty before it is written.
+            f"echo $(($(cat {folder}/now) + seconds)) > {folder}/now.$$\n"
+            f'if [ "$seconds" = 0 ]; then rm {folder}/now.$$; else mv {folder}/now.$$ {folder}/now; fi\n'
             f'[ ! -e "{folder}/failing" ] || [ "$(cat {folder}/failing)" != "${{*: -1}}" ]\n',
         )
         pip = folder / "pip"
