@@ -29,7 +29,8 @@ def _find_restore(arrow_type: pyarrow.DataType) -> Restore | None:
     import pyarrow
 
     if pyarrow.types.is_float16(arrow_type) or pyarrow.types.is_float32(arrow_type):
-        return _restore_16 if pyarrow.types.is_float16(arrow_type) else _restore_32
+        number = np.float16 if pyarrow.types.is_float16(arrow_type) else np.float32
+        return lambda value: None if value is None else float(str(number(value)))
     if isinstance(arrow_type, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
         restore_item = _find_restore(arrow_type.value_type)
         return None if restore_item is None else lambda items: _restore_list(items, restore_item)
@@ -37,14 +38,6 @@ def _find_restore(arrow_type: pyarrow.DataType) -> Restore | None:
         fields = {field.name: restore for field in arrow_type if (restore := _find_restore(field.type)) is not None}
         return (lambda struct: _restore_struct(struct, fields)) if fields else None
     return None
-
-
-def _restore_16(value: float | None) -> float | None:
-    return None if value is None else float(str(np.float16(value)))
-
-
-def _restore_32(value: float | None) -> float | None:
-    return None if value is None else float(str(np.float32(value)))
 
 
 def _restore_list(items: Any, restore: Restore) -> Any:

@@ -35,8 +35,10 @@ def restrict(
     num_tokens = logits_BV.shape[-1]
     limit_B = torch.where(top_k_B > 0, top_k_B, num_tokens).clamp(max=num_tokens)
     is_open_B = ((limit_B < num_tokens) | (top_p_B < 1)) & logits_BV.amax(dim=-1).isfinite()
-    probability_BV = logits_BV.softmax(dim=-1)
     restricted_BV = logits_BV.clone()
+    if not is_open_B.any():  # only min-p cuts, or nothing does
+        return restricted_BV
+    probability_BV = logits_BV.softmax(dim=-1)
     for num_candidates in (*_num_candidates(logits_BV), num_tokens):
         row_R = is_open_B.nonzero()[:, 0]
         if not len(row_R):
