@@ -34,6 +34,7 @@ from tandem.rollout.environments.outcomes import checked
 from tandem.rollout.environments.processes.workers import WorkerPool
 from tandem.rollout.environments.scorer import EnvironmentScorer
 from tests.harness.leaks import gone, is_alive
+from tests.harness.runs.running import kill_at_once
 
 Start = Callable[[Config], EnvironmentScorer]
 
@@ -360,15 +361,6 @@ def daemonic(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[subproces
         return process, written(imports + 3 * _SCORERS)
 
     return start_rollout
-
-
-def kill_at_once(victims: list[psutil.Process]) -> None:
-    """Kill processes so that none sees the end of another before its own."""
-    for victim in victims:
-        victim.suspend()
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends with one that was killed before
-            victim.kill()
 
 
 class EnvironmentTree(NamedTuple):

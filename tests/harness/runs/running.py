@@ -325,6 +325,15 @@ class Awake:
             time.sleep(_TICK_S)
 
 
+def kill_at_once(victims: Sequence[psutil.Process]) -> None:
+    """Kill processes so that none sees the end of another before its own."""
+    for victim in victims:
+        victim.suspend()
+    for victim in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends with one that was killed before
+            victim.kill()
+
+
 def all_gone(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait for processes to end, for so many seconds in which this one could run; return those that did not."""
     awake, alive = Awake(), list(processes)

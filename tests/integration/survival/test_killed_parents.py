@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import random
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from tests.harness import leaks
 from tests.harness.runs.by_hand import assert_same_results, undisturbed_run
-from tests.harness.runs.running import Command, all_gone, coordinator, wait_until, write_config
+from tests.harness.runs.running import Command, all_gone, coordinator, kill_at_once, wait_until, write_config
 
 DAEMONIC = """
 import os
@@ -97,11 +96,7 @@ def test_parents_that_are_killed_at_one_instant_leave_nothing_and_the_run_is_res
         others = [process for process in others if process.pid not in daemons()]
         victims = [supervisor, coordinator_, *dice.sample(others, round(part * len(others)))]
         titles = [" ".join(victim.cmdline())[:40] for victim in victims]
-        for victim in victims:
-            victim.suspend()  # so that none sees the end of another before its own
-        for victim in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ends with one that was killed before
-                victim.kill()
+        kill_at_once(victims)
         left = all_gone([*children, *map(psutil.Process, filter(psutil.pid_exists, daemons()))], leaks.SETTLE_S)
         assert left == [], (SEED, titles)
         run.wait()
