@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +92,28 @@ def test_layers_are_one_graph_with_their_attention(recomputes: bool) -> None:
         torch.testing.assert_close(found_of_parameters, of_parameters, rtol=0, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+ONE_GRAPH = """
+import torch
+from tandem.trainer.backends.compiling import compiled, instruction_set
+
+def sums(values_RV: torch.Tensor) -> torch.Tensor:
+    return torch.stack([values_RV.exp().sum(-1), (values_RV * values_RV).sum(-1), values_RV.max(-1).values])
+
+values_RV = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+torch.testing.assert_close(compiled(sums)(values_RV), sums(values_RV), rtol=1e-5, atol=0)
+print(instruction_set())
+"""
+
+
+def test_processors_that_share_a_cache_have_kernels_of_their_own(tmp_path: Path) -> None:
+    """First one without AVX-512, as `ATEN_CPU_CAPABILITY` makes of any."""
+    folders = []
+    for capability in ("avx2", "default", ""):
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run([sys.executable, "-c", ONE_GRAPH], env=env, text=True, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        folders.append(done.stdout.strip())
+    assert {path.name for path in tmp_path.iterdir()} == set(folders)
+    assert len(set(folders)) >= 2

@@ -8,13 +8,18 @@ layers of the same kind, and all lengths of rows.
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
+import re
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config
 import transformers
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.checkpoint import checkpoint
 
 from tandem.trainer import context
@@ -23,11 +28,30 @@ from tandem.trainer.models import checkpoint_activations, decoder_layers
 
 torch._inductor.config.compile_threads = 1  # others start compiler processes, which outlive a killed trainer
 
+_CPU = Path("/proc/cpuinfo")
+
+
+def instruction_set() -> str:
+    """Return the instruction set that kernels for this processor are made for, as a folder may be named."""
+    flags = re.search(r"^(flags|Features)\s*:(.*)$", _CPU.read_text(), re.MULTILINE) if _CPU.exists() else None
+    digest = hashlib.sha256(flags[2].encode() if flags else b"").hexdigest()[:8]
+    return f"{torch.backends.cpu.get_cpu_capability()}-{digest}"
+
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of tensors with fused kernels, for any sizes of them."""
+    _separate_caches()
     return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def _separate_caches() -> None:
+    """Keep kernels of other processors apart: torch 2.13 names kernels by their graphs, and takes any that it finds.
+
+    One made for another instruction set gives wrong sums or ends the process, where hosts share a cache.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache_dir()) / instruction_set())
 
 
 def compile_layers(model: torch.nn.Module, *, with_attention: bool, recomputes: bool) -> None:
