@@ -104,6 +104,9 @@ SUITES: dict[str, tuple[str, ...]] = {
 TWICE = ("tests/unit/test_digest_task.py",)
 """What runs with one device in one suite, and with another in the other."""
 
+ACROSS = {"megatron": ("tests/unit/test_*megatron*.py", "tests/integration/**/test_*megatron*.py")}
+"""What runs again with other releases of a package, whichever suites its files are in."""
+
 
 def places() -> dict[str, str]:
     """Return the suite of each folder, file and test that is named, but those that are in two."""
@@ -119,6 +122,8 @@ def suite_of(file: str) -> str:
 
 def arguments(suite: str) -> list[str]:
     """Return the folders, files and tests of a suite, and those within its folders that are another's, for pytest."""
+    if suite in ACROSS:
+        return sorted(str(path.relative_to(ROOT)) for pattern in ACROSS[suite] for path in ROOT.glob(pattern))
     others = {place for place, other in places().items() if other != suite}
     inside = [place for place in others if any(_is_within(place, own) for own in SUITES[suite])]
     left_out = [("--deselect" if "::" in place else "--ignore", place) for place in sorted(inside)]

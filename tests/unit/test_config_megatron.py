@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import warnings
@@ -17,7 +19,7 @@ from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, ModelError
 from tandem.config import Config, load_config, notices, unsupported
 from tandem.config.conform import conform
-from tandem.config.installed import megatron_arguments
+from tandem.config.installed import megatron_arguments, megatron_releases
 from tandem.config.low_precision import list_products
 
 SMALL = """
@@ -31,6 +33,8 @@ data: {dataset_name: reasoning_gym, task: chain_sum}
 cluster: {trainers: 1}
 """
 KEY = "policy.megatron_cfg"
+HAS_CORE = importlib.util.find_spec("megatron") is not None
+CORE = f"Megatron-Core {importlib.metadata.version('megatron-core')}" if HAS_CORE else "Megatron-Core"
 NEMO_RL = Path(__file__).parent / "nemo_rl"
 MEGATRON_FILES = sorted(str(path.relative_to(NEMO_RL)) for path in NEMO_RL.rglob("*megatron*.yaml"))
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -92,6 +96,8 @@ def test_arguments_are_those_of_the_classes_and_their_bases() -> None:
         assert known.keys() == {name for name in fields if name[0] != "_"}
         for name, wanted in known.items():
             default = fields[name].default
+            if default == math.inf:
+                continue  # for none, which no configuration says so
             # Some annotations do not admit the None that is the default.
             if isinstance(default, bool | int | float | str) or (
                 default is None and "Optional" in str(fields[name].type)
@@ -111,16 +117,23 @@ def test_reading_them_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("recompute_granularty=full", "Megatron-Core has no such argument; did you mean 'recompute_granularity'?"),
-        ("tensor_parallel_size=2", "Megatron-Core has no such argument; did you mean 'tensor_model_parallel_size'?"),
+        ("recompute_granularty=full", f"{CORE} has no such argument; did you mean 'recompute_granularity'?"),
+        ("tensor_parallel_size=2", f"{CORE} has no such argument; did you mean 'tensor_model_parallel_size'?"),
         ("recompute_granularity=fully", "'fully' is not one of full, selective; did you mean 'full'?"),
         ("moe_aux_loss_coeff=much", "expected a number, got 'much'"),
         ("recompute_modules=mlp", "expected a list of text, got 'mlp'"),
         ("attention_backend=flsh", "'flsh' is not one of auto, flash, fused, local, unfused; did you mean 'flash'?"),
         ("hidden_size=64", "cannot be set here: the model's config.json decides"),
+        ("use_mup=true", "cannot be set here: the model's config.json decides"),
+        ("experimental_attention_variant=dsa", "cannot be set here: the model's config.json decides"),
+        ("mla_down_proj_fusion=true", "cannot be set here: Tandem sets it itself"),
+        ("moe_single_grouped_weight=true", "cannot be set here: Tandem sets it itself"),
+        ("gtp_weight_remat_size=2", "cannot be set here: Tandem sets it itself"),
+        ("optimizer.grad_norm_skip_threshold=9.0", "cannot be set here: Tandem takes the steps itself"),
+        ("optimizer.use_layer_wise_distributed_optimizer=true", "cannot be set here: its state cannot be saved"),
         ("bf16=true", "cannot be set here: set policy.precision instead"),
         ("variable_seq_lengths=true", "cannot be set here: Tandem sets it itself"),
-        ("optimizer.adam_betas=[0.9,0.99]", "Megatron-Core has no such argument; did you mean 'adam_beta2'?"),
+        ("optimizer.adam_betas=[0.9,0.99]", f"{CORE} has no such argument; did you mean 'adam_beta2'?"),
         ("optimizer.lr=fast", "expected a number, got 'fast'"),
         (
             "optimizer.params_dtype=fp32",
@@ -134,7 +147,7 @@ def test_reading_them_imports_no_torch() -> None:
         ("distributed_data_parallel_config.bucket_size=1.5", "expected an integer, got 1.5"),
         (
             "distributed_data_parallel_config.overlap_grads=true",
-            "Megatron-Core has no such argument; did you mean 'overlap_grad_reduce'?",
+            f"{CORE} has no such argument; did you mean 'overlap_grad_reduce'?",
         ),
     ],
 )
@@ -167,6 +180,7 @@ def test_arguments_get_the_types_that_megatron_wants() -> None:
 def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsupported, "NOT_SUPPORTED_YET", ())
     monkeypatch.setattr(megatron_arguments, "find_package", lambda name: None)
+    monkeypatch.setattr(megatron_releases, "find_package", lambda name: None)
     megatron_arguments.list_arguments.cache_clear()
     try:
         with pytest.raises(ConfigError) as caught:
@@ -185,22 +199,39 @@ def test_without_megatron_core_the_command_that_installs_it_is_named(monkeypatch
         megatron_arguments.list_arguments.cache_clear()
 
 
-def test_an_unknown_release_is_said_with_those_that_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("minor", "lacks", "expected"),
+    [
+        (19, "", ""),
+        (15, "", "Megatron-Core 0.15.2 is installed, and known releases are 0.16, 0.17, 0.18, 0.19"),
+        (20, "", "Megatron-Core 0.20.2 is installed, and known releases are 0.16, 0.17, 0.18, 0.19"),
+        (17, "triton", ""),
+        (18, "triton", "Megatron-Core 0.18.2 imports triton, which is not installed: pip install triton"),
+    ],
+)
+def test_a_release_that_cannot_train_is_said_with_the_reason(
+    minor: int, lacks: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(unsupported, "NOT_SUPPORTED_YET", ())
     loaded()  # with the arguments of the release that is installed
-    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: tmp_path)
-    (tmp_path / "package_info.py").write_text('MAJOR = 0\nMINOR = 19\nPATCH = 2\nPRE_RELEASE = ""\n')
+    monkeypatch.setattr(megatron_releases, "find_package", lambda name: None if name == lacks else tmp_path)
+    (tmp_path / "package_info.py").write_text(f'MAJOR = 0\nMINOR = {minor}\nPATCH = 2\nPRE_RELEASE = ""\n')
+    assert megatron_releases.find_obstacle() == (expected or None)
+    if not expected:
+        load_config("small.yaml")
+        return
     with pytest.raises(ConfigError) as caught:
         load_config("small.yaml")
-    assert str(caught.value) == (
-        "small.yaml: policy.megatron_cfg.enabled: true, but Megatron-Core 0.19.2 is installed, and known releases are "
-        "0.16"
-    )
-    other = tmp_path / "other"  # tells none: the trainer asks the package
-    other.mkdir()
-    (other / "package_info.py").write_text("MAJOR, MINOR = 0, 19\n")
-    monkeypatch.setattr(megatron_arguments, "find_package", lambda name: other)
-    assert megatron_arguments.find_unknown_release() is None
+    assert str(caught.value) == f"small.yaml: policy.megatron_cfg.enabled: true, but {expected}"
+
+
+def test_a_package_that_tells_no_release_is_left_to_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "package_info.py").write_text("MAJOR, MINOR = 0, 19\n")
+    monkeypatch.setattr(megatron_releases, "find_package", lambda name: tmp_path)
+    assert megatron_releases.find_release() is None
+    assert megatron_releases.find_obstacle() is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is here")

@@ -173,7 +173,7 @@ CHANGES = {
         f"{CHANGED}models.common.embeddings.rope_utils.apply_rotary_pos_emb: "
         "it does not look fused_apply_rotary_pos_emb_thd up any more"
     ),
-    "core.__version__ = '0.17.0'": "Megatron-Core 0.17.0 is installed, and known releases are 0.16",
+    "core.__version__ = '0.20.0'": ("Megatron-Core 0.20.0 is installed, and known releases are 0.16, 0.17, 0.18, 0.19"),
 }
 
 

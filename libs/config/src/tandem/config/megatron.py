@@ -10,14 +10,8 @@ import msgspec
 from tandem.common.distribution import install_command
 from tandem.common.errors import nearest
 from tandem.config.conform import conform, describe_unknown_key
-from tandem.config.installed.megatron_arguments import (
-    RELEASES,
-    RESERVED,
-    find_unknown_release,
-    is_installed,
-    list_arguments,
-    list_defaults,
-)
+from tandem.config.installed.megatron_arguments import RESERVED, list_arguments, list_defaults
+from tandem.config.installed.megatron_releases import find_obstacle, find_release, is_installed
 from tandem.config.installed.sources import find_package
 from tandem.config.low_precision import list_products
 from tandem.config.problem import InvalidValue, ProblemCollector
@@ -33,15 +27,14 @@ def fit_megatron(config: Config, *, to_run: bool) -> Config:
 
 
 def find_missing_megatron(config: Config) -> Iterator[InvalidValue]:
-    """Yield a problem for each model that Megatron-Core trains where it is not installed, or is an unknown release."""
+    """Yield a problem for each model that Megatron-Core trains where it is not installed, or cannot train."""
     for name in MODELS:
         model: ModelConfig | None = getattr(config, name)
         if model is not None and model.megatron_cfg.enabled and not is_installed():
             text = f"true, but Megatron-Core is not installed: {install_command('megatron')}"
             yield InvalidValue(f"{name}.megatron_cfg.enabled", text, is_of_machine=True)
-        elif model is not None and model.megatron_cfg.enabled and (release := find_unknown_release()) is not None:
-            text = f"true, but Megatron-Core {release} is installed, and known releases are {', '.join(RELEASES)}"
-            yield InvalidValue(f"{name}.megatron_cfg.enabled", text, is_of_machine=True)
+        elif model is not None and model.megatron_cfg.enabled and (obstacle := find_obstacle()) is not None:
+            yield InvalidValue(f"{name}.megatron_cfg.enabled", f"true, but {obstacle}", is_of_machine=True)
 
 
 def unfit_megatron(config: Config) -> Config:
@@ -109,7 +102,8 @@ def _fit_arguments(prefix: str, section: str, settings: dict[str, Any]) -> dict[
             if argument_types and name not in argument_types:
                 siblings = {**_list_types(section), **list_defaults(section)}
                 unknown, hint = describe_unknown_key(key, value, siblings), nearest(name, list(siblings))
-                raise InvalidValue(key, f"Megatron-Core has no such argument{hint}", unknown=unknown)
+                release = " ".join(filter(None, ("Megatron-Core", find_release())))
+                raise InvalidValue(key, f"{release} has no such argument{hint}", unknown=unknown)
             fitted[name] = conform(value, argument_types[name], key) if argument_types else value
     problems.complain()
     return fitted

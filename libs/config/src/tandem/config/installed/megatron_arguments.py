@@ -13,7 +13,6 @@ from tandem.config.installed.sources import (
     find_class_and_bases,
     find_default,
     find_package,
-    parse,
 )
 
 _CLASSES = {
@@ -37,7 +36,14 @@ _OF_THE_MODEL = """
     moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_score_function
     moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_shared_expert_intermediate_size
     moe_shared_expert_gate vocab_size max_sequence_length position_embedding_type rope_scaling rope_scaling_factor
-    share_embeddings_and_output_weights
+    share_embeddings_and_output_weights experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
+    linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads is_hybrid_model
+    mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads dsa_indexer_n_heads dsa_indexer_head_dim
+    dsa_indexer_topk
+    use_mup mup_width_mult mup_base_hidden_size mup_base_head_dim mup_embedding_mult mup_output_mult
+    mup_attn_scale_power mtp_hybrid_override_pattern mtp_use_repeated_layer
+    dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon
+    dsa_indexer_k_norm_fp32 dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
 """
 _OF_THE_PRECISION = "fp16 bf16 params_dtype autocast_dtype enable_autocast"
 _OF_TANDEM = """
@@ -49,9 +55,15 @@ _OF_TANDEM = """
     hidden_dropout attention_dropout
     perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std embedding_init_method_std
     config_logger_dir test_mode quant_recipe
+    mla_down_proj_fusion
+    use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp moe_mlp_glu_interleave_size
+    moe_single_grouped_weight moe_single_grouped_bias fp8_output_proj
+    use_grouped_gemm_for_shared_expert moe_shared_expert_glu_interleave_size gtp_weight_remat_size
+    expert_gtp_weight_remat_size tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards
 """
 """Arguments that Tandem sets. Other values of the first three lines give wrong gradients or none; of the next two, a
-layout unknown to the weight plane. Dropout would change the log-probabilities in training. The rest has no use here."""
+layout unknown to the weight plane. Dropout would change the log-probabilities in training. The two lines after it have
+no use here. The rest is of 0.17, of 0.18 and of 0.19: layouts that the weight plane does not know."""
 
 RESERVED: dict[str, dict[str, str]] = {
     "": {
@@ -62,12 +74,14 @@ RESERVED: dict[str, dict[str, str]] = {
     "optimizer": {
         "config_logger_dir": "Tandem sets it itself",
         "overlap_param_gather": "set policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather instead",
+        "use_layer_wise_distributed_optimizer": "its state cannot be saved",
+        "grad_norm_skip_threshold": "Tandem takes the steps itself",
     },
     "distributed_data_parallel_config": {
         "use_distributed_optimizer": "set policy.megatron_cfg.optimizer.use_distributed_optimizer instead",
     },
 }
-"""Arguments that users may not set, with what to do instead, by section."""
+"""Arguments that users may not set, with what to do instead, by section; of any known release."""
 
 _PLAIN: dict[str, inspect.Type] = {
     "int": inspect.IntType(),
@@ -79,30 +93,6 @@ _PLAIN: dict[str, inspect.Type] = {
     "torch.dtype": inspect.LiteralType(("bfloat16", "float16", "float32")),
     "AttnBackend": inspect.LiteralType(("auto", "flash", "fused", "local", "unfused")),
 }
-
-
-RELEASES = ("0.16",)
-"""Releases of Megatron-Core that are known here, by their first two numbers."""
-
-
-def is_installed() -> bool:
-    """Tell whether Megatron-Core is installed."""
-    return find_package("megatron.core") is not None
-
-
-def find_unknown_release() -> str | None:
-    """Return the installed release of Megatron-Core if it is none that is known here; None if it is, or tells none."""
-    package = find_package("megatron.core")
-    if package is None or not (package / "package_info.py").is_file():
-        return None
-    numbers: dict[str, object] = {}
-    for node in parse(package / "package_info.py").body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
-                numbers[name] = value
-    release = ".".join(str(numbers.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
-    is_known = release.startswith(tuple(f"{first}." for first in RELEASES))
-    return None if "?" in release or is_known else release
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 Fused parameters: ``linear_qkv`` has the heads in groups, each with its queries before its key and value. ``linear_fc1``
 has a rank's rows of the gate before its rows of the up projection. The vocabulary is padded. Tensor parallelism cuts
-these along rows, and ``linear_proj`` and ``linear_fc2`` along columns. As in Megatron-Core 0.16.
+these along rows, and ``linear_proj`` and ``linear_fc2`` along columns. As in Megatron-Core 0.16 to 0.19.
 """
 
 from __future__ import annotations

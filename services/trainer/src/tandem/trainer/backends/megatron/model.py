@@ -31,6 +31,7 @@ from tandem.refit.adapters.geometry import SCALAR_HEAD, find_biased_projections
 from tandem.trainer.backends.megatron.architecture import embedding_arguments, geometry_in
 from tandem.trainer.backends.megatron.attention import AttentionNorm, CoreAttention
 from tandem.trainer.backends.megatron.preparing import HAS_TRANSFORMER_ENGINE, has_kernels
+from tandem.trainer.backends.megatron.releases import keep_norms, submodules_of
 from tandem.trainer.backends.megatron.routing import replay_routes
 from tandem.trainer.backends.megatron.settings import VOCABULARY_DIVISOR, MegatronSettings
 
@@ -167,6 +168,7 @@ def _layers_of(transformer: TransformerConfig, biased: Set[str], stage: int | No
         specs = [sparse if has_experts else dense for has_experts in transformer.moe_layer_freq]
     for layer in specs:
         _add_biases(layer, biased)
+        keep_norms(layer.submodules.self_attention)
     first = get_transformer_layer_offset(transformer, vp_stage=stage)
     count = get_num_layers_to_build(transformer, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=norm)
@@ -195,7 +197,7 @@ def _plain(
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if activation is not None:
-        for feed_forward in _feed_forwards(layer.submodules.mlp.submodules):
+        for feed_forward in _feed_forwards(submodules_of(layer.submodules.mlp)):
             feed_forward.activation_func = activation
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
@@ -214,7 +216,7 @@ def _add_biases(layer: ModuleSpec, biased: Set[str]) -> None:
         attention = layer.submodules.self_attention.submodules
         attention.linear_proj = _add_bias(attention.linear_proj)
     if "down_proj" in biased:
-        mlp = layer.submodules.mlp.submodules
+        mlp = submodules_of(layer.submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _add_bias(mlp.linear_fc1), _add_bias(mlp.linear_fc2)
 
 
@@ -237,4 +239,4 @@ def _feed_forwards(submodules: MLPSubmodules | MoESubmodules) -> list[MLPSubmodu
     """Return the parts of a layer that have an activation function: itself, or its experts."""
     if isinstance(submodules, MLPSubmodules):
         return [submodules]
-    return [submodules.experts.submodules, submodules.shared_experts.submodules]
+    return [submodules_of(submodules.experts), submodules_of(submodules.shared_experts)]

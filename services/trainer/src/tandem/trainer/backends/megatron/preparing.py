@@ -19,7 +19,7 @@ import torch
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import ModelError
-from tandem.config.installed.megatron_arguments import RELEASES
+from tandem.config.installed.megatron_releases import RELEASES, find_obstacle, is_among
 from tandem.trainer.backends.megatron import insides
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
@@ -82,13 +82,15 @@ def add_weight_gradient(input_NE: torch.Tensor, grad_NV: torch.Tensor, total_VE:
 
 
 def _require_version() -> None:
+    if (obstacle := find_obstacle()) is not None:
+        raise ModelError(obstacle)
     try:
         core = importlib.import_module("megatron.core")
     except ImportError as error:
         raise ModelError(
             f"policy.megatron_cfg needs Megatron-Core, `{install_command('megatron')}`: {error}"
         ) from error
-    if not core.__version__.startswith(tuple(f"{version}." for version in RELEASES)):
+    if not is_among(core.__version__, RELEASES):
         raise ModelError(f"Megatron-Core {core.__version__} is installed, and known releases are {', '.join(RELEASES)}")
 
 
@@ -101,6 +103,9 @@ def _do_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None  # which is checked, and then not used
     latent_attention = insides.module("transformer.multi_latent_attention")
     latent_attention.HAVE_TE = False  # it only checks the import of names, which exist and are None
+    from tandem.trainer.backends.megatron.releases import name_plain_linear  # it imports Megatron-Core
+
+    name_plain_linear()
 
 
 def _do_without_apex() -> None:

@@ -37,7 +37,7 @@ _FORWARDED = (
 """Keys of ``policy.megatron_cfg`` with the same names in Megatron-Core, for every model."""
 
 _OWN_KERNELS = {"apply_rope_fusion", "gradient_accumulation_fusion", "use_te_activation_func"}
-_KERNELS = {"moe_permute_fusion", "moe_router_fusion"} | _OWN_KERNELS
+_KERNELS = {"fused_residual_rmsnorm", "moe_permute_fusion", "moe_router_fusion"} | _OWN_KERNELS
 """Keys of ``TransformerConfig`` that request kernels. `kernels` has some of these for the CPU."""
 
 _OF_EXPERTS = ("moe_router_dtype", "moe_router_load_balancing_type", "moe_router_bias_update_rate")

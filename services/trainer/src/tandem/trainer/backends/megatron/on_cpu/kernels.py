@@ -99,7 +99,12 @@ def _blocks(*tensors: torch.Tensor) -> zip[tuple[torch.Tensor, ...]]:
 
 
 def rotate(
-    heads_NHD: torch.Tensor, bounds: torch.Tensor, angles_P11D: torch.Tensor, cp_size: int = 1, cp_rank: int = 0
+    heads_NHD: torch.Tensor,
+    bounds: torch.Tensor,
+    angles_P11D: torch.Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Return the heads of a packed row, rotated by their tokens' positions (RoPE; Su et al. 2021, arXiv:2104.09864).
 
@@ -111,7 +116,9 @@ def rotate(
         angles_P11D: angles of each position for both halves of a head, or of its rotated part.
         cp_size: context-parallel ranks. Each has two chunks of each sequence.
         cp_rank: rank of this process among them.
+        interleaved: whether pairs are neighbours, which no configuration can ask for.
     """
+    assert not interleaved
     cosine_N1D, sine_N1D = _of_row(bounds, angles_P11D, cp_size, cp_rank, heads_NHD.dtype)
     num_rotated = angles_P11D.shape[-1]
     rotated: torch.Tensor = _Rotation.apply(  # type: ignore[no-untyped-call]

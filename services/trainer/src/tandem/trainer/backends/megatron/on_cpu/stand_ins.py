@@ -1,9 +1,9 @@
 """The CPU in the place of CUDA, in Megatron-Core's own functions.
 
-Megatron-Core 0.16 allocates on CUDA by name, and runs no forward pass without it. `replace_cuda` makes the same code
+Megatron-Core allocates on CUDA by name, and runs no forward pass without it. `replace_cuda` makes the same code
 run on the CPU. In each function that training calls, it replaces the name of CUDA by that of the CPU. It also replaces
 streams and pinned memory; `replace_rotation` fills in for a fused kernel. Each of these functions is checked first. If
-it differs from the supported release, that is an error with its name, never a wrong number.
+it differs from the known releases, that is an error with its name, never a wrong number.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def _replace_devices() -> None:
     """Let "the current CUDA device" be the CPU, because some forty functions allocate there."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None
+    # What waits for it is an error: only CUDA's graphs, and streams for several instances of an optimizer, would.
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
