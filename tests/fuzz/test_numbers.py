@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import RewardError, WireError
 from tandem.common.messages import LARGEST, Message, Problem, SampleScored
-from tandem.common.numeric.bounds import LEAST_LOGPROB
+from tandem.common.numeric import LEAST_LOGPROB
 from tandem.common.wire import MessageCodec, encode
 from tandem.config import build_config
 from tandem.config.schema import LossFn

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.common.wire import pump
+from tandem.common.wire import link
 
 
 @pytest.fixture(autouse=True)
 def _patient_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let links outlast a slow machine: one that is told to end, and does not soon, ends the test's own process."""
-    monkeypatch.setattr(pump, "SHUTDOWN_GRACE_S", 600.0)
+    monkeypatch.setattr(link, "SHUTDOWN_GRACE_S", 600.0)

@@ -19,7 +19,7 @@ from samples_harness import scored
 from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import ConfigError, RewardError, WireError
 from tandem.common.messages import LARGEST, FromRewardServer, FromRollout, ResponsesScored, SamplesFinished
-from tandem.common.numeric.bounds import LARGEST_LOG_RATIO, LEAST_LOGPROB, bound
+from tandem.common.numeric import LARGEST_LOG_RATIO, LEAST_LOGPROB, bound
 from tandem.common.wire import MessageCodec, encode
 from tandem.config import build_config
 from tandem.config.schema import ReplayConfig

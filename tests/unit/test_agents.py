@@ -26,7 +26,7 @@ from rollout_harness import Rollout
 
 from tandem.common.errors import RewardError
 from tandem.common.messages import SampleScored
-from tandem.common.values.json_values import LargeInteger, WrittenFloat
+from tandem.common.values import LargeInteger, WrittenFloat
 from tandem.rollout.environments import printing
 from tandem.rollout.environments.faults import FaultPolicy
 from tandem.rollout.environments.outcomes import Failure

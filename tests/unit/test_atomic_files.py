@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.atomic_files import open_replacement, replace_file
+from tandem.common.files import open_replacement, replace_file
 
 
 def test_a_file_has_the_old_content_until_it_has_the_new(tmp_path: Path) -> None:

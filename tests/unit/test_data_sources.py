@@ -23,7 +23,7 @@ from data_harness import NUM_SUMS, SUMS, character_tokenizer, data_config
 
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.messages import Problem
-from tandem.common.values.templates import fill_template
+from tandem.common.values import fill_template
 from tandem.config import Config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.samples.data_sets import load_problems, sources

@@ -13,7 +13,7 @@ import pytest
 from diagnosis_harness import config_of, evidence_of, found_in
 from samples_harness import scored
 
-from tandem.common.numeric.outliers import FACTOR, PHRASE, RecentSteps, find_outliers, find_usual_size
+from tandem.common.numeric import FACTOR, PHRASE, RecentSteps, find_outliers, find_usual_size
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.step_batch import training_batch
 from tandem.coordinator.scheduler.events import SampleRecord

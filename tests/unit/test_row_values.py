@@ -17,9 +17,7 @@ from environment_harness import config, problem, results
 
 from tandem.common.errors import DataError, WireError
 from tandem.common.messages import Problem, ResponseToScore, ScoreResponses, ToRewardServer
-from tandem.common.values.answer_texts import answer_texts
-from tandem.common.values.json_values import LargeInteger, WrittenFloat, encode_json, make_plain_object
-from tandem.common.values.texts import text_of
+from tandem.common.values import LargeInteger, WrittenFloat, answer_texts, encode_json, make_plain_object, text_of
 from tandem.common.wire import MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from samples_harness import scored
 
-from tandem.common.numeric.spread import ROUNDING, differ
+from tandem.common.numeric import ROUNDING, differ
 from tandem.config.schema import AdvEstimator, GrpoConfig
 from tandem.coordinator.algorithms.advantages import advantages, group_advantages
 from tandem.coordinator.algorithms.decoupled_advantages import decouple_advantages

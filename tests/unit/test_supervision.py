@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.common.errors import FAILED
 from tandem.common.process_lifetime import reaper
 from tandem.config.schema import ClusterConfig, ReplyDeadlines
-from tandem.launch.exit_codes import FAILED
 from tandem.launch.supervisor import Supervisor
 
 START_S, ROUND_S = 8.0, 1.0

@@ -22,7 +22,7 @@ import numpy as np
 
 from tandem.common import wire
 from tandem.common.messages import PROTOCOL_VERSION, Failed, Hello
-from tandem.common.wire import pump
+from tandem.common.wire.link import FramePump
 from tandem.launch.service import ServiceContext
 from tandem.samples.sample_store import SampleStore
 
@@ -33,8 +33,8 @@ _FOR_EVER_S = 1e6
 _TOLD = (1, 10, 20)
 
 _real_init = ServiceContext.__init__
-_real_pump_init = pump.FramePump.__init__
-_real_forward = pump.FramePump._forward_incoming
+_real_pump_init = FramePump.__init__
+_real_forward = FramePump._forward_incoming
 _real_found = SampleStore._find_samples
 
 
@@ -96,7 +96,7 @@ def _found(store: Any, request: Any) -> Any:
 
 if __name__ == "__main__":
     ServiceContext.__init__ = _init  # type: ignore[method-assign]
-    pump.FramePump.__init__ = _pump_init  # type: ignore[method-assign]
-    pump.FramePump._forward_incoming = _forward  # type: ignore[method-assign]
+    FramePump.__init__ = _pump_init  # type: ignore[method-assign]
+    FramePump._forward_incoming = _forward  # type: ignore[method-assign]
     SampleStore._find_samples = _found  # type: ignore[method-assign]
     sys.exit(importlib.import_module(f"tandem.{sys.argv[1]}.cli").main(sys.argv[2:]))

@@ -19,7 +19,8 @@ import pytest
 from tandem.common.errors import RunFolderError
 from tandem.common.keys import find_key_file, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Hello, ToRefit
-from tandem.common.wire import Link, pump
+from tandem.common.wire import Link
+from tandem.common.wire import link as link_module
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tests.harness.ports import refusing_port
@@ -231,7 +232,7 @@ def test_a_service_of_another_protocol_version_is_refused_with_both_named() -> N
 
 
 def test_a_process_that_breaks_the_protocol_ends_the_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "SHUTDOWN_GRACE_S", 600.0)  # a link that is told to end would end this process
+    monkeypatch.setattr(link_module, "SHUTDOWN_GRACE_S", 600.0)  # a link that is told to end would end this process
     with Command("coordinator", "up", write_config({"cluster": {"launch": "none", "max_replacements": 0}})) as run:
         address, keys = run.wait_for(r"listens on (tcp://\S+)")[1], read_key_file(find_key_file(Path("run")))
         link: Link[Any] = Link(address, "refit", "me", ToRefit, keys)

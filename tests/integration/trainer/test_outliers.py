@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.numeric.outliers import PHRASE
+from tandem.common.numeric import PHRASE
 from tandem.config import Config
 from tandem.samples.batch import SampleBatch
 from tandem.trainer.backend import TrainerBackend

@@ -1,15 +1,22 @@
-"""The installed distribution: its version, and how to install an extra."""
+"""The installed distribution: its version, how to install an extra, and where its programs are searched."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 NAME = "tandem-rl"
 """Name on package indexes, where ``tandem`` is another project; the import name is ``tandem``."""
+
+
+def search_path() -> str:
+    """Return the search path, with the folder of this interpreter first, so that `python` is this one."""
+    return os.pathsep.join(filter(None, [os.path.dirname(sys.executable), os.environ.get("PATH")]))
 
 
 def version() -> str:

@@ -1,4 +1,4 @@
-"""Every error that Tandem raises on purpose.
+"""Every error that Tandem raises on purpose, and the exit codes of commands.
 
 The tree::
 
@@ -35,6 +35,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
 
 
 class TandemError(Exception):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.regular_files import irregular
+from tandem.common.files import irregular
 
 VARIABLE = "TANDEM_INPUTS"
 FOLDER = "inputs"
@@ -149,6 +149,6 @@ def install() -> None:
     folder = os.environ.get(VARIABLE)
     if folder is None or not (manifest := read_manifest(Path(folder))).modules:
         return
-    from tandem.common.kept_code.modules import install_finder
+    from tandem.common.kept_code import install_finder
 
     install_finder(Path(folder), manifest.modules, manifest.files)

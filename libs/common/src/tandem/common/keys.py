@@ -21,9 +21,8 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tandem.common.atomic_files import replace_file
 from tandem.common.errors import ConfigError, RunFolderError
-from tandem.common.regular_files import irregular
+from tandem.common.files import irregular, replace_file
 
 FOLDER = "keys"
 """Folder of the key files, within the run folder."""

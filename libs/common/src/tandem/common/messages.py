@@ -50,7 +50,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 """A TCP port."""
 LARGEST = 1e12
-"""The largest number that a run computes with (`tandem.common.numeric.bounds`)."""
+"""The largest number that a run computes with (`tandem.common.numeric`)."""
 Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 """A finite number that float32 can carry through the arithmetic."""
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]

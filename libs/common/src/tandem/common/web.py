@@ -1,4 +1,4 @@
-"""Shared by all web servers: limits on idle connections, late refusals, a guard against foreign pages.
+"""Shared by all web servers: settings, event loop, limits on connections, a guard against foreign pages.
 
 A site may resolve its own name to loopback (DNS rebinding), so that its pages in a browser could query a server
 there: the Host header reveals that. A page may also have the browser post to loopback directly: the Origin header
@@ -8,18 +8,23 @@ reveals that, and so does a Content-Type that needs no preflight.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import h11
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tandem.common import descriptors
 from tandem.common.network import is_loopback
+from tandem.common.signals import defer_signals
 
 HEADERS_S = 10.0
 """Timeout for the headers of a request, from their first byte; for the first request, from the connection."""
@@ -33,6 +38,60 @@ _MOST_IDLE = 1024
 _SHARE_IDLE = 4
 """Divisor of the descriptor limit: gives the idle connections from one address, if that is less."""
 _JSON = "application/json"
+
+
+def settings(app: ASGIApp, *, end_s: float, **overrides: Any) -> uvicorn.Config:
+    """Return uvicorn's settings for `app`; unfinished answers have `end_s` seconds at the end.
+
+    All servers bound idle connections and headers (`TimedHttpProtocol`), answer wrong keys late, say nothing of
+    themselves, and log only what goes wrong.
+    """
+    shared = {
+        "log_config": None,
+        "log_level": "warning",
+        "access_log": False,
+        "server_header": False,
+        "lifespan": "off",
+        "http": TimedHttpProtocol,
+        "backlog": read_backlog(),
+        "ws": "none",
+        "loop": "asyncio",
+        "timeout_graceful_shutdown": int(end_s),
+    }
+    return uvicorn.Config(SlowRefusals(app), **{**shared, **overrides})
+
+
+@contextlib.contextmanager
+def event_loop() -> Iterator[asyncio.Runner]:
+    """Yield an event loop of the main thread, made while no signal can interrupt: half a loop warns when collected."""
+    with contextlib.ExitStack() as stack:
+        with defer_signals():
+            runner = stack.enter_context(asyncio.Runner())
+        yield runner
+
+
+class SignalledServer(uvicorn.Server):
+    """A uvicorn server that ends on a signal without raising that signal again afterwards."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, heeds_signals: bool = True, end: signal.Signals | None = None
+    ) -> None:
+        """Create the server; without `heeds_signals`, `end` is the only signal that ends it."""
+        super().__init__(config)
+        self._end = end
+        self._heeds_signals = heeds_signals
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while the server runs."""
+        if not self._heeds_signals:
+            if self._end is not None:
+                signal.signal(self._end, self.handle_exit)
+            yield
+            return
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
 
 
 def read_backlog() -> int:

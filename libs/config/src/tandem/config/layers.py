@@ -13,7 +13,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError
-from tandem.common.regular_files import irregular
+from tandem.common.files import irregular
 from tandem.config.checks.paths import explain_no_path
 from tandem.config.names.newer_names import BACKEND, BACKEND_HERE, name_backend_as_here
 

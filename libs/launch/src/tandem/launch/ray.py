@@ -28,9 +28,8 @@ import msgspec
 
 from tandem.common import signals
 from tandem.common.distribution import version
-from tandem.common.errors import ConfigError, TandemError
+from tandem.common.errors import BAD_INPUT, FAILED, INTERRUPTED, OK, ConfigError, TandemError
 from tandem.config import Config
-from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tandem.launch.nodes import NodeShare, nodes_of
 from tandem.launch.ray_node import NodeActor, NodeOrder, NodeOutput, NodeView
 from tandem.launch.restarts import select_within

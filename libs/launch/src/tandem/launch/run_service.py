@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.common import descriptors, gc_tuning, kept_inputs, signals
-from tandem.common.errors import NotAdmitted, TandemError, WireError
+from tandem.common.errors import INTERRUPTED, NotAdmitted, TandemError, WireError
 from tandem.common.keys import ProcessKeys, decode_process_keys, read_key_file
 from tandem.common.messages import PROTOCOL_VERSION, Command, Hello, ServiceKind, Shutdown
 from tandem.common.network import forget_empty_endpoint
 from tandem.common.process_lifetime import die_with
 from tandem.common.wire import EXIT_NOT_ADMITTED, Arrays, Link, exit_code
 from tandem.config.model_names import fetch_models
-from tandem.launch.exit_codes import INTERRUPTED
 from tandem.launch.service import ServiceContext
 
 _IDLE_POLL_S = 1.0

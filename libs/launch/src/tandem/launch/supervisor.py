@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.common import signals
 from tandem.common.descriptors import wait_to_read
-from tandem.common.errors import RunFolderError
+from tandem.common.errors import BAD_INPUT, FAILED, INTERRUPTED, OK, RunFolderError
 from tandem.common.process_lifetime import adopt_orphans, list_descendants
-from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     import socket

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from tandem.common.numeric.spread import ROUNDING
+from tandem.common.numeric import ROUNDING
 
 NUM_STEPS = 5
 """Consecutive steps for which a condition must hold."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.atomic_files import replace_file
+from tandem.common.files import replace_file
 
 _ASIDE = "before-resume-"
 """Prefix of the folders with files from before the run was resumed; a number follows."""

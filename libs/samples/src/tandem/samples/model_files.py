@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import ConfigError, ModelError, TandemError, nearest
-from tandem.common.regular_files import first_irregular, read_text
+from tandem.common.files import first_irregular, read_text
 from tandem.config import Config
 from tandem.config.installed.model_fields import list_model_types
 from tandem.config.models.model_sizes import local_folder, read_json

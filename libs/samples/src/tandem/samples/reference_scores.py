@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.common.messages import Problem
-from tandem.common.values.json_values import decode_number, encode_number
+from tandem.common.values import decode_number, encode_number
 
 MODULE = "tandem.rollout.environments.reference_answers"
 """Module that scores them, as ``python -m MODULE ORDER ANSWER``."""

@@ -33,8 +33,8 @@ def token_of(arguments: argparse.Namespace) -> str | None:
 
 
 def _read(path: Path) -> str:
+    from tandem.common.files import irregular
     from tandem.common.keys import refuse_others
-    from tandem.common.regular_files import irregular
 
     if (kind := irregular(path)) is not None:
         raise ConfigError(f"--token-file {path}: it is {kind}, not a file")

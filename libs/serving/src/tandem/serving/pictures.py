@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError
-from tandem.common.regular_files import irregular
+from tandem.common.files import irregular
 from tandem.samples.images.reading import kind_of
 
 _MAX_BYTES = 12 * 2**20

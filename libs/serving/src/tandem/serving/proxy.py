@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.common import web
-from tandem.common.http_server import SignalledServer, event_loop, settings
 from tandem.common.messages import EngineServer
+from tandem.common.web import SignalledServer, event_loop, settings
 from tandem.observe.run_folder.engine_servers import read_engine_servers
 from tandem.serving.upstream import BROKEN, UpstreamResponse, UpstreamServers
 

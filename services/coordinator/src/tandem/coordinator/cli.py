@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tandem.common import descriptors, gc_tuning, kept_inputs
 from tandem.common.distribution import version
-from tandem.common.errors import ConfigError, DamagedCheckpoint, TandemError, nearest
+from tandem.common.errors import BAD_INPUT, FAILED, INTERRUPTED, ConfigError, DamagedCheckpoint, TandemError, nearest
 from tandem.common.network import forget_empty_endpoint
 from tandem.common.shortages import is_shortage
 from tandem.coordinator.clusters import kubernetes, ray, slurm
@@ -43,7 +43,6 @@ from tandem.coordinator.commands.arguments import NEWER, CarryOut
 from tandem.coordinator.replaying import replay
 from tandem.coordinator.sweeping import sweep
 from tandem.coordinator.tinker import tinker
-from tandem.launch.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "start a run": (init, check, plan, up, sweep, replay),

@@ -10,7 +10,7 @@ def main() -> int:
     try:
         from tandem.coordinator.cli import main as run_command_line
     except KeyboardInterrupt:
-        from tandem.launch.exit_codes import INTERRUPTED
+        from tandem.common.errors import INTERRUPTED
 
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

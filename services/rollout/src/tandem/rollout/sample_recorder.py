@@ -38,8 +38,8 @@ from tandem.common.messages import (
     SamplesFinished,
     SamplesRecorded,
 )
-from tandem.common.numeric.bounds import bound
-from tandem.common.values.texts import question_text, text_of
+from tandem.common.numeric import bound
+from tandem.common.values import question_text, text_of
 from tandem.launch.service import ServiceContext
 from tandem.samples.batch import SampleBatch
 from tandem.samples.recorded_shards import read_shard, samples_of

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.numeric.spread import ROUNDING
+from tandem.common.numeric import ROUNDING
 from tandem.config import Config
 from tandem.config.schema import LossFn
 from tandem.config.schema.columns import ADVANTAGES, RETURNS, ColumnDeclaration, Source
@@ -26,7 +26,7 @@ from tandem.trainer import gae
 from tandem.trainer.losses.kl import kl_penalty
 
 _MIN_VARIANCE = 1e-8
-"""Least variance to divide by, as in NeMo-RL. `tandem.common.numeric.spread` says what is no spread."""
+"""Least variance to divide by, as in NeMo-RL. `tandem.common.numeric` says what is no spread."""
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 

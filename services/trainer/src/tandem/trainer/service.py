@@ -47,7 +47,7 @@ from tandem.common.messages import (
     TrainerCommand,
     WeightsCopied,
 )
-from tandem.common.numeric.bounds import LEAST_LOGPROB
+from tandem.common.numeric import LEAST_LOGPROB
 from tandem.common.wire import Arrays
 from tandem.config.model_groups import find_model_group
 from tandem.config.models.model_sizes import vocabulary_size

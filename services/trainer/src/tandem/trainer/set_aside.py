@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.common.numeric.bounds import LEAST_LOGPROB
-from tandem.common.numeric.outliers import find_outliers
+from tandem.common.numeric import LEAST_LOGPROB, find_outliers
 from tandem.common.returned import line
 from tandem.config.schema.columns import Model
 from tandem.samples.batch import Float32s, SampleBatch

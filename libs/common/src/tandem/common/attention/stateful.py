@@ -1,4 +1,4 @@
-"""Layers that carry a state from token to token, found in a model and run sequence by sequence.
+"""Layers that carry a state from token to token, run sequence by sequence, and the tensors in caches.
 
 Linear attention, state-space layers and short convolutions mix a row's tokens outside of attention. In a row of several
 sequences each has to begin with an empty state, or with that of its prompt. Transformers keeps such states in layers of
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import transformers
 from transformers import cache_utils
 
 from tandem.common.attention.chunks import CHUNKED_TYPE
@@ -32,6 +33,41 @@ INDEXED_TYPE = "indexed_attention"
 _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
 _CACHE = "cache"
 """Parameter of a stateful module's `forward` that takes the cache."""
+CACHE_NAMES = ("cache", "cache_params", "state")
+"""Parameters of forward passes that take a cache, and fields of their outputs."""
+CachePath: TypeAlias = tuple[object, ...]
+"""The place of a tensor in a cache: names of attributes, keys and indices."""
+
+
+def find_tensors(cache: Any) -> dict[CachePath, torch.Tensor]:
+    """Return the tensors of a cache by their places, each once."""
+    tensors: dict[CachePath, torch.Tensor] = {}
+    visited: set[int] = set()
+
+    def collect(value: Any, path: CachePath) -> None:
+        if id(value) in visited:
+            return
+        visited.add(id(value))
+        if isinstance(value, torch.Tensor):
+            tensors[path] = value
+        elif isinstance(value, list | tuple):
+            for index, part in enumerate(value):
+                collect(part, (*path, index))
+        elif isinstance(value, dict) or has_parts(value):
+            for name, part in (value if isinstance(value, dict) else vars(value)).items():
+                collect(part, (*path, name))
+
+    collect(cache, ())
+    return tensors
+
+
+def has_parts(value: Any) -> bool:
+    """Return whether a value within a cache may hold tensors in its attributes."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type | torch.nn.Module | transformers.PretrainedConfig)
+        and not inspect.isroutine(value)
+    )
 
 
 def find_unknown_layer_type(config: Any, *types_elsewhere: str) -> str | None:

@@ -12,19 +12,17 @@ process within the heartbeat timeout, whatever it is doing. If the coordinator's
 it says hello over each new connection until another coordinator of the run readmits it.
 """
 
-from tandem.common.wire.answering import AnsweringThread
-from tandem.common.wire.callers import CallerConnections
+from tandem.common.wire.callers import AnsweringThread, CallerConnections
 from tandem.common.wire.frames import (
     Arrays,
     Frames,
     MessageCodec,
     ReceivedMessage,
+    check_version,
     encode,
 )
-from tandem.common.wire.hello import check_version
 from tandem.common.wire.hub import Hub, HubPeer
-from tandem.common.wire.link import Link
-from tandem.common.wire.pump import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, ThreadStalls, exit_code
+from tandem.common.wire.link import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED, Link, ThreadStalls, exit_code
 
 __all__ = [
     "EXIT_AWAITED_ANEW",

@@ -1,4 +1,4 @@
-"""Messages as frames: how they are encoded, decoded and checked."""
+"""Messages as frames: how they are encoded, decoded and checked; the first one in any version."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.errors import WireError
-from tandem.common.messages import Message
-from tandem.common.values.json_values import decode_number, encode_number
+from tandem.common.errors import VersionMismatch, WireError
+from tandem.common.messages import PROTOCOL_VERSION, Message
+from tandem.common.values import decode_number, encode_number
 
 Incoming = TypeVar("Incoming")
 Arrays = Mapping[str, NDArray[Any]]
@@ -33,6 +33,26 @@ _MOST_HEADER_BYTES, _MOST_MANIFEST_BYTES = 1 << 30, 1 << 16
 """Size limits far beyond any message: the largest headers hold a model's layout or the prompts of a step."""
 _WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", re.DOTALL)
 """The form of msgspec's error messages: what is wrong, and where."""
+
+
+class HelloProbe(msgspec.Struct, tag="Hello"):
+    """The fields of a `Hello` that every version can read, whatever the later fields have become."""
+
+    protocol_version: int
+    service: Any = "process"
+    host: Any = "?"
+    pid: Any = 0
+
+
+def check_version(frame: bytes | memoryview) -> None:
+    """Raise `VersionMismatch` if the frame is a `Hello` of another version, `WireError` if it is not a `Hello`."""
+    try:
+        probe = msgspec.msgpack.decode(frame, type=HelloProbe)
+    except UNDECODABLE as error:
+        raise WireError(f"expected a Hello: {error}") from error
+    if probe.protocol_version != PROTOCOL_VERSION:
+        who = f"{probe.service} (pid {probe.pid} on {probe.host})"
+        raise VersionMismatch(probe.protocol_version, PROTOCOL_VERSION, who)
 
 
 class ArrayHeader(msgspec.Struct, frozen=True, array_like=True):

@@ -15,8 +15,7 @@ from tandem.common.keys import KeyPair
 from tandem.common.messages import Listener
 from tandem.common.wire.frames import Frames, memory_of
 from tandem.common.wire.gatekeeper import Gatekeeper
-from tandem.common.wire.sockets import make_router
-from tandem.common.wire.waker import Waker
+from tandem.common.wire.sockets import Waker, make_router
 
 MOST_BYTES_OF_REPLY = 1 << 28
 """Most bytes in a frame to the coordinator; an engine's layouts take some dozens of megabytes at most."""

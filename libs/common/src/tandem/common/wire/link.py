@@ -1,14 +1,19 @@
-"""The DEALER end of the wire: a process's connection to its coordinator."""
+"""The DEALER end of the wire: a process's connection to its coordinator, and the thread behind it."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common import curve
 from tandem.common.curve import AdmittedKeys
@@ -16,15 +21,209 @@ from tandem.common.keys import ProcessKeys
 from tandem.common.messages import (
     MAX_TEXT,
     Goodbye,
+    Heartbeat,
     Hello,
+    Refused,
     ServiceKind,
+    Shutdown,
+    TrainerKeys,
     Welcome,
 )
 from tandem.common.wire.admission import AdmissionRequests, KeyRefused
-from tandem.common.wire.frames import Frames, Incoming, MessageCodec, ReceivedMessage, encode, memory_of
-from tandem.common.wire.pump import SHUTDOWN_GRACE_S, FramePump
-from tandem.common.wire.sockets import make_dealer_of_link, make_pipe
-from tandem.common.wire.waker import Waker
+from tandem.common.wire.frames import (
+    UNDECODABLE,
+    Frames,
+    Incoming,
+    MessageCodec,
+    ReceivedMessage,
+    encode,
+    memory_of,
+    tag_decoder,
+)
+from tandem.common.wire.sockets import Waker, make_dealer_of_link, make_pipe
+
+_EXIT_COORDINATOR_LOST = 70
+EXIT_NOT_ADMITTED, EXIT_AWAITED_ANEW = 75, 76
+"""Exit codes of a process that was rejected, and may retry, and of one that was told to end because another process
+continues the run in its place."""
+SHUTDOWN_GRACE_S = 5.0
+"""Seconds that a process has to end by itself after `Shutdown` before its link ends it."""
+
+_trainer_keys_decoder = msgspec.msgpack.Decoder(TrainerKeys)
+_shutdown_decoder = msgspec.msgpack.Decoder(Shutdown)
+_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+_refused_decoder = msgspec.msgpack.Decoder(Refused)
+
+
+def exit_code(shutdown: Shutdown) -> int:
+    """Return the exit code of a process that was told to end."""
+    return EXIT_AWAITED_ANEW if shutdown.is_awaited_anew else 0
+
+
+class ThreadStalls:
+    """The time for which a listening thread was kept from listening.
+
+    Its process, or the whole machine, was stopped, or its disk did not respond.
+    """
+
+    def __init__(self) -> None:
+        self._listened_at = time.monotonic()
+
+    def until(self, now: float, usual_s: float) -> float:
+        """Return the seconds since the last call in excess of `usual_s`, to be subtracted from every measured
+        silence."""
+        stall_s = max(0.0, now - self._listened_at - usual_s)
+        self._listened_at = now
+        return stall_s
+
+
+class FramePump:
+    """The loop of a link's thread: moves frames between process and socket, sends heartbeats, watches the
+    coordinator."""
+
+    def __init__(
+        self,
+        dealer: zmq.Socket[bytes],
+        queued: zmq.Socket[bytes],
+        arrived: zmq.Socket[bytes],
+        hello: Hello,
+        welcome: Welcome,
+        trainers: AdmittedKeys,
+    ) -> None:
+        """Prepare the loop; `hello` is said to any other coordinator of the run."""
+        self._trainers = trainers
+        self._trainer_keys = 0
+        """Number of the newest `TrainerKeys` received."""
+        self._dealer = dealer
+        self._queued = queued
+        self._arrived = arrived
+        self._hello = hello
+        self._welcome = welcome
+        self.phase = "joining"
+        """Activity of the process, for heartbeats and errors."""
+        self._last_seen = self._last_beat = time.monotonic()
+        self._is_waiting = False
+        """Whether it waits for another coordinator."""
+        self._end_by = math.inf
+        self._end_code = 0
+        self._monitor: zmq.Socket[bytes] | None = None
+        if welcome.orphan_timeout_s:
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._monitor = dealer.get_monitor_socket(events, "inproc://connections")
+
+    def run(self) -> None:
+        """Consume both sides until the process closes the link; never wait longer than a heartbeat interval."""
+        poller = zmq.Poller()
+        for socket in (self._dealer, self._queued, self._monitor):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        interval = self._welcome.heartbeat_interval_s
+        stalls = ThreadStalls()
+        while True:
+            ready = dict(poller.poll(int(interval * 1000 / 2)))
+            now = time.monotonic()
+            self._last_seen += stalls.until(now, interval)
+            if self._dealer in ready:
+                self._last_seen, self._is_waiting = now, False
+                self._forward_incoming(now)
+            if self._monitor is not None and self._monitor in ready:
+                self._take_connection(recv_monitor_message(self._monitor)["event"], now)
+            if self._queued in ready:
+                frames = self._queued.recv_multipart(copy=False)
+                if len(frames) == 1 and len(frames[0]) == 0:
+                    break
+                self._send(frames)
+            if now - self._last_beat >= interval:
+                self._last_beat = now
+                self._send(encode(Heartbeat(phase=self.phase[:MAX_TEXT], trainer_keys=self._trainer_keys)))
+            self._watch(now)
+        if self._monitor is not None:
+            self._dealer.disable_monitor()
+            self._monitor.close()
+        self._dealer.close()
+        self._queued.close()
+        self._arrived.close()
+
+    def _send(self, frames: Sequence[Any]) -> None:
+        """Send, or queue for the next connection; drop the frames if there will be none because the key was refused."""
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _watch(self, now: float) -> None:
+        """End the process if it has no coordinator any more, or does not end when told to."""
+        silent_s, patience_s = now - self._last_seen, self._welcome.heartbeat_timeout_s
+        if silent_s > patience_s + self._welcome.orphan_timeout_s:
+            reason = f"the coordinator was silent for {silent_s:.0f} s while {self.phase}"
+            self._end_process(reason, _EXIT_COORDINATOR_LOST)
+        if silent_s > patience_s and not self._is_waiting:
+            self._is_waiting = True
+            self._say(
+                f"the coordinator is silent for {silent_s:.0f} s; waiting for another one, up to "
+                f"{self._welcome.orphan_timeout_s:g} s"
+            )
+        if now > self._end_by:
+            reason = f"still {self.phase} {SHUTDOWN_GRACE_S:g} s after the coordinator's shutdown"
+            self._end_process(reason, self._end_code)
+
+    def _forward_incoming(self, now: float) -> None:
+        """Pass one message on to the process, unless it is about the connection alone."""
+        frames = self._dealer.recv_multipart(copy=False)
+        header = frames[0].buffer
+        try:
+            match tag_decoder.decode(header).type:
+                case "Heartbeat":
+                    return
+                case "TrainerKeys":
+                    trainer_keys = _trainer_keys_decoder.decode(header)
+                    self._trainers.replace(trainer_keys.public_keys)
+                    self._trainer_keys = trainer_keys.number
+                    return
+                case "Welcome":
+                    self._take_welcome(_welcome_decoder.decode(header), now)
+                    return
+                case "Refused":
+                    refused = _refused_decoder.decode(header)
+                    self._leave(f"another coordinator goes on with the run: {refused.reason}", now)
+                    return
+                case "Shutdown":
+                    self._end_code = exit_code(_shutdown_decoder.decode(header))
+                    self._end_by = now + SHUTDOWN_GRACE_S
+                case _:
+                    pass
+        except UNDECODABLE:
+            pass  # malformed: `receive` reports it to the process
+        self._arrived.send_multipart(frames, copy=False)
+
+    def _take_connection(self, event: int, now: float) -> None:
+        """Say hello over a new connection: it may be to another coordinator."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._send(encode(self._hello))
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not retry by itself
+            self._leave("another coordinator goes on with the run, and does not accept the key of this process", now)
+
+    def _take_welcome(self, welcome: Welcome, now: float) -> None:
+        """Rejoin the run under another coordinator, by the same name."""
+        if (welcome.run_id, welcome.name) != (self._welcome.run_id, self._welcome.name):
+            self._leave(f"another coordinator takes this process for {welcome.name} of run {welcome.run_id}", now)
+            return
+        self._trainer_keys = 0  # a new coordinator counts from the beginning
+        self._trainers.replace(())
+        self._say("taken up by another coordinator")
+
+    def _leave(self, reason: str, now: float) -> None:
+        """Have the process end as if it had been told to."""
+        if self._end_by == math.inf:
+            shutdown = Shutdown(reason=reason[:MAX_TEXT], is_awaited_anew=True)
+            self._end_by, self._end_code = now + SHUTDOWN_GRACE_S, exit_code(shutdown)
+            self._arrived.send_multipart(encode(shutdown))
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"{self._welcome.name}: {text}", file=sys.stderr, flush=True)
+
+    def _end_process(self, reason: str, code: int) -> None:
+        self._say(f"ending: {reason}")
+        os._exit(code)
 
 
 class Link(Generic[Incoming]):

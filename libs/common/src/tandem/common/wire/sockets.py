@@ -1,6 +1,10 @@
-"""The sockets of the wire, as they are made: keys, the most that waits, and the largest messages."""
+"""The sockets of the wire: keys, the most that waits, the largest messages; and what ends a wait."""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import threading
 
 import zmq
 
@@ -10,6 +14,36 @@ from tandem.common.keys import KeyPair
 _MOST_BYTES_OF_ORDER = 1 << 30
 _MOST_WAITING = 1000
 """Most received messages that wait on one connection."""
+
+
+class Waker:
+    """A file descriptor that is ready to be read once it was woken, until it is cleared."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor, as pollers ask for it; -1 once it is closed."""
+        return self._fd
+
+    def wake(self) -> None:
+        """End the wait, or the next one; from any thread, and after `close` without effect."""
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Take back what has woken it, if anything has."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
 
 def make_router(context: zmq.Context[zmq.Socket[bytes]], key_pair: KeyPair, max_bytes: int) -> zmq.Socket[bytes]:

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.common.distribution import install_command
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
-from tandem.common.values.texts import text_of
+from tandem.common.values import text_of
 from tandem.config import build_config
 from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.installed.sources import find_package

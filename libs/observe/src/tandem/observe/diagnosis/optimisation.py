@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tandem.common.numeric.outliers import PHRASE, RecentSteps
+from tandem.common.numeric import PHRASE, RecentSteps
 from tandem.config.notice_rules import FAR_ABOVE, LOWEST_RATE
 from tandem.observe.diagnosis.evidence import (
     SHORT_RUN,

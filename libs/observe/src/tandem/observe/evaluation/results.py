@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tandem.common.atomic_files import open_replacement
+from tandem.common.files import open_replacement
 from tandem.common.messages import SampleScored
 from tandem.observe.evaluation.scores import SampleVote, ScoreEstimate, estimate, ks, majority_at, pass_at
 

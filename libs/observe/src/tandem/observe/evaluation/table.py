@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tandem.common.atomic_files import replace_file
+from tandem.common.files import replace_file
 from tandem.config import Config
 from tandem.observe.evaluation.results import ModelScores
 from tandem.observe.evaluation.scores import ScoreEstimate

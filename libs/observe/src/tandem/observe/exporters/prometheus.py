@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem.common import http_server
+from tandem.common import web
 from tandem.common.errors import ConfigError
 from tandem.common.network import url_of
 from tandem.config.schema import PrometheusConfig
@@ -49,8 +49,8 @@ class MetricsExporter:
                 f"logger.prometheus.port: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
             ) from error
         self.url = f"{url_of(self._socket)}/metrics"
-        config = http_server.settings(make_asgi_app(registry), end_s=_END_S)
-        self._server = http_server.SignalledServer(config, heeds_signals=False)
+        config = web.settings(make_asgi_app(registry), end_s=_END_S)
+        self._server = web.SignalledServer(config, heeds_signals=False)
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
 

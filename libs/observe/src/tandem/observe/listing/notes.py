@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.atomic_files import replace_file
 from tandem.common.errors import ConfigError, RunFolderError, nearest
+from tandem.common.files import replace_file
 from tandem.observe.run_folder.journal_file import require_journal
 
 NOTES_NAME = "notes.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from tandem.common.http_server import SignalledServer, event_loop, settings
+from tandem.common.web import SignalledServer, event_loop, settings
 from tandem.observe.page.address import END
 from tandem.observe.page.server import make_app
 from tandem.observe.page.stream import RunsWatch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.common.atomic_files import replace_file
+from tandem.common.files import replace_file
 from tandem.common.messages import EngineServer
 from tandem.observe.run_folder.journal_file import is_taken
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tandem.common.errors import DataError
-from tandem.common.regular_files import irregular
+from tandem.common.files import irregular
 from tandem.config.schema import DataConfig
 
 Row = Mapping[str, Any]

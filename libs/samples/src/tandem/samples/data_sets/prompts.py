@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError
+from tandem.common.files import read_text
 from tandem.common.kept_inputs import path_of
 from tandem.common.messages import ImageRef, Problem
-from tandem.common.regular_files import read_text
-from tandem.common.values.templates import fill_template
+from tandem.common.values import fill_template
 from tandem.config import Config
 from tandem.config.named import MULTIPLE_CHOICE
 from tandem.config.schema import DataConfig

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from tandem.common.errors import DataError
 from tandem.common.messages import Question
 from tandem.common.returned import shown
-from tandem.common.values.texts import text_of
+from tandem.common.values import text_of
 from tandem.samples.images.parts import as_text
 
 _MAX_SHOWN = 200

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tandem.common.errors import DataError
+from tandem.common.files import irregular
 from tandem.common.kept_inputs import path_of
-from tandem.common.regular_files import irregular
 from tandem.config.named import HUB_FILES, TEXT_FILES
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets import sources

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tandem.common.errors import DataError
 from tandem.common.returned import shown
-from tandem.common.values.answer_texts import answer_texts
+from tandem.common.values import answer_texts
 from tandem.config import Config
 from tandem.config.checks.data import compares_answers, reads_boxes
 from tandem.samples.data_sets.prompts import PromptedProblem

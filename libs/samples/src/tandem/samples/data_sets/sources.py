@@ -17,10 +17,10 @@ from typing import IO, Annotated, Any
 import msgspec
 
 from tandem.common.errors import ConfigError, DataError, ModelError, nearest
+from tandem.common.files import first_irregular, irregular
 from tandem.common.kept_inputs import path_of
 from tandem.common.messages import Problem
-from tandem.common.regular_files import first_irregular, irregular
-from tandem.common.values.json_values import decode_object, encode_json, make_plain_object
+from tandem.common.values import decode_object, encode_json, make_plain_object
 from tandem.config.models.hub import (
     HubReference,
     convert_errors,
@@ -136,7 +136,7 @@ def rows(
     conversations.
 
     With `only_held_out`, training rows are not read where held-out rows have a source of their own. With
-    `keeps_digits`, numbers of JSON files are `tandem.common.values.json_values.WrittenFloat` where needed. Raise
+    `keeps_digits`, numbers of JSON files are `tandem.common.values.WrittenFloat` where needed. Raise
     `DataError` if reading fails.
     """
     if images is None and data.dataset_name in NAMED and NAMED[data.dataset_name].has_images:

@@ -27,9 +27,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import Problem
-from tandem.common.values.json_values import encode_json
-from tandem.common.values.templates import fill_template
-from tandem.common.values.texts import text_of
+from tandem.common.values import encode_json, fill_template, text_of
 from tandem.config import Config
 from tandem.config.schema import DataConfig
 from tandem.config.schema.packaged import PACKAGED

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.common.errors import DataError, ModelError
-from tandem.common.regular_files import irregular
+from tandem.common.files import irregular
 from tandem.config.models.vision_families import VisionFamily, find_vision_family
 from tandem.samples.tokenizer import Tokenizer
 

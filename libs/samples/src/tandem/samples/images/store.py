@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.common.errors import DataError, RunFolderError
-from tandem.common.regular_files import irregular
+from tandem.common.files import irregular
 from tandem.samples.images.bounded import ReadThrough
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -16,12 +16,11 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.distribution import install_command
+from tandem.common.distribution import install_command, search_path
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
-from tandem.common.programs import search_path
 from tandem.common.texts import read_last_lines, shorten
-from tandem.common.values.json_values import make_plain_object
+from tandem.common.values import make_plain_object
 from tandem.config import Config
 from tandem.config.schema.packaged import (
     NEMO_GYM,

@@ -14,10 +14,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tandem.common.atomic_files import replace_file
 from tandem.common.errors import ConfigError
+from tandem.common.files import irregular, replace_file
 from tandem.common.keys import refuse_others
-from tandem.common.regular_files import irregular
 
 PREFIX = "tml-"
 """Begin of every key, which the SDK asks for."""

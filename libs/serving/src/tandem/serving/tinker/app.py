@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.common import web
-from tandem.common.http_server import settings
 from tandem.common.network import is_loopback
+from tandem.common.web import settings
 from tandem.serving.tinker import proto, requests
 from tandem.serving.tinker.api_keys import ApiKeys
 from tandem.serving.tinker.checkpoints import LINKS

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.common.atomic_files import replace_file
+from tandem.common.files import replace_file
 from tandem.serving.tinker.requests import TinkerRefused
 
 _RECORD = "tinker.json"

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from tandem.common.errors import ConfigError
+from tandem.common.files import irregular
 from tandem.common.keys import refuse_others
-from tandem.common.regular_files import irregular
 
 
 class TlsCertificate(msgspec.Struct, frozen=True):

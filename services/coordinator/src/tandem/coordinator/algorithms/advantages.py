@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import LARGEST
-from tandem.common.numeric.spread import differ
+from tandem.common.numeric import differ
 from tandem.config.schema import AdvEstimator
 
 _EPSILON = 1e-6
-"""NeMo-RL's constant in the divisor. `tandem.common.numeric.spread` says what is no spread."""
+"""NeMo-RL's constant in the divisor. `tandem.common.numeric` says what is no spread."""
 
 
 def within(values: NDArray[np.float32] | NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return a mask of the rewards, or advantages, that a run can compute with; NaN and infinities are not among them.
 
-    `tandem.common.numeric.bounds` says why there are others.
+    `tandem.common.numeric` says why there are others.
     """
     return np.asarray(np.abs(values) <= LARGEST)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.common.numeric.spread import differ
+from tandem.common.numeric import differ
 from tandem.config.schema import AdvEstimator
 from tandem.coordinator.algorithms.advantages import valid_advantages
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.messages import PromptGroup, Purpose, SampleScored, SamplingParameters
-from tandem.common.values.texts import question_text
+from tandem.common.values import question_text
 from tandem.config import Config
 from tandem.config.schema.columns import TEACHER
 from tandem.coordinator.algorithms.curriculum import Levels, make_curriculum

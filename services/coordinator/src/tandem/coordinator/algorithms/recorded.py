@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tandem.common.curve import AdmittedKeys
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Listener, Purpose, SampleScored
-from tandem.common.numeric.bounds import bound
+from tandem.common.numeric import bound
 from tandem.config import Config
 from tandem.coordinator.algorithms.rewards import has_spread
 from tandem.coordinator.algorithms.running import WithoutGeneration

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.messages import SampleScored
-from tandem.common.numeric.spread import differ
+from tandem.common.numeric import differ
 from tandem.config.schema import RewardScaling, RewardShaping, RolloutsConfig
 
 Float64s = NDArray[np.float64]

@@ -31,11 +31,10 @@ def _run(order_fd: int, reports_fd: int) -> int:
     import msgspec
 
     from tandem.common import gc_tuning
-    from tandem.common.errors import TandemError
+    from tandem.common.errors import FAILED, INTERRUPTED, OK, TandemError
     from tandem.config import config_from_json
     from tandem.coordinator.api.reports import Report, RunChecked, RunEnded, RunOrder, failure
     from tandem.coordinator.commands.running import run_to_outcome
-    from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
     gc_tuning.retire_at_exit()
     forget_empty_endpoint()

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from tandem.common.atomic_files import replace_file
 from tandem.common.errors import DataError, nearest
+from tandem.common.files import replace_file
 from tandem.common.returned import shown
-from tandem.common.values.json_values import encode_json
+from tandem.common.values import encode_json
 from tandem.config.schema import DataConfig
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.questions import read_question

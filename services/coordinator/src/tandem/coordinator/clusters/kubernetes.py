@@ -7,10 +7,9 @@ import os
 import re
 from pathlib import Path
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import OK, ConfigError
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config
-from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

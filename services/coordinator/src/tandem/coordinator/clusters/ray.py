@@ -7,10 +7,9 @@ import os
 from functools import partial
 
 from tandem.common import signals
-from tandem.common.errors import ConfigError
+from tandem.common.errors import OK, ConfigError
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, number
-from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tandem.common.errors import TandemError
+from tandem.common.errors import FAILED, OK, TandemError
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, count
-from tandem.launch.exit_codes import FAILED, OK
 
 _SUBMIT_S = 60.0
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import OK, ConfigError
 from tandem.config.models import hub
 from tandem.coordinator.commands.arguments import Commands, count, number
 from tandem.coordinator.commands.serve import FOLDER_HELP, add_checkpoint, add_engine, is_answered_by_the_run
-from tandem.launch.exit_codes import OK
 from tandem.serving.access_token import add_token, token_of
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from tandem.common.errors import ConfigError, TandemError
+from tandem.common.errors import OK, ConfigError, TandemError
 from tandem.config import Config, dump_yaml, load_evaluation, notices, valid_part
 from tandem.config.models import hub
 from tandem.coordinator.commands.arguments import Commands, add_config, count, load_configuration
-from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import SETTINGS, Commands
-from tandem.launch.exit_codes import OK
 
 SHELLS = ("bash", "zsh", "fish")
 _FILES = ("CONFIG", "FILE")

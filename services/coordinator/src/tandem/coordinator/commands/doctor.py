@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tandem.common.errors import FAILED, OK
 from tandem.coordinator.commands.arguments import SETTINGS, Commands, number
-from tandem.launch.exit_codes import FAILED, OK
 
 _DESCRIPTION = """Check this machine, on which services of a run are to run: a line for each check, and the
 rates that coordinator plan predicts with. Checks that may hang run in processes of their own. With a

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common import signals
+from tandem.common.errors import FAILED, INTERRUPTED, OK
 from tandem.config import load_evaluation, notices
 from tandem.coordinator.commands.arguments import Commands, add_config
-from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
 
 def add(commands: Commands) -> None:

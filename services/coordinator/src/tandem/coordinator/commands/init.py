@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common.distribution import install_command
-from tandem.common.errors import TandemError
+from tandem.common.errors import OK, TandemError
 from tandem.coordinator.commands.arguments import Commands
-from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.launch.starting.choices import UserChoices

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from tandem.common import signals
+from tandem.common.errors import FAILED, OK
 from tandem.common.keys import find_key_file, read_key_file
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, number
-from tandem.launch.exit_codes import FAILED, OK
 
 
 def add(commands: Commands) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tandem.common.errors import OK
 from tandem.config import load_config
 from tandem.coordinator.commands.arguments import Commands, add_config
-from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

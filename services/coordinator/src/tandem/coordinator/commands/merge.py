@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import Commands
-from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import Commands
-from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

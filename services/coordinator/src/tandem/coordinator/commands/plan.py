@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tandem.common.errors import ConfigError, TandemError
+from tandem.common.errors import OK, ConfigError, TandemError
 from tandem.config import Config, load_config
 from tandem.coordinator.commands.arguments import Commands, add_config, count, number
-from tandem.launch.exit_codes import OK
 
 _RATES = ("generation_s", "training_s", "refit_s", "longest_over_mean")
 _OF_SIMULATIONS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import Commands, add_run
-from tandem.launch.exit_codes import OK
 
 
 def add(commands: Commands) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.common import signals
-from tandem.common.errors import DamagedCheckpoint, TandemError
+from tandem.common.errors import FAILED, INTERRUPTED, OK, DamagedCheckpoint, TandemError
 from tandem.common.shortages import is_shortage
 from tandem.config import notices
-from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     from tandem.common.messages import RewardServer

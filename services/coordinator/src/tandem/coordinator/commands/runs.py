@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import Commands
-from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.observe.listing.runs import RunEntry

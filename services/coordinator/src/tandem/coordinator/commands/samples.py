@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import Commands, add_run
-from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.config import Config

@@ -8,12 +8,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tandem.common.errors import ConfigError, TandemError
+from tandem.common.errors import OK, ConfigError, TandemError
 from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.models import hub
 from tandem.config.schema.generation import ToolCallParser
 from tandem.coordinator.commands.arguments import Commands, count, number
-from tandem.launch.exit_codes import OK
 from tandem.serving.access_token import add_token, token_of
 
 if TYPE_CHECKING:

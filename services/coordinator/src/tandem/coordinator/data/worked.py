@@ -13,7 +13,7 @@ import operator
 import random
 
 from tandem.common.messages import Problem
-from tandem.common.values.texts import question_text
+from tandem.common.values import question_text
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets.sliding_puzzle import Board, render, slide
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import ConfigError, DataError, RunFolderError
-from tandem.common.values.texts import question_text, text_of
+from tandem.common.values import question_text, text_of
 from tandem.config import Config, change_config
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm
 from tandem.coordinator.evaluation.models import EvaluatedModel

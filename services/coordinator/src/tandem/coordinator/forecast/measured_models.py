@@ -27,7 +27,7 @@ from tandem.refit.layout import Tensor
 if TYPE_CHECKING:
     import torch
 
-    from tandem.common.attention.caches import CachePath
+    from tandem.common.attention.stateful import CachePath
 
 _RECORDED = "tandem_recorded"
 """Name of the attention that notes what it is given."""
@@ -203,7 +203,7 @@ def _fill_cache(model: Any, length: int) -> dict[CachePath, torch.Tensor]:
     """Return the numbers, without elements, that a model's own cache has after so many tokens of one sequence."""
     import torch
 
-    from tandem.common.attention.caches import CACHE_NAMES, find_tensors
+    from tandem.common.attention.stateful import CACHE_NAMES, find_tensors
 
     validates = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(False)  # it would look at elements

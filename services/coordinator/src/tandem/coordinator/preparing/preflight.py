@@ -25,9 +25,8 @@ import msgspec
 
 from tandem.common import descriptors, gc_tuning, wire
 from tandem.common.curve import AdmittedKeys, new_key_pair
-from tandem.common.distribution import install_command
+from tandem.common.distribution import install_command, search_path
 from tandem.common.errors import ConfigError, DataError, ModelError, TandemError
-from tandem.common.programs import search_path
 from tandem.config import Config, about_learning_rate, config_from_json, load_config, notices
 from tandem.config.checks.data import PYTHON_REWARDS
 from tandem.config.derive import compute_warmup_length, make_linear_warmup

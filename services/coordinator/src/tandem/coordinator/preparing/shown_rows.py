@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.common.texts import visible
-from tandem.common.values.answer_texts import show_answer
+from tandem.common.values import show_answer
 from tandem.config import Config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm, EncodedSequence, RewardModelAlgorithm
 from tandem.coordinator.algorithms.grpo import GrpoAlgorithm

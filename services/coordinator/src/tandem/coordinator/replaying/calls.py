@@ -19,7 +19,7 @@ from typing import Any, assert_never
 import msgspec
 
 from tandem.common import signals
-from tandem.common.errors import ConfigError, DeadlineExceeded, RunFolderError, TandemError
+from tandem.common.errors import FAILED, INTERRUPTED, OK, ConfigError, DeadlineExceeded, RunFolderError, TandemError
 from tandem.config import Config, change_config, notices
 from tandem.coordinator.loop.loop import CoordinatorLoop
 from tandem.coordinator.observers.observer import Observer
@@ -33,7 +33,6 @@ from tandem.coordinator.preparing.replay import (
 from tandem.coordinator.scheduler.events import Event, FinishRun
 from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
 from tandem.coordinator.tinker.loop import CallLoop
-from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.common import signals
+from tandem.common.errors import FAILED, INTERRUPTED, OK
 from tandem.common.memory import available_bytes
 from tandem.common.process_lifetime import list_descendants
 from tandem.config import Config
 from tandem.config.threads import count_threads
 from tandem.coordinator.sweeping.checking import PlannedRun
-from tandem.launch.exit_codes import FAILED, INTERRUPTED, OK
 from tandem.launch.expected import launched_processes
 from tandem.observe.listing.runs import read_run
 from tandem.observe.listing.table import describe_progress

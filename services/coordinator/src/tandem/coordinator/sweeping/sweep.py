@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.common.errors import OK
 from tandem.coordinator.commands.arguments import Commands, add_config, count
-from tandem.launch.exit_codes import OK
 
 if TYPE_CHECKING:
     from tandem.coordinator.sweeping.checking import PlannedRun

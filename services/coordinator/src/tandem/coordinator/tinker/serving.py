@@ -12,9 +12,8 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.common import signals
-from tandem.common.errors import ConfigError, RunFolderError
+from tandem.common.errors import FAILED, OK, ConfigError, RunFolderError
 from tandem.config import Config, notices
-from tandem.launch.exit_codes import FAILED, OK
 from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload

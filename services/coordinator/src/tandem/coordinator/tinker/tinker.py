@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.common.errors import ConfigError
+from tandem.common.errors import OK, ConfigError
 from tandem.coordinator.commands.arguments import Commands, add_config, count, number
-from tandem.launch.exit_codes import OK
 from tandem.serving.tinker.api_keys import DEFAULT_FILE, add_key, read_keys
 from tandem.serving.tinker.tls import read_tls
 

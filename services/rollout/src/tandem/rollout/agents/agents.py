@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from tandem.common.errors import HelperLost
 from tandem.common.messages import Generate, PromptGroup
-from tandem.common.values.json_values import encode_json
+from tandem.common.values import encode_json
 from tandem.config import Config
 from tandem.rollout.agents.episodes import Episode, over
 from tandem.rollout.agents.players import make_player

@@ -14,7 +14,7 @@ import numpy as np
 from tandem.common.errors import RewardError
 from tandem.common.messages import Generate, ImageRef, PromptGroup, SamplingParameters
 from tandem.common.returned import line, shown
-from tandem.common.values.json_values import LargeInteger, WrittenFloat
+from tandem.common.values import LargeInteger, WrittenFloat
 from tandem.config import Config
 from tandem.config.models.model_sizes import vocabulary_size
 from tandem.rollout.agents.session import ChatMessages, EpisodeSession

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import h11
 import msgspec
 
+from tandem.common.distribution import search_path
 from tandem.common.errors import RewardError
-from tandem.common.programs import search_path
 from tandem.common.returned import line
-from tandem.common.values.json_values import encode_json
+from tandem.common.values import encode_json
 from tandem.config.schema import EnvironmentConfig
 from tandem.rollout.agents.episodes import MODEL, Episode, read_reward
 from tandem.rollout.agents.programs import ProgramExit, ProgramLauncher, memory_file, run

@@ -21,8 +21,14 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from tandem.common.attention.caches import CACHE_NAMES, CachePath, find_tensors, has_parts
-from tandem.common.attention.stateful import is_replaced, restore_forward
+from tandem.common.attention.stateful import (
+    CACHE_NAMES,
+    CachePath,
+    find_tensors,
+    has_parts,
+    is_replaced,
+    restore_forward,
+)
 from tandem.common.errors import ModelError
 from tandem.rollout.engines.attention import AttentionStep, KeyValueCache, SlotPrompt
 from tandem.rollout.engines.states import limit_time_steps

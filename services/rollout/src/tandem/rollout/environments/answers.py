@@ -7,7 +7,7 @@ import unicodedata
 
 from tandem.common.errors import RewardError
 from tandem.common.messages import Problem
-from tandem.common.values.texts import text_of
+from tandem.common.values import text_of
 
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]")
 """Characters without a width: soft hyphens, joiners, marks of direction and of byte order."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.common.messages import Problem
-from tandem.common.values.answer_texts import answer_texts
+from tandem.common.values import answer_texts
 from tandem.rollout.environments.environment import ConversingEnvironment, Environment, Score, Turn
 from tandem.samples.chat_templates import Messages
 

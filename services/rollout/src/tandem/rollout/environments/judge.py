@@ -21,7 +21,7 @@ import openai
 
 from tandem.common.errors import ConfigError
 from tandem.common.messages import EngineServer, Problem
-from tandem.common.values.templates import fill_template
+from tandem.common.values import fill_template
 from tandem.config.schema import JudgeConfig as Settings
 from tandem.rollout.environments.environment import Score
 

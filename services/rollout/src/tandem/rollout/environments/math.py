@@ -19,7 +19,7 @@ from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 from sympy import Basic, MatrixBase, Rational, UnevaluatedExpr
 
 from tandem.common.messages import Problem
-from tandem.common.values.texts import question_text
+from tandem.common.values import question_text
 from tandem.rollout.environments.answers import comparable, reference
 from tandem.rollout.environments.environment import Score
 

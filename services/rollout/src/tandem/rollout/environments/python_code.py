@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.common.errors import RewardError
 from tandem.common.messages import Problem
-from tandem.common.values.json_values import make_plain_object
+from tandem.common.values import make_plain_object
 from tandem.rollout.environments.environment import Score
 from tandem.rollout.environments.sandbox.running import SandboxedRun, SandboxLimits, check_machine, run_program
 

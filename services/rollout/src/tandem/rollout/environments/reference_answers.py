@@ -16,8 +16,7 @@ import msgspec
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError
 from tandem.common.messages import Problem
-from tandem.common.values.answer_texts import answer_texts
-from tandem.common.values.texts import text_of
+from tandem.common.values import answer_texts, text_of
 from tandem.config import Config, config_from_json
 from tandem.config.checks.data import compares_answers, reads_boxes
 from tandem.rollout.environments.environment import Score, Step, is_async, is_multi_turn

@@ -11,8 +11,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.common import web
-from tandem.common.http_server import settings
 from tandem.common.network import is_loopback, url_of
+from tandem.common.web import settings
 from tandem.rollout.openai_api.refusals import OpenAIRefused, as_response
 
 _IDLE_S = 75

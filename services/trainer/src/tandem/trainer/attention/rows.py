@@ -14,8 +14,8 @@ import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tandem.common.attention.chunks import find_chunk_size, split_segments
-from tandem.common.attention.on_gpu import attend_on_gpu
 from tandem.common.attention.segments import attend as attend_within
+from tandem.common.attention.segments import attend_on_gpu
 from tandem.trainer.micro_batches import TokenRow
 
 ATTENTION_NAME = "tandem_rows"
@@ -40,7 +40,7 @@ def attend(
     Keys and values of a shared prompt are copied to all of its samples, so that the fast kernels for plain causal
     attention apply. Gradients of all samples add up in the prompt. `told_windows` collects the window that each layer
     gives for its sliding attention. `ends_2S` stands for a packed row on a GPU
-    (`tandem.common.attention.on_gpu.find_boundaries`): unlike its lengths it is an input of a compiled graph.
+    (`tandem.common.attention.segments.find_boundaries`): unlike its lengths it is an input of a compiled graph.
     `chunk_size` comes from `attend_in_chunks`.
     """
     window, sinks_H, cap = kwargs.get("sliding_window"), kwargs.get("s_aux"), kwargs.get("softcap")

@@ -119,7 +119,7 @@ class ModelBuilder:
         return model
 
     def _has_kernel_of_rows(self) -> bool:
-        """Tell whether attention is one kernel for all micro-batches (`tandem.common.attention.on_gpu`)."""
+        """Tell whether attention is one kernel for all micro-batches (`tandem.common.attention.segments`)."""
         is_packed = self._config.policy.sequence_packing.enabled and self._ranks.context.size() == 1
         takes_it = (
             self._ranks.device.type == "cuda" and self._settings.precision == "bfloat16" and self._pictures is None

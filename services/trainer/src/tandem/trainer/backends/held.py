@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tandem.common.errors import CheckpointError, ModelError, NotFiniteError, OutlierError
-from tandem.common.numeric.outliers import RecentSteps
+from tandem.common.numeric import RecentSteps
 from tandem.config import Config
 from tandem.config.models.lora import make_tensor_name
 from tandem.config.schema import columns

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tandem.common.errors import CheckpointError, DamagedCheckpoint
 from tandem.common.memory import available_bytes
-from tandem.common.numeric.outliers import RecentSteps
+from tandem.common.numeric import RecentSteps
 from tandem.common.shortages import is_shortage
 from tandem.config import Config
 from tandem.config.schema.columns import Model

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.common.numeric.bounds import LARGEST_LOG_RATIO
+from tandem.common.numeric import LARGEST_LOG_RATIO
 from tandem.config.schema import LossFn
 from tandem.trainer.losses import Counts, Report, aggregate, finite_ratio
 from tandem.trainer.losses.kl import weighted_kl_penalty

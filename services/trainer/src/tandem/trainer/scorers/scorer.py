@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tandem.common.attention.on_gpu import find_boundaries
+from tandem.common.attention.segments import find_boundaries
 from tandem.common.errors import ModelError
 from tandem.trainer.batching.masks import NEVER, TokenMasks, masked_scores
 from tandem.trainer.context import inputs_of_share, sum_shares

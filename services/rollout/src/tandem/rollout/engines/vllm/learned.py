@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 import torch
 
-from tandem.common.atomic_files import replace_file
 from tandem.common.errors import ModelError
+from tandem.common.files import replace_file
 from tandem.config.models.hf_config import find_model_class, load_config
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.digests.at_once import digest_layout

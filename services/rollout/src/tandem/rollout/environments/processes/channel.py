@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.errors import RewardError
-from tandem.common.values.json_values import decode_number, encode_number
+from tandem.common.values import decode_number, encode_number
 from tandem.rollout.environments.outcomes import Outcome, ScoringCall
 
 _LENGTH = 8

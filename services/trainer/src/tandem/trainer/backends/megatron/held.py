@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from tandem.common.errors import NotFiniteError, OutlierError
-from tandem.common.numeric.outliers import RecentSteps
+from tandem.common.numeric import RecentSteps
 from tandem.config import Config
 from tandem.config.models.vision_families import family_of
 from tandem.config.schema.adapters import PeftConfig

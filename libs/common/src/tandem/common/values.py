@@ -1,13 +1,17 @@
-"""Values of a row as they stood in its file: numbers keep their digits, on the wire too."""
+"""Values of a row: how they keep their type, and how they become text."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Literal
 
 import msgspec
+
+from tandem.common.errors import ConfigError
+from tandem.common.messages import Problem
 
 _NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_CODE = 1
@@ -16,6 +20,75 @@ _MAX_DIGITS = 4300
 """Most digits of a number; Python converts no longer integers."""
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1
 """Bounds of msgpack's integers."""
+
+
+def fill_template(key: str, template: str, problem: Problem, **more: str) -> str:
+    """Fill a format string with a problem's question, answer and metadata. Raises `ConfigError` naming the field.
+
+    Several right answers are written with `` or `` between them.
+    """
+    fields: Mapping[str, Any] = {
+        **problem.metadata,
+        "metadata": problem.metadata,
+        "question": question_text(problem.question),
+        "answer": show_answer(problem.answer),
+        **more,
+    }
+    try:
+        return template.format_map(fields)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        valid = ", ".join(sorted(fields))
+        raise ConfigError(f"{key}: cannot fill {template!r}: {error} (fields are {valid})") from error
+
+
+def answer_texts(answer: object, *, boxes: bool = False) -> tuple[str, ...]:
+    """Return the texts of a reference answer, any of which is right: those of a list, or else the only one.
+
+    With `boxes`, a list of numbers is one answer. There is none for null and for an object, which no response can
+    equal. Truth values have two spellings; a number with an exponent is written without, since e is also a constant.
+    """
+    if boxes and _is_box(answer):
+        return (text_of(answer),)
+    texts: list[str] = []
+    for value in answer if isinstance(answer, list | tuple) else (answer,):
+        if isinstance(value, bool):
+            texts += [text_of(value), str(value)]
+        elif isinstance(value, str | int | float) or (boxes and _is_box(value)):
+            texts.append(_positional(value) if isinstance(value, float) else text_of(value))
+        else:
+            return ()
+    return tuple(dict.fromkeys(texts))
+
+
+def _positional(number: float) -> str:
+    """Return a number without an exponent: ``0.00001`` for ``1e-05``."""
+    digits = str(number)
+    return format(Decimal(digits), "f") if "e" in digits.lower() else digits
+
+
+def _is_box(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(part, int | float) for part in value)
+
+
+def show_answer(answer: object) -> str:
+    """Return a reference answer as one text, to be read: several right ones with `` or `` between them."""
+    return " or ".join(map(text_of, answer)) if isinstance(answer, list | tuple) else text_of(answer)
+
+
+def text_of(value: object) -> str:
+    """Return a value as text: a text as it is, null as an empty one, anything else as JSON writes it."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else encode_json(value, str).decode()
+
+
+def question_text(question: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a question as one text: messages as what they say, each after its role if there are several."""
+    if isinstance(question, str):
+        return question
+    if len(question) == 1:
+        return text_of(question[0].get("content"))
+    return "\n\n".join(f"{message.get('role')}: {text_of(message.get('content'))}" for message in question)
 
 
 class WrittenFloat(float):

@@ -1,1 +1,0 @@
-"""Custom code as it was when a run began."""

@@ -1,1 +1,0 @@
-"""Judgements of numbers: bounds, spreads, and what is out of all proportion."""
