@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.names.peer_names import TRL, find_peer_keys
+from tandem.config.peer_names import TRL, find_peer_keys
 from tandem.config.schema.declarations import ALGORITHMS
 
 OF_TRL = {"GRPOConfig": "grpo_config.py", "SFTConfig": "sft_config.py", "DPOConfig": "dpo_config.py"}

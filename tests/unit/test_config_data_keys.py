@@ -85,7 +85,7 @@ NOT_OF_READING = frozenset(
         *("dataset_name", "task", "num_train", "num_validation", "train_data_path", "val_data_paths", "commit"),
         *("train", "validation", "default", "split_validation_size", "shuffle", "environment", "max_input_seq_length"),
         *("use_multiple_dataloader", "split"),
-        # With a notice, whatever the run, or refused: `tandem.config.moot_keys` and others.
+        # With a notice, whatever the run, or refused: `tandem.config.unread_keys` and others.
         *("seed", "num_workers", "add_system_prompt"),
         # How they become tokens.
         *("add_bos", "add_eos", "add_generation_prompt"),

@@ -15,14 +15,13 @@ from msgspec import inspect
 from msgspec.inspect import StructType
 
 from tandem.config.conform import config_type
-from tandem.config.moot_keys import MOOT
 from tandem.config.schema.base import ConfigSection
 from tandem.config.schema.data import OF_EACH_SET
+from tandem.config.unread_keys import MOOT
 from tandem.config.unsupported import NO_EFFECT_YET, NOT_SUPPORTED_YET
 from tests.harness.key_readers import CONFIG, ROOT, all_reads, readers_of
 
 _CONFIG = "libs/config/src/tandem/config"
-_VALUE = f"{_CONFIG}/checks/value.py"
 _TRAINER = "services/trainer/src/tandem/trainer"
 
 _PROGRAMS = "libs/samples/src/tandem/samples/packaged_environments/programs"
@@ -68,7 +67,7 @@ OTHERWISE = {
         f"{_CONFIG}/derive.py",
         '_derive_same("policy.generation.transformers_cfg.num_slots", "policy.generation_batch_size")',
     ),
-    "policy.generation.val_temperature": (f"{_CONFIG}/names/newer_names.py", '"val_temperature", "val_temperature"'),
+    "policy.generation.val_temperature": (f"{_CONFIG}/shapes.py", '"val_temperature", "val_temperature"'),
     "data.solution_template": (
         "libs/samples/src/tandem/samples/data_sets/conversations.py",
         'keys = ["solution_template",',
@@ -92,7 +91,7 @@ OTHERWISE = {
     },
     **{
         f"{name}.val_num_generations_per_prompt": (
-            f"{_CONFIG}/names/newer_names.py",
+            f"{_CONFIG}/shapes.py",
             '"val_num_generations_per_prompt"',
         )
         for name in ("grpo", "ppo", "distillation")

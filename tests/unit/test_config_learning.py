@@ -8,7 +8,7 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.config import Config, build_config, make_plain, notices
-from tandem.config.schema.distillation import DistillationLossConfig
+from tandem.config.schema.algorithms import DistillationLossConfig
 
 
 def configure(loss_fn: dict[str, Any] | None = None, grpo: dict[str, Any] | None = None, **policy: Any) -> Config:

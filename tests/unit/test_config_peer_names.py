@@ -11,7 +11,7 @@ from tandem.config import build_config
 from tandem.config.conform import config_type, list_keys
 from tandem.config.layers import merge
 from tandem.config.load import HOW_TO_IGNORE
-from tandem.config.names.peer_names import TRL, VERL, find_peer_keys
+from tandem.config.peer_names import TRL, VERL, find_peer_keys
 
 SETTINGS: dict[str, Any] = {
     "grpo": {},

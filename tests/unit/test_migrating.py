@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from tandem.config.conform import config_type, list_choices_of_keys, list_keys
-from tandem.config.names.peer_names import TRL as NAMES_OF_TRL
-from tandem.config.names.peer_names import VERL as NAMES_OF_VERL
+from tandem.config.peer_names import TRL as NAMES_OF_TRL
+from tandem.config.peer_names import VERL as NAMES_OF_VERL
 from tests.harness.migrating import TRL, VERL, rows_of
 
 KEYS = set(list_keys(config_type()))

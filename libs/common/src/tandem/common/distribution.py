@@ -1,4 +1,4 @@
-"""The installed distribution: its version, how to install an extra, and where its programs are searched."""
+"""The installed distribution: its version, how to install an extra, and the search path of programs."""
 
 from __future__ import annotations
 

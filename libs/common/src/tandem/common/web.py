@@ -1,4 +1,4 @@
-"""Shared by all web servers: settings, event loop, limits on connections, a guard against foreign pages.
+"""Shared by all web servers: settings, event loop, limits of connections, a guard against other sites.
 
 A site may resolve its own name to loopback (DNS rebinding), so that its pages in a browser could query a server
 there: the Host header reveals that. A page may also have the browser post to loopback directly: the Origin header

@@ -32,10 +32,10 @@ from msgspec.inspect import (
 )
 
 from tandem.common.errors import nearest
-from tandem.config.names.peer_names import PeerKey, find_peer_keys
+from tandem.config.peer_names import PeerKey, find_peer_keys
 from tandem.config.problem import InvalidValue, ProblemCollector, UnknownKey, shown
 from tandem.config.schema import MODELS, Config
-from tandem.config.schema.distillation import DistillationLossConfig
+from tandem.config.schema.algorithms import DistillationLossConfig
 from tandem.config.schema.run import DURATION
 
 _OF_DISTILLATION = frozenset(f"loss_fn.{name}" for name in DistillationLossConfig.__struct_encode_fields__)

@@ -13,12 +13,11 @@ from tandem.config.conform import config_type, field_of, list_struct_types
 from tandem.config.data_sets import place_data_sets
 from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.config.named import DEFAULT_FIELDS, GENERATED, NAMED
-from tandem.config.names.newer_names import rename_newer
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import MODELS
 from tandem.config.schema.declarations import ALGORITHMS, SECTIONS, Algorithm
 from tandem.config.schema.loss import MEAN_OF_SEQUENCES
-from tandem.config.shapes import choose_environment, name_packaged_tasks, reshape, reshape_model
+from tandem.config.shapes import choose_environment, name_packaged_tasks, rename_newer, reshape, reshape_model
 
 Look = Callable[[str], Any]
 """A function that returns the current value of a key, else its plain default, else None."""

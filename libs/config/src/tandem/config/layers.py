@@ -14,8 +14,8 @@ import yaml  # type: ignore[import-untyped]
 
 from tandem.common.errors import ConfigError
 from tandem.common.files import irregular
-from tandem.config.checks.paths import explain_no_path
-from tandem.config.names.newer_names import BACKEND, BACKEND_HERE, name_backend_as_here
+from tandem.config.checks.run import explain_no_path
+from tandem.config.shapes import BACKEND, BACKEND_HERE, name_backend_as_here
 
 COMMAND_LINE = "command line"
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem.config.schema.packaged import NEMO_GYM_ROWS
+from tandem.config.schema.environments import NEMO_GYM_ROWS
 
 Holds = Literal["problems", "conversations", "preferences", "texts"]
 """Contents of a data set: questions with answers, whole conversations, prompts with a better and a worse response, or

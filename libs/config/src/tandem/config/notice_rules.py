@@ -9,21 +9,20 @@ import msgspec
 
 from tandem.common.dotted import named
 from tandem.config.checks.adapters import list_adapted_experts
+from tandem.config.checks.numbers import find_ended_schedules, find_too_small_rates
 from tandem.config.checks.run import explain_never_validated
 from tandem.config.derive import DERIVED
 from tandem.config.installed.sources import find_package
 from tandem.config.models.model_sizes import read_expert_sizes, read_model_config, read_model_sizes
 from tandem.config.models.vision_families import family_of
-from tandem.config.moot_keys import MODEL_ARGUMENTS, MOOT, list_keys
 from tandem.config.named import holds_texts
-from tandem.config.names.data_keys import notice_data_keys
 from tandem.config.problem import describe_without_effect
 from tandem.config.schema import MODELS, Config, OptimizerConfig
+from tandem.config.schema.algorithms import DistillationLossConfig
 from tandem.config.schema.declarations import SECTIONS
-from tandem.config.schema.distillation import DistillationLossConfig
 from tandem.config.schema.loss import OF_ANY_LOSS, LossFn
+from tandem.config.unread_keys import MODEL_ARGUMENTS, MOOT, list_keys, notice_data_keys
 from tandem.config.unsupported import find_value, list_without_effect
-from tandem.config.vanishing_rates import find_ended_schedules, find_too_small_rates
 
 _MEGATRON = "policy.megatron_cfg"
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"

@@ -15,8 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from tandem.common.errors import ModelError
-from tandem.config.models.dequantised import describe_for_training
-from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
+from tandem.config.models.hf_config import describe_for_training, describe_text_part, find_model_class, load_config
 from tandem.config.models.lora import explain_no_model
 from tandem.config.models.model_sizes import local_folder
 from tandem.config.schema import ModelConfig

@@ -14,9 +14,7 @@ from tandem.config.problem import InvalidValue, shown
 from tandem.config.schema import Config, EnvironmentConfig, JudgeConfig
 from tandem.config.schema.columns import REWARDS
 from tandem.config.schema.declarations import ALGORITHMS
-from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
-from tandem.config.schema.packaged import NEMO_GYM, NEMO_GYM_ROWS, PACKAGED
-from tandem.config.schema.reward_model import REWARD_MODEL
+from tandem.config.schema.environments import IMAGE_ENVIRONMENTS, NEMO_GYM, NEMO_GYM_ROWS, PACKAGED, REWARD_MODEL
 from tandem.config.shapes import ELSEWHERE
 
 CONVERSING_ENVIRONMENTS = ("calculator", "sliding_puzzle_game")

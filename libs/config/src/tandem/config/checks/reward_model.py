@@ -1,4 +1,4 @@
-"""Rules for environments that score with a reward model."""
+"""Rules for reward models: for environments that score with one, and for its training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from tandem.config.checks.rule import Rule, restrict_to_rollouts
 from tandem.config.placement import count_gpus_of_reward_models
 from tandem.config.problem import InvalidValue
 from tandem.config.schema import Config, EnvironmentConfig
+
+
+def check_gives_scores(config: Config) -> None:
+    """Check that a reward model gives one score per response, by which pairs are compared."""
+    kind = config.policy.reward_model_cfg.reward_model_type
+    if kind != "bradley_terry":
+        raise InvalidValue(
+            "policy.reward_model_cfg.reward_model_type",
+            f"{kind}, but training on pairs needs bradley_terry",
+        )
+
+
+TRAINING_RULES: tuple[Rule, ...] = (check_gives_scores,)
 
 
 def check_reward_model(name: str, entry: EnvironmentConfig) -> None:

@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tandem.common.errors import ModelError
 from tandem.config.models.vision_families import VISION
+from tandem.config.schema import ModelConfig
 
 _TEXT_PART = "model.language_model."
+_DEQUANTISED = ("fp8", "mxfp4")
+"""Ways of quantising that Transformers undoes while it reads weights."""
 
 
 def load_config(source: str, overrides: Mapping[str, Any] | None, **fields: Any) -> Any:
@@ -57,3 +61,21 @@ def describe_text_part(config: Any, names: Iterable[str] | None = None) -> tuple
     if names is not None and not any(name.startswith(_TEXT_PART) for name in names):
         return config, {}
     return text, {rf"^{re.escape(_TEXT_PART)}(.+)": r"model.\1"}
+
+
+def describe_for_training(source: str, settings: ModelConfig, **fields: Any) -> Any:
+    """Return the configuration by which weights are read: of a quantised checkpoint, dequantised if configured.
+
+    Raises `ModelError` if they would stay quantised, and so could not be trained.
+    """
+    described = load_config(source, settings.hf_config_overrides, **fields)
+    quantised = getattr(described, "quantization_config", None)
+    if quantised is None:
+        return described
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if not settings.dequantize_base_checkpoint:
+        raise ModelError(f"it is quantised ({method}): dequantize_base_checkpoint reads float8 and MXFP4")
+    if method not in _DEQUANTISED:
+        raise ModelError(f"it is quantised ({method}), and of these only {' and '.join(_DEQUANTISED)} are dequantised")
+    described.quantization_config = {**quantised, "dequantize": True}
+    return described

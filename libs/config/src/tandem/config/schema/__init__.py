@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.config.schema.algorithms import DpoConfig, RewardModelConfig, SftConfig
+from tandem.config.schema.algorithms import DpoConfig, EvalConfig, RewardModelConfig, SftConfig
 from tandem.config.schema.base import ConfigSection
 from tandem.config.schema.data import DataConfig, EnvironmentConfig, JudgeConfig
-from tandem.config.schema.evaluation import EvalConfig
 from tandem.config.schema.generation import (
     ColocatedConfig,
     ColocatedResources,
@@ -13,7 +12,19 @@ from tandem.config.schema.generation import (
     TransformersCfg,
     VllmCfg,
 )
-from tandem.config.schema.grpo import AdvEstimator, AsyncGrpo, GrpoConfig, RewardScaling, RewardShaping, RolloutsConfig
+from tandem.config.schema.grpo import (
+    AdvEstimator,
+    AsyncGrpo,
+    AsyncPpo,
+    GaeEstimator,
+    GrpoConfig,
+    PpoConfig,
+    RewardScaling,
+    RewardShaping,
+    RolloutsConfig,
+    ValueConfig,
+    ValueLossFn,
+)
 from tandem.config.schema.loss import LossColumn, LossFn
 from tandem.config.schema.megatron import MegatronCfg, MegatronScheduler
 from tandem.config.schema.policy import (
@@ -28,7 +39,6 @@ from tandem.config.schema.policy import (
     SequencePacking,
     TokenizerConfig,
 )
-from tandem.config.schema.ppo import AsyncPpo, GaeEstimator, PpoConfig, ValueConfig, ValueLossFn
 from tandem.config.schema.root import MODELS, Config
 from tandem.config.schema.run import (
     CheckpointingConfig,

@@ -19,8 +19,13 @@ from tandem.config.schema.base import (
     PositiveFloat,
     PositiveInt,
 )
-from tandem.config.schema.packaged import NemoGymConfig, OpenEnvConfig, PackagedConfig, VerifiersConfig
-from tandem.config.schema.reward_model import RewardModelKeys
+from tandem.config.schema.environments import (
+    NemoGymConfig,
+    OpenEnvConfig,
+    PackagedConfig,
+    RewardModelKeys,
+    VerifiersConfig,
+)
 
 
 class DataSet(ConfigSection, frozen=True, kw_only=True):

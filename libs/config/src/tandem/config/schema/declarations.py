@@ -211,7 +211,7 @@ PPO = Algorithm(
     rules=(
         "tandem.config.checks.learning.ROLLOUT_RULES",
         "tandem.config.checks.loss.POLICY_GRADIENT_RULES",
-        "tandem.config.checks.value.RULES",
+        "tandem.config.checks.teacher.VALUE_RULES",
     ),
 )
 """Proximal policy optimisation: a value model beside the policy, and generalised advantage estimation."""
@@ -263,7 +263,7 @@ RM = Algorithm(
     running="tandem.coordinator.algorithms.data_set.RewardModelAlgorithm",
     loss="tandem.trainer.losses.preference.BradleyTerryLoss",
     loss_section="rm",
-    rules=("tandem.config.checks.reward_training.RULES",),
+    rules=("tandem.config.checks.reward_model.TRAINING_RULES",),
 )
 """Training of a reward model; the chosen response comes first in each pair."""
 

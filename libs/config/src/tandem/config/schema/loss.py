@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.config.schema.algorithms import DistillationLossConfig
 from tandem.config.schema.base import ConfigSection, NonEmptyStr, NonNegativeFloat, PositiveFloat, PositiveInt
 from tandem.config.schema.columns import BUILT_IN, ColumnDeclaration, Source
-from tandem.config.schema.distillation import DistillationLossConfig
 
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of a KL divergence from samples (Schulman 2020, joschu.net/blog/kl-approx.html)."""

@@ -13,21 +13,22 @@ from msgspec import Meta
 
 from tandem.common.cached_method import cached_method
 from tandem.config.schema import columns
-from tandem.config.schema.algorithms import DpoConfig, RewardModelConfig, SftConfig
+from tandem.config.schema.algorithms import (
+    DistillationConfig,
+    DpoConfig,
+    EvalConfig,
+    OffPolicyDistillation,
+    OnPolicyDistillation,
+    RewardModelConfig,
+    SftConfig,
+    TeacherConfig,
+)
 from tandem.config.schema.base import ConfigSection, NonEmptyStr
 from tandem.config.schema.data import DataConfig, EnvironmentConfig
 from tandem.config.schema.declarations import ALGORITHMS, Algorithm, AlgorithmName
-from tandem.config.schema.distillation import (
-    DistillationConfig,
-    OffPolicyDistillation,
-    OnPolicyDistillation,
-    TeacherConfig,
-)
-from tandem.config.schema.evaluation import EvalConfig
-from tandem.config.schema.grpo import GrpoConfig, RolloutsConfig
+from tandem.config.schema.grpo import GrpoConfig, PpoConfig, RolloutsConfig, ValueConfig, ValueLossFn
 from tandem.config.schema.loss import LossFn
 from tandem.config.schema.policy import ModelConfig, PolicyConfig
-from tandem.config.schema.ppo import PpoConfig, ValueConfig, ValueLossFn
 from tandem.config.schema.run import (
     CheckpointingConfig,
     ClusterConfig,

@@ -15,7 +15,7 @@ from tandem.config import Config, config_from_json
 from tandem.config.models import hub
 from tandem.config.named import NAMED, find_place, holds_texts, is_local
 from tandem.config.schema.data import DataConfig, DataSet
-from tandem.config.schema.packaged import PACKAGED
+from tandem.config.schema.environments import PACKAGED
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.observe.run_folder.journal import read_journal
 

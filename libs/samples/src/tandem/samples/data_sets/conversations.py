@@ -20,7 +20,7 @@ from tandem.common.returned import beyond
 from tandem.config import Config
 from tandem.config.named import GENERATED, holds_texts
 from tandem.config.schema import DataConfig
-from tandem.config.schema.packaged import PACKAGED
+from tandem.config.schema.environments import PACKAGED
 from tandem.samples.chat_templates import Messages
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items

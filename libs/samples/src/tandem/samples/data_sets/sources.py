@@ -31,7 +31,7 @@ from tandem.config.models.hub import (
 from tandem.config.named import FILES, MULTIPLE_CHOICE, NAMED, find_place, is_local
 from tandem.config.problem import MAX_SHOWN
 from tandem.config.schema import DataConfig
-from tandem.config.schema.packaged import NEMO_GYM_ROWS
+from tandem.config.schema.environments import NEMO_GYM_ROWS
 from tandem.samples.data_sets.float_columns import restore_decimals
 from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.questions import read_question, rewrite_user_text

@@ -30,7 +30,7 @@ from tandem.common.messages import Problem
 from tandem.common.values import encode_json, fill_template, text_of
 from tandem.config import Config
 from tandem.config.schema import DataConfig
-from tandem.config.schema.packaged import PACKAGED
+from tandem.config.schema.environments import PACKAGED
 from tandem.samples.data_sets import sources
 from tandem.samples.data_sets.listed import HeldOut, collect_held_out, load_parts, take_items
 from tandem.samples.data_sets.prompts import PromptedProblem

@@ -22,7 +22,7 @@ from tandem.common.messages import Problem
 from tandem.common.texts import read_last_lines, shorten
 from tandem.common.values import make_plain_object
 from tandem.config import Config
-from tandem.config.schema.packaged import (
+from tandem.config.schema.environments import (
     NEMO_GYM,
     OPENENV,
     VERIFIERS,

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from tandem.common.messages import Problem
-from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
+from tandem.config.schema.environments import IMAGE_ENVIRONMENTS
 from tandem.samples.chat_templates import Messages
 
 

@@ -14,10 +14,10 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.common.messages import EngineServer
 from tandem.config import Config
 from tandem.config.checks.data import BUILT_IN_ENVIRONMENTS, compares_answers, reads_boxes
-from tandem.config.checks.image_rewards import read_reward_functions
+from tandem.config.checks.vision import read_reward_functions
 from tandem.config.models.vision_families import family_of
 from tandem.config.schema import EnvironmentConfig as Settings
-from tandem.config.schema.image_rewards import IMAGE_ENVIRONMENTS
+from tandem.config.schema.environments import IMAGE_ENVIRONMENTS
 from tandem.config.threads import count_threads
 from tandem.rollout.environments.any_answer import AnyAnswer, AnyAnswerInTurns
 from tandem.rollout.environments.environment import (

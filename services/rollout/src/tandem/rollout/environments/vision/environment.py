@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 
 from tandem.common.messages import Problem
-from tandem.config.schema.image_rewards import ARGUMENTS, RewardArguments, RewardFunctionConfig
+from tandem.config.schema.environments import ARGUMENTS, RewardArguments, RewardFunctionConfig
 from tandem.rollout.environments.answers import reference
 from tandem.rollout.environments.environment import Score
 

@@ -1,1 +1,0 @@
-"""Names of settings elsewhere: in later releases of NeMo-RL, and in TRL and verl."""
