@@ -60,7 +60,7 @@ from tandem.coordinator.scheduler.events import (
     SampleRecord,
 )
 from tandem.coordinator.scheduler.groups.table import GroupTable
-from tandem.launch.admission.admission import HeartbeatSettings
+from tandem.launch.admission import HeartbeatSettings
 from tandem.refit import layout
 from tandem.refit.layout import LayoutBuilder
 from tandem.samples.batch import SAMPLES, SampleBatch

@@ -29,7 +29,7 @@ from smoke import sized
 from stop_watches import WATCHED, noted, spans_in
 
 from tandem.common.keys import write_run_keys
-from tandem.launch.admission.admission import new_run_keys
+from tandem.launch.admission import new_run_keys
 
 NUM_SAMPLES, LENGTH, PROMPT = sized((512, 512, 112), (16, 64, 16))
 NUM_STEPS = 5

@@ -35,10 +35,9 @@ from tandem.coordinator.observers.timeline import TimelineWriter
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import GroupSize
-from tandem.launch.admission.admission import RegisteredProcess
+from tandem.launch.admission import RegisteredProcess
 from tandem.observe.page.server import make_app
-from tandem.observe.run_folder.curves_file import CurvesFile
-from tandem.observe.run_folder.curves_table import CURVES_NAME
+from tandem.observe.run_folder.curves import CURVES_NAME, CurvesFile
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 from tests.page.browser_harness import LAPTOP, NEEDS_CHROMIUM, browser, until

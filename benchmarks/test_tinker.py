@@ -34,7 +34,7 @@ from stop_watches import WATCHED, noted, spans_in
 from tinker_server import CONFIG, LENGTH, TIMEOUT_S, await_server
 
 from tandem.common.keys import write_run_keys
-from tandem.launch.admission.admission import new_run_keys
+from tandem.launch.admission import new_run_keys
 
 NUM_ROWS = sized(32, 2)
 NUM_SAMPLES, NUM_NEW = sized((16, 64), (2, 4))

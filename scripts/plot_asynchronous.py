@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tandem.observe.report.summary import RunSummary, summarise
+from tandem.observe.report.side_by_side import RunSummary, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = ROOT / "benchmarks" / "results" / "asynchronous.json"

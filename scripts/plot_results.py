@@ -13,7 +13,7 @@ import msgspec
 from PIL import Image
 
 from tandem.observe.report.report import draw_curves
-from tandem.observe.report.summary import RunSummary, summarise
+from tandem.observe.report.side_by_side import RunSummary, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -12,7 +12,7 @@ from tandem.common.curve import AdmittedKeys, new_key_pair
 from tandem.common.keys import KeyPair, ProcessKeys, RunKeys
 from tandem.common.messages import Listener, ServiceKind
 from tandem.common.wire import Hub, Link
-from tandem.launch.admission.admission import ListeningSocket
+from tandem.launch.admission import ListeningSocket
 
 RUN = RunKeys(coordinator=new_key_pair(), joining=new_key_pair())
 MEMBER = new_key_pair()

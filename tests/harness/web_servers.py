@@ -47,7 +47,7 @@ sys.stdin.read()
 exporter.close()
 """
 PAGE = """
-from tandem.observe.page.program import serve
+from tandem.observe.page.server import serve
 from tandem.observe.run_folder.journal_writer import Journal
 
 with Journal.create(Path("run"), b"{}", "grpo"):
@@ -59,7 +59,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 from tandem.common.messages import EngineServer
-from tandem.observe.run_folder.engine_servers import EngineServersFile
+from tandem.observe.run_folder.live import EngineServersFile
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.rollout.openai_api.server import HttpServer, listen
 from tandem.serving.proxy import serve_run

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 from tests.page.browser_harness import NEEDS_CHROMIUM, make_run, until, viewing, visit
 
 pytestmark = NEEDS_CHROMIUM

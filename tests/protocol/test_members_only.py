@@ -41,7 +41,7 @@ from tandem.coordinator.api.rewards import reward_functions
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.coordinator.scheduler.events import EngineDraining, Event, ProcessJoined, ProcessLost
-from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
+from tandem.launch.admission import HeartbeatSettings, ListeningSocket
 from tandem.samples.batch import SampleBatch
 from tandem.samples.sample_store import SampleStore
 from tests.harness.members import ANY_ADDRESS, MEMBER, RUN, dealer_to, open_listening

@@ -32,8 +32,8 @@ from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import SampleLimits
 from tandem.coordinator.scheduler.events import Event, ProcessJoined, ProcessReplied
-from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
-from tandem.launch.admission.known_processes import KnownProcesses, ProcessesSnapshot
+from tandem.launch.admission import HeartbeatSettings, ListeningSocket
+from tandem.launch.known_processes import KnownProcesses, ProcessesSnapshot
 from tests.harness.members import ANY_ADDRESS, RUN, dealer_to
 
 JOINING = RUN.for_processes()

@@ -13,7 +13,7 @@ from tandem.common.wire import Hub, HubPeer, MessageCodec, ThreadStalls, encode
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies, SampleLimits
 from tandem.coordinator.scheduler.events import ProcessJoined, ProcessLost
-from tandem.launch.admission.admission import HeartbeatSettings
+from tandem.launch.admission import HeartbeatSettings
 from tests.harness.members import MEMBER, MEMBER_KEYS, dealer_to, open_hub, open_listening
 
 PULSE = HeartbeatSettings(interval_s=0.1, timeout_s=1.0)

@@ -10,8 +10,7 @@ from tandem.config import Config, build_config, config_to_json
 from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.diagnosis import CHECKS
-from tandem.observe.diagnosis.evidence import RunEvidence, SampleRow
-from tandem.observe.diagnosis.finding import DiagnosisFinding
+from tandem.observe.diagnosis.evidence import DiagnosisFinding, RunEvidence, SampleRow
 from tandem.observe.run_folder.journal import RefitRecord, RunRecord, StepRecord
 from tandem.observe.run_folder.journal_writer import Journal
 

@@ -12,8 +12,7 @@ from tandem.config.dump import make_plain, resume_differences
 from tandem.config.model_groups import ModelGroup, find_model_group, list_model_groups
 from tandem.coordinator.forecast import plan_summary
 from tandem.coordinator.loop.spec import run_spec
-from tandem.launch.expected import expected_processes
-from tandem.launch.nodes import nodes_of
+from tandem.launch.nodes import expected_processes, nodes_of
 from tandem.samples.batch_sharding import data_parallel_ranks, scoring_trainers
 
 POLICY: dict[str, Any] = {"model_name": "model", "max_total_sequence_length": 32, "train_global_batch_size": 16}

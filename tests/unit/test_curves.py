@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from page_harness import commit, make_run
 
-from tandem.observe.page import series, steps
+from tandem.observe.page import series
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.series import RunCurves, make_buckets
-from tandem.observe.page.steps import PageSteps
-from tandem.observe.run_folder.curves_file import CurvesFile
-from tandem.observe.run_folder.curves_table import CURVES_NAME, read_curves
+from tandem.observe.page.series import PageSteps, RunCurves, make_buckets
+from tandem.observe.run_folder.curves import CURVES_NAME, CurvesFile, read_curves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 
 NAMES = ("reward", "loss", "val_accuracy", "seconds/total", "seconds/nothing")
@@ -82,7 +80,7 @@ def test_steps_that_were_done_over_again_are_none() -> None:
 @pytest.mark.parametrize("most", [2, 256])
 def test_steps_are_taken_from_the_file_where_they_are_the_journals(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Also of a run that was resumed twice, and whose file therefore has rows that count no more."""
-    monkeypatch.setattr(steps, "_MOST_COMPARED", most)
+    monkeypatch.setattr(series, "_MOST_COMPARED", most)
     with make_run(num_steps=9) as journal:
         file = CurvesFile(Path("run"), history())
         for again, last in ((5, 8), (3, 10)):

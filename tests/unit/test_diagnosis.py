@@ -20,8 +20,8 @@ from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.observe.diagnosis import CHECKS, diagnose, format_diagnosis
 from tandem.observe.diagnosis.evidence import SampleRow, gather
-from tandem.observe.health_conditions import LOW_ENTROPY
-from tandem.observe.run_folder.ending import ENDED
+from tandem.observe.health import LOW_ENTROPY
+from tandem.observe.run_folder.journal import ENDED
 from tandem.observe.run_folder.journal_writer import Journal
 
 ASYNCHRONOUS = {"grpo": {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}}

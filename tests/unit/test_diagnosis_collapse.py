@@ -11,7 +11,7 @@ from diagnosis_harness import SLOW_RANK, Metrics, config_of, evidence_of, found_
 from tandem.config import Config
 from tandem.observe.diagnosis import _sort_findings
 from tandem.observe.diagnosis.evidence import change_point
-from tandem.observe.held_out_accuracy import LowStart, no_progress
+from tandem.observe.health import LowStart, no_progress
 from tandem.observe.report.report import format_report, write_report
 
 DESTROYED = {

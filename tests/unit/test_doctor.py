@@ -17,10 +17,9 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.config.schema import LinkRates
 from tandem.coordinator import cli
 from tandem.coordinator.doctor_steps import STEPS
-from tandem.launch.doctor.findings import DoctorFinding, DoctorReport, StepOutcome, format_links, report_of
 from tandem.launch.doctor.look import carry_out_apart, look_at_machine
 from tandem.launch.doctor.network import ProbeServer, measure_loopback, measure_peer, parse_address
-from tandem.launch.doctor.steps import DoctorStep
+from tandem.launch.doctor.steps import DoctorFinding, DoctorReport, DoctorStep, StepOutcome, format_links, report_of
 from tests.harness.runs.pages_harness import DOCS, quoted
 from tests.harness.runs.running import write_config
 

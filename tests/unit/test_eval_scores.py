@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.observe.evaluation.scores import SampleVote, estimate, ks, majority_at, pass_at
+from tandem.observe.evaluation import SampleVote, estimate, ks, majority_at, pass_at
 
 
 def voted(answers: Sequence[SampleVote]) -> float:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.config import Config, build_config
-from tandem.observe.health import NUM_STEPS, RunHealth
-from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, conditions
+from tandem.observe.health import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, NUM_STEPS, RunHealth, conditions
 
 WELL = {
     "reward": 0.4,

@@ -11,7 +11,7 @@ import zmq
 
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.keys import find_key_file, read_key_file, read_run_keys, write_run_keys
-from tandem.launch.admission.admission import new_run_keys
+from tandem.launch.admission import new_run_keys
 from tests.harness.members import RUN
 
 

@@ -19,7 +19,7 @@ from tandem.coordinator.observers.progress import ProgressDisplay
 from tandem.coordinator.observers.watching import NOT_UP
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler.events import DispatchPrompts, EngineDraining, ProcessJoined
-from tandem.launch.admission.admission import RegisteredProcess
+from tandem.launch.admission import RegisteredProcess
 from tandem.observe.exporters.prometheus import _of_run
 from tandem.observe.lines import seconds_left
 from tandem.observe.run_folder.journal import StepRecord

@@ -14,7 +14,7 @@ import pytest
         "import tandem.coordinator.cli",
         "import tandem.coordinator.loop.run",
         "import tandem.observe.report.report",
-        "import tandem.observe.page.__main__, tandem.observe.page.program",
+        "import tandem.observe.page.__main__, tandem.observe.page.server",
         "import tandem.coordinator.algorithms",
         "import tandem.coordinator.commands.doctor, tandem.launch.doctor.look",
         "import tandem.observe.exporters.telemetry, tandem.launch.service, tandem.samples.tokenizer",

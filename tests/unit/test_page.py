@@ -17,9 +17,8 @@ from tandem.common.errors import ConfigError, RunFolderError
 from tandem.config import build_config
 from tandem.coordinator.loop.run import record_outcome
 from tandem.coordinator.scheduler.events import FinishRun
-from tandem.observe.page.gpus import GpuReader
-from tandem.observe.page.server import make_app
-from tandem.observe.run_folder.ending import Outcome
+from tandem.observe.page.server import GpuReader, make_app
+from tandem.observe.run_folder.journal import Outcome
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.observe.run_folder.live import LIVE_NAME, RunStatus
 

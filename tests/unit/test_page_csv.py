@@ -17,8 +17,7 @@ from page_harness import client, make_run
 from starlette.testclient import TestClient
 
 from tandem.observe.page.table import CurveColumn, csv_parts
-from tandem.observe.run_folder.curves_file import CurvesFile
-from tandem.observe.run_folder.curves_table import CURVES_NAME
+from tandem.observe.run_folder.curves import CURVES_NAME, CurvesFile
 from tandem.observe.run_folder.journal import StepRecord
 
 NUM_STEPS = 3_456

@@ -17,10 +17,10 @@ from tandem.coordinator.cli import main
 from tandem.coordinator.preparing.comparison import compare
 from tandem.coordinator.preparing.replay import begin_replay, continue_replay, origin_of, source_of
 from tandem.coordinator.preparing.resuming import StartingPoint
+from tandem.observe.run_folder.checkpoints import steps_in_words
 from tandem.observe.run_folder.journal import StepRecord
 from tandem.observe.run_folder.journal_file import RESOLVED_FROM
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.observe.run_folder.recorded import steps_in_words
 from tests.harness.trainers.damage import flip_bit
 
 RUN = Path("run")

@@ -63,7 +63,7 @@ from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import SampleLimits
 from tandem.coordinator.scheduler.events import CommandErred, Event, ProcessJoined, ProcessLost, ProcessReplied
-from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
+from tandem.launch.admission import HeartbeatSettings, ListeningSocket
 from tandem.refit import layout
 from tests.harness.members import at, dealer_to, open_listening
 

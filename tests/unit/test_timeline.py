@@ -14,8 +14,7 @@ from tandem.coordinator.observers import timeline as recording
 from tandem.coordinator.observers.timeline import TimelineWriter
 from tandem.coordinator.scheduler.phases import RunPhase
 from tandem.observe.page.reader import RunReader
-from tandem.observe.timeline import TIMELINE_NAME, read_timeline
-from tandem.observe.timeline_view import flame, timeline
+from tandem.observe.timeline import TIMELINE_NAME, flame, read_timeline, timeline
 
 MEMORY = MemoryUse(peak=1, held=1)
 SAMPLING = {

@@ -27,7 +27,7 @@ from tandem.coordinator.observers.quick_steps import STEP_LOG, QuickSteps, StepL
 from tandem.coordinator.processes.registry import ProcessRegistry
 from tandem.coordinator.scheduler import Scheduler
 from tandem.coordinator.scheduler.events import DispatchPrompts
-from tandem.launch.admission.admission import RegisteredProcess
+from tandem.launch.admission import RegisteredProcess
 from tandem.observe.display import TerminalDisplay
 from tandem.observe.exporters.telemetry import MetricWriters, TensorBoardWriter
 from tandem.observe.lines import clock, sparkline, step_line

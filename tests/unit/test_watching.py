@@ -19,8 +19,7 @@ from tandem.common.messages import Generated, MemoryUse, Trained
 from tandem.config.schema import GpuMonitoring, LoggerConfig, PrometheusConfig
 from tandem.coordinator.loop.metrics import StepMetrics
 from tandem.coordinator.observers.watching import NOT_UP
-from tandem.observe.exporters.gpu_monitor import GpuMonitor
-from tandem.observe.exporters.nvml import GpuUse, Nvml
+from tandem.observe.exporters.nvml import GpuMonitor, GpuUse, Nvml
 from tandem.observe.exporters.prometheus import MetricsExporter
 from tandem.observe.exporters.tracing import SpanSender
 from tandem.observe.run_folder.journal import StepRecord

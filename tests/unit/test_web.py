@@ -212,7 +212,7 @@ def test_a_request_that_has_come_is_answered_however_many_connections_come_after
 _INTERRUPTED = """
 import asyncio, os, signal, socket, sys
 from pathlib import Path
-from tandem.observe.page.program import serve
+from tandem.observe.page.server import serve
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.serving.proxy import serve_run
 

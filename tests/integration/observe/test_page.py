@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.observe.page.reader import RunReader
-from tandem.observe.timeline_view import FlameBar, LaneSpan, ProcessLane, TimelineView, flame, timeline
+from tandem.observe.timeline import FlameBar, LaneSpan, ProcessLane, TimelineView, flame, timeline
 from tests.harness.runs.running import (
     TIMEOUT_S,
     Command,

@@ -16,7 +16,7 @@ from tandem.observe.page.reader import RunReader
 from tandem.observe.page.series import RunCurves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
 from tandem.observe.run_folder.live import RunStatus, read_live
-from tandem.observe.timeline_view import timeline
+from tandem.observe.timeline import timeline
 from tests.harness.ports import free_port
 from tests.harness.runs.by_hand import in_folder
 from tests.harness.runs.monitoring_harness import rows_in, scraped

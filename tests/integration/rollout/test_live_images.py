@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tandem.observe.run_folder.engine_servers import read_engine_servers
+from tandem.observe.run_folder.live import read_engine_servers
 from tandem.samples.images.store import ImageFolder
 from tests.harness.runs.running import BIN, DIGITS, TIMEOUT_S, Command, write_config
 from tests.harness.vision_models import encoded, picture, write_vision_model

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tandem.observe.run_folder.engine_servers import read_engine_servers
+from tandem.observe.run_folder.live import read_engine_servers
 from tests.harness.runs.record_harness import record_of
 from tests.harness.runs.running import (
     BIN,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.common.keys import write_run_keys
-from tandem.launch.admission.admission import new_run_keys
+from tandem.launch.admission import new_run_keys
 from tests.harness.runs.by_hand import assert_same_results, in_folder, undisturbed_run
 from tests.harness.runs.hosts_harness import TWO_NODES
 from tests.harness.runs.running import (

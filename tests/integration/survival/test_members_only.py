@@ -16,7 +16,7 @@ import pytest
 from tandem.common.keys import find_key_file, read_run_keys, write_run_keys
 from tandem.common.messages import PROTOCOL_VERSION, FetchSamples, Hello, Listener
 from tandem.common.wire import encode
-from tandem.launch.admission.admission import new_run_keys
+from tandem.launch.admission import new_run_keys
 from tests.harness.runs.by_hand import in_folder
 from tests.harness.runs.running import Command, coordinator, joins, processes_of, titled, typed, write_config
 from tests.harness.strangers import KINDS, Stranger, Tap

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,11 @@ KILLED_S = 60.0
 """Longest time that the kernel takes to end a killed process, and a supervisor to report it: on a machine with fifty
 processes for a core it was seen to take more than ten seconds."""
 _LOG_TAIL_LINES = 3
+
+
+def select_within(window_s: float, now: float, times: Iterable[float]) -> list[float]:
+    """Return the times at most `window_s` before `now`; all are from `time.monotonic`."""
+    return [at for at in times if now - at <= window_s]
 
 
 class ForkedChild:

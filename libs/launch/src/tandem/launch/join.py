@@ -15,10 +15,9 @@ import msgspec
 from tandem.common import signals
 from tandem.common.errors import NotAdmitted
 from tandem.common.wire import EXIT_AWAITED_ANEW, EXIT_NOT_ADMITTED
-from tandem.launch.child import LaunchedProcess
+from tandem.launch.child import LaunchedProcess, select_within
 from tandem.launch.launch import LocalProcesses, ProcessCredentials
 from tandem.launch.nodes import NodeShare
-from tandem.launch.restarts import select_within
 
 _POLL_S = 0.1
 _RETRY_S = 2.0

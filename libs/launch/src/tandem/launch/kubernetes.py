@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 from tandem.common.keys import COORDINATOR_FILE, FOLDER, PROCESSES_FILE, RunKeys, encode
 from tandem.config import Config, dump_yaml, load_config
 from tandem.launch.nodes import NodeShare, nodes_of
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 Manifest = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The trainers and rollouts that each node of a cluster launches.
+"""The processes of a run: those that make it complete, and those that each node launches.
 
 The coordinator runs on the first node and launches that node's processes (``cluster.launch``). Every other node runs
 ``coordinator join``, which launches the rest: with GPUs, by the numbers that processes take
@@ -15,7 +15,31 @@ from tandem.common.errors import ConfigError
 from tandem.common.messages import ServiceKind
 from tandem.config import Config
 from tandem.config.placement import count_gpus_per_engine, find_first_gpu_of_engines
-from tandem.launch.expected import expected_processes, launched_processes
+
+KINDS: tuple[ServiceKind, ...] = ("refit", "trainer", "rollout")
+
+
+def expected_processes(config: Config) -> dict[ServiceKind, int]:
+    """Return how many processes of each kind make the run complete; engines and a weight plane only if it generates."""
+    if not config.generates:
+        return {"trainer": config.num_trainers}
+    return {"refit": 1, "trainer": config.num_trainers, "rollout": config.cluster.rollouts}
+
+
+def launched_processes(config: Config) -> dict[ServiceKind, int]:
+    """Return how many of the expected processes the coordinator launches itself."""
+    expected = expected_processes(config)
+    launch = config.cluster.launch
+    if launch == "all":
+        return expected
+    if launch == "none":
+        return dict.fromkeys(expected, 0)
+    num_launched: dict[ServiceKind, int] = {
+        "refit": int(launch.refit),
+        "trainer": launch.trainers,
+        "rollout": launch.rollouts,
+    }
+    return {kind: num_launched[kind] for kind in expected}
 
 
 class NodeShare(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,7 @@ from typing import Literal
 
 from tandem.common.errors import ConfigError
 from tandem.common.texts import read_last_lines
-from tandem.launch.child import KILLED_S
-from tandem.launch.restarts import select_within
+from tandem.launch.child import KILLED_S, select_within
 from tandem.observe.page.address import END, listen, url_of
 
 _HOST = "127.0.0.1"

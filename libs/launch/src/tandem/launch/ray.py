@@ -30,9 +30,9 @@ from tandem.common import signals
 from tandem.common.distribution import version
 from tandem.common.errors import BAD_INPUT, FAILED, INTERRUPTED, OK, ConfigError, TandemError
 from tandem.config import Config
+from tandem.launch.child import select_within
 from tandem.launch.nodes import NodeShare, nodes_of
 from tandem.launch.ray_node import NodeActor, NodeOrder, NodeOutput, NodeView
-from tandem.launch.restarts import select_within
 
 _LOOK_S = 0.5
 _READ_S = 5.0

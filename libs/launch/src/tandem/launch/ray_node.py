@@ -117,7 +117,7 @@ class NodeActor:
         import ray
 
         from tandem.common.keys import read_run_keys, write_run_keys
-        from tandem.launch.admission.admission import new_run_keys
+        from tandem.launch.admission import new_run_keys
 
         run = Path(order.folder or os.getcwd()) / order.run
         keys = read_run_keys(run) or new_run_keys()

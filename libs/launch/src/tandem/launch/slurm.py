@@ -17,7 +17,7 @@ import msgspec
 from tandem.common.errors import ConfigError
 from tandem.config import Config
 from tandem.launch.nodes import nodes_of
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):

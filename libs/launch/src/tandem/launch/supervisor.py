@@ -103,7 +103,7 @@ class Supervisor:
 
     def run(self, start_words: Sequence[str]) -> int:
         """Bring the run to its end; `start_words` are the words for how it begins. Return the exit code."""
-        from tandem.launch.restarts import select_within
+        from tandem.launch.child import select_within
 
         before, reason = self._run_id(), ""
         adopt_orphans()

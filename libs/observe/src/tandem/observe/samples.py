@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Purpose
-from tandem.observe.run_folder.recorded import steps_in_words
+from tandem.observe.run_folder.checkpoints import steps_in_words
 from tandem.samples.batch import Float32s
 from tandem.samples.recorded_shards import read_logprobs, read_rows, read_shard, samples_of, steps
 from tandem.samples.sample_files import FOLDER, SHARD, RecordFile, files

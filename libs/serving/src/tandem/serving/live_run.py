@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 from tandem.common.errors import ServiceError
-from tandem.observe.run_folder.engine_servers import read_engine_servers
+from tandem.observe.run_folder.checkpoints import config_of
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.recorded import config_of
+from tandem.observe.run_folder.live import read_engine_servers
 from tandem.serving.client import ChatServer
 
 _SWITCH = "policy.generation.expose_http_server"

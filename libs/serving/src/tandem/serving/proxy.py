@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.common import web
 from tandem.common.messages import EngineServer
 from tandem.common.web import SignalledServer, event_loop, settings
-from tandem.observe.run_folder.engine_servers import read_engine_servers
+from tandem.observe.run_folder.live import read_engine_servers
 from tandem.serving.upstream import BROKEN, UpstreamResponse, UpstreamServers
 
 ROLLOUT_HEADER = "x-tandem-rollout"

@@ -10,8 +10,7 @@ import sys
 from tandem.common.errors import RefitError
 from tandem.config.engine_kinds import ENGINE_KINDS
 from tandem.launch.doctor import steps
-from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
-from tandem.launch.doctor.steps import NO_GPU, DoctorStep, skipped
+from tandem.launch.doctor.steps import NO_GPU, DoctorFinding, DoctorStep, StepOutcome, skipped
 
 _MEMORY_BYTES = 256 << 20
 _GPU_BYTES = 1 << 30

@@ -14,7 +14,7 @@ from tandem.config.models.model_sizes import vocabulary_size
 from tandem.config.placement import count_gpus_per_engine
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
-from tandem.observe.exporters.gpu_monitor import GpuMonitor
+from tandem.observe.exporters.nvml import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tandem.observe.exporters.gpu_monitor import GpuMonitor
+from tandem.observe.exporters.nvml import GpuMonitor
 from tandem.refit.weight_client import WeightClient
 from tandem.rollout.engine import Engine
 from tandem.rollout.environments.scorer import RunEnvironments

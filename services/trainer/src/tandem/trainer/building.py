@@ -16,7 +16,7 @@ from tandem.common.network import defer_silent, find_address_towards, keep_to_in
 from tandem.config.model_groups import ModelGroup
 from tandem.config.threads import limit_threads
 from tandem.launch.service import ServiceContext
-from tandem.observe.exporters.gpu_monitor import GpuMonitor
+from tandem.observe.exporters.nvml import GpuMonitor
 from tandem.refit import layout
 from tandem.refit.weight_client import WeightClient
 from tandem.refit.weights import Weights

@@ -43,9 +43,7 @@ def check_products_are_requested_once(config: Config) -> None:
     products = list_products(megatron)
     if len(products) > 1:
         first, second = products
-        raise InvalidValue(
-            f"{KEY}.{second.key}", f"{second.value}, but {KEY}.{first.key} is {first.value}"
-        )
+        raise InvalidValue(f"{KEY}.{second.key}", f"{second.value}, but {KEY}.{first.key} is {first.value}")
 
 
 def check_scales_are_of_pass_itself(config: Config) -> None:
@@ -68,9 +66,7 @@ def check_recipes_of_users_have_factory(config: Config) -> None:
     for products in list_products(config.policy.megatron_cfg):
         factory = f"{products.name}_quantizer_factory"
         if products.recipe == "custom" and not config.policy.megatron_cfg.forwarded.get(factory):
-            raise InvalidValue(
-                f"{KEY}.{factory}", f"required where {KEY}.{products.recipe_key} is custom"
-            )
+            raise InvalidValue(f"{KEY}.{factory}", f"required where {KEY}.{products.recipe_key} is custom")
 
 
 def check_four_bits_are_made_of_bfloat16(config: Config) -> None:

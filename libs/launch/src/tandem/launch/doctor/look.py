@@ -28,9 +28,8 @@ import msgspec
 from tandem.common import descriptors
 from tandem.common.memory import available_bytes
 from tandem.config import Config
-from tandem.launch.doctor.findings import DoctorFinding, StepOutcome
 from tandem.launch.doctor.network import measure_loopback, measure_peer
-from tandem.launch.doctor.steps import DoctorStep, OutputLine
+from tandem.launch.doctor.steps import DoctorFinding, DoctorStep, OutputLine, StepOutcome
 
 _GB = 1e9
 _SHM = Path("/dev/shm")

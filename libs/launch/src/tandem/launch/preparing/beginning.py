@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.config import Config
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 Mode = Literal["new", "resume", "restart"]
 Say = Callable[[str], None]

@@ -23,8 +23,8 @@ import msgspec
 from tandem.common import kept_inputs
 from tandem.common.errors import ConfigError, nearest
 from tandem.config import Config, config_from_json, config_to_json
-from tandem.launch.expected import launched_processes
 from tandem.launch.module_process import ModuleProcess
+from tandem.launch.nodes import launched_processes
 
 _LOSS = "loss_fn.class"
 _METHODS = {"step": ("problem", "conversation"), "score": ("problem", "response")}

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.observe.diagnosis import agreement, data, environment, optimisation, processes, responses, rewards, weights
-from tandem.observe.diagnosis.evidence import RunEvidence, gather
-from tandem.observe.diagnosis.finding import CERTAINTIES, DiagnosisFinding
+from tandem.observe.diagnosis import agreement, data, optimisation, processes, rewards, weights
+from tandem.observe.diagnosis.evidence import CERTAINTIES, DiagnosisFinding, RunEvidence, gather
 
 
 class CauseCheck(NamedTuple):
@@ -28,10 +27,10 @@ class CauseCheck(NamedTuple):
 CHECKS = (
     CauseCheck("damaged weights", weights.find_damaged_weights),
     CauseCheck("damaged checkpoints", weights.find_damaged_checkpoint),
-    CauseCheck("an environment that fails", environment.find_failing_environment),
+    CauseCheck("an environment that fails", rewards.find_failing_environment),
     CauseCheck("a learning rate of 0", optimisation.find_zero_learning_rate),
     CauseCheck("a learning rate that is too small", optimisation.find_small_rate),
-    CauseCheck("a temperature that is too low", responses.find_low_temperature),
+    CauseCheck("a temperature that is too low", data.find_low_temperature),
     CauseCheck("a clip range that is too narrow", optimisation.find_narrow_clip),
     CauseCheck("a KL penalty that is too large", optimisation.find_large_penalty),
     CauseCheck("numbers out of all proportion", optimisation.find_outlying_steps),
@@ -43,22 +42,22 @@ CHECKS = (
     CauseCheck("weights that do not change", weights.find_unchanged_weights),
     CauseCheck("a tokenizer that is not the model's", data.find_another_tokenizer),
     CauseCheck("prompts that tell the answer", data.find_leaked_answer),
-    CauseCheck("stop strings that come too early", responses.find_early_stop),
+    CauseCheck("stop strings that come too early", data.find_early_stop),
     CauseCheck("rewards that miss right answers, or go to wrong ones", rewards.find_against_the_answers),
     CauseCheck("one answer to everything", rewards.find_one_answer),
-    CauseCheck("growing responses", responses.find_growing_responses),
-    CauseCheck("truncated responses", responses.find_truncated_responses),
+    CauseCheck("growing responses", data.find_growing_responses),
+    CauseCheck("truncated responses", data.find_truncated_responses),
     CauseCheck("low entropy", optimisation.find_low_entropy),
     CauseCheck("equal rewards", rewards.find_equal_rewards),
     CauseCheck("groups without spread", rewards.find_groups_without_spread),
-    CauseCheck("shrinking responses", responses.find_shrinking_responses),
+    CauseCheck("shrinking responses", data.find_shrinking_responses),
     CauseCheck("steps without a gradient", optimisation.find_zero_gradient),
     CauseCheck("rewards that rise while accuracy falls", rewards.find_reward_without_accuracy),
     CauseCheck("held-out accuracy that does not rise", data.find_no_progress),
     CauseCheck("repeated problems", data.find_repeated_problems),
     CauseCheck("overfitting", data.find_overfitting),
     CauseCheck("lost processes", processes.find_lost_processes),
-    CauseCheck("a slow environment", environment.find_slow_environment),
+    CauseCheck("a slow environment", rewards.find_slow_environment),
     CauseCheck("a slow engine", processes.find_slow_engine),
     CauseCheck("a slow trainer rank", processes.find_slow_trainer),
     CauseCheck("a process that became slow", processes.find_became_slow),
@@ -94,7 +93,7 @@ def diagnose(folder: Path) -> RunDiagnosis:
         run=str(folder),
         run_id=evidence.run.run_id,
         course=_course(evidence),
-        findings=tuple(_sort_findings(environment.drop_restated(evidence, findings))),
+        findings=tuple(_sort_findings(rewards.drop_restated(evidence, findings))),
         looked_for=tuple(check.cause for check in CHECKS),
         not_looked_at=(evidence.unread,) if evidence.unread and evidence.config.generates else (),
     )

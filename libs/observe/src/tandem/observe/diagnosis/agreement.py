@@ -6,9 +6,8 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from tandem.observe.diagnosis.evidence import RunEvidence, change, shorten
-from tandem.observe.diagnosis.finding import Certainty, DiagnosisFinding
-from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, learning_rate_keys
+from tandem.observe.diagnosis.evidence import Certainty, DiagnosisFinding, RunEvidence, change, shorten
+from tandem.observe.health import HIGH_PROBABILITY_ERROR, learning_rate_keys
 from tandem.observe.run_folder.journal import StepRecord
 
 _GAP = "token_mult_prob_error"

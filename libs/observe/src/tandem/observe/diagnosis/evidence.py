@@ -1,4 +1,4 @@
-"""The input of a diagnosis: the record of a run, read once from its folder."""
+"""The input of a diagnosis, the record of a run, read once from its folder; and its output, findings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from tandem.common.errors import ConfigError, RunFolderError, SamplesError
 from tandem.config import Config, config_from_json
 from tandem.config.notice_rules import find_max_learning_rate
-from tandem.observe.health import NUM_STEPS, HealthCondition
-from tandem.observe.health_conditions import conditions
-from tandem.observe.held_out_accuracy import SOLVED
-from tandem.observe.run_folder.ending import ENDED
-from tandem.observe.run_folder.journal import RefitRecord, RunRecord, StepRecord, read_journal
+from tandem.observe.health import NUM_STEPS, SOLVED, HealthCondition, conditions
+from tandem.observe.run_folder.journal import ENDED, RefitRecord, RunRecord, StepRecord, read_journal
 from tandem.observe.run_folder.journal_file import is_taken
 from tandem.samples import sample_files
 
@@ -45,6 +43,29 @@ _COLUMNS = (
     "started_at",
     "finished_at",
 )
+Certainty = Literal["certain", "likely", "possible"]
+"""certain: the record says so. likely: the signs point to it. possible: it may be so, and may be harmless."""
+CERTAINTIES: tuple[Certainty, ...] = ("certain", "likely", "possible")
+
+
+class DiagnosisFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A possible cause of a collapse or stall, and its evidence in the record."""
+
+    name: str
+    """A few words, unique among the checks."""
+    what: str
+    """The finding in a sentence."""
+    evidence: tuple[str, ...]
+    """Steps, values and the thresholds that they exceed, one per line."""
+    look_at: str
+    """Configuration keys to look at, or another place."""
+    certainty: Certainty
+    since: int = 1
+    """First step that shows it, or that made the weights concerned."""
+    explains: tuple[str, ...] = ()
+    """Names of findings that are consequences of this one, if they are not seen earlier."""
+    explained_by: str = ""
+    """Name of the finding that caused this one, filled in by the diagnosis."""
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True):

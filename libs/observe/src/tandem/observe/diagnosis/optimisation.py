@@ -12,14 +12,14 @@ from tandem.config.notice_rules import FAR_ABOVE, LOWEST_RATE
 from tandem.observe.diagnosis.evidence import (
     SHORT_RUN,
     ConditionStreak,
+    DiagnosisFinding,
     MetricChange,
     RunEvidence,
     change,
     jump,
     shorten,
 )
-from tandem.observe.diagnosis.finding import DiagnosisFinding
-from tandem.observe.health_conditions import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys
+from tandem.observe.health import HIGH_PROBABILITY_ERROR, LOW_ENTROPY, learning_rate_keys
 
 HIGH_LEARNING_RATE = 0.01
 """Highest learning rate of Adam and its variants. They move every weight by about the rate in each step, and a language

@@ -8,8 +8,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from tandem.observe.diagnosis.evidence import MetricJump, RunEvidence, SampleRow, change_point, shorten
-from tandem.observe.diagnosis.finding import DiagnosisFinding
+from tandem.observe.diagnosis.evidence import (
+    DiagnosisFinding,
+    MetricJump,
+    RunEvidence,
+    SampleRow,
+    change_point,
+    shorten,
+)
 
 MANY_LOSSES = 3
 """Number of lost processes from which the run did little else."""

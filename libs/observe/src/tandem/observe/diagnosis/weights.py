@@ -6,9 +6,8 @@ import itertools
 import re
 from collections import Counter
 
-from tandem.observe.diagnosis.evidence import RunEvidence, name_steps, shorten
-from tandem.observe.diagnosis.finding import DiagnosisFinding
-from tandem.observe.health_conditions import learning_rate_keys
+from tandem.observe.diagnosis.evidence import DiagnosisFinding, RunEvidence, name_steps, shorten
+from tandem.observe.health import learning_rate_keys
 
 NUM_REPAIRS = 3
 """Repeated refits of one engine from which its hardware or link is suspected."""

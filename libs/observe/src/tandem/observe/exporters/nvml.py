@@ -1,22 +1,29 @@
-"""State and links of GPUs, as NVIDIA's driver reports them through NVML.
+"""State and links of GPUs, as NVIDIA's driver reports them through NVML; a thread that monitors.
 
 Without a GPU or a driver, or if the driver does not answer, there is nothing to report, which is not an error.
+
+The thread is not part of the run: values that the driver does not give are left out, and a driver that hangs blocks
+only this thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from tandem.config.schema import LoggerConfig
+
 _KILOBYTE = 1e3
 _KIBIBYTE = 1024.0
 _GB = 1e9
 _ALL_LINKS = 0xFFFFFFFF
+_ENDED_S = 5.0
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,3 +219,55 @@ def _nvlinks(library: Any) -> range:
 def _text(name: str | bytes | None) -> str:
     """Return a name, which older releases of the library give as bytes."""
     return name.decode(errors="replace") if isinstance(name, bytes) else name or "GPU"
+
+
+class GpuMonitor:
+    """Monitor of GPUs: it reads them at intervals, and returns means since the last call."""
+
+    def __init__(self, logger: LoggerConfig, opened: Callable[[], Nvml | None] = open_nvml) -> None:
+        self._is_on = logger.monitor_gpus
+        self._interval_s = logger.gpu_monitoring.collection_interval
+        self._opened = opened
+        self._lock = threading.Lock()
+        self._read: dict[str, list[float]] = {}
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, first: int, count: int) -> None:
+        """Monitor `count` GPUs from `first`, among those that this process may use; none if there are none."""
+        if not self._is_on or not count or self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._watch, args=(first, count), name="gpu monitor", daemon=True)
+        self._thread.start()
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each measurement since the last call, without those that were not read."""
+        with self._lock:
+            read, self._read = self._read, {}
+        return {name: sum(values) / len(values) for name, values in read.items()}
+
+    def close(self) -> None:
+        """Stop monitoring."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_ENDED_S)
+
+    def _watch(self, first: int, count: int) -> None:
+        nvml = self._opened()
+        if nvml is None:
+            return
+        visible = list_visible_gpus(nvml.num_gpus())
+        if visible:
+            gpus = [visible[(first + number) % len(visible)] for number in range(count)]
+            while not self._ended.is_set():
+                self._note(nvml.uses(gpus))
+                self._ended.wait(self._interval_s)
+        nvml.close()
+
+    def _note(self, uses: Sequence[GpuUse]) -> None:
+        with self._lock:
+            for use in uses:
+                for name in MEASURED:
+                    value = getattr(use, name)
+                    if value is not None:
+                        self._read.setdefault(name, []).append(value)

@@ -22,7 +22,7 @@ def main() -> None:
     die_with(arguments.launched_by)
     signals.leave_to_coordinator()
     setproctitle(f"page {arguments.run}")
-    from tandem.observe.page.program import serve
+    from tandem.observe.page.server import serve
 
     with socket.socket(fileno=arguments.socket) as listener:
         serve([arguments.run], listener, heeds_signals=False)

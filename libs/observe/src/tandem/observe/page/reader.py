@@ -16,10 +16,8 @@ import msgspec
 
 from tandem.config.schema.declarations import ALGORITHMS
 from tandem.observe.run_folder.calls import NewestCalls, has_calls, newest_calls
-from tandem.observe.run_folder.ending import State, state_of
-from tandem.observe.run_folder.journal import RefitRecord, last_event, read_refit
-from tandem.observe.run_folder.journal_errors import file_errors
-from tandem.observe.run_folder.journal_file import connect_checked, require_journal
+from tandem.observe.run_folder.journal import RefitRecord, State, last_event, read_refit, state_of
+from tandem.observe.run_folder.journal_file import connect_checked, file_errors, require_journal
 from tandem.observe.run_folder.live import RunStatus, read_live
 
 _CONFIG = "SELECT json FROM configs ORDER BY id DESC LIMIT 1"

@@ -1,15 +1,19 @@
-"""The page's program: a web server that only reads run folders."""
+"""The page's program: a web server that only reads run folders, its main loop, and this host's GPUs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
+import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,17 +23,19 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tandem.common.errors import DataError, RunFolderError, SamplesError, TandemError
+from tandem.common.web import SignalledServer, event_loop, settings
+from tandem.observe.exporters.nvml import GpuUse, use_nvml
 from tandem.observe.page import samples
-from tandem.observe.page.gpus import GpuReader
+from tandem.observe.page.address import END
 from tandem.observe.page.reader import RunReader
-from tandem.observe.page.rows import PageRows
+from tandem.observe.page.samples import PageRows
 from tandem.observe.page.security import PageGuard, error
 from tandem.observe.page.series import Along, RunCurves
 from tandem.observe.page.stream import RunsWatch
 from tandem.observe.page.table import CurveColumn, csv_parts
 from tandem.observe.page.thumbnails import ImageThumbnails
 from tandem.observe.shown_rows import RowsRequest
-from tandem.observe.timeline_view import flame, timeline
+from tandem.observe.timeline import flame, timeline
 
 STATIC = Path(__file__).parent / "static"
 _MOST_POINTS = 10_000
@@ -42,6 +48,60 @@ _OF_PICTURE = {
 }
 
 _Choice = TypeVar("_Choice", bound=str)
+_END_S = 5
+"""Longest time for unfinished requests once the program is to end."""
+_MOST_AT_ONCE = 200
+"""Connections and requests beyond which requests are refused."""
+_PAUSE_S = 2.0
+"""Shortest interval between two readings, however many requests there are."""
+
+
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
+    """The current state of one GPU."""
+
+    host: str
+    index: int
+    name: str
+    memory_gb: float
+    """Total memory; 10^9 bytes, as everywhere."""
+    used_gb: float
+    utilisation: float | None
+    """Share of the most recent moments in which it computed; None if the driver does not report it."""
+
+
+class GpuReader:
+    """Reader of GPUs, which asks the driver only on request."""
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._asked_at = -_PAUSE_S
+        self._found: list[GpuState] = []
+
+    def read(self) -> list[GpuState]:
+        """Return the GPUs' state of at most two seconds ago; while the driver is being asked, the one before.
+
+        So a driver that hangs blocks one request, and no other.
+        """
+        if self._asking.acquire(blocking=False):
+            try:
+                if time.monotonic() - self._asked_at >= _PAUSE_S:
+                    with use_nvml() as nvml:
+                        self._found = [] if nvml is None else [_gpu(use) for use in nvml.uses()]
+                    self._asked_at = time.monotonic()
+            finally:
+                self._asking.release()
+        return self._found
+
+
+def _gpu(use: GpuUse) -> GpuState:
+    return GpuState(
+        host=socket.gethostname(),
+        index=use.index,
+        name=use.name,
+        memory_gb=use.memory_gb or 0.0,
+        used_gb=use.used_gb or 0.0,
+        utilisation=use.utilisation,
+    )
 
 
 class _BadQuery(TandemError):
@@ -332,3 +392,31 @@ _ANSWERS: tuple[tuple[str, Answer], ...] = (
     ("rows", _rows),
     ("problems/{problem_id:path}/samples", _problem),
 )
+
+
+def serve(
+    folders: Sequence[Path], listener: socket.socket, token: str | None = None, *, heeds_signals: bool = True
+) -> None:
+    """Serve the page of these runs until SIGINT or SIGTERM, or only `END` without `heeds_signals`."""
+    app = make_app(folders, token)
+    config = settings(app, end_s=_END_S, limit_concurrency=_MOST_AT_ONCE)
+    server = _Server(config, app.state.watch, heeds_signals=heeds_signals)
+    try:
+        with event_loop() as runner:
+            runner.run(server.serve(sockets=[listener]))
+    finally:
+        app.state.thumbnails.close()
+        app.state.rows.close()
+
+
+class _Server(SignalledServer):
+    """A server that also ends its streams."""
+
+    def __init__(self, config: uvicorn.Config, watch: RunsWatch, *, heeds_signals: bool) -> None:
+        super().__init__(config, heeds_signals=heeds_signals, end=END)
+        self._watch = watch
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams first, because the shutdown waits for them."""
+        self._watch.end()
+        await super().shutdown(sockets)

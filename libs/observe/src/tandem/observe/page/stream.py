@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from tandem.common.errors import RunFolderError
 from tandem.observe.page.reader import RecordMark, RunReader
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 from tandem.observe.run_folder.live import LIVE_NAME
 
 _LOOK_S = 0.5

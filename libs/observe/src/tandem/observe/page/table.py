@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.observe.page.series import Along
-from tandem.observe.run_folder.curves_table import Numbers
+from tandem.observe.run_folder.curves import Numbers
 
 _AXES: dict[Along, str] = {"steps": "step", "tokens": "tokens", "time": "seconds"}
 _ROWS = 5000

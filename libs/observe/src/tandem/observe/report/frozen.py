@@ -28,7 +28,7 @@ from tandem.observe.report.side_by_side import (
     memory,
     times,
 )
-from tandem.observe.timeline_view import flame, timeline
+from tandem.observe.timeline import flame, timeline
 
 _STATIC = Path(page.__file__).parent / "static"
 _IMAGES = "images"

@@ -15,17 +15,19 @@ import msgspec
 from tandem.common import gc_tuning
 from tandem.common.errors import RunFolderError
 from tandem.config.schema.declarations import ALGORITHMS
-from tandem.observe.held_out_accuracy import no_progress
+from tandem.observe.health import no_progress
 from tandem.observe.report.frozen import frozen_page
 from tandem.observe.report.panels import PHASES, SECONDS, PanelCurve, ReportPanel, panels_of
 from tandem.observe.report.side_by_side import (
     ReportRow,
     ReportRun,
+    RunSummary,
     compare_results,
     configuration_differences,
+    format_breakdown,
+    format_curves,
     load_runs,
 )
-from tandem.observe.report.summary import RunSummary, format_breakdown, format_curves
 
 _TITLES = {
     "reward": "mean reward of the training samples",

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem.observe.run_folder.journal import JournalReader
-from tandem.observe.run_folder.journal_errors import damage
+from tandem.observe.run_folder.journal_file import damage
 from tandem.observe.run_folder.journal_writer import Journal
 
 Row = TypeVar("Row", bound=msgspec.Struct)

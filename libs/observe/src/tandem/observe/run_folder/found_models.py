@@ -12,10 +12,9 @@ import msgspec
 from tandem.common.errors import CheckpointError, ModelError, RunFolderError, nearest
 from tandem.config import Config, config_from_json
 from tandem.config.models import hub, lora
-from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, checkpoints_of, config_of
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.recorded import checkpoints_of, config_of
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 Which: TypeAlias = Literal["newest", "best", "all"]
 """Choice among several checkpoints."""

@@ -3,19 +3,47 @@
 It is a SQLite file in the run folder, ``journal.sqlite``. `journal_writer` writes it, and `read_journal` may read it at
 any time. Nothing is ever deleted. Steps that a run repeats, after it resumes from an older checkpoint, are marked as
 superseded and left in place.
+
+The end of a run is an event in it, where reports, diagnoses and the page read it. A killed run has none.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sqlite3
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from tandem.observe.run_folder.journal_errors import damage, file_errors
-from tandem.observe.run_folder.journal_file import connect_checked, require_journal, snapshot
+from tandem.observe.run_folder.journal_file import (
+    connect_checked,
+    damage,
+    file_errors,
+    is_taken,
+    require_journal,
+    snapshot,
+)
+
+Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
+"""Ways in which a run can end."""
+State: TypeAlias = Literal["running", "finished", "failed", "interrupted", "ended"]
+"""State of a run: ``ended`` if the end is unknown, because the coordinator was killed."""
+ENDED = re.compile(r"the run (?P<outcome>finished|was interrupted|failed)( \((?P<kind>\w+)\): (?P<why>.*))?", re.DOTALL)
+"""Pattern of the event; a failure has the class and text of its error."""
+SAID: dict[Outcome, str] = {"finished": "finished", "interrupted": "was interrupted", "failed": "failed"}
+
+
+def outcome_in(line: str) -> Outcome | None:
+    """Return how the run ended according to an event; None if the event is about something else."""
+    match = ENDED.fullmatch(line)
+    return None if match is None else next(outcome for outcome, words in SAID.items() if words == match["outcome"])
+
+
+def state_of(folder: Path, newest_event: str) -> State:
+    """Return the state of the run in a folder, by its newest event since it was last started."""
+    return outcome_in(newest_event) or ("running" if is_taken(folder) else "ended")
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,11 +18,11 @@ import msgspec
 
 from tandem.common.errors import RunFolderError
 from tandem.observe.run_folder.journal import JournalReader, RefitRecord, StepRecord
-from tandem.observe.run_folder.journal_errors import raise_file_error
 from tandem.observe.run_folder.journal_file import (
     SCHEMA_VERSION,
     connect_checked,
     new_run_id,
+    raise_file_error,
     refuse_journal,
     require_journal,
     take_folder,

@@ -14,10 +14,9 @@ import numpy as np
 from tandem.common.errors import DamagedCheckpoint, DamagedJournal, RunFolderError
 from tandem.config import Config, config_from_json, config_to_json
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
-from tandem.observe.run_folder.curves_table import SECONDS, read_curves
+from tandem.observe.run_folder.curves import SECONDS, read_curves
 from tandem.observe.run_folder.journal import StepRecord, read_journal
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.journal_file import new_run_id
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME, new_run_id
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples import manifest
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.observe.run_folder.engine_servers import read_engine_servers
+from tandem.observe.run_folder.live import read_engine_servers
 from tandem.serving.tinker.proto import Likeliest, SampledSequence
 from tandem.serving.tinker.requests import SampleRequest, TinkerRefused
 from tandem.serving.upstream import BROKEN, UpstreamServers

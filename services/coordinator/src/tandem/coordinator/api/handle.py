@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Literal, Self
 from tandem.common.errors import RunFolderError, TandemError, nearest
 from tandem.config import Config
 from tandem.observe.lines import sparkline
-from tandem.observe.run_folder.ending import outcome_in
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.journal_file import is_taken
+from tandem.observe.run_folder.journal import outcome_in
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME, is_taken
 
 if TYPE_CHECKING:
     import pandas
@@ -74,7 +73,7 @@ class Run:
     @property
     def config(self) -> Config:
         """Configuration of the run."""
-        from tandem.observe.run_folder.recorded import config_of
+        from tandem.observe.run_folder.checkpoints import config_of
 
         with self._journal() as journal:
             return config_of(journal)
@@ -155,7 +154,7 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """Folders of the existing checkpoints, by step. The model is in each one's folder ``policy``."""
-        from tandem.observe.run_folder.recorded import checkpoints_of
+        from tandem.observe.run_folder.checkpoints import checkpoints_of
 
         if not self._has_journal():
             return {}

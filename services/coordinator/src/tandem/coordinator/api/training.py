@@ -34,9 +34,9 @@ from tandem.coordinator.api.reward_server import ProgramRewardServer
 from tandem.coordinator.api.rewards import RewardFunction, check_columns, reward_functions
 from tandem.coordinator.api.rows import QUESTION, CheckedRows, rows_of
 from tandem.coordinator.preparing.resuming import refuse_changes
+from tandem.observe.run_folder.checkpoints import config_of
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.recorded import config_of
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 from tandem.samples.data_sets.split import share_held_out
 from tandem.samples.unchanged_files import use_older_names
 

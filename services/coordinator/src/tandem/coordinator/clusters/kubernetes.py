@@ -45,7 +45,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # a pod's name adds a suffix, and has 63 at most
         raise ConfigError(f"--name: {name!r} is not 1 to 40 of a-z, 0-9 and -, a letter first")
     config = load_config(arguments.config, arguments.overrides)
-    from tandem.launch.admission.admission import new_run_keys
+    from tandem.launch.admission import new_run_keys
     from tandem.launch.kubernetes import PodNeeds, make_manifests, make_ray_manifests, write_yaml
 
     needs = PodNeeds(

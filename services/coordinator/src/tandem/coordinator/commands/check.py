@@ -123,7 +123,7 @@ def _earlier(ready: CheckedConfig) -> Iterator[str]:
     """Yield notes about what exists of a run, and about the one before it until that is done."""
     from tandem.coordinator.preparing.prerequisite import differences, is_done
     from tandem.launch.preparing.beginning import has_begun
-    from tandem.launch.preparing.new_model import find_model_differences
+    from tandem.launch.preparing.needed_models import find_model_differences
 
     config = ready.config
     if changed := find_model_differences(config):
@@ -140,7 +140,7 @@ def _earlier(ready: CheckedConfig) -> Iterator[str]:
 
 def _summary(ready: CheckedConfig) -> str:
     """Describe a run on one line."""
-    from tandem.launch.expected import expected_processes
+    from tandem.launch.nodes import expected_processes
 
     config, first = ready.config, "" if ready.prerequisite is None else f", after {ready.prerequisite.source}"
     counts = expected_processes(config).items()

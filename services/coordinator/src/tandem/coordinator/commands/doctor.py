@@ -46,9 +46,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     from tandem.config import load_config
     from tandem.coordinator import doctor_steps
-    from tandem.launch.doctor.findings import format_line, format_links, report_of
     from tandem.launch.doctor.look import list_needed, look
     from tandem.launch.doctor.network import parse_address
+    from tandem.launch.doctor.steps import format_line, format_links, report_of
 
     if arguments.peer is not None:
         parse_address(arguments.peer)  # before anything takes time

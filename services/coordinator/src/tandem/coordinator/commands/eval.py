@@ -60,10 +60,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.coordinator.evaluation.evaluate import evaluate, evaluation_config, prepare, prepare_folder
-    from tandem.launch.expected import launched_processes
     from tandem.launch.fork_server import ServiceForkServer
     from tandem.launch.launch import preload
-    from tandem.observe.evaluation.table import print_table
+    from tandem.launch.nodes import launched_processes
+    from tandem.observe.evaluation import print_table
 
     say = partial(print, flush=True)
     kinds = [

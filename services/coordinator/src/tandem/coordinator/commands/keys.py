@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
 
 def _keys(arguments: argparse.Namespace) -> int:
     from tandem.common.keys import read_run_keys, write_run_keys
-    from tandem.launch.admission.admission import new_run_keys
+    from tandem.launch.admission import new_run_keys
 
     run = Path(load_config(arguments.config, arguments.overrides).logger.log_dir)
     print(write_run_keys(run, read_run_keys(run) or new_run_keys()))

@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
 
 
 def _note(arguments: argparse.Namespace) -> int:
-    from tandem.observe.listing.notes import change_notes
+    from tandem.observe.listing.runs import change_notes
 
     changed = change_notes(arguments.runs, arguments.text, arguments.tag, arguments.untag)
     for run, notes in zip(arguments.runs, changed, strict=True):

@@ -43,7 +43,7 @@ def run_to_end(
         case "finished":
             return OK
         case "interrupted":
-            from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+            from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
             if config.prerequisite is None and not (Path(config.logger.log_dir) / JOURNAL_NAME).exists():
                 print("interrupted before the run had begun", flush=True)
@@ -60,7 +60,7 @@ def run_to_end(
 
 def say_how_to_continue(error: TandemError | OSError, config: Config, to_continue: Sequence[str]) -> None:
     """Print the command line that continues a run after an error, if it has begun and the error names no other."""
-    from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+    from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
     if isinstance(error, DamagedCheckpoint) or "--resume" in str(error):
         return
@@ -95,9 +95,9 @@ def run_to_outcome(
     for notice in notices(config):
         print(f"note: {notice}", flush=True)
     from tandem.coordinator.scheduler.events import FinishRun
-    from tandem.launch.expected import launched_processes
     from tandem.launch.fork_server import ServiceForkServer
     from tandem.launch.launch import preload
+    from tandem.launch.nodes import launched_processes
 
     signals.interrupt_when_asked()
     try:
@@ -148,7 +148,7 @@ def _report(config: Config, folder: Path) -> str:
 def _describe_next_steps(config: Config, folder: Path) -> str:
     """Return where the model is, and the command line to talk to it or to merge its adapters."""
     from tandem.config.models import lora
-    from tandem.observe.run_folder.recorded import checkpoints_of
+    from tandem.observe.run_folder.checkpoints import checkpoints_of
 
     checkpoints = checkpoints_of(folder, config)
     steps = checkpoints.steps()

@@ -46,8 +46,8 @@ def _samples(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.common.errors import RunFolderError, SamplesError
+    from tandem.observe.run_folder.checkpoints import config_of, tokenizer_of
     from tandem.observe.run_folder.journal import read_journal
-    from tandem.observe.run_folder.recorded import config_of, tokenizer_of
     from tandem.observe.samples import SampleQuery, search, trainer_logprobs
     from tandem.observe.samples_text import print_samples
 

@@ -146,8 +146,8 @@ def _greeting(serving: ServingHandover, url: str) -> str:
 
 def _text_for(run: Path) -> str:
     """Return a text that the model of a run can read."""
+    from tandem.observe.run_folder.checkpoints import config_of
     from tandem.observe.run_folder.journal import read_journal
-    from tandem.observe.run_folder.recorded import config_of
     from tandem.samples.model_files import load_tokenizer
 
     try:

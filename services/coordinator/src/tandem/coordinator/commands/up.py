@@ -107,9 +107,9 @@ def _began_with(run: Path) -> Config | None:
 
     Files that the run reads again are those that it began with, too. None if the journal cannot be read.
     """
+    from tandem.observe.run_folder.checkpoints import config_of
     from tandem.observe.run_folder.journal import read_journal
     from tandem.observe.run_folder.journal_file import CONFIG_NAME
-    from tandem.observe.run_folder.recorded import config_of
 
     with contextlib.suppress(ConfigError):  # the file may be damaged, too
         _mend_journal(run, load_config(str(run / CONFIG_NAME)))

@@ -25,9 +25,9 @@ def add(commands: Commands) -> None:
 def _view(arguments: argparse.Namespace) -> int:
     from tandem.common.network import is_loopback
     from tandem.observe.page.address import listen, url_of
-    from tandem.observe.page.program import serve
     from tandem.observe.page.reader import RunReader
     from tandem.observe.page.security import new_token
+    from tandem.observe.page.server import serve
 
     for run in arguments.runs:
         RunReader(run)

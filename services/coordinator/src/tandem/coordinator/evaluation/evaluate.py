@@ -24,8 +24,15 @@ from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.scheduler.events import FinishRun
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.preparing.beginning import set_aside
-from tandem.observe.evaluation.results import EvaluatedProblem, results_of, scores_of, write_results
-from tandem.observe.evaluation.table import INTERVAL, EvaluationResults, write_table
+from tandem.observe.evaluation import (
+    INTERVAL,
+    EvaluatedProblem,
+    EvaluationResults,
+    results_of,
+    scores_of,
+    write_results,
+    write_table,
+)
 from tandem.observe.run_folder.journal_file import hold_folder, list_runs_in
 from tandem.samples.model_files import load_tokenizer
 

@@ -20,7 +20,7 @@ from tandem.config import Config, config_from_json, differences
 from tandem.config.dump import list_length_and_validation
 from tandem.coordinator.forecast.ages import AgePrediction, StepRates, bound_speedup, predict
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord, read_journal
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
+from tandem.observe.run_folder.journal_file import JOURNAL_NAME
 
 AGES = (0, 1, 2, 4)
 """Ages that are shown beside the configured one."""

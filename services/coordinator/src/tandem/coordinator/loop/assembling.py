@@ -36,10 +36,10 @@ from tandem.coordinator.processes.replies import Replies
 from tandem.coordinator.processes.sample_limits import SampleLimits
 from tandem.coordinator.scheduler import RunSpec, Scheduler
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
-from tandem.launch.admission.admission import HeartbeatSettings, ListeningSocket
-from tandem.launch.admission.known_processes import KnownProcesses, orphan_timeout_s
-from tandem.launch.expected import KINDS, expected_processes, launched_processes
+from tandem.launch.admission import HeartbeatSettings, ListeningSocket
+from tandem.launch.known_processes import KnownProcesses, orphan_timeout_s
 from tandem.launch.launch import LocalProcesses, OwnCredentials
+from tandem.launch.nodes import KINDS, expected_processes, launched_processes
 from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.batch_sharding import scoring_trainers

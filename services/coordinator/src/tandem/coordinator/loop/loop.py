@@ -73,7 +73,7 @@ from tandem.coordinator.scheduler.events import (
     TellUser,
     TimePassed,
 )
-from tandem.launch.admission.known_processes import KnownProcesses
+from tandem.launch.known_processes import KnownProcesses
 from tandem.launch.launch import LocalProcesses
 
 _NOT_BACK = "it has not come back after the coordinator was lost"

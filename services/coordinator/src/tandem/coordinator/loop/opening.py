@@ -24,18 +24,24 @@ from tandem.coordinator.observers.observer import Observer
 from tandem.coordinator.observers.watching import PageObserver, TraceObserver, serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig
 from tandem.coordinator.preparing.resuming import refuse_changes
-from tandem.launch.admission.admission import ListeningSocket, new_run_keys
-from tandem.launch.admission.known_processes import ProcessesSnapshot, find_earlier
+from tandem.launch.admission import ListeningSocket, new_run_keys
 from tandem.launch.fork_server import ServiceForkServer
+from tandem.launch.known_processes import ProcessesSnapshot, find_earlier
 from tandem.launch.page_process import PageProcess, open_page_socket
 from tandem.launch.preparing.beginning import Mode, Say, set_aside
 from tandem.launch.preparing.hub_data import list_data_files, list_prompt_files
-from tandem.launch.preparing.new_model import make_model
+from tandem.launch.preparing.needed_models import make_model
 from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters, MlflowRun, MlflowWriter, WandbRun, WandbWriter
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM, hold_folder, new_run_id, refuse_journal
+from tandem.observe.run_folder.journal_file import (
+    CONFIG_NAME,
+    JOURNAL_NAME,
+    RESOLVED_FROM,
+    hold_folder,
+    new_run_id,
+    refuse_journal,
+)
 from tandem.observe.run_folder.journal_writer import Journal
 from tandem.samples.images.rows import image_folder
 

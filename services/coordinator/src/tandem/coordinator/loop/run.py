@@ -48,17 +48,15 @@ from tandem.coordinator.preparing.resuming import FROM_THE_MODEL, ResumePoints, 
 from tandem.coordinator.scheduler.engines.processes import ProcessFailures
 from tandem.coordinator.scheduler.engines.table import EngineStatus
 from tandem.coordinator.scheduler.events import FinishRun, ProcessLost
-from tandem.launch.admission.known_processes import ProcessesSnapshot
-from tandem.launch.expected import launched_processes
+from tandem.launch.child import select_within
+from tandem.launch.known_processes import ProcessesSnapshot
+from tandem.launch.nodes import launched_processes
 from tandem.launch.preparing.beginning import has_begun
-from tandem.launch.preparing.needed_models import list_missing_models
-from tandem.launch.preparing.new_model import make_model
-from tandem.launch.restarts import select_within
+from tandem.launch.preparing.needed_models import list_missing_models, make_model
 from tandem.observe.exporters.telemetry import TensorBoardWriter
-from tandem.observe.run_folder.checkpoints import CheckpointFolder
-from tandem.observe.run_folder.ending import SAID, Outcome
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, checkpoints_of
+from tandem.observe.run_folder.journal import SAID, Outcome
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.observe.run_folder.recorded import checkpoints_of
 from tandem.samples.folders_aside import RestoreLimits
 from tandem.samples.model_files import load_tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.common.messages import Listener, RewardServer
 from tandem.config import Config
 from tandem.coordinator.scheduler.spec import CommandDeadlines, DynamicSampling, EngineBalance, RunSpec
-from tandem.launch.expected import expected_processes
+from tandem.launch.nodes import expected_processes
 
 
 def run_spec(

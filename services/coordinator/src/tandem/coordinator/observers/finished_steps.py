@@ -7,10 +7,8 @@ from pathlib import Path
 
 from tandem.config import Config
 from tandem.coordinator.observers.observer import ReportingObserver
-from tandem.observe.health import RunHealth
-from tandem.observe.health_conditions import conditions
-from tandem.observe.held_out_accuracy import LowStart
-from tandem.observe.run_folder.curves_file import CurvesFile
+from tandem.observe.health import LowStart, RunHealth, conditions
+from tandem.observe.run_folder.curves import CurvesFile
 from tandem.observe.run_folder.journal import StepRecord
 
 

@@ -19,8 +19,8 @@ from tandem.coordinator.scheduler.engines.table import COMING_BACK
 from tandem.launch.page_process import PageProcess
 from tandem.launch.supervision import SupervisorConnection
 from tandem.observe.exporters.telemetry import MetricWriters
-from tandem.observe.run_folder.engine_servers import EngineServersFile
 from tandem.observe.run_folder.journal import RefitRecord, StepRecord
+from tandem.observe.run_folder.live import EngineServersFile
 from tandem.observe.timeline import StepSpans
 
 if TYPE_CHECKING:  # each needs an extra

@@ -8,9 +8,8 @@ from pathlib import Path
 from tandem.common.errors import DamagedCheckpoint
 from tandem.config import Config, changed_keys
 from tandem.coordinator.preparing.replay import is_within
-from tandem.observe.run_folder.checkpoints import CheckpointFolder
+from tandem.observe.run_folder.checkpoints import CheckpointFolder, checkpoints_of, config_of, steps_in_words
 from tandem.observe.run_folder.journal import StepRecord, read_journal
-from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_in_words
 from tandem.samples import manifest
 
 _OF_NO_WEIGHTS = ("prerequisite", "replay", "checkpointing", "logger", "refit", "cluster.address", "cluster.deadlines")

@@ -42,15 +42,14 @@ from tandem.coordinator.model_folders.teachers import check_teachers
 from tandem.coordinator.model_folders.value_model import check_value_model
 from tandem.coordinator.observers.watching import serve_prometheus
 from tandem.coordinator.preparing.prerequisite import CheckedConfig, differences
-from tandem.launch.expected import launched_processes
 from tandem.launch.launch import make_importable
+from tandem.launch.nodes import launched_processes
 from tandem.launch.page_process import open_page_socket
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.launch.preparing.custom_code import import_apart
 from tandem.launch.preparing.hub_data import find_data
 from tandem.launch.preparing.hub_models import find_on_hub
-from tandem.launch.preparing.needed_models import list_missing_models
-from tandem.launch.preparing.new_model import find_model_differences, find_model_problem
+from tandem.launch.preparing.needed_models import find_model_differences, find_model_problem, list_missing_models
 from tandem.observe.run_folder.journal import read_journal
 from tandem.samples.model_files import check_new_model_type, inline_templates, load_tokenizer, write_new_model
 from tandem.samples.routed_experts import replayed_experts

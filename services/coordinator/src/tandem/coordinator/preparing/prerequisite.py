@@ -11,8 +11,8 @@ from tandem.config import Config, config_from_json, resume_differences
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.observers.stopping import validation_stop
 from tandem.launch.preparing.beginning import Mode, Say, has_begun
+from tandem.observe.run_folder.checkpoints import checkpoints_of
 from tandem.observe.run_folder.journal import JournalReader, read_journal
-from tandem.observe.run_folder.recorded import checkpoints_of
 
 
 class CheckedConfig(msgspec.Struct, frozen=True, kw_only=True):

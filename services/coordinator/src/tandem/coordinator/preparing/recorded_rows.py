@@ -16,8 +16,8 @@ from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
 from tandem.coordinator.preparing.shown_rows import show_sequences
 from tandem.launch.preparing.hub_data import list_data_files
 from tandem.observe.page.worker import answer_requests
+from tandem.observe.run_folder.checkpoints import config_of, tokenizer_of
 from tandem.observe.run_folder.journal import read_journal
-from tandem.observe.run_folder.recorded import config_of, tokenizer_of
 from tandem.observe.shown_rows import RowsAnswer, RowsRequest, RunRows
 
 _IDLE_S = 60.0

@@ -20,10 +20,9 @@ from tandem.config.schema.declarations import ALGORITHMS
 from tandem.coordinator.algorithms.recorded import is_whole
 from tandem.coordinator.preparing.resuming import StartingPoint, check_checkpoint
 from tandem.observe.run_folder.calls import journal_has_calls
+from tandem.observe.run_folder.checkpoints import checkpoints_of, config_of, steps_in_words
 from tandem.observe.run_folder.journal import JournalReader, read_journal
-from tandem.observe.run_folder.journal_errors import JOURNAL_NAME
-from tandem.observe.run_folder.journal_file import CONFIG_NAME, RESOLVED_FROM, list_runs_in
-from tandem.observe.run_folder.recorded import checkpoints_of, config_of, steps_in_words
+from tandem.observe.run_folder.journal_file import CONFIG_NAME, JOURNAL_NAME, RESOLVED_FROM, list_runs_in
 from tandem.samples import recorded_shards, sample_files
 
 _MODEL = "the recorded samples are tokens of the run's own model"

@@ -39,16 +39,16 @@ from tandem.coordinator.scheduler.events import (
     ProcessLost,
     ProcessReplied,
 )
-from tandem.launch.admission.admission import (
+from tandem.launch.admission import (
     HeartbeatSettings,
+    KeysOfTrainers,
     ListeningSocket,
     RegisteredProcess,
+    ReservedNames,
     RunAdmission,
     RunDescription,
 )
-from tandem.launch.admission.keys_of_trainers import KeysOfTrainers
-from tandem.launch.admission.known_processes import KnownProcesses
-from tandem.launch.admission.names import ReservedNames
+from tandem.launch.known_processes import KnownProcesses
 
 _CODECS: dict[ServiceKind, wire.MessageCodec[Any]] = {
     "trainer": wire.MessageCodec(FromTrainer),

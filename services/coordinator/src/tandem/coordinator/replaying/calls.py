@@ -33,12 +33,12 @@ from tandem.coordinator.preparing.replay import (
 from tandem.coordinator.scheduler.events import Event, FinishRun
 from tandem.coordinator.tinker.driving import NoAlgorithm, TinkerFrontEnd
 from tandem.coordinator.tinker.loop import CallLoop
-from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
+from tandem.launch.nodes import launched_processes
+from tandem.observe.run_folder.checkpoints import config_of
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME
-from tandem.observe.run_folder.recorded import config_of
 from tandem.serving.tinker import call_files
 from tandem.serving.tinker.call_files import Done, GradientDone, RecordEnd, RestoreDone, SaveDone, StepDone
 from tandem.serving.tinker.calls import Answer, Call, CallDesk, CallFailed, GradientsScored, RestoreState, SaveState

@@ -28,7 +28,7 @@ from tandem.common.messages import (
     SaveCheckpoint,
     ServiceKind,
 )
-from tandem.observe.run_folder.ending import Outcome
+from tandem.observe.run_folder.journal import Outcome
 
 
 class GroupSize(msgspec.Struct, frozen=True, kw_only=True):

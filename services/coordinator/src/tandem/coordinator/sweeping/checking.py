@@ -13,8 +13,7 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.config import Config, config_from_json, load_config, resume_differences
 from tandem.coordinator.sweeping.combinations import SweepCombination
 from tandem.launch.preparing.beginning import Mode, has_begun
-from tandem.observe.run_folder.ending import state_of
-from tandem.observe.run_folder.journal import read_journal
+from tandem.observe.run_folder.journal import read_journal, state_of
 
 Progress = Literal["new", "begun", "finished"]
 _MOST_NAMED = 3

@@ -22,7 +22,7 @@ from tandem.common.process_lifetime import list_descendants
 from tandem.config import Config
 from tandem.config.threads import count_threads
 from tandem.coordinator.sweeping.checking import PlannedRun
-from tandem.launch.expected import launched_processes
+from tandem.launch.nodes import launched_processes
 from tandem.observe.listing.runs import read_run
 from tandem.observe.listing.table import describe_progress
 

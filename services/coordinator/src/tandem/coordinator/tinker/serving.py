@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 from tandem.common import signals
 from tandem.common.errors import FAILED, OK, ConfigError, RunFolderError
 from tandem.config import Config, notices
-from tandem.launch.expected import launched_processes
 from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
+from tandem.launch.nodes import launched_processes
 from tandem.launch.preparing.beginning import Mode, has_begun
 from tandem.serving.tinker.api_keys import ApiKeys
 from tandem.serving.tinker.tls import TlsCertificate

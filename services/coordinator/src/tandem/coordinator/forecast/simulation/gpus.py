@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.common.errors import ConfigError
 from tandem.config.schema import LinkRates
-from tandem.launch.doctor.findings import DoctorReport
+from tandem.launch.doctor.steps import DoctorReport
 
 
 class GpuKind(msgspec.Struct, frozen=True, kw_only=True):

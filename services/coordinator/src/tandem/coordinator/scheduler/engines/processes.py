@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from tandem.common.errors import ServiceLost
 from tandem.common.messages import ServiceKind
 from tandem.coordinator.scheduler.agenda import Changed, no_agenda
-from tandem.launch.restarts import select_within
+from tandem.launch.child import select_within
 
 
 class JoinedProcesses:

@@ -7,7 +7,7 @@ from tandem.coordinator.scheduler.events import Action, FinishRun, TellUser
 from tandem.coordinator.scheduler.phases import GENERATION, RunPhase
 from tandem.coordinator.scheduler.steps.progress import StepState
 from tandem.coordinator.scheduler.tables import SchedulerTables
-from tandem.observe.run_folder.ending import Outcome
+from tandem.observe.run_folder.journal import Outcome
 
 
 def finish(tables: SchedulerTables) -> list[Action] | None:

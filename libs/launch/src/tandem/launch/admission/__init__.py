@@ -1,1 +1,0 @@
-"""Admission to a run: which processes may take part in it, by which names and keys."""

@@ -1,1 +1,0 @@
-"""Results of evaluations: scores with their intervals, and tables of models"""
