@@ -14,8 +14,7 @@ from smoke import sized
 
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.samples.model_files import write_new_model
 
 CHARACTERS = "0123456789+-= "

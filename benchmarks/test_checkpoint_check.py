@@ -25,7 +25,7 @@ from smoke import IS_SMOKE, sized
 from tandem.config import Config
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, CheckpointRecord
 from tandem.samples import manifest
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 

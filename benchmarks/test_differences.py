@@ -46,7 +46,7 @@ from tandem.refit.planner import plan
 from tandem.refit.transports import encoding, process_group
 from tandem.refit.transports.sizes import largest_difference
 from tandem.refit.weights import bind
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tests.harness.runs import hosts_harness

@@ -40,9 +40,8 @@ from tandem.common.messages import FetchImages, ImageRef, ImagesFetched, Listene
 from tandem.common.wire import CallerConnections, Frames, Hub, MessageCodec, encode
 from tandem.config.models.vision_families import VISION
 from tandem.samples.images import towers
-from tandem.samples.images.fetching import ImageFetcher
+from tandem.samples.images.fetching import ImageFetcher, ImageServer
 from tandem.samples.images.reading import decode
-from tandem.samples.images.serving import ImageServer
 from tandem.samples.images.store import ImageFolder
 
 NUM_IMAGES, SIDE = sized(512, 8), sized(448, 56)

@@ -24,8 +24,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import sized
 
 from tandem.config import build_config
-from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 

@@ -21,7 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from smoke import IS_SMOKE
 
 from tandem.config import Config
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import build_given_table
 from tandem.trainer import step
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.files import checkpoints

@@ -35,8 +35,7 @@ from smoke import sized
 from torch.profiler import ProfilerActivity, profile
 
 from tandem.config import Config, build_config
-from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.trainer import step
 from tandem.trainer.backend import TrainerBackend
 from tandem.trainer.backends import make_backend

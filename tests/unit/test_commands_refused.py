@@ -18,8 +18,7 @@ from tandem.common.messages import Evaluate, Generate, Message, SamplingParamete
 from tandem.common.wire import MessageCodec, encode
 from tandem.config import Config, build_config
 from tandem.config.schema import NewModel
-from tandem.samples.batch import TABLE, SampleBatch
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import TABLE, SampleBatch, build_given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer.service import TrainerService
 from tests.harness.members import MEMBER

@@ -9,8 +9,7 @@ import pytest
 
 from tandem.common.errors import WireError
 from tandem.common.messages import ImageRef
-from tandem.samples.batch import IMAGES, TOKENS, SampleBatch
-from tandem.samples.given_table import build_given_table, images_of
+from tandem.samples.batch import IMAGES, TOKENS, SampleBatch, build_given_table, images_of
 from tandem.samples.images.columns import check_images, image_columns
 from tandem.samples.images.markers import MarkedImage, marked_in, marker, shown, split_at_markers
 

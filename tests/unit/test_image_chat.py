@@ -11,8 +11,7 @@ import pytest
 from tandem.common.errors import ConfigError, DataError, ModelError
 from tandem.samples.images.chat import VisionTokenizer
 from tandem.samples.images.families import expansion, grid_of, read_settings
-from tandem.samples.images.markers import MarkedImage, marker
-from tandem.samples.images.parts import mark_images
+from tandem.samples.images.markers import MarkedImage, mark_images, marker
 from tandem.samples.images.reading import described
 from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, image_processor, picture, whole_processor, write_vision_files

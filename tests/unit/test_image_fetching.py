@@ -16,9 +16,8 @@ from samples_harness import RUN_ID, TRAINERS
 from tandem.common.curve import new_key_pair
 from tandem.common.messages import FetchImages, ImagesFetched, Listener
 from tandem.common.wire import Frames, Hub, MessageCodec, encode
-from tandem.samples.images import fetching, serving
-from tandem.samples.images.fetching import ImageFetcher
-from tandem.samples.images.serving import ImageServer
+from tandem.samples.images import fetching
+from tandem.samples.images.fetching import ImageFetcher, ImageServer
 from tandem.samples.images.store import ImageFolder
 from tandem.samples.sample_store import SampleStore
 from tests.harness.members import MEMBER
@@ -58,7 +57,7 @@ def served(images: ImageFolder) -> Iterator[Listener]:
 def stored(images: ImageFolder) -> Iterator[Listener]:
     """Serve images beside samples, as a rollout does."""
     store = SampleStore("127.0.0.1", RUN_ID, 10, TRAINERS)
-    store.give_images(partial(serving.answer, images, RUN_ID))
+    store.give_images(partial(fetching.answer, images, RUN_ID))
     try:
         yield store.at
     finally:
@@ -75,7 +74,7 @@ def test_what_is_lacking_comes_in_messages_of_bounded_size(
 ) -> None:
     images = [bytes([number]) * 40 for number in range(9)] + [b"large" * 100]
     sent: list[tuple[int, int]] = []
-    answer = serving.answer
+    answer = fetching.answer
 
     def counted(*args: object) -> Frames:
         frames = answer(*args)  # type: ignore[arg-type]
@@ -83,8 +82,8 @@ def test_what_is_lacking_comes_in_messages_of_bounded_size(
         sent.append((len(reply.message.digests), len(reply.arrays["bytes_B"])))
         return frames
 
-    monkeypatch.setattr(serving, "answer", counted)
-    monkeypatch.setattr(serving, "MAX_IMAGE_BYTES_FETCHED", 100)
+    monkeypatch.setattr(fetching, "answer", counted)
+    monkeypatch.setattr(fetching, "MAX_IMAGE_BYTES_FETCHED", 100)
     here.put(digest_of(images[0]), images[0])
     with served(filled(tmp_path / "there", *images)) as at:
         assert fetcher_into(here, at).fetch(map(digest_of, images), 20.0) == []

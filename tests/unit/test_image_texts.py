@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from tandem.common.messages import ImageRef
-from tandem.samples.images.chat import VisionTokenizer
+from tandem.samples.images.chat import MarkedTexts, VisionTokenizer, marked_texts
 from tandem.samples.images.markers import MarkedImage, marked_in, marker
 from tandem.samples.images.reading import described
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.images.texts import MarkedTexts, marked_texts
 from tandem.samples.model_files import load_model_tokenizer
 from tests.harness.vision_models import FAMILIES, encoded, picture, write_vision_files
 

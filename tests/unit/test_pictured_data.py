@@ -21,9 +21,8 @@ from tandem.samples.data_sets import load_conversations, load_problems
 from tandem.samples.data_sets.prompts import PromptWriter
 from tandem.samples.data_sets.sources import hub
 from tandem.samples.images.markers import marked_in, marker
-from tandem.samples.images.rows import ImageRows
+from tandem.samples.images.rows import ImageRows, StoredMedia
 from tandem.samples.images.store import ImageFolder
-from tandem.samples.images.stored import StoredMedia
 from tests.harness.pictured_data import ASKED, PICTURES, clevr_rows, geometry_rows, refcoco_rows, write_coco, write_set
 from tests.harness.vision_models import write_vision_files
 

@@ -14,8 +14,7 @@ from tandem.config import Config, build_config
 from tandem.coordinator.loop.restored_samples import RestoredSamples, limits_of
 from tandem.observe.run_folder.journal import RefitRecord
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.folders_aside import RestoreLimits
-from tandem.samples.sample_files import SampleFolder, shard_path, unfinished_path
+from tandem.samples.sample_files import RestoreLimits, SampleFolder, shard_path, unfinished_path
 from tandem.samples.sample_record import RecordedSample
 from tandem.samples.sample_writing import UnfinishedFile, table_of, write_shard
 

@@ -13,13 +13,14 @@ from samples_harness import RUN_ID, recorded, sample_of, scored
 from tandem.common.messages import Purpose
 from tandem.config.schema import LoggerConfig
 from tandem.samples import sample_files
-from tandem.samples.folders_aside import RestoreLimits, read_limits
 from tandem.samples.recorded_shards import steps
 from tandem.samples.sample_files import (
     LOGPROBS,
     UNFINISHED,
+    RestoreLimits,
     SampleFolder,
     files,
+    read_limits,
     shard_path,
     temporary_path,
     unfinished_path,

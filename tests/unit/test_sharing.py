@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.samples.batch import SampleBatch
+from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.samples.batch_sharding import EMPTY_ROW, NO_PROMPT, group_by_prompt, shards_by_count
-from tandem.samples.given_table import build_given_table
 from tandem.trainer.batching.shard import micro_batches_of, pad
 from tandem.trainer.batching.shared_prompts import prompts_of
 

@@ -7,10 +7,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tandem.serving.tinker import checkpoints
-from tandem.serving.tinker.checkpoints import SavedStates
+from tandem.serving.tinker import states as states_module
 from tandem.serving.tinker.requests import SetTtl, TinkerRefused
-from tandem.serving.tinker.states import StateFolder, StateRecord, check_ttl, now
+from tandem.serving.tinker.states import SavedStates, StateFolder, StateRecord, check_ttl, now
 
 MODEL = "session-1:train:0"
 
@@ -130,7 +129,7 @@ def test_a_link_is_for_one_file_of_one_state_of_one_server(saved: SavedStates) -
 
 
 def test_a_link_expires(saved: SavedStates, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "_LINK_S", -1.0)
+    monkeypatch.setattr(states_module, "_LINK_S", -1.0)
     (link,) = saved.links("me", MODEL, "external_weights/whole", "http://host/")["urls"].values()
     with pytest.raises(TinkerRefused, match="has expired"):
         saved.find_linked(**parts_of(link))

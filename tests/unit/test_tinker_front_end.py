@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tandem.common.errors import ConfigError
 from tandem.coordinator.tinker.driving import load
 from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.api_keys import add_key, read_keys
+from tandem.serving.tinker.access import add_key, read_keys
 from tandem.serving.tinker.calls import (
     RECALLS,
     CallDesk,

@@ -18,7 +18,7 @@ from tandem.common.errors import RunFolderError
 from tandem.coordinator.replaying.calls import read_records
 from tandem.observe.run_folder.journal import read_journal
 from tandem.serving.tinker import call_files, recording
-from tandem.serving.tinker.call_files import CallHead, GradientDone, RecordEnd, RestoreDone, StepDone
+from tandem.serving.tinker.call_files import CallComparison, CallHead, GradientDone, RecordEnd, RestoreDone, StepDone
 from tandem.serving.tinker.calls import (
     INPUTS,
     AddGradients,
@@ -31,7 +31,6 @@ from tandem.serving.tinker.calls import (
     SaveState,
     TakeStep,
 )
-from tandem.serving.tinker.comparing import CallComparison
 from tandem.serving.tinker.recording import ModelRecords, RecordingDesk
 
 STEP = TakeStep(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)

@@ -117,7 +117,7 @@ def test_an_engine_of_text_executes_nothing_of_images(tmp_path: Path) -> None:
         "from tandem.config.schema.generation import VllmCfg\n"
         "from tandem.rollout.engines.factory import find_factory\n"
         "from tandem.samples.model_files import load_model_tokenizer\n"
-        "from tandem.serving.handover import ServingHandover\n"
+        "from tandem.serving.server_process import ServingHandover\n"
         "folder = Path(sys.argv[1])\n"
         "serving = ServingHandover(\n"
         "    model_folder=str(folder), name='tiny', engine='vllm', max_length=128, vocabulary=256, max_batch_size=4,\n"

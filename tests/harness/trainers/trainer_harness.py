@@ -30,9 +30,8 @@ from tandem.config.schema.columns import Model
 from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import combine
 from tandem.refit.program import ProcessVerification
-from tandem.samples.batch import SampleBatch
+from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding
-from tandem.samples.given_table import build_given_table
 from tandem.samples.model_files import write_new_model
 from tandem.trainer import step
 from tandem.trainer.backend import TrainerBackend

@@ -16,8 +16,7 @@ import transformers
 
 from tandem.config import Config
 from tandem.config.schema.columns import ADVANTAGES
-from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import build_given_table
+from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.trainer.attention.preparing import prepare_to_share
 from tandem.trainer.backends.dtensor import DTensorBackend
 from tandem.trainer.batching.shard import pad

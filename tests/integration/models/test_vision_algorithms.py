@@ -15,8 +15,7 @@ import transformers
 
 from tandem.config import load_config
 from tandem.coordinator.algorithms.data_set import DataSetAlgorithm
-from tandem.samples.batch import SampleBatch
-from tandem.samples.given_table import images_of
+from tandem.samples.batch import SampleBatch, images_of
 from tandem.samples.images.families import read_settings, undrawable_ids
 from tandem.samples.images.reading import decode
 from tandem.samples.images.store import ImageFolder

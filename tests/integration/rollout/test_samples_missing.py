@@ -26,9 +26,8 @@ from tandem.common.messages import (
     TrainerBuilt,
 )
 from tandem.config import Config
-from tandem.samples.batch import SAMPLES, SampleBatch
+from tandem.samples.batch import SAMPLES, SampleBatch, build_given_table
 from tandem.samples.batch_sharding import BatchSharding
-from tandem.samples.given_table import build_given_table
 from tandem.samples.sample_store import SampleStore
 from tandem.trainer.service import TrainerService
 from tests.harness.members import MEMBER

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tandem.coordinator.api.handle import load_run as load_run
     from tandem.coordinator.api.training import train as train
     from tandem.observe.run_folder.journal import StepRecord as StepRecord
-    from tandem.samples.recorded_samples import Sample as Sample
+    from tandem.samples.recorded_shards import Sample as Sample
 
     __version__: str
 
@@ -34,7 +34,7 @@ _WHERE = {
     "DataError": "tandem.common.errors",
     "Run": "tandem.coordinator.api.handle",
     "RunFolderError": "tandem.common.errors",
-    "Sample": "tandem.samples.recorded_samples",
+    "Sample": "tandem.samples.recorded_shards",
     "ServiceError": "tandem.common.errors",
     "StepRecord": "tandem.observe.run_folder.journal",
     "TandemError": "tandem.common.errors",

@@ -20,7 +20,7 @@ from tandem.samples.sample_record import RecordedSample
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.samples.images.texts import MarkedTexts
+    from tandem.samples.images.chat import MarkedTexts
 
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,60}｜>|\[/?[A-Z_]{2,20}\]|</?[a-z_]{1,20}>")
 """Pattern of special tokens, as tokenizers of chat models write them."""

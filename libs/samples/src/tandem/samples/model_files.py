@@ -75,7 +75,7 @@ def write_new_model(folder: Path, new_model: NewModel) -> None:
             _write_config(temporary, new_model.config, len(vocabulary))
             _write_tokenizer(temporary, vocabulary, _CHAT_TEMPLATE)
         else:
-            from tandem.samples.images.new_model import chat_template, config_of, write_image_processor
+            from tandem.samples.images.families import chat_template, config_of, write_image_processor
 
             _write_config(temporary, config_of(family, new_model.config, vocabulary), len(vocabulary))
             _write_tokenizer(temporary, vocabulary, chat_template(family), special)

@@ -1,4 +1,4 @@
-"""Reading of the rollout log: its shards, whole or in part, as tables or samples.
+"""Reading of the rollout log: its shards, whole or in part, as tables or as a program's samples.
 
 `tandem.samples.sample_record` has its format.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,10 +19,11 @@ from xxhash import xxh3_64_hexdigest
 
 from tandem.common.errors import SamplesError
 from tandem.common.messages import Branch, Purpose, SampleScored
+from tandem.samples import sample_record
 from tandem.samples.batch import Float32s, SampleBatch
 from tandem.samples.images.columns import DIGEST_BYTES, GRID_SIZES
 from tandem.samples.routed_experts import COLUMN, Bytes
-from tandem.samples.sample_files import LOGPROBS, SHARD, files
+from tandem.samples.sample_files import FOLDER, LOGPROBS, SHARD, files
 from tandem.samples.sample_record import (
     ARRAYS,
     DIGEST,
@@ -227,3 +229,66 @@ def _lists(column: pa.ChunkedArray) -> list[Any]:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample that a step was trained on or validated on."""
+
+    step: int
+    """Step that it was trained on, or after which it was generated for validation."""
+    group: int
+    """Rollout group within the step: the samples of one prompt."""
+    sample: int
+    """Index within the group."""
+    problem_id: str
+    """Identifier of its row in the data."""
+    prompt: str
+    """Prompt as the model saw it, special tokens included."""
+    response: str
+    """Text after the prompt: the policy's responses, and what an environment inserted between them."""
+    reference: str
+    """Reference answer; empty if there is none."""
+    reward: float
+    components: dict[str, float]
+    """Components of the reward: what each reward function returned, by its name."""
+    correct: bool
+    """Whether it counts as solved."""
+    advantage: float | None
+    """Advantage; None where the sample was not trained on, as in validation."""
+    finish_reason: str
+    """``stop``, ``length`` or ``turns``."""
+    num_tokens: int
+    """Length of the whole sequence."""
+    failure: str
+    """Description of what went wrong with its reward; empty if nothing did."""
+
+
+def read_samples(run_folder: Path, step: int | None, run_id: str, purpose: Purpose) -> list[Sample]:
+    """Return the samples of a step, or of the newest recorded one. Raise `SamplesError` if they cannot be read."""
+    folder = run_folder / FOLDER
+    if step is None:
+        recorded_steps = steps(folder, purpose)
+        if not recorded_steps:
+            return []
+        step = recorded_steps[-1]
+    return [_sample(recorded) for recorded in read_step(folder, step, run_id, purpose)]
+
+
+def _sample(recorded: sample_record.RecordedSample) -> Sample:
+    scored = recorded.scored
+    return Sample(
+        step=recorded.step,
+        group=scored.group,
+        sample=scored.sample,
+        problem_id=recorded.problem_id,
+        prompt=recorded.prompt,
+        response=scored.response,
+        reference=recorded.answer,
+        reward=scored.reward,
+        components=dict(scored.components),
+        correct=scored.correct,
+        advantage=recorded.advantage,
+        finish_reason=scored.finish_reason,
+        num_tokens=scored.num_tokens,
+        failure=scored.failure,
+    )

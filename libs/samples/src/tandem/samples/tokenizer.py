@@ -14,8 +14,7 @@ from tandem.common.errors import DataError, ModelError
 from tandem.common.messages import ImageRef
 from tandem.samples.chat_templates import ChatTemplate, Messages
 from tandem.samples.token_bytes import TokenDecoder
-from tandem.samples.turns.continuation import render_after_turn
-from tandem.samples.turns.ends import TurnEnds, read_turn_ends
+from tandem.samples.turns.ends import TurnEnds, read_turn_ends, render_after_turn
 from tandem.samples.turns.rendering import (
     Render,
     RenderedConversation,

@@ -137,8 +137,7 @@ def _make_external_requests(
 
 def _make_fetcher(command: BuildEngine, context: ServiceContext, store: SampleStore) -> ImageFetcher:
     """Return the way to images that the run's folder lacks here; trainers are given those that it has."""
-    from tandem.samples.images.fetching import ImageFetcher
-    from tandem.samples.images.serving import answer
+    from tandem.samples.images.fetching import ImageFetcher, answer
 
     images = image_folder(context.config)
     store.give_images(partial(answer, images, context.run_id))
@@ -156,7 +155,7 @@ def _make_recorder(
     tokenizer.encode("")  # the first call settles how it encodes; from then on two threads can read it
     pictures = None
     if tokenizer.sees:
-        from tandem.samples.images.texts import marked_texts
+        from tandem.samples.images.chat import marked_texts
 
         pictures = marked_texts(tokenizer, image_folder(context.config))
     vocabulary = vocabulary_size(context.config.policy)

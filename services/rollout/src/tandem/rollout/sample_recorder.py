@@ -51,7 +51,7 @@ from tandem.samples.sample_writing import UnfinishedFile, keys_of, read_unfinish
 from tandem.samples.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.samples.images.texts import MarkedTexts
+    from tandem.samples.images.chat import MarkedTexts
 
 
 def restored(

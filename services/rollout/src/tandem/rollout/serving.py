@@ -1,6 +1,7 @@
 """A server of one model, which answers OpenAI's API until asked to end.
 
-The command line starts it (`tandem.serving.handover`). The main thread drives the engine; HTTP has a thread of its own.
+The command line starts it (`tandem.serving.server_process`). The main thread drives the engine; HTTP has a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tandem.common.process_lifetime import adopt_orphans, die_with, end_descenda
 from tandem.rollout.openai_api.images import RequestImages, received_images
 from tandem.samples.model_files import load_model_tokenizer, wrap_for_images
 from tandem.samples.tokenizer import Tokenizer
-from tandem.serving.handover import ServingHandover, take
+from tandem.serving.server_process import ServingHandover, take
 
 if TYPE_CHECKING:
     from tandem.rollout.engine import Engine

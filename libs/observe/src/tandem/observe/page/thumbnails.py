@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tandem.common.errors import DataError
 from tandem.observe.page.worker import PageWorker
-from tandem.samples.images.bounded import BoundedCache
-from tandem.samples.images.store import ImageFolder
+from tandem.samples.images.store import BoundedCache, ImageFolder
 
 FOLDER = "images"
 """Folder of a run's images within its own."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from tandem.samples.data_sets.chat import ChatEncoder
 from tandem.samples.data_sets.conversations import ConversationRow, ConversationWriter, load_conversations
-from tandem.samples.data_sets.notices import (
+from tandem.samples.data_sets.item_checks import (
+    check_answers,
     describe_capped_steps,
     describe_left_out,
     describe_repeats,
     describe_set_aside,
 )
 from tandem.samples.data_sets.order import ItemLengths, LazyDataset, encode_now, epoch_stream, sample_seed
-from tandem.samples.data_sets.prompts import EncodedProblem, PromptedProblem, PromptEncoder
-from tandem.samples.data_sets.reference_answers import check_answers
+from tandem.samples.data_sets.prompts import ChatEncoder, EncodedProblem, PromptedProblem, PromptEncoder
 from tandem.samples.data_sets.split import ProblemSets, load_problems
 
 __all__ = [

@@ -9,7 +9,7 @@ from tandem.common.errors import DataError
 from tandem.common.messages import Question
 from tandem.common.returned import shown
 from tandem.common.values import text_of
-from tandem.samples.images.parts import as_text
+from tandem.samples.images.markers import as_text
 
 _MAX_SHOWN = 200
 

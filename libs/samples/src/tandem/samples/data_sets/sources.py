@@ -37,8 +37,7 @@ from tandem.samples.data_sets.pictured import converter
 from tandem.samples.data_sets.questions import read_question, rewrite_user_text
 from tandem.samples.data_sets.reasoning_tasks import task_dataset
 from tandem.samples.data_sets.sliding_puzzle import make_shuffled, make_solved, render
-from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows
-from tandem.samples.images.stored import StoredMedia, rows_of, stored_columns
+from tandem.samples.images.rows import IMAGE_FIELDS, ImageRows, StoredMedia, rows_of, stored_columns
 
 Row = Mapping[str, Any]
 Rows = list[tuple[str, Row]]

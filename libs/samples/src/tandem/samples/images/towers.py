@@ -19,8 +19,8 @@ import torch
 
 from tandem.common.errors import DataError, ModelError
 from tandem.config.models.vision_families import VisionFamily
-from tandem.samples.images.bounded import ReadThrough
 from tandem.samples.images.families import Grid
+from tandem.samples.images.store import ReadThrough
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -26,11 +26,10 @@ from tandem.common import web
 from tandem.common.network import is_loopback
 from tandem.common.web import settings
 from tandem.serving.tinker import proto, requests
-from tandem.serving.tinker.api_keys import ApiKeys
-from tandem.serving.tinker.checkpoints import LINKS
+from tandem.serving.tinker.access import ApiKeys, TlsCertificate
 from tandem.serving.tinker.requests import TinkerRefused
 from tandem.serving.tinker.service import TinkerService
-from tandem.serving.tinker.tls import TlsCertificate
+from tandem.serving.tinker.states import LINKS
 
 _PREFIX = "/api/v1"
 _MOST_BODY_BYTES = 1 << 26

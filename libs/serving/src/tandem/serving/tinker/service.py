@@ -38,14 +38,13 @@ from tandem.serving.tinker.calls import (
     RestoreState,
     SaveState,
 )
-from tandem.serving.tinker.checkpoints import SavedStates
 from tandem.serving.tinker.futures import FinishedRequest, RequestFutures, RequestSummary, failure
 from tandem.serving.tinker.gradients import ClientLimits, gradient_call, scored_result, step_call
 from tandem.serving.tinker.placing import LatestWeights, SamplingSession, describe_replaced
 from tandem.serving.tinker.requests import TinkerRefused
 from tandem.serving.tinker.samplers import ClientSamplers
 from tandem.serving.tinker.sampling import SamplingEngines
-from tandem.serving.tinker.states import StateFolder, StateRecord, check_ttl, now
+from tandem.serving.tinker.states import SavedStates, StateFolder, StateRecord, check_ttl, now
 
 SILENT_S = 120.0
 """Time without a heartbeat after which a session counts as closed; the SDK sends one every ten seconds."""

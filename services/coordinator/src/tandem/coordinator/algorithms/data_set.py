@@ -12,7 +12,7 @@ from tandem.common.messages import ImageRef, Purpose
 from tandem.config import Config
 from tandem.coordinator.algorithms.running import WithoutGeneration
 from tandem.coordinator.scheduler.events import SampleRecord
-from tandem.samples.batch import SampleBatch
+from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.samples.data_sets import (
     ChatEncoder,
     ConversationRow,
@@ -25,8 +25,7 @@ from tandem.samples.data_sets import (
     encode_now,
     load_conversations,
 )
-from tandem.samples.data_sets.step_size import check_step_size
-from tandem.samples.given_table import build_given_table
+from tandem.samples.data_sets.item_checks import check_step_size
 from tandem.samples.images.columns import image_columns
 from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import EncodedConversation, Tokenizer

@@ -37,7 +37,7 @@ from tandem.samples.data_sets import (
     load_problems,
     sample_seed,
 )
-from tandem.samples.data_sets.step_size import check_step_size
+from tandem.samples.data_sets.item_checks import check_step_size
 from tandem.samples.images.markers import shown
 from tandem.samples.images.rows import image_rows
 from tandem.samples.tokenizer import Tokenizer

@@ -67,7 +67,7 @@ class RecordedAlgorithm(WithoutGeneration):
         host = str(urlsplit(coordinator).hostname)
         self._store = SampleStore(host, run_id, max_tokens=sys.maxsize, trainers=trainers)
         if self._tokenizer.sees:
-            from tandem.samples.images.serving import answer
+            from tandem.samples.images.fetching import answer
 
             self._store.give_images(partial(answer, image_folder(self._config), run_id))
         return {SOURCE: self._store.at}

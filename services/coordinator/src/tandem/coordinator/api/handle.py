@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tandem.coordinator.api.callbacks import Callback, CallbackThread
     from tandem.coordinator.api.process import RunProcess
     from tandem.observe.run_folder.journal import JournalReader, StepRecord
-    from tandem.samples.recorded_samples import Sample
+    from tandem.samples.recorded_shards import Sample
 
 State = Literal["starting", "running", "finished", "interrupted", "failed", "ended"]
 _LOOK_S = 0.1
@@ -147,7 +147,7 @@ class Run:
         With `validation`, return the samples that it was validated on. Samples are recorded when their step is done, as
         far as ``logger.samples`` keeps them.
         """
-        from tandem.samples.recorded_samples import read_samples
+        from tandem.samples.recorded_shards import read_samples
 
         return read_samples(self.folder, step, self.run_id, "validate" if validation else "train")
 

@@ -53,7 +53,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         return _talk_to(arguments, arguments.url, token_of(arguments), images)
     if is_answered_by_the_run(arguments):
-        from tandem.serving.live_run import LiveRun
+        from tandem.serving.client import LiveRun
 
         return _talk(arguments, LiveRun(arguments.folder).server, images)
     import msgspec

@@ -80,8 +80,8 @@ def _samples(arguments: argparse.Namespace) -> int:
         logprobs = trainer_logprobs(run, selection.step, run_id) if query.purpose == "train" else {}
     pictures = None
     if tokenizer is not None and tokenizer.sees:
+        from tandem.samples.images.chat import marked_texts
         from tandem.samples.images.store import ImageFolder
-        from tandem.samples.images.texts import marked_texts
 
         pictures = marked_texts(tokenizer, ImageFolder(run / "images"))
     print_samples(selection, Console(), query.purpose, tokenizer, logprobs, pictures)

@@ -16,7 +16,7 @@ from tandem.coordinator.commands.arguments import Commands, count, number
 from tandem.serving.access_token import add_token, token_of
 
 if TYPE_CHECKING:
-    from tandem.serving.handover import ServingHandover
+    from tandem.serving.server_process import ServingHandover
 
 
 def add(commands: Commands) -> None:
@@ -60,7 +60,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def is_answered_by_the_run(arguments: argparse.Namespace) -> bool:
     """Return whether the run in the folder answers by its own engines. Raise `TandemError` for other options."""
-    from tandem.serving.live_run import answers_itself
+    from tandem.serving.client import answers_itself
 
     if arguments.checkpoint or not answers_itself(arguments.folder):
         return False

@@ -232,8 +232,8 @@ def _list_problems(ready: CheckedConfig, algorithm: GrpoAlgorithm) -> list[Evalu
     tokenizer = load_tokenizer(ready.config)
     pictures = None
     if tokenizer.sees:
+        from tandem.samples.images.chat import marked_texts
         from tandem.samples.images.rows import image_folder
-        from tandem.samples.images.texts import marked_texts
 
         pictures = marked_texts(tokenizer, image_folder(ready.config))
     groups = algorithm.prompt_groups(0, "validate", range(algorithm.num_validation))

@@ -43,8 +43,7 @@ from tandem.launch.nodes import KINDS, expected_processes, launched_processes
 from tandem.launch.preparing.beginning import Say
 from tandem.observe.run_folder.checkpoints import CheckpointFolder
 from tandem.samples.batch_sharding import scoring_trainers
-from tandem.samples.folders_aside import RestoreLimits
-from tandem.samples.sample_files import SampleFolder
+from tandem.samples.sample_files import RestoreLimits, SampleFolder
 
 _COMMANDS_OF_A_COORDINATOR = 1 << 32
 

@@ -215,7 +215,7 @@ def _listen(address: str, keys: RunKeys, folder: Path, earlier: ProcessesSnapsho
 
 def _serve_images(config: Config, run_id: str, listening: ListeningSocket, stack: contextlib.ExitStack) -> Listener:
     """Give the run's images to its processes that do not see its folder; `stack` ends it."""
-    from tandem.samples.images.serving import ImageServer
+    from tandem.samples.images.fetching import ImageServer
 
     host = str(urlsplit(listening.hub.address).hostname)
     server = ImageServer(host, run_id, image_folder(config), listening.admitted)

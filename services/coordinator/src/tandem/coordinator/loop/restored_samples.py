@@ -18,8 +18,7 @@ from tandem.coordinator.algorithms.places import PlaceUnknown
 from tandem.coordinator.algorithms.running import RunningAlgorithm
 from tandem.coordinator.scheduler.events import Place, RestoredGroup
 from tandem.observe.run_folder.journal import JournalReader
-from tandem.samples.folders_aside import RestoreLimits, read_limits
-from tandem.samples.sample_files import SHARD, SampleFolder, files
+from tandem.samples.sample_files import SHARD, RestoreLimits, SampleFolder, files, read_limits
 
 _COLUMNS = ("command_id", "group", "sample", "problem_id", "oldest_version", "newest_version", "rollout")
 

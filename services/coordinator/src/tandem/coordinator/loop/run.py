@@ -57,8 +57,8 @@ from tandem.observe.exporters.telemetry import TensorBoardWriter
 from tandem.observe.run_folder.checkpoints import CheckpointFolder, checkpoints_of
 from tandem.observe.run_folder.journal import SAID, Outcome
 from tandem.observe.run_folder.journal_writer import Journal
-from tandem.samples.folders_aside import RestoreLimits
 from tandem.samples.model_files import load_tokenizer
+from tandem.samples.sample_files import RestoreLimits
 
 _GRACE_S = 10.0
 _GRACE_AFTER_FAILURE_S = 1.0

@@ -26,7 +26,7 @@ from tandem.config.schema.generation import VllmCfg
 from tandem.coordinator.model_folders.checking import check_weights, read_json
 from tandem.observe.run_folder.found_models import models_in
 from tandem.samples.model_files import load_model_tokenizer
-from tandem.serving.handover import ServingHandover
+from tandem.serving.server_process import ServingHandover
 
 LONGEST_BY_DEFAULT = 4096
 """Longest sequence by default, if the model could do more: memory is reserved for the whole batch."""

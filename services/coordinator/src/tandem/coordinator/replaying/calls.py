@@ -40,9 +40,16 @@ from tandem.observe.run_folder.checkpoints import config_of
 from tandem.observe.run_folder.journal import read_journal
 from tandem.observe.run_folder.journal_file import CONFIG_NAME
 from tandem.serving.tinker import call_files
-from tandem.serving.tinker.call_files import Done, GradientDone, RecordEnd, RestoreDone, SaveDone, StepDone
+from tandem.serving.tinker.call_files import (
+    CallComparison,
+    Done,
+    GradientDone,
+    RecordEnd,
+    RestoreDone,
+    SaveDone,
+    StepDone,
+)
 from tandem.serving.tinker.calls import Answer, Call, CallDesk, CallFailed, GradientsScored, RestoreState, SaveState
-from tandem.serving.tinker.comparing import CallComparison
 
 _STATES = "states"
 _CHANGEABLE = ("cluster", "logger", "policy")

@@ -18,8 +18,7 @@ from tandem.launch.fork_server import ServiceForkServer
 from tandem.launch.launch import preload
 from tandem.launch.nodes import launched_processes
 from tandem.launch.preparing.beginning import Mode, has_begun
-from tandem.serving.tinker.api_keys import ApiKeys
-from tandem.serving.tinker.tls import TlsCertificate
+from tandem.serving.tinker.access import ApiKeys, TlsCertificate
 
 if TYPE_CHECKING:
     from tandem.serving.tinker.calls import CallDesk

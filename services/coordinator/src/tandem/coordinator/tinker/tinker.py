@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from tandem.common.errors import OK, ConfigError
 from tandem.coordinator.commands.arguments import Commands, add_config, count, number
-from tandem.serving.tinker.api_keys import DEFAULT_FILE, add_key, read_keys
-from tandem.serving.tinker.tls import read_tls
+from tandem.serving.tinker.access import DEFAULT_FILE, add_key, read_keys, read_tls
 
 if TYPE_CHECKING:
     from tandem.launch.preparing.beginning import Mode

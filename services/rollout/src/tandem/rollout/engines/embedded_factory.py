@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tandem.config import Config
     from tandem.rollout.engine import Engine
     from tandem.samples.tokenizer import Tokenizer
-    from tandem.serving.handover import ServingHandover
+    from tandem.serving.server_process import ServingHandover
 
 
 class EmbeddedFactory:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tandem.rollout.engine import Engine
     from tandem.samples.images.reading import ImageLimits
     from tandem.samples.tokenizer import Tokenizer
-    from tandem.serving.handover import ServingHandover
+    from tandem.serving.server_process import ServingHandover
 
 ReadImage = Callable[[str], bytes]
 """The encoded bytes of an image by its digest; a text model asks for none."""

@@ -25,10 +25,9 @@ from tandem.rollout.engines.slots import EngineSequence, EngineSlots
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.samples.images import towers
 from tandem.samples.images.blocks import ImageTokens, attend_blocks
-from tandem.samples.images.bounded import BoundedCache
 from tandem.samples.images.families import ImageSettings, Int64s, positions, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
-from tandem.samples.images.store import BoundedImages
+from tandem.samples.images.store import BoundedCache, BoundedImages
 from tandem.samples.routed_experts import RoutedExperts
 from tandem.samples.sampling_masks import MaskFormat
 

@@ -31,9 +31,9 @@ from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import SEES
 from tandem.samples.images import towers
-from tandem.samples.images.bounded import ReadThrough
 from tandem.samples.images.families import ImageSettings, grid_of, num_tokens, read_settings
 from tandem.samples.images.reading import DEFAULT_LIMITS, ImageLimits, decode
+from tandem.samples.images.store import ReadThrough
 
 _MODELS = {
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),

@@ -12,8 +12,7 @@ from tandem.common.messages import Problem
 from tandem.config import Config
 from tandem.rollout.environments.environment import ConversingEnvironment, Score, Step, Turn
 from tandem.samples.chat_templates import Messages
-from tandem.samples.images.markers import marker
-from tandem.samples.images.parts import mark_images
+from tandem.samples.images.markers import mark_images, marker
 from tandem.samples.images.reading import ImageLimits, described
 from tandem.samples.images.rows import image_folder
 
