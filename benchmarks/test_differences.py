@@ -40,7 +40,7 @@ from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.adapters.vllm import Vllm
-from tandem.refit.digests.at_once import digest_layout
+from tandem.refit.digests.task import digest_layout
 from tandem.refit.layout import Layout
 from tandem.refit.planner import plan
 from tandem.refit.transports import encoding, process_group

@@ -20,8 +20,8 @@ import torch
 from measure import keep_ratios
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.digests.task import digest_layout
 from tandem.refit.layout import Layout, LayoutBuilder, contiguous_strides, whole
 from tandem.refit.program import ProcessVerification
 

@@ -32,10 +32,9 @@ from tandem.refit.adapters.catalogue import ModelShape, make_shape
 from tandem.refit.adapters.huggingface import HuggingFace
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.layout import Address
-from tandem.refit.places import device_name
 from tandem.refit.transports import cuda_ipc, shm
 from tandem.refit.weight_client import WeightClient
-from tandem.refit.weights import Weights
+from tandem.refit.weights import Weights, device_name
 
 DEVICE = os.environ.get("BENCHMARK_DEVICE", sized("cuda", "cpu"))
 NUM_ROUNDS = 7

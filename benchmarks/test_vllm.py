@@ -39,7 +39,7 @@ import transformers  # noqa: E402
 
 from tandem.common.messages import SamplingParameters  # noqa: E402
 from tandem.config.schema.generation import VllmCfg  # noqa: E402
-from tandem.refit.digests.at_once import digest_layout  # noqa: E402
+from tandem.refit.digests.task import digest_layout  # noqa: E402
 from tandem.refit.layout import Layout  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
 from tandem.refit.transports import shm  # noqa: E402

@@ -43,7 +43,7 @@ from tandem.common.messages import SamplingParameters  # noqa: E402
 from tandem.config.schema.generation import VllmCfg  # noqa: E402
 from tandem.launch.service import ServiceContext  # noqa: E402
 from tandem.refit import layout  # noqa: E402
-from tandem.refit.digests.at_once import digest_layout  # noqa: E402
+from tandem.refit.digests.task import digest_layout  # noqa: E402
 from tandem.refit.planner import plan  # noqa: E402
 from tandem.refit.weight_client import WeightClient  # noqa: E402
 from tandem.rollout.engine import SequenceRequest  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.common.attention.segments import attend
-from tandem.refit.quantise import quantise
+from tandem.refit.installing import quantise
 from tests.harness.attention_formula import SEGMENTS, formula
 from tests.simulated_gpu.run import IS_RUNNING
 

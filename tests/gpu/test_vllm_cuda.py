@@ -23,8 +23,8 @@ import torch
 from tandem.common.messages import SamplingParameters
 from tandem.config.schema.generation import VllmCfg
 from tandem.refit import layout
+from tandem.refit.installing import quantise
 from tandem.refit.planner import plan
-from tandem.refit.quantise import quantise
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.vllm import insides
 from tests.simulated_gpu.run import IS_RUNNING

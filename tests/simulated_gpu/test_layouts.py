@@ -26,10 +26,9 @@ from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import Digests, compare
 from tandem.refit.layout import Layout
-from tandem.refit.places import device_name, host_name
 from tandem.refit.planner import plan
 from tandem.refit.transports.meeting import GroupStore
-from tandem.refit.weights import Weights
+from tandem.refit.weights import Weights, device_name, host_name
 from tandem.trainer.backends import make_backend
 from tests.harness.processes.stream_processes import views
 from tests.harness.trainers import trainer_harness

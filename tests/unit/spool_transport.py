@@ -11,9 +11,8 @@ import torch
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address
 from tandem.refit.transfer import LinkTransfer
-from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.memory import destination_side, source_side
-from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, TransferEnd, Transport, Wire
 
 
 class Spool(Transport):

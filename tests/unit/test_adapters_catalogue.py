@@ -14,7 +14,7 @@ from adapters_harness import DEEPSEEK, EVERY, LLAMA, QWEN3
 from safetensors.torch import save_file
 
 from tandem.common.errors import ModelError
-from tandem.refit.adapters import headers
+from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.catalogue import make_shape, read_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("config", VARIANTS)
 def test_names_and_shapes_are_those_of_a_saved_checkpoint(config: dict[str, Any], saved: Any) -> None:
     folder = saved(config)
-    written = {name: shape for name, (shape, _) in headers.read_headers(folder).items()}
+    written = {name: shape for name, (shape, _) in catalogue.read_headers(folder).items()}
     from_fields = make_shape(config)
     assert {tensor.name: tensor.shape for tensor in from_fields.tensors} == written
     from_file = read_shape(folder)
@@ -60,7 +60,7 @@ def test_names_and_shapes_are_those_of_a_saved_checkpoint(config: dict[str, Any]
 def test_element_types_are_the_checkpoint_s(saved: Any) -> None:
     folder = saved(DEEPSEEK)
     found = {tensor.name: tensor.dtype for tensor in read_shape(folder).tensors}
-    assert found == {name: dtype for name, (_, dtype) in headers.read_headers(folder).items()}
+    assert found == {name: dtype for name, (_, dtype) in catalogue.read_headers(folder).items()}
     half = {tensor.dtype for tensor in make_shape(LLAMA).cast("float16").tensors}
     assert half == {"float16"}
 

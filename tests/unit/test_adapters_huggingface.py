@@ -12,7 +12,7 @@ from engine_harness import make_model
 from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.huggingface import HuggingFace, as_checkpoint
 from tandem.refit.checks import check
-from tandem.refit.digests.at_once import digest_layout
+from tandem.refit.digests.task import digest_layout
 from tandem.refit.layout import Box, Layout, LayoutBuilder, contiguous_strides, whole
 
 GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from tandem.common.errors import RefitError
-from tandem.refit import column_encoding
+from tandem.refit import columns
 from tandem.refit.columns import ColumnTable, Ints, pad_dims
 
 
@@ -23,16 +23,14 @@ class Example(ColumnTable, frozen=True, eq=False):
 def test_tables_survive_the_wire(rows: list[tuple[int, int, int]], shift: int) -> None:
     values = np.array(rows, np.int64).reshape(-1, 3) >> shift
     table = Example(values[:, 0], values[:, 1:])
-    read = column_encoding.decode(column_encoding.encode(table), Example, "an example")
+    read = columns.decode(columns.encode(table), Example, "an example")
     assert read == table
     assert read.a_N.dtype == np.int64
     assert len(read) == len(rows)
 
 
 def test_small_numbers_take_little_room() -> None:
-    narrow, wide = (
-        len(column_encoding.encode(Example(np.full(1000, n), np.zeros((1000, 1), np.int64)))) for n in (100, 2**40)
-    )
+    narrow, wide = (len(columns.encode(Example(np.full(1000, n), np.zeros((1000, 1), np.int64)))) for n in (100, 2**40))
     assert narrow < 2100
     assert wide > 9000
 
@@ -56,10 +54,10 @@ def test_missing_dimensions_stand_in_front() -> None:
     [
         b"",
         b"\x92\x01",
-        column_encoding.encode(Example(np.arange(300), np.zeros((300, 1), np.int64)))[:-1],
-        column_encoding.encode(Example(np.arange(3), np.zeros((3, 2), np.int64))).replace(b"\x02", b"\x03"),
+        columns.encode(Example(np.arange(300), np.zeros((300, 1), np.int64)))[:-1],
+        columns.encode(Example(np.arange(3), np.zeros((3, 2), np.int64))).replace(b"\x02", b"\x03"),
     ],
 )
 def test_damaged_tables_are_refused(damaged: bytes) -> None:
     with pytest.raises(RefitError, match="not an example"):
-        column_encoding.decode(damaged, Example, "an example")
+        columns.decode(damaged, Example, "an example")

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
 from tandem.refit.digests import kernels as digest_kernels
-from tandem.refit.digests.at_once import digest_box
 from tandem.refit.digests.comparison import combine
-from tandem.refit.digests.kernel_choice import MAX_COLUMNS, Span, is_exact
+from tandem.refit.digests.kernels import MAX_COLUMNS, Span, is_exact
+from tandem.refit.digests.task import digest_box
 from tandem.refit.digests.terms import multipliers, salt, signed_digits
 from tandem.refit.layout import Box, whole
 
@@ -130,12 +130,12 @@ def test_all_kernels_give_the_same_sums(rows: int, columns: int, item_size: int,
 
 _CHOSEN = """
 import torch
-from tandem.refit.digests import kernel_choice, kernels
+from tandem.refit.digests import kernels
 
 words_RC = torch.randint(-(2**31), 2**31, (64, 4096), generator=torch.Generator().manual_seed(0)).to(torch.int32)
 columns = ((1, 0, 4096, 1),)
 right = torch.equal(kernels._byte_sums(words_RC, columns), kernels._wide_sums(words_RC, columns))
-assert kernel_choice.is_exact(kernels._byte_sums, kernels._wide_sums) == right
+assert kernels.is_exact(kernels._byte_sums, kernels._wide_sums) == right
 assert right or kernels._cpu_kernel() is kernels._wide_sums
 """
 

@@ -17,9 +17,8 @@ from tandem.common.errors import RefitError
 from tandem.refit import weights as held
 from tandem.refit.digests import slices as digest_slices
 from tandem.refit.digests import task as digest_task
-from tandem.refit.digests.at_once import digest_box, digest_layout
 from tandem.refit.digests.slices import ElementSampling, everything
-from tandem.refit.digests.task import DigestTask
+from tandem.refit.digests.task import DigestTask, digest_box, digest_layout
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.planner import plan
 from tandem.refit.program import NOTHING, ProcessVerification, Quantisation, QuantisedRegions, QuantizedDestinations

@@ -12,7 +12,7 @@ import torch
 from engine_harness import make_model, make_programs, reference_logprobs, request, run_all, shared_layout
 
 from tandem.common.errors import RefitError
-from tandem.refit.digests.at_once import digest_layout
+from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import Engine
 from tandem.rollout.engines.transformers import TransformersEngine
 from tandem.rollout.engines.weights import weights_of

@@ -25,7 +25,7 @@ from engine_harness import (
 
 from tandem.common.errors import DataError, ModelError, RefitError
 from tandem.refit.layout import PrivateMemory
-from tandem.refit.places import host_name
+from tandem.refit.weights import host_name
 from tandem.rollout.engines.transformers import TransformersEngine
 
 PROMPT = (3, 1, 4, 1, 5)

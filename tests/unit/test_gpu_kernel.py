@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.refit.transports import gpu_copy
-from tandem.refit.transports.segments import tiles
+from tandem.refit.transports.gpu_copy import tiles
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.refit.columns import Ints
 from tandem.refit.layout import DTYPES
-from tandem.refit.planning import merge, sweep
+from tandem.refit.planning import assemble, sweep
 from tandem.refit.planning.choose import fill
 from tandem.refit.transfer import CopyColumns
 
@@ -51,7 +51,7 @@ def test_merged_copies_move_the_same_bytes(data: st.DataObject) -> None:
         source_dtype_C=np.full(num, FLOAT32),
         destination_dtype_C=np.full(num, FLOAT32),
     )
-    merged, link_C = merge.merge(copies, np.array(links))
+    merged, link_C = assemble.merge(copies, np.array(links))
     assert len(merged) <= num
     assert moves(merged, link_C) == moves(copies, np.array(links))
 
@@ -78,7 +78,7 @@ def test_a_lattice_of_blocks_is_one_copy() -> None:
         "source_strides_CD": np.tile([40, 4], (6, 1)),
         "destination_strides_CD": np.tile([8, 4], (6, 1)),
     }
-    merged, _ = merge.merge(CopyColumns(**columns, **shapes), np.zeros(6, np.int64))
+    merged, _ = assemble.merge(CopyColumns(**columns, **shapes), np.zeros(6, np.int64))
     assert merged.shape_CD.tolist() == [[2, 3, 2, 2]]
 
 

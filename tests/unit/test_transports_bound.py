@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tandem.common.errors import RefitError
+from tandem.refit.installing import quantise
 from tandem.refit.layout import CudaMemory, Layout, LayoutBuilder, PrivateMemory, Storage, contiguous_strides, whole
 from tandem.refit.planner import plan
 from tandem.refit.program import TransferProgram
-from tandem.refit.quantise import quantise
 from tandem.refit.transports import cuda_ipc, shm
 from tandem.refit.weights import bind
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tandem.refit.layout import DTYPES
 from tandem.refit.transfer import CopyColumns
-from tandem.refit.transports import buckets
-from tandem.refit.transports.buckets import MessageBuckets, divide
+from tandem.refit.transports import exchange
+from tandem.refit.transports.exchange import MessageBuckets, divide
 from tandem.refit.transports.memory import (
     CopySide,
     NamedStorages,
@@ -94,7 +94,7 @@ def test_messages_move_every_element_and_fit(data: st.DataObject) -> None:
 
 
 def test_small_copies_share_a_message_and_large_contiguous_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "ALONE_BYTES", 400)
+    monkeypatch.setattr(exchange, "ALONE_BYTES", 400)
     types = [("float32", "float32")] * 4
     copies = make_copies([(10,), (100,), (10,), (10,)], types, [False] * 4)
     assert divide(copies, 1000).num_bytes_B == [40, 400, 80]

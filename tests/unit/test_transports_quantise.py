@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
+from tandem.refit.installing import BoundQuantisation, quantise
 from tandem.refit.program import Quantisation, QuantisedRegions, QuantizedDestinations
-from tandem.refit.quantise import BoundQuantisation, quantise
 from tandem.refit.transports.memory import NamedStorages
 
 FP8 = torch.float8_e4m3fn

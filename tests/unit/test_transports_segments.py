@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.refit.transports import segments
-from tandem.refit.transports.gpu_copy import group_by_types, lay_out, rows_of
-from tandem.refit.transports.segments import CopyTiles, tiles
+from tandem.refit.transports import gpu_copy
+from tandem.refit.transports.gpu_copy import CopyTiles, group_by_types, lay_out, rows_of, tiles
 
 NUMBERS = {8: ctypes.c_int64, 4: ctypes.c_int32, 2: ctypes.c_int16, 1: ctypes.c_int8}
 
@@ -51,7 +50,7 @@ def test_tiles_copy_every_element(data: st.DataObject, dtype: torch.dtype, tile_
     copies = data.draw(st.lists(pairs(dtype, dtype), min_size=1, max_size=4))
     destinations, sources = zip(*copies, strict=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "TILE_WORDS", tile_words)
+        patch.setattr(gpu_copy, "TILE_WORDS", tile_words)
         for word, table in tiles(
             lay_out(destinations, sources), dtype.itemsize, dtype.itemsize, converts=False
         ).items():
@@ -77,8 +76,8 @@ def test_a_contiguous_copy_is_wide_words_in_few_tiles() -> None:
     ((word, table),) = tiles(lay_out([destination], [source]), 2, 2, converts=False).items()
     assert word == 8
     assert (table.num_rows_M == 1).all(), "the dimensions were merged"
-    assert len(table) == source.nbytes // 8 // segments.TILE_WORDS
-    assert (table.num_columns_M == segments.TILE_WORDS).all()
+    assert len(table) == source.nbytes // 8 // gpu_copy.TILE_WORDS
+    assert (table.num_columns_M == gpu_copy.TILE_WORDS).all()
 
 
 def test_a_block_of_columns_is_rows_of_wide_words() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tandem.common.errors import RefitError
 from tandem.refit.digests import comparison as digest_compare
-from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import DigestVerdict, Held, compare, is_unchanged
 from tandem.refit.digests.slices import ElementSampling
+from tandem.refit.digests.task import digest_layout
 from tandem.refit.layout import Box, LayoutBuilder, whole
 from tandem.refit.program import ProcessVerification
 

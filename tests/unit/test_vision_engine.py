@@ -14,7 +14,7 @@ from vision_harness import Seeing
 
 from tandem.common.errors import DataError
 from tandem.refit.adapters.huggingface import is_of_tower
-from tandem.refit.digests.at_once import digest_layout
+from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.vision import EncoderCache, VisionEngine
 from tandem.rollout.engines.weights import weights_of

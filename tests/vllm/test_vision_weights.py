@@ -15,8 +15,8 @@ from vision_harness import Seeing
 from tandem.common.errors import ModelError
 from tandem.config.models.families import VLLM_SEEING
 from tandem.refit.adapters.huggingface import is_of_tower
-from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import compare
+from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engines.vllm import engine as vllm_engine
 from tandem.rollout.engines.vllm.insides import InProcessLlm
 from tandem.rollout.engines.vllm.workers import EngineWorkers

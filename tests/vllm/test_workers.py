@@ -15,8 +15,8 @@ import torch
 from engine_harness import random_prompts, reference_logprobs, request, run_all
 
 from tandem.common.errors import RefitError
-from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import compare
+from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engines.vllm import engine as vllm_engine
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.insides import InProcessLlm

@@ -10,7 +10,7 @@ import numpy as np
 from vision_harness import Seeing
 
 from tandem.config.schema.generation import VllmCfg
-from tandem.refit.digests.at_once import digest_layout
+from tandem.refit.digests.task import digest_layout
 from tandem.rollout.engine import EngineCompletion, SequenceRequest
 from tandem.rollout.engines.vllm.engine import VllmEngine
 from tandem.rollout.engines.vllm.pictures import SeeingVllmEngine

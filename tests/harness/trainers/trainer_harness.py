@@ -27,8 +27,8 @@ from tandem.config import Config, build_config
 from tandem.config.model_groups import find_model_group
 from tandem.config.schema import NewModel
 from tandem.config.schema.columns import Model
-from tandem.refit.digests.at_once import digest_layout
 from tandem.refit.digests.comparison import combine
+from tandem.refit.digests.task import digest_layout
 from tandem.refit.program import ProcessVerification
 from tandem.samples.batch import SampleBatch, build_given_table
 from tandem.samples.batch_sharding import NO_RANK, BatchSharding

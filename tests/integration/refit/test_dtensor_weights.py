@@ -25,8 +25,8 @@ from tandem.refit.adapters.catalogue import read_shape
 from tandem.refit.adapters.deployment import HostNames
 from tandem.refit.adapters.dtensor import DTensor
 from tandem.refit.checks import check
-from tandem.refit.digests.at_once import digest_box
 from tandem.refit.digests.comparison import combine
+from tandem.refit.digests.task import digest_box
 from tandem.refit.layout import Layout, SharedMemory, whole
 from tandem.samples.model_files import write_new_model
 from tandem.trainer.backends.dtensor import DTensorBackend

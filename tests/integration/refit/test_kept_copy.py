@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tandem.refit.digests.at_once import digest_box
 from tandem.refit.digests.comparison import combine
+from tandem.refit.digests.task import digest_box
 from tandem.refit.layout import whole
 from tests.harness.processes import slow_trainer, stale_copy
 from tests.harness.processes.slow_trainer import training_file

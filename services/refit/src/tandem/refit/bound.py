@@ -15,8 +15,7 @@ import torch
 
 from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
-from tandem.refit.merging import BoundMerging
-from tandem.refit.quantise import BoundQuantisation
+from tandem.refit.installing import BoundMerging, BoundQuantisation
 from tandem.refit.transports.process_group import poll
 from tandem.refit.transports.transport import BoundTransfers
 

@@ -13,7 +13,7 @@ from tandem.common.errors import RefitError
 from tandem.refit.columns import Ints, pad_dims
 from tandem.refit.layout import ITEM_SIZES, Layout, PieceColumns
 from tandem.refit.planning import sweep
-from tandem.refit.planning.tensors import TensorTable, tensor_table
+from tandem.refit.planning.names import TensorTable, tensor_table
 
 
 def check(layout: Layout, who: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables of integers as columns, for layouts and programs of millions of pieces.
+"""Tables of integers as columns, for layouts and programs of millions of pieces, and on the wire.
 
 A table is a frozen struct of numpy arrays with equal row counts. Suffixes name the axes as for tensors: ``shape_PD``
 has a row for each piece and a column for each dimension. On the wire a column is its raw little-endian bytes in the
@@ -8,14 +8,18 @@ narrowest integer type that fits.
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.errors import RefitError
+
 Ints = NDArray[np.int64]
 """A column, or several side by side."""
+_NARROW = tuple(np.dtype(kind).newbyteorder("<") for kind in ("i1", "i2", "i4", "i8"))
+T = TypeVar("T")
 
 
 class ColumnTable(msgspec.Struct, frozen=True, eq=False):
@@ -43,3 +47,30 @@ def pad_dims(values_PD: Ints, num_dims: int, fill: int) -> Ints:
     if not missing:
         return values_PD
     return np.concatenate([np.full((len(values_PD), missing), fill, np.int64), values_PD], axis=1)
+
+
+def encode(value: object) -> bytes:
+    """Return a struct, with any tables in it, as msgpack."""
+    return msgspec.msgpack.encode(value, enc_hook=_encode_column)
+
+
+def decode(encoded: bytes, kind: type[T], description: str) -> T:
+    """Decode the output of `encode`. Raises `RefitError` for anything else, with the message "not `description`"."""
+    try:
+        return msgspec.msgpack.decode(encoded, type=kind, dec_hook=_decode_column)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, SyntaxError) as error:
+        raise RefitError(f"not {description}: {error}") from error
+
+
+def _encode_column(column: object) -> Any:
+    if not isinstance(column, np.ndarray):
+        raise NotImplementedError(type(column))
+    low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
+    narrow = next(kind for kind in _NARROW if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+    return narrow.itemsize, column.shape, np.ascontiguousarray(column, narrow).data
+
+
+def _decode_column(_kind: type, encoded: Any) -> Ints:
+    item_size, shape, data = encoded
+    flat = np.frombuffer(data, np.dtype(f"<i{item_size}"))
+    return flat.astype(np.int64).reshape(shape)

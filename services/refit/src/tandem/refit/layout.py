@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.errors import RefitError
-from tandem.refit import column_encoding
+from tandem.refit import columns
 from tandem.refit.columns import ColumnTable, Ints, pad_dims
 
 ITEM_SIZES = {
@@ -378,7 +378,7 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
 
 def encode(layout: Layout) -> bytes:
     """Return the layout as msgpack."""
-    parts = msgspec.msgpack.encode(layout.tensors), layout.storages, column_encoding.encode(layout.pieces)
+    parts = msgspec.msgpack.encode(layout.tensors), layout.storages, columns.encode(layout.pieces)
     return msgspec.msgpack.encode(_Encoded(layout.host, layout.device, *parts))
 
 
@@ -408,4 +408,4 @@ def _decode_tensors(encoded: bytes) -> tuple[Tensor, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _decode_pieces(encoded: bytes) -> PieceColumns:
-    return column_encoding.decode(encoded, PieceColumns, "a layout")
+    return columns.decode(encoded, PieceColumns, "a layout")

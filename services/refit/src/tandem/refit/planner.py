@@ -15,11 +15,12 @@ elements share no memory. So every returned plan writes each wanted element exac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from tandem.common.errors import RefitError
+from tandem.common.worker_shards import process_of
 from tandem.refit.checks import check, check_writable
 from tandem.refit.layout import Layout
 from tandem.refit.planning import verification as verify
@@ -32,7 +33,6 @@ from tandem.refit.planning.low_rank import AdapterLayout, adapt
 from tandem.refit.planning.names import PairedTensors, match
 from tandem.refit.planning.sharing import ReplicaSets, SharingPattern, patterns
 from tandem.refit.planning.source_shards import SourceShards, collect
-from tandem.refit.planning.transfer_groups import transfer_groups
 from tandem.refit.program import Staging, TransferProgram
 from tandem.refit.transfer import LinkTransfer, TransferGroup
 from tandem.refit.transports import registry
@@ -40,6 +40,48 @@ from tandem.refit.transports.transport import Route
 
 GRAIN = 1 << 16
 """Bytes: an overlap smaller than twice this comes from one replica."""
+
+
+def transfer_groups(transfers: Sequence[LinkTransfer], layouts: Mapping[str, Layout]) -> tuple[TransferGroup, ...]:
+    """Return a transfer group for each cluster of receivers that pass bytes on, with all their senders.
+
+    The workers of a process are in one cluster, because they are connected, lost and restored together.
+
+    Args:
+        transfers: all of a plan.
+        layouts: of all processes; ranks in a group follow their order, receivers first.
+
+    """
+    cluster: dict[str, set[str]] = {}
+    senders: dict[str, set[str]] = {}
+    first_shard: dict[str, str] = {}
+
+    def join(first: str, second: str) -> None:
+        mine, theirs = (cluster.setdefault(shard, {shard}) for shard in (first, second))
+        if theirs is not mine:
+            mine |= theirs
+            cluster.update(dict.fromkeys(theirs, mine))
+
+    for transfer in transfers:
+        if not registry.find(transfer.transport).needs_mesh:
+            continue
+        receiver = transfer.destination
+        join(receiver, first_shard.setdefault(process_of(receiver), receiver))
+        if transfer.round == 0:
+            senders.setdefault(receiver, set()).add(transfer.source)
+        else:
+            join(receiver, transfer.source)
+    groups: list[TransferGroup] = []
+    grouped: set[str] = set()
+    for receiver in layouts:
+        receivers = cluster.get(receiver, set()) - grouped
+        if receivers:
+            grouped |= receivers
+            sending = set().union(*(senders.get(member, ()) for member in receivers)) - receivers
+            ranks = [m for m in layouts if m in receivers] + [m for m in layouts if m in sending]
+            is_on_cpu = any(layouts[member].device == "cpu" for member in ranks)
+            groups.append(TransferGroup(f"to {process_of(receiver)}", tuple(ranks), "cpu" if is_on_cpu else "cuda"))
+    return tuple(groups)
 
 
 class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):

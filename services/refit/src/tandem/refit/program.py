@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tandem.common.errors import RefitError
-from tandem.refit import column_encoding
+from tandem.refit import columns
 from tandem.refit.columns import ColumnTable, Ints
 from tandem.refit.layout import Layout
 from tandem.refit.transfer import LinkTransfer, TransferGroup
@@ -180,7 +180,7 @@ class TransferProgram(msgspec.Struct, frozen=True):
 
 def encode(program: TransferProgram) -> bytes:
     """Return the program as msgpack."""
-    return column_encoding.encode(program)
+    return columns.encode(program)
 
 
 class _Names(msgspec.Struct, frozen=True):
@@ -206,7 +206,7 @@ def num_received(encoded: bytes) -> int | None:
 
 def decode(encoded: bytes) -> TransferProgram:
     """Decode the output of `encode`. Raises `RefitError` for anything else, and for an unknown transport."""
-    program = column_encoding.decode(encoded, TransferProgram, "a transfer program")
+    program = columns.decode(encoded, TransferProgram, "a transfer program")
     try:
         for transfer in (*program.receives, *program.sends):
             registry.find(transfer.transport)

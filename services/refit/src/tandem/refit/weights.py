@@ -5,7 +5,9 @@ A transfer program is bound to a process's memory here: every source is opened.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -14,20 +16,29 @@ from tandem.common.errors import RefitError
 from tandem.common.worker_shards import process_of
 from tandem.refit.bound import BoundProgram
 from tandem.refit.digests.slices import DigestList, ElementSampling
-from tandem.refit.digests.task import DigestTask
-from tandem.refit.digests.version import FrozenDigests, VersionDigest
+from tandem.refit.digests.task import DigestTask, FrozenDigests, VersionDigest
+from tandem.refit.installing import BoundMerging, BoundQuantisation
 from tandem.refit.layout import Layout
-from tandem.refit.merging import BoundMerging
 from tandem.refit.program import ProcessVerification, Staging, TransferProgram
-from tandem.refit.quantise import BoundQuantisation
 from tandem.refit.transfer import LinkTransfer, TransferGroup
-from tandem.refit.transports import process_group, registry
-from tandem.refit.transports.end import TransferEnd
+from tandem.refit.transports import cuda_ipc, process_group, registry
 from tandem.refit.transports.meeting import GroupStore
 from tandem.refit.transports.memory import NamedStorages
 from tandem.refit.transports.process_group import ConnectedGroup
 from tandem.refit.transports.stream import StreamTransport
-from tandem.refit.transports.transport import BoundTransfers
+from tandem.refit.transports.transport import BoundTransfers, TransferEnd
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_name() -> str:
+    """Return the host name used in layouts; two machines never share it, even with equal configured names."""
+    return f"{socket.gethostname()}/{_BOOT_ID.read_text()[:8]}"
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device name used in layouts."""
+    return "cpu" if device.type == "cpu" else cuda_ipc.device_uuid(device)
 
 
 def bind(

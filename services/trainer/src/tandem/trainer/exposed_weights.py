@@ -15,9 +15,8 @@ from tandem.config.models import lora
 from tandem.config.schema.adapters import AdaptersConfig
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import Address, Box, Layout, LayoutBuilder, Storage
-from tandem.refit.places import device_name, host_name
 from tandem.refit.transports import cuda_ipc, shm
-from tandem.refit.weights import Weights
+from tandem.refit.weights import Weights, device_name, host_name
 
 _SHARED_MEMORY = "/dev/shm"
 _COPY = "the copy of the weights that engines read while trainers step"

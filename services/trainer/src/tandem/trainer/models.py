@@ -20,7 +20,7 @@ from tandem.config.models.lora import explain_no_model
 from tandem.config.models.model_sizes import local_folder
 from tandem.config.schema import ModelConfig
 from tandem.config.schema.columns import Head
-from tandem.refit.adapters import headers
+from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 
 _CLASSIFIERS: dict[Head, Any] = {
@@ -179,7 +179,7 @@ def _pretrained(source: str, settings: ModelConfig, dtype: torch.dtype) -> Any:
 def _names_in(source: str) -> Collection[str]:
     """Return the names of the tensors in a checkpoint, of a folder or of the Hub's cache; none if it is in neither."""
     folder = local_folder(source)
-    return headers.read_headers(folder) if folder is not None and any(folder.glob("*.safetensors")) else ()
+    return catalogue.read_headers(folder) if folder is not None and any(folder.glob("*.safetensors")) else ()
 
 
 def _refuse_missing(source: str, names: Iterable[str]) -> None:

@@ -18,10 +18,9 @@ from tandem.common.errors import ConfigError, DamagedCheckpoint, ModelError, nea
 from tandem.config import Config
 from tandem.config.installed.model_fields import list_model_types
 from tandem.config.models import hub
-from tandem.refit.adapters import headers
-from tandem.refit.adapters.catalogue import make_shape
+from tandem.refit.adapters import catalogue
+from tandem.refit.adapters.catalogue import TensorPlace, make_shape
 from tandem.refit.adapters.geometry import FAMILIES
-from tandem.refit.adapters.headers import TensorPlace
 from tandem.samples import manifest
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -70,7 +69,7 @@ def check_weights(folder: Path) -> list[str]:
     model = read_json(folder / "config.json")
     refuse_unknown_type(folder, model)
     if any(folder.glob("*.safetensors")) and not hub.is_to_come(folder):
-        return list(_tensors(model, headers.read_places(folder)))
+        return list(_tensors(model, catalogue.read_places(folder)))
     return []  # drawn by policy.new_model, in another format, or checked once fetched
 
 

@@ -16,7 +16,7 @@ from tandem.config.models import hub
 from tandem.config.models.model_sizes import find_max_positions, local_folder
 from tandem.config.schema import EnvironmentConfig
 from tandem.coordinator.model_folders.checking import read_json, refuse_unknown_type
-from tandem.refit.adapters import headers
+from tandem.refit.adapters import catalogue
 from tandem.samples import manifest
 from tandem.samples.chat_templates import memory_limit
 from tandem.samples.model_files import load_reward_model_tokenizer
@@ -87,6 +87,6 @@ def _check_head(prefix: str, folder: Path) -> None:
         return  # checked once it is fetched
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{prefix} holds no *.safetensors, and weights in other formats are not read")
-    heads = [place for name, place in headers.read_places(folder).items() if _HEAD.match(name)]
+    heads = [place for name, place in catalogue.read_places(folder).items() if _HEAD.match(name)]
     if not heads:
         raise ModelError(f"{prefix} has no weights for the head of a classifier, such as score.weight")

@@ -1,4 +1,4 @@
-"""Digests of a process's weights, computed beside other work in short slices of time.
+"""Digests of a process's weights: in short slices of time beside other work, of a version, or at once.
 
 `tandem.refit.digests.terms` defines a digest and says why it reveals damage. A process digests the slices in its
 `ProcessVerification`: a trainer its weights, converted to the engines' element type; an engine the weights that it
@@ -9,10 +9,13 @@ For a tensor that is quantised in transit, the engine computes values and scales
 the trainer's elements. Instead the engine digests the staging memory that they were computed from: give `DigestTask`
 the program's quantisations, and the staging memory among the storages. It reads the engine's pieces of these tensors in
 staging memory, in their element type there (``Quantisation.staging_dtype``), and leaves the scales out. The trainer's
-verification must convert to the same type. `tandem.refit.quantise` checks on the engine that the values and scales are
-the quantisation of that memory, bit for bit.
+verification must convert to the same type. `tandem.refit.installing` checks on the engine that the values and scales
+are the quantisation of that memory, bit for bit.
 
 Importing this module does not import torch.
+
+Frozen tensors are digested once, in full, with the first version after a program is bound. The result for each version
+still covers all tensors, so the comparison need not know which are frozen.
 """
 
 from __future__ import annotations
@@ -28,14 +31,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.refit.digests import terms
+from tandem.refit.digests.comparison import Digests, combine
 from tandem.refit.digests.slices import DigestList, ElementSampling, everything
-from tandem.refit.layout import DTYPES, ITEM_SIZES, Layout
+from tandem.refit.layout import DTYPES, ITEM_SIZES, Box, Layout
 from tandem.refit.program import ProcessVerification, Quantisation
 
-if TYPE_CHECKING:  # comparing digests needs no torch
+if TYPE_CHECKING:
     import torch
 
-    from tandem.refit.digests.kernel_choice import Span
+    from tandem.refit.digests.kernels import Span
 
 _SLAB_BYTES = {"cpu": 2**21, "cuda": 2**26}
 """Bytes digested at a time: about a millisecond on a CPU; on a GPU a launch that hides the cost of the next."""
@@ -202,7 +207,7 @@ def spans_of(start: Sequence[int], shape: Sequence[int], step: Sequence[int]) ->
 
 def slabs_of(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Tensor, list[Span]]]:
     """Cut a slice into slabs, and yield each with its global indices."""
-    from tandem.refit.digests.kernel_choice import MAX_COLUMNS
+    from tandem.refit.digests.kernels import MAX_COLUMNS
 
     sizes = [num for _, _, num, _ in spans]
     budget = _slab_elements(values)
@@ -225,3 +230,99 @@ def slabs_of(values: torch.Tensor, spans: list[Span]) -> Iterator[tuple[torch.Te
 
 def _slab_elements(values: torch.Tensor) -> int:
     return _SLAB_BYTES[values.device.type] // values.element_size()
+
+
+class FrozenDigests:
+    """The digests of frozen tensors, computed once."""
+
+    def __init__(self, task: DigestTask) -> None:
+        """Start from a task that computes them."""
+        self._task = task
+        self._known: Digests | None = None
+
+    @property
+    def expected_s(self) -> float:
+        """Rough seconds until the digests are known."""
+        return self._task.expected_s if self._known is None else 0.0
+
+    def advance(self, seconds: float) -> bool:
+        """Work for this long; return whether the digests are known."""
+        if self._known is None and self._task.advance(seconds):
+            self._known = self._task.result()
+        return self._known is not None
+
+    def result(self) -> Digests:
+        """Finish the work, and return the digests, one per tensor."""
+        self.advance(math.inf)
+        assert self._known is not None, "the task was run to its end"
+        return self._known
+
+
+class VersionDigest:
+    """The digests of a version: changing tensors by a `DigestTask`, frozen ones, and a check of merged weights."""
+
+    def __init__(self, changing: DigestTask, frozen: FrozenDigests, merges: Iterator[None], merges_s: float) -> None:
+        """Set the work up; `merges` checks the merged weights step by step, in about `merges_s` altogether.
+
+        It raises `RefitError` at a difference.
+        """
+        self._changing = changing
+        self._frozen = frozen
+        self._merges = merges
+        self.expected_s = changing.expected_s + frozen.expected_s + merges_s
+        """Rough duration on an idle machine, in seconds."""
+
+    def advance(self, seconds: float) -> bool:
+        """Work for this long, or a little longer; return whether everything is done."""
+        deadline = time.perf_counter() + seconds
+        if not self._frozen.advance(seconds) or not self._changing.advance(deadline - time.perf_counter()):
+            return False
+        return all(time.perf_counter() < deadline for _ in self._merges)
+
+    def result(self) -> Digests:
+        """Finish the work, and return this process's partial digest of each tensor."""
+        self.advance(math.inf)
+        return self._changing.result() + self._frozen.result()
+
+    def results(self) -> tuple[Digests]:
+        """Return `result` as that of the only worker of a process."""
+        return (self.result(),)
+
+
+def digest_layout(
+    layout: Layout,
+    storages: Mapping[str, torch.Tensor],
+    verification: ProcessVerification | None = None,
+    *,
+    sampling: ElementSampling | None = None,
+    quantisations: Sequence[Quantisation] = (),
+) -> NDArray[np.uint64]:
+    """Return the digests of a process's weights, one per tensor, by running a `DigestTask` to its end."""
+    return DigestTask(layout, storages, verification, sampling=sampling, quantisations=quantisations).result()
+
+
+def digest_box(name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor) -> int:
+    """Return a slice's partial digest of tensor `name`.
+
+    Args:
+        name: Hugging Face name of the tensor.
+        global_shape: shape of the whole tensor.
+        box: the slice in `values`.
+        values: of the slice's shape, any strides, elements of 1, 2 or 4 bytes.
+
+    Returns:
+        An unsigned 64-bit number; add partial digests up with `combine`.
+
+    Raises:
+        RefitError: the elements have another size.
+
+    """
+    from tandem.refit.digests.kernels import slab_sum
+
+    if box.num_elements == 0:
+        return 0
+    assert tuple(values.shape) == box.shape, f"{name}: {tuple(values.shape)} is not the shape of {box}"
+    spans = spans_of(box.start, box.shape, (1,) * len(box.shape))
+    elements = values.detach().reshape(box.shape or (1,))
+    total = sum(int(slab_sum(slab, slab_spans)) for slab, slab_spans in slabs_of(elements, spans))
+    return combine(total * terms.salt(name, global_shape, str(values.dtype).removeprefix("torch.")))

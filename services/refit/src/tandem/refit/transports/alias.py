@@ -18,9 +18,8 @@ from tandem.common.worker_shards import process_of
 from tandem.refit.columns import Ints
 from tandem.refit.layout import ITEM_SIZE_OF_CODE, ITEM_SIZES, Address
 from tandem.refit.transfer import CopyColumns, LinkTransfer
-from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.shm import ShmTransport
-from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, TransferEnd, Transport, Wire
 
 if TYPE_CHECKING:
     import torch

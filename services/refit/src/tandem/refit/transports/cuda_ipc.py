@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address, CudaMemory, Storage, UnpeeredCudaMemory
 from tandem.refit.transfer import LinkTransfer
-from tandem.refit.transports.end import TransferEnd
-from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, TransferEnd, Transport, Wire
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch
@@ -56,7 +55,7 @@ class CudaIpc(Transport):
 
     def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         """Open the sources' memory."""
-        from tandem.refit.transports.pulling import PulledTransfers
+        from tandem.refit.transports.copying import PulledTransfers
 
         return PulledTransfers(transfers, end, self.open)
 

@@ -36,7 +36,6 @@ from tandem.common.worker_shards import process_of
 from tandem.refit.transfer import LinkTransfer
 from tandem.refit.transports import encoding
 from tandem.refit.transports.encoding import EncodingKind, MessageDifference
-from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.exchange import (
     TAGS_A_ROUND,
     BoundChannel,
@@ -50,6 +49,7 @@ from tandem.refit.transports.exchange import (
 from tandem.refit.transports.process_group import ConnectedGroup, GroupMessage
 from tandem.refit.transports.sizes import DEPTH
 from tandem.refit.transports.stream import RoundStreams, StreamTransport
+from tandem.refit.transports.transport import TransferEnd
 
 _NOTHING_HELD = 0
 _NUM_FIELDS = 5

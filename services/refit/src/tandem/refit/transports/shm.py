@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tandem.common.errors import RefitError
 from tandem.refit.layout import Address, SharedMemory, Storage
 from tandem.refit.transfer import LinkTransfer
-from tandem.refit.transports.end import TransferEnd
-from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, TransferEnd, Transport, Wire
 
 if TYPE_CHECKING:  # the planner runs in processes without torch
     import torch
@@ -54,7 +53,7 @@ class ShmTransport(Transport):
 
     def bind(self, transfers: Sequence[LinkTransfer], end: TransferEnd) -> BoundTransfers:
         """Map the sources' memory."""
-        from tandem.refit.transports.pulling import PulledTransfers
+        from tandem.refit.transports.copying import PulledTransfers
 
         return PulledTransfers(transfers, end, self.open)
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from tandem.refit.layout import Address
 from tandem.refit.transfer import LinkTransfer
-from tandem.refit.transports.end import TransferEnd
 from tandem.refit.transports.sizes import DEPTH, bucket_bytes
-from tandem.refit.transports.transport import BoundTransfers, Route, Transport, Wire
+from tandem.refit.transports.transport import BoundTransfers, Route, TransferEnd, Transport, Wire
 
 if TYPE_CHECKING:  # needs torch
     from tandem.refit.transports.exchange import ChannelExchange

@@ -9,20 +9,47 @@ source takes part, at the sender. To add a transport, write a module with a subc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import ClassVar, Literal, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.refit.columns import Ints
-from tandem.refit.layout import Address, Layout
-from tandem.refit.transfer import CopyColumns, LinkTransfer
-from tandem.refit.transports.end import TransferEnd
+from tandem.refit.layout import Address, Layout, Storage
+from tandem.refit.transfer import CopyColumns, LinkTransfer, TransferGroup
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.refit.transports.memory import NamedStorages
+    from tandem.refit.transports.process_group import ConnectedGroup
 
 Wire = Literal["memory", "same_gpu", "peer_gpu", "network"]
 """The medium that bytes pass through: a key of ``cluster.links``, which has its rate."""
+
+
+class TransferEnd(NamedTuple):
+    """One process's end of its transfers, to which a transport binds them."""
+
+    member: str
+    memory: NamedStorages
+    device: torch.device
+    """Device of the parameters."""
+    transfer_groups: Mapping[str, TransferGroup]
+    """The program's transfer groups, by name."""
+    groups: Mapping[str, ConnectedGroup]
+    """Connected transfer groups by name, looked up at each run."""
+    opened: dict[tuple[str, str], torch.Tensor]
+    """Opened storages of other processes, by process and storage: each is opened once."""
+
+    def open_once(self, source: str, storage: Storage, open_storage: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of another process's storage; `open_storage` opens it the first time."""
+        key = source, storage.name
+        if key not in self.opened:
+            self.opened[key] = open_storage()
+        return self.opened[key]
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -306,7 +306,7 @@ class AdapterSets:
         return results
 
     def _adapted(self, adapter_set: _Set, parameter: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-        """Return a parameter with a version's adapters merged into it, as `tandem.refit.merging` merges them."""
+        """Return a parameter with a version's adapters merged into it, as `tandem.refit.installing` merges them."""
         merged = parameter.clone()
         rows = merged.view(-1, merged.shape[-1])
         for number in numbers:

@@ -6,8 +6,7 @@ import torch
 
 from tandem.refit.adapters.huggingface import as_checkpoint
 from tandem.refit.layout import LayoutBuilder, whole
-from tandem.refit.places import device_name, host_name
-from tandem.refit.weights import Weights
+from tandem.refit.weights import Weights, device_name, host_name
 
 
 def weights_of(model: torch.nn.Module) -> Weights:

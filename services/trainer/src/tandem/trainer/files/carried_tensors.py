@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from tandem.config.models.hf_config import load_config
 from tandem.config.models.model_sizes import local_folder
-from tandem.refit.adapters import headers
+from tandem.refit.adapters import catalogue
 
 _SCALES = "_scale_inv"
 _LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
@@ -36,7 +36,7 @@ class CarriedTensors:
 
         The model is only read here. Raises `ModelError` if a file cannot be read.
         """
-        self._places: dict[str, headers.TensorPlace] = {}
+        self._places: dict[str, catalogue.TensorPlace] = {}
         self.source: Path | None = None
         self._dtype = model.dtype
         self._block: tuple[int, int] | None = None
@@ -47,7 +47,7 @@ class CarriedTensors:
         self.source = next((folder for folder in folders if any(folder.glob("*.safetensors"))), None)
         if self.source is None:
             return
-        places = headers.read_places(self.source)
+        places = catalogue.read_places(self.source)
         unloaded = list_unloaded(model, places)
         if not unloaded:
             return

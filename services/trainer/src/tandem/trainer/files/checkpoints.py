@@ -28,7 +28,7 @@ from tandem.common.numeric import RecentSteps
 from tandem.common.shortages import is_shortage
 from tandem.config import Config
 from tandem.config.schema.columns import Model
-from tandem.refit.places import host_name
+from tandem.refit.weights import host_name
 from tandem.samples import manifest
 from tandem.samples.manifest import FileRecord
 from tandem.samples.model_files import load_tokenizer

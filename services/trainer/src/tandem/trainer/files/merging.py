@@ -14,7 +14,7 @@ from tandem.common.errors import CheckpointError, ModelError, TandemError
 from tandem.config.models import hub
 from tandem.config.models.hf_config import describe_text_part, find_model_class, load_config
 from tandem.config.models.lora import CONFIG, TENSORS
-from tandem.refit.adapters import headers
+from tandem.refit.adapters import catalogue
 from tandem.samples import manifest
 from tandem.trainer.files import adapter_files, policy_files
 
@@ -53,7 +53,7 @@ def _write(adapters: Path, target: Path, base: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT imports names that transformers will drop
-            described, renamed = describe_text_part(load_config(str(source), None), headers.read_headers(source))
+            described, renamed = describe_text_part(load_config(str(source), None), catalogue.read_headers(source))
             model = find_model_class(described).from_pretrained(
                 source,
                 config=described,

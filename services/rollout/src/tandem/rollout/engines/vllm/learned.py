@@ -31,10 +31,9 @@ from tandem.common.errors import ModelError
 from tandem.common.files import replace_file
 from tandem.config.models.hf_config import find_model_class, load_config
 from tandem.refit.adapters.huggingface import as_checkpoint
-from tandem.refit.digests.at_once import digest_layout
+from tandem.refit.digests.task import digest_layout
 from tandem.refit.layout import Layout, LayoutBuilder
-from tandem.refit.places import device_name, host_name
-from tandem.refit.weights import Weights
+from tandem.refit.weights import Weights, device_name, host_name
 from tandem.rollout.engines.vllm.landed_slices import NO_TENSOR, LandedSlice, fit_slices
 
 _LARGEST_DIGIT = 255

@@ -19,8 +19,7 @@ from tandem.refit import layout, program
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.digests.comparison import encode_digests
 from tandem.refit.digests.slices import ElementSampling
-from tandem.refit.digests.task import DigestTask
-from tandem.refit.digests.version import VersionDigest
+from tandem.refit.digests.task import DigestTask, VersionDigest
 from tandem.rollout.engines.vllm import float8
 from tandem.rollout.engines.vllm.insides import SEES
 from tandem.rollout.engines.vllm.learned import LearnedParameters, ParameterViews

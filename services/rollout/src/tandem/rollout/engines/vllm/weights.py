@@ -13,8 +13,7 @@ from tandem.refit.adapters.catalogue import make_shape
 from tandem.refit.adapters.deployment import locate
 from tandem.refit.adapters.vllm import Vllm
 from tandem.refit.layout import Layout, PrivateMemory, Storage
-from tandem.refit.places import device_name, host_name
-from tandem.refit.weights import Weights
+from tandem.refit.weights import Weights, device_name, host_name
 
 
 def weights_of(

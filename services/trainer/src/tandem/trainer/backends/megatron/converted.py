@@ -36,7 +36,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tandem.common.errors import DamagedCheckpoint, ModelError
 from tandem.config import Config, schema
 from tandem.config.schema.columns import Model
-from tandem.refit.adapters import headers
+from tandem.refit.adapters import catalogue
 from tandem.refit.adapters.catalogue import ModelShape, read_shape
 from tandem.refit.adapters.geometry import SCALAR_HEAD
 from tandem.refit.adapters.megatron import Megatron
@@ -111,7 +111,7 @@ def fingerprint(folder: Path) -> str:
     Raises `ModelError`.
     """
     hasher = hashlib.blake2b(str(FORMAT).encode(), digest_size=16)
-    for path in (folder / "config.json", *headers.files_of(folder)):
+    for path in (folder / "config.json", *catalogue.files_of(folder)):
         try:
             with path.open("rb") as file:
                 hasher.update(f"{path.name} {os.fstat(file.fileno()).st_size} ".encode())

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tandem.common.errors import ModelError
-from tandem.refit.adapters import headers
+from tandem.refit.adapters import catalogue
 from tandem.refit.layout import Box
 
 _WEIGHTS = {"F64", "F32", "BF16", "F16"}
@@ -26,7 +26,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of: dict[str, Any] = {}
-        for file in headers.files_of(folder):
+        for file in catalogue.files_of(folder):
             try:
                 opened: Any = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:

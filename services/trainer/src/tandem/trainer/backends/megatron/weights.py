@@ -22,8 +22,7 @@ from tandem.config.schema.adapters import AdaptersConfig
 from tandem.refit.adapters.catalogue import ModelShape
 from tandem.refit.adapters.megatron import Megatron
 from tandem.refit.layout import ITEM_SIZES, Box, LayoutPiece, Storage, Tensor
-from tandem.refit.places import device_name, host_name
-from tandem.refit.weights import Weights
+from tandem.refit.weights import Weights, device_name, host_name
 from tandem.trainer import exposed_weights
 
 BATCH_BYTES = 2**28
